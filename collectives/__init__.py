@@ -1,0 +1,1 @@
+"""Collective communication for NumPy and CuPy arrays, as schedules over MPI point-to-point."""

@@ -1,0 +1,1 @@
+"""The algorithms: pure generators of rounds, one family a file. Nothing here knows MPI."""

@@ -1,0 +1,1 @@
+"""The wires: how a bound message travels."""
