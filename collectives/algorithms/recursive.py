@@ -1,0 +1,44 @@
+"""Recursive doubling: partners at distance 1, 2, 4 ... exchange all they know, and know twice as much.
+
+The ranks beyond the largest power of two fold into a neighbour first and hear the result from it at the end.
+Groups that meet are neighbours in rank order, so operations that do not commute come out right.
+
+Allreduce on 5 ranks, a letter per rank::
+
+    fold        1 -> 0
+    distance 1  (ab,c)  (d,e)       0 = a b,  2 = c,  3 = d,  4 = e  play as 0 1 2 3
+    distance 2  (abc,de) (abc,de)
+    unfold      0 -> 1
+
+(Thakur, Rabenseifner, Gropp 2005, section 4.4.)
+"""
+
+from __future__ import annotations
+
+from collectives.steps import Recv, RecvReduce, Rounds, Send, span
+
+
+def allreduce(rank: int, size: int) -> Rounds:
+    """Partners swap their sums and both add, at distance 1, 2, 4 ...
+
+    log2 p rounds when p is a power of two, floor(log2 p) + 2 otherwise: each alpha + n (beta + gamma), the last of
+    the latter without gamma. Keeps rank order; all ranks get the same bits.
+    """
+    power = 1 << (size.bit_length() - 1)
+    folded = size - power
+    everything = span(0, size)
+    if rank < 2 * folded and rank % 2:
+        yield [Send(rank - 1, everything)]
+        yield [Recv(rank - 1, everything)]
+        return
+    if rank < 2 * folded:
+        yield [RecvReduce(rank + 1, everything, "right")]
+    place = rank // 2 if rank < 2 * folded else rank - folded
+    distance = 1
+    while distance < power:
+        other = place ^ distance
+        peer = 2 * other if other < folded else other + folded
+        yield [Send(peer, everything), RecvReduce(peer, everything, "right" if peer > rank else "left")]
+        distance *= 2
+    if rank < 2 * folded:
+        yield [Send(rank + 1, everything)]

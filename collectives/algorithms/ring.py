@@ -1,0 +1,66 @@
+"""Rings: everyone sends to the right and receives from the left, one chunk a round, so no byte moves twice.
+
+Reduce-scatter on 3 ranks; ``a1`` is chunk a of rank 1::
+
+                rank 0          rank 1          rank 2
+    start       a0  b0  c0      a1  b1  c1      a2  b2  c2
+    round 0     c0 to 1         a1 to 2         b2 to 0
+                a0 b02 c0       a1  b1 c01      a12 b2  c2
+    round 1     b02 to 1        c01 to 2        a12 to 0
+                a012            b012            c012
+
+(Chan et al. 2007, section 4.2, bucket algorithms; Patarasu and Yuan 2009.)
+"""
+
+from __future__ import annotations
+
+from collectives.algorithms import mst
+from collectives.steps import Recv, RecvReduce, Rounds, Send, one
+
+
+def reduce_scatter(rank: int, size: int) -> Rounds:
+    """Chunk c leaves rank c+1, gains a term at every hop, and comes to rest whole at rank c.
+
+    p-1 rounds: (p-1) alpha + (p-1)/p n (beta + gamma). Commutative operations only.
+    """
+    left, right = (rank - 1) % size, (rank + 1) % size
+    for step in range(1, size):
+        yield [Send(right, one((rank - step) % size)), RecvReduce(left, one((rank - step - 1) % size))]
+
+
+def allgather(rank: int, size: int) -> Rounds:
+    """Chunk c leaves rank c and visits everyone to the right in turn.
+
+    p-1 rounds: (p-1) alpha + (p-1)/p n beta.
+    """
+    left, right = (rank - 1) % size, (rank + 1) % size
+    for step in range(size - 1):
+        yield [Send(right, one((rank - step) % size)), Recv(left, one((rank - step - 1) % size))]
+
+
+def allreduce(rank: int, size: int) -> Rounds:
+    """Every chunk goes round once to be summed and once more to be known.
+
+    2(p-1) rounds: 2(p-1) alpha + (p-1)/p n (2 beta + gamma). Commutative operations only.
+    """
+    yield from reduce_scatter(rank, size)
+    yield from allgather(rank, size)
+
+
+def broadcast(rank: int, size: int, root: int) -> Rounds:
+    """The root scatters its vector down a tree, then the pieces go round, past the root, which has them all.
+
+    ceil(log2 p) + p-1 rounds: (q + p-1) alpha + 2(p-1)/p n beta. (Chan et al. 2007, section 5.2.)
+    """
+    yield from mst.scatter(rank, size, root)
+    for send, receive in allgather(rank, size):
+        yield ([send] if send.peer != root else []) + ([receive] if rank != root else [])
+
+
+def reduce(rank: int, size: int, root: int) -> Rounds:
+    """Chunks are summed on their way round, then gathered up a tree.
+
+    p-1 + ceil(log2 p) rounds: (q + p-1) alpha + (p-1)/p n (2 beta + gamma). Commutative operations only.
+    """
+    yield from reduce_scatter(rank, size)
+    yield from mst.gather(rank, size, root)

@@ -1,0 +1,165 @@
+"""Every algorithm by collective and name: what it is, what it can do, what it costs.
+
+A new algorithm is one generator and one line here. The formulas are facts, not hints: the proof of every entry
+compares them with what the schedule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from collectives.algorithms import dissemination, linear, mst, recursive, ring
+from collectives.semantics import MEANINGS
+from collectives.steps import Rounds, Schedule, freeze
+
+
+class Algorithm(NamedTuple):
+    """One way to do a collective.
+
+    Attributes
+    ----------
+    generate : (rank, size) or (rank, size, root) -> rounds
+        The generator; its docstring tells the idea.
+    rounds : str
+        Longest chain of rounds: the factor of alpha. A formula, see `evaluate`.
+    volume : str
+        Vectors of n bytes that the busiest rank sends or receives, whichever is more.
+    combined : str
+        Vectors that the busiest rank combines: the factor of n gamma.
+    beta : str
+        The factor of n beta on the critical path where that differs from `volume`.
+    ordered : bool
+        Whether values combine in rank order, as operations that do not commute need.
+    private : bool
+        Whether ranks other than the root touch no block but their own, and so need not know the others' lengths.
+    """
+
+    generate: Callable[..., Rounds]
+    rounds: str
+    volume: str = "0"
+    combined: str = "0"
+    beta: str = ""
+    ordered: bool = False
+    private: bool = False
+
+    @property
+    def idea(self) -> str:
+        """The first line of the generator's docstring."""
+        return (self.generate.__doc__ or "").strip().splitlines()[0]
+
+    def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float) -> float:
+        """The cost by formula: rounds * alpha + n (beta's factor * beta + combined * gamma)."""
+        path = evaluate(self.beta or self.volume, size)
+        return evaluate(self.rounds, size) * alpha + nbytes * (path * beta + evaluate(self.combined, size) * gamma)
+
+
+class Bound(NamedTuple):
+    """What no algorithm can beat; each bound holds by itself. Formulas as in `Algorithm`."""
+
+    rounds: str
+    volume: str
+    combined: str = "0"
+
+
+BOUNDS: dict[str, Bound] = {
+    "barrier": Bound("q", "0"),
+    "broadcast": Bound("q", "1"),
+    "reduce": Bound("q", "1", "(p-1)/p"),
+    "scatter": Bound("q", "(p-1)/p"),
+    "gather": Bound("q", "(p-1)/p"),
+    "allgather": Bound("q", "(p-1)/p"),
+    "reduce_scatter": Bound("q", "(p-1)/p", "(p-1)/p"),
+    "allreduce": Bound("q", "2*(p-1)/p", "(p-1)/p"),
+}
+"""Lower bounds per collective for p > 1 (Chan et al. 2007, section 3)."""
+
+CATALOG: dict[str, dict[str, Algorithm]] = {
+    "barrier": {
+        "linear": Algorithm(linear.barrier, "2*(p-1)"),
+        "dissemination": Algorithm(dissemination.barrier, "q"),
+    },
+    "broadcast": {
+        "linear": Algorithm(linear.broadcast, "p-1", "p-1"),
+        "mst": Algorithm(mst.broadcast, "q", "q"),
+        "ring": Algorithm(ring.broadcast, "q+p-1", "2*(p-1)/p"),
+    },
+    "reduce": {
+        "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", ordered=True),
+        "mst": Algorithm(mst.reduce, "q", "q", "q", ordered=True),
+        "ring": Algorithm(ring.reduce, "q+p-1", "2*(p-1)/p", "(p-1)/p"),
+    },
+    "scatter": {
+        "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", private=True),
+        "mst": Algorithm(mst.scatter, "q", "(p-1)/p"),
+    },
+    "gather": {
+        "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", private=True),
+        "mst": Algorithm(mst.gather, "q", "(p-1)/p"),
+    },
+    "allgather": {
+        "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1"),
+        "mst": Algorithm(mst.allgather, "2*q", "q", beta="(p-1)/p+q"),
+        "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p"),
+    },
+    "reduce_scatter": {
+        "linear": Algorithm(
+            linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", ordered=True
+        ),
+        "mst": Algorithm(mst.reduce_scatter, "2*q", "q", "q", beta="(p-1)/p+q", ordered=True),
+        "ring": Algorithm(ring.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p"),
+    },
+    "allreduce": {
+        "linear": Algorithm(linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", ordered=True),
+        "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True),
+        "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p"),
+        "recursive_doubling": Algorithm(recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True),
+    },
+}
+"""collective -> {name: algorithm}; the first one is the naive reference."""
+
+
+@lru_cache(maxsize=4096)
+def evaluate(formula: str, size: int) -> Fraction:
+    """The value of a formula for p = `size`: q = ceil(log2 p); odd = 0 if p is a power of two, else 1."""
+    q = (size - 1).bit_length()
+    names = {"p": Fraction(size), "q": q, "odd": int(size != 1 << q), "__builtins__": {}}
+    return Fraction(eval(formula, names))  # the formulas are the constants above
+
+
+def names(collective: str) -> list[str]:
+    """Names of the algorithms for a collective, the naive one first."""
+    return list(_entries(collective))
+
+
+def find(collective: str, name: str) -> Algorithm:
+    """The entry of that name.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message lists those that exist.
+    """
+    entries = _entries(collective)
+    if name not in entries:
+        raise ValueError(f"unknown algorithm {name!r} for {collective}; known: {', '.join(entries)}")
+    return entries[name]
+
+
+def _entries(collective: str) -> Mapping[str, Algorithm]:
+    if collective not in CATALOG:
+        raise ValueError(f"unknown collective {collective!r}; known: {', '.join(CATALOG)}")
+    return CATALOG[collective]
+
+
+def build(collective: str, name: str, rank: int, size: int, root: int = 0) -> Schedule:
+    """The schedule of one rank."""
+    generate = find(collective, name).generate
+    return freeze(generate(rank, size, root) if MEANINGS[collective].rooted else generate(rank, size))
+
+
+def build_all(collective: str, name: str, size: int, root: int = 0) -> list[Schedule]:
+    """The schedules of all ranks."""
+    return [build(collective, name, rank, size, root) for rank in range(size)]

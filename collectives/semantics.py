@@ -1,0 +1,109 @@
+"""What each collective means, as data: who holds which chunk before, and what must lie where after.
+
+A value is a tuple of terms in the order in which they were combined; a term ``(rank, chunk)`` is what `rank`
+brought as `chunk`. A broadcast value is one term, a sum over all ranks is p of them.
+
+A vector (broadcast, reduce, allreduce, scan) may be cut in any number of chunks. Where every rank owns a block
+(scatter, gather, allgather, reduce-scatter) chunk r is the block of rank r; where every pair of ranks has one
+(alltoall) chunk ``s * p + d`` travels from s to d. An algorithm that wants finer chunks cuts each of these in
+`parts` equal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
+
+Term: TypeAlias = tuple[int, int]
+Value: TypeAlias = tuple[Term, ...]
+
+
+class Meaning(NamedTuple):
+    """One collective: its blocks, and what a rank has before and after.
+
+    Attributes
+    ----------
+    blocks : size -> int
+        How many blocks the data has.
+    before : (rank, size, root) -> block numbers
+        The blocks that the rank brings.
+    after : (rank, size, root) -> {block: ranks whose terms it holds}
+        The blocks that the rank must end with. All others may hold anything.
+    rooted, reduces : bool
+        Whether it has a root; whether it combines, so that an operation is needed.
+    synchronises : bool
+        Whether nobody may leave before everybody came, which is all that a barrier means.
+    """
+
+    blocks: Callable[[int], int]
+    before: Callable[[int, int, int], Iterable[int]]
+    after: Callable[[int, int, int], dict[int, Iterable[int]]]
+    rooted: bool = False
+    reduces: bool = False
+    synchronises: bool = False
+
+
+def _per_rank(size: int) -> int:
+    return size
+
+
+def _everything(rank: int, size: int, root: int) -> range:
+    return range(size)
+
+
+def _at_root(rank: int, size: int, root: int) -> range:
+    return range(size) if rank == root else range(0)
+
+
+def _own(rank: int, size: int, root: int) -> range:
+    return range(rank, rank + 1)
+
+
+def _nothing(rank: int, size: int, root: int) -> range:
+    return range(0)
+
+
+MEANINGS: dict[str, Meaning] = {
+    "barrier": Meaning(_per_rank, _nothing, lambda rank, size, root: {}, synchronises=True),
+    "broadcast": Meaning(
+        _per_rank, _at_root, lambda rank, size, root: {c: (root,) for c in range(size)}, rooted=True
+    ),
+    "reduce": Meaning(
+        _per_rank,
+        _everything,
+        lambda rank, size, root: {c: range(size) for c in range(size)} if rank == root else {},
+        rooted=True,
+        reduces=True,
+    ),
+    "scatter": Meaning(_per_rank, _at_root, lambda rank, size, root: {rank: (root,)}, rooted=True),
+    "gather": Meaning(
+        _per_rank,
+        _own,
+        lambda rank, size, root: {c: (c,) for c in range(size)} if rank == root else {},
+        rooted=True,
+    ),
+    "allgather": Meaning(_per_rank, _own, lambda rank, size, root: {c: (c,) for c in range(size)}),
+    "reduce_scatter": Meaning(
+        _per_rank, _everything, lambda rank, size, root: {rank: range(size)}, reduces=True
+    ),
+    "allreduce": Meaning(
+        _per_rank, _everything, lambda rank, size, root: {c: range(size) for c in range(size)}, reduces=True
+    ),
+}
+"""Every collective by name. The keys are the names used everywhere else."""
+
+
+def before(collective: str, rank: int, size: int, root: int = 0, parts: int = 1) -> list[int]:
+    """Chunk numbers that `rank` brings when every block is cut in `parts` chunks."""
+    blocks = MEANINGS[collective].before(rank, size, root)
+    return [block * parts + part for block in blocks for part in range(parts)]
+
+
+def after(collective: str, rank: int, size: int, root: int = 0, parts: int = 1) -> dict[int, Value]:
+    """The value that each chunk must have at `rank` in the end, terms in rank order."""
+    blocks = MEANINGS[collective].after(rank, size, root)
+    return {
+        chunk: tuple((origin, chunk) for origin in origins)
+        for block, origins in blocks.items()
+        for chunk in range(block * parts, (block + 1) * parts)
+    }

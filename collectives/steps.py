@@ -1,0 +1,116 @@
+"""The whole language: five steps on numbered chunks, gathered in rounds.
+
+An algorithm is a generator of rounds; a round is a list of steps. Within a round all messages fly at once: every
+`Send` reads, and every receive lands, before any local work; then `RecvReduce`, `Reduce` and `Copy` take effect in
+the order in which they are listed. A round ends when its own messages have arrived and left; rounds of different
+ranks are not in lockstep. Messages between two ranks match in the order in which they were sent, as MPI's do.
+
+A chunk is a number, never bytes: chunk ``c`` of ``C`` is the c-th part of the vector. Numbers from ``C`` on are
+scratch: chunk ``k * C + c`` lies in the k-th spare copy of the vector and is as long as chunk ``c``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+Chunks: TypeAlias = tuple[range, ...]
+"""Chunk numbers, in the order in which they travel: a few ranges of consecutive ones."""
+
+Side: TypeAlias = Literal["left", "right"]
+
+
+class Send(NamedTuple):
+    """Send the chunks to `peer` as one message."""
+
+    peer: int
+    chunks: Chunks
+
+
+class Recv(NamedTuple):
+    """Receive one message from `peer` into the chunks."""
+
+    peer: int
+    chunks: Chunks
+
+
+class RecvReduce(NamedTuple):
+    """Receive one message from `peer` and combine it with the chunks.
+
+    `side` is where the incoming operand stands: ``"left"`` gives ``incoming op mine``, ``"right"`` gives
+    ``mine op incoming``. Only operations that do not commute can tell the two apart.
+    """
+
+    peer: int
+    chunks: Chunks
+    side: Side = "left"
+
+
+class Reduce(NamedTuple):
+    """Combine the chunks `source` into the chunks `target` of the same rank; `source` stands on `side`."""
+
+    source: Chunks
+    target: Chunks
+    side: Side = "left"
+
+
+class Copy(NamedTuple):
+    """Copy the chunks `source` to the chunks `target` of the same rank."""
+
+    source: Chunks
+    target: Chunks
+
+
+Step: TypeAlias = Send | Recv | RecvReduce | Reduce | Copy
+Round: TypeAlias = list[Step]
+Rounds: TypeAlias = Iterator[Round]
+Schedule: TypeAlias = tuple[tuple[Step, ...], ...]
+"""What one rank does: the rounds of a generator, as data."""
+
+NOTHING: Chunks = ()
+"""No chunks: a message that carries only the news that its sender got here."""
+
+
+def one(chunk: int) -> Chunks:
+    """Just this chunk."""
+    return (range(chunk, chunk + 1),)
+
+
+def span(start: int, stop: int) -> Chunks:
+    """Chunks `start`, ..., `stop` - 1."""
+    return (range(start, stop),) if stop > start else NOTHING
+
+
+def cyclic(start: int, count: int, size: int) -> Chunks:
+    """`count` chunks from `start` on, around the circle of `size`: at most two ranges."""
+    start %= size
+    tail = min(count, size - start)
+    return span(start, start + tail) + span(0, count - tail)
+
+
+def scattered(chunks: Iterable[int]) -> Chunks:
+    """Any chunk numbers in the given order, consecutive ones joined to ranges."""
+    ranges: list[range] = []
+    for chunk in chunks:
+        if ranges and ranges[-1].stop == chunk:
+            ranges[-1] = range(ranges[-1].start, chunk + 1)
+        else:
+            ranges.append(range(chunk, chunk + 1))
+    return tuple(ranges)
+
+
+def numbers(chunks: Chunks) -> Iterator[int]:
+    """The chunk numbers one by one."""
+    for part in chunks:
+        yield from part
+
+
+def freeze(rounds: Iterable[Iterable[Step]]) -> Schedule:
+    """A generator's rounds as data."""
+    return tuple(tuple(steps) for steps in rounds)
+
+
+def show(chunks: Chunks) -> str:
+    """Chunks for people: ``3``, ``0-4``, ``6-7,0-1``, ``nothing``."""
+    parts = (str(part.start) if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in chunks)
+    return ",".join(parts) or "nothing"

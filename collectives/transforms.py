@@ -1,0 +1,69 @@
+"""Schedules made from schedules: run backwards, in segments, among some ranks only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, Step
+
+
+def reverse(rounds: Iterable[Round], rank: int, reducing: bool) -> Rounds:
+    """Every message flies back: a scatter becomes a gather and, when `reducing`, a broadcast becomes a reduce.
+
+    Where a schedule sends to ranks that stand together on one side of the sender, as all trees here do, the reversed
+    one keeps rank order: what comes back from a higher rank joins on the right.
+    """
+    for steps in reversed(list(rounds)):
+        backwards: Round = []
+        for step in reversed(steps):
+            match step:
+                case Recv(peer, chunks):
+                    backwards.append(Send(peer, chunks))
+                case Send(peer, chunks) if reducing:
+                    backwards.append(RecvReduce(peer, chunks, "right" if peer > rank else "left"))
+                case Send(peer, chunks):
+                    backwards.append(Recv(peer, chunks))
+                case _:
+                    raise ValueError(f"{step} cannot run backwards: only messages that move data can")
+        yield backwards
+
+
+def _renamed(step: Step, peer: Callable[[int], int], chunks: Callable[[Chunks], Chunks]) -> Step:
+    match step:
+        case Send(to, what):
+            return Send(peer(to), chunks(what))
+        case Recv(source, what):
+            return Recv(peer(source), chunks(what))
+        case RecvReduce(source, what, side):
+            return RecvReduce(peer(source), chunks(what), side)
+        case Reduce(what, target, side):
+            return Reduce(chunks(what), chunks(target), side)
+        case Copy(what, target):
+            return Copy(chunks(what), chunks(target))
+    raise TypeError(f"{step!r} is no step")
+
+
+def on(
+    ranks: Sequence[int], rounds: Iterable[Round], chunks: Callable[[Chunks], Chunks] = lambda chunks: chunks
+) -> Rounds:
+    """The schedule played by `ranks`: its peer i is ``ranks[i]``, its chunks are those that `chunks` gives."""
+    for steps in rounds:
+        yield [_renamed(step, ranks.__getitem__, chunks) for step in steps]
+
+
+def pipelined(
+    rounds: Iterable[Round], segments: int, chunks: Callable[[Chunks, int], Chunks], period: int = 1
+) -> Rounds:
+    """The schedule once per segment, each a `period` of rounds behind the one before, so that they overlap.
+
+    Rounds must be aligned over the ranks: a rank that waits has empty rounds. `chunks(chunks, segment)` names the
+    part of the chunks that lies in the segment.
+    """
+    once = list(rounds)
+    for time in range(len(once) + (segments - 1) * period):
+        yield [
+            _renamed(step, lambda peer: peer, lambda what, segment=segment: chunks(what, segment))  # type: ignore[misc]
+            for segment in range(segments)
+            if 0 <= time - segment * period < len(once)
+            for step in once[time - segment * period]
+        ]

@@ -1,0 +1,450 @@
+"""All ranks of a schedule played in one process: its proof, its price, and a trace to draw.
+
+`prove` plays with symbols: every chunk is the tuple of terms that were combined into it. `price` plays with clocks:
+a message costs alpha + bytes * beta on its edge, combining costs bytes * gamma. Both follow the messages as MPI
+matches them, in order per pair, with sends that wait for their receivers: what is free of deadlock here is free of
+it in any MPI.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from collectives import semantics
+from collectives.chunks import Layout
+from collectives.semantics import Term, Value
+from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Step, numbers, show
+
+
+class ScheduleError(Exception):
+    """A schedule that is wrong: what is wrong with it, at which rank, round and step."""
+
+
+class Spot(NamedTuple):
+    """A step of one rank's schedule."""
+
+    rank: int
+    round: int
+    step: int
+
+
+def _at(spot: Spot, step: Step) -> str:
+    return f"rank {spot.rank}, round {spot.round}, step {spot.step}: {_tell(step)}"
+
+
+def _tell(step: Step) -> str:
+    match step:
+        case Send(peer, chunks):
+            return f"Send of chunks {show(chunks)} to rank {peer}"
+        case Recv(peer, chunks):
+            return f"Recv of chunks {show(chunks)} from rank {peer}"
+        case RecvReduce(peer, chunks, side):
+            return f"RecvReduce of chunks {show(chunks)} from rank {peer} on the {side}"
+        case Reduce(source, target, side):
+            return f"Reduce of chunks {show(source)} into {show(target)} on the {side}"
+        case Copy(source, target):
+            return f"Copy of chunks {show(source)} to {show(target)}"
+    return repr(step)
+
+
+# ------------------------------------------------------------------------------------------ who meets whom
+
+
+def match(schedules: Sequence[Schedule], count: int) -> dict[Spot, Spot]:
+    """For every receive the send that it meets: the k-th from a rank meets the k-th to it.
+
+    Raises
+    ------
+    ScheduleError
+        If a message has no partner, goes to its own rank or to none, or is not as long as its partner.
+    """
+    sends: dict[tuple[int, int], deque[tuple[Spot, Step]]] = defaultdict(deque)
+    receives: list[tuple[Spot, Recv | RecvReduce]] = []
+    for rank, schedule in enumerate(schedules):
+        for index, steps in enumerate(schedule):
+            for position, step in enumerate(steps):
+                if not isinstance(step, (Send, Recv, RecvReduce)):
+                    continue
+                spot = Spot(rank, index, position)
+                if step.peer == rank or not 0 <= step.peer < len(schedules):
+                    raise ScheduleError(f"{_at(spot, step)}: no such peer among {len(schedules)} ranks")
+                if isinstance(step, Send):
+                    sends[rank, step.peer].append((spot, step))
+                else:
+                    receives.append((spot, step))
+    partners: dict[Spot, Spot] = {}
+    for spot, step in receives:
+        queue = sends[step.peer, spot.rank]
+        if not queue:
+            raise ScheduleError(f"{_at(spot, step)}: deadlock, rank {step.peer} never sends this message")
+        source, send = queue.popleft()
+        assert isinstance(send, Send)
+        if send.chunks != step.chunks and _lengths(send.chunks, count) != _lengths(step.chunks, count):
+            raise ScheduleError(f"{_at(spot, step)}: does not fit {_at(source, send)}")
+        partners[spot] = source
+    for queue in sends.values():
+        for spot, step in queue:
+            raise ScheduleError(f"{_at(spot, step)}: deadlock, the message is never received")
+    return partners
+
+
+def _lengths(chunks: Chunks, count: int) -> list[int]:
+    """What decides how long each of the chunks is: its number without the scratch copy."""
+    return [chunk % count for chunk in numbers(chunks)]
+
+
+def _causal(schedules: Sequence[Schedule], partners: dict[Spot, Spot]) -> Iterator[tuple[str, int, int]]:
+    """("begin" or "end", rank, round) in an order that respects cause: a round ends when all its partners began.
+
+    Raises
+    ------
+    ScheduleError
+        If ranks wait for one another in a circle.
+    """
+    needs: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for receive, send in partners.items():
+        needs[receive.rank, receive.round].append((send.rank, send.round))
+        needs[send.rank, send.round].append((receive.rank, receive.round))
+    current = [0] * len(schedules)
+    waiting: dict[int, list[int]] = defaultdict(list)
+    ready = deque(range(len(schedules)))
+    for rank, schedule in enumerate(schedules):
+        if schedule:
+            yield "begin", rank, 0
+    while ready:
+        rank = ready.popleft()
+        while current[rank] < len(schedules[rank]):
+            index = current[rank]
+            late = next((peer for peer, its in needs[rank, index] if current[peer] < its), None)
+            if late is not None:
+                waiting[late].append(rank)
+                break
+            yield "end", rank, index
+            current[rank] += 1
+            if current[rank] < len(schedules[rank]):
+                yield "begin", rank, current[rank]
+            ready.extend(waiting.pop(rank, ()))
+    stuck = [rank for rank, schedule in enumerate(schedules) if current[rank] < len(schedule)]
+    if stuck:
+        reports = []
+        for rank in stuck:
+            for peer, its in needs[rank, current[rank]]:
+                if current[peer] < its:
+                    steps = ", ".join(map(_tell, schedules[rank][current[rank]]))
+                    reports.append(
+                        f"rank {rank}, round {current[rank]} ({steps}) waits for round {its} of rank {peer}, "
+                        f"which is in round {current[peer]}"
+                    )
+                    break
+        raise ScheduleError("deadlock: " + "; ".join(reports))
+
+
+def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
+    """Within a round nothing may land on a chunk that is being sent or that another message lands on."""
+    busy: dict[int, int] = {}
+    for position, step in enumerate(steps):
+        if isinstance(step, Send):
+            busy.update((chunk, position) for chunk in numbers(step.chunks))
+    for position, step in enumerate(steps):
+        if isinstance(step, Recv):
+            for chunk in numbers(step.chunks):
+                if chunk in busy:
+                    raise ScheduleError(
+                        f"{_at(Spot(rank, index, position), step)}: hazard, chunk {chunk} is in use by "
+                        f"step {busy[chunk]} of the same round, {_tell(steps[busy[chunk]])}"
+                    )
+                busy[chunk] = position
+    for position, step in enumerate(steps):
+        if isinstance(step, RecvReduce):
+            for chunk in numbers(step.chunks):
+                if chunk in busy and isinstance(steps[busy[chunk]], Recv):
+                    raise ScheduleError(
+                        f"{_at(Spot(rank, index, position), step)}: hazard, {_tell(steps[busy[chunk]])} lands there too"
+                    )
+
+
+# ------------------------------------------------------------------------------------------ the proof
+
+
+class Proof(NamedTuple):
+    """What was proved of a schedule, and what it moves. Volumes are in chunks.
+
+    Attributes
+    ----------
+    ordered : bool
+        Whether every reduced value has its terms in rank order, so that non-commutative operations come out right.
+    rounds : int
+        Longest chain of rounds, over all ranks, that wait for each other.
+    messages : int
+        Messages of all ranks together.
+    sent, received, combined : tuple of int
+        Chunks that each rank sends, receives, combines.
+    """
+
+    ordered: bool
+    rounds: int
+    messages: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    combined: tuple[int, ...]
+
+
+def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: int = 1) -> Proof:
+    """Play all ranks with symbols and check that everyone ends with what the collective means.
+
+    Parameters
+    ----------
+    collective : str
+        A name in `semantics.MEANINGS`.
+    schedules : sequence of Schedule
+        One per rank.
+    root, parts : int
+        The root of a rooted collective; how many chunks each block is cut in.
+
+    Raises
+    ------
+    ScheduleError
+        At the first deadlock, hazard, or wrong value, named with rank, round and step.
+    """
+    size = len(schedules)
+    meaning = semantics.MEANINGS[collective]
+    count = meaning.blocks(size) * parts
+    state: list[dict[int, Value]] = [
+        {chunk: ((rank, chunk),) for chunk in semantics.before(collective, rank, size, root, parts)}
+        for rank in range(size)
+    ]
+    heard = [1 << rank for rank in range(size)]
+    depth = [0] * size
+    sent, received, combined = [0] * size, [0] * size, [0] * size
+    partners = match(schedules, count)
+    begun: dict[tuple[int, int], tuple[int, int]] = {}
+    flying: dict[Spot, list[Value]] = {}
+
+    def read(spot: Spot, step: Step, chunks: Chunks) -> list[Value]:
+        mine = state[spot.rank]
+        try:
+            return [mine[chunk] for chunk in numbers(chunks)]
+        except KeyError as missing:
+            raise ScheduleError(f"{_at(spot, step)}: the rank does not have chunk {missing}") from None
+
+    def join(spot: Spot, step: RecvReduce | Reduce, target: Chunks, values: list[Value]) -> None:
+        mine = state[spot.rank]
+        for chunk, old, new in zip(numbers(target), read(spot, step, target), values, strict=True):
+            twice = set(old).intersection(new)
+            if twice:
+                raise ScheduleError(f"{_at(spot, step)}: chunk {chunk} already has {_terms(tuple(twice))}")
+            mine[chunk] = new + old if step.side == "left" else old + new
+        combined[spot.rank] += len(values)
+
+    for event, rank, index in _causal(schedules, partners):
+        steps = schedules[rank][index]
+        if event == "begin":
+            _check_hazards(rank, index, steps)
+            begun[rank, index] = depth[rank], heard[rank]
+            for position, step in enumerate(steps):
+                if isinstance(step, Send):
+                    spot = Spot(rank, index, position)
+                    flying[spot] = read(spot, step, step.chunks)
+                    sent[rank] += len(flying[spot])
+                    depth[rank] = max(depth[rank], begun[rank, index][0] + 1)
+            continue
+        arrived: dict[int, list[Value]] = {}
+        for position, step in enumerate(steps):
+            if isinstance(step, (Recv, RecvReduce)):
+                source = partners[Spot(rank, index, position)]
+                values = arrived[position] = flying.pop(source)
+                received[rank] += len(values)
+                its_depth, its_news = begun[source.rank, source.round]
+                depth[rank] = max(depth[rank], begun[rank, index][0] + 1, its_depth + 1)
+                heard[rank] |= its_news
+                if isinstance(step, Recv):
+                    state[rank].update(zip(numbers(step.chunks), values, strict=True))
+        for position, step in enumerate(steps):
+            spot = Spot(rank, index, position)
+            match step:
+                case RecvReduce():
+                    join(spot, step, step.chunks, arrived[position])
+                case Reduce(chunks, target, _):
+                    join(spot, step, target, read(spot, step, chunks))
+                case Copy(chunks, target):
+                    state[rank].update(zip(numbers(target), read(spot, step, chunks), strict=True))
+
+    ordered = True
+    for rank in range(size):
+        for chunk, expected in semantics.after(collective, rank, size, root, parts).items():
+            found = state[rank].get(chunk)
+            if found == expected:
+                continue
+            if found is None or sorted(found) != list(expected):
+                raise ScheduleError(f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}")
+            ordered = False
+        if meaning.synchronises and heard[rank] != (1 << size) - 1:
+            missing = [peer for peer in range(size) if not heard[rank] >> peer & 1]
+            raise ScheduleError(f"rank {rank} may leave before it has heard of ranks {missing}")
+    return Proof(ordered, max(depth), len(partners), tuple(sent), tuple(received), tuple(combined))
+
+
+def _terms(value: Value) -> str:
+    return ", ".join(f"chunk {chunk} of rank {rank}" for rank, chunk in sorted(value))
+
+
+def _differs(expected: Value, found: Value | None) -> str:
+    if found is None:
+        return "it never arrives"
+    lost: list[Term] = [term for term in expected if term not in found]
+    foreign: list[Term] = [term for term in found if term not in expected]
+    parts = ([f"lacks {_terms(tuple(lost))}"] if lost else []) + (
+        [f"has {_terms(tuple(foreign))}"] if foreign else []
+    )
+    return " and ".join(parts) or f"terms added twice in {_terms(found)}"
+
+
+# ------------------------------------------------------------------------------------------ the price
+
+class Network(Protocol):
+    """What a message and an addition cost, in seconds and bytes."""
+
+    gamma: float
+
+    def edge(self, source: int, target: int) -> tuple[float, float]:
+        """(alpha, beta) from one rank to another."""
+        ...
+
+
+class Uniform(NamedTuple):
+    """Every edge alike: `alpha` seconds a message, `beta` seconds a byte, `gamma` seconds to combine a byte."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    def edge(self, source: int, target: int) -> tuple[float, float]:
+        """(alpha, beta), the same for all."""
+        return self.alpha, self.beta
+
+
+class Clustered(NamedTuple):
+    """Nodes of `per_node` neighbouring ranks: one (alpha, beta) within a node, another between nodes."""
+
+    per_node: int
+    inside: tuple[float, float]
+    between: tuple[float, float]
+    gamma: float
+
+    def edge(self, source: int, target: int) -> tuple[float, float]:
+        """(alpha, beta) of the wire that the two ranks share."""
+        return self.inside if source // self.per_node == target // self.per_node else self.between
+
+
+class Event(NamedTuple):
+    """One message or one combination on the clock: `kind` is "message" or "combine"; times in seconds."""
+
+    kind: str
+    source: int
+    target: int
+    round: int
+    chunks: Chunks
+    bytes: float
+    start: float
+    end: float
+
+
+class Price(NamedTuple):
+    """When each rank is done (seconds from a common start), and everything that happened."""
+
+    finish: tuple[float, ...]
+    trace: tuple[Event, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time until the last rank is done."""
+        return max(self.finish)
+
+
+def price(
+    schedules: Sequence[Schedule], layout: Layout, itemsize: int, network: Network, trace: bool = False
+) -> Price:
+    """Play all ranks with clocks: full duplex, one port out and one port in.
+
+    Parameters
+    ----------
+    schedules : sequence of Schedule
+        One per rank.
+    layout : Layout
+        Lengths of the chunks, in elements of `itemsize` bytes.
+    network : Network
+        Costs per edge.
+    trace : bool
+        Whether to record every message and combination.
+    """
+    size, count = len(schedules), len(layout.lengths)
+    partners = match(schedules, count)
+    leaving = {send: receive for receive, send in partners.items()}
+    clock = [0.0] * size
+    out, into = [0.0] * size, [0.0] * size  # when each rank's port is free again
+    began: dict[tuple[int, int], float] = {}
+    ends: dict[Spot, float] = {}
+    events: list[Event] = []
+    weigh = _weigher(layout, itemsize)
+
+    def fly(source: Spot, target: Spot, chunks: Chunks) -> float:
+        if source not in ends:
+            alpha, beta = network.edge(source.rank, target.rank)
+            weight = weigh(chunks)
+            start = max(
+                began[source.rank, source.round],
+                began[target.rank, target.round],
+                out[source.rank],
+                into[target.rank],
+            )
+            end = out[source.rank] = into[target.rank] = start + alpha + weight * beta
+            ends[source] = end
+            if trace:
+                events.append(Event("message", source.rank, target.rank, source.round, chunks, weight, start, end))
+        return ends[source]
+
+    for event, rank, index in _causal(schedules, partners):
+        if event == "begin":
+            began[rank, index] = clock[rank]
+            continue
+        done = clock[rank]
+        combining: list[tuple[float, Chunks]] = []
+        for position, step in enumerate(schedules[rank][index]):
+            spot = Spot(rank, index, position)
+            match step:
+                case Send(_, chunks):
+                    done = max(done, fly(spot, leaving[spot], chunks))
+                case Recv(_, chunks):
+                    done = max(done, fly(partners[spot], spot, chunks))
+                case RecvReduce(_, chunks, _):
+                    combining.append((fly(partners[spot], spot, chunks), chunks))
+                case Reduce(_, chunks, _):
+                    combining.append((clock[rank], chunks))
+        for arrival, chunks in combining:
+            start = max(done, arrival)
+            weight = weigh(chunks)
+            done = start + weight * network.gamma
+            if trace:
+                events.append(Event("combine", rank, rank, index, chunks, weight, start, done))
+        clock[rank] = done
+    return Price(tuple(clock), tuple(sorted(events, key=lambda event: event.start)))
+
+
+def _weigher(layout: Layout, itemsize: int) -> Callable[[Chunks], int]:
+    """A function from chunks to bytes, by running sums so that long ranges cost nothing."""
+    count = len(layout.lengths)
+    sums = [0]
+    for length in layout.lengths:
+        sums.append(sums[-1] + length)
+
+    def upto(chunk: int) -> int:
+        whole, rest = divmod(chunk, count)
+        return whole * sums[-1] + sums[rest]
+
+    def weigh(chunks: Chunks) -> int:
+        return itemsize * sum(upto(part.stop) - upto(part.start) for part in chunks)
+
+    return weigh
+

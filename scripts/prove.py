@@ -1,0 +1,106 @@
+"""Prove every algorithm in the catalogue for every number of ranks, and show what it costs against the bounds.
+
+    python scripts/prove.py --max-size 64
+
+Needs no MPI. Roots are all of them up to 16 ranks and a sample above. Ends with a status other than 0 at the first
+fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from fractions import Fraction
+from typing import TypeAlias
+
+from tqdm import tqdm
+
+from collectives import catalog, semantics
+from collectives.walk import Proof, ScheduleError, prove
+
+
+def roots(collective: str, size: int) -> list[int]:
+    """The roots to try: all up to 16 ranks, above that the ends, the middle and two drawn by chance."""
+    if not semantics.MEANINGS[collective].rooted:
+        return [0]
+    if size <= 16:
+        return list(range(size))
+    drawn = random.Random(size).sample(range(size), 2)
+    return sorted({0, 1, size // 2, size - 1, *drawn})
+
+
+Costs: TypeAlias = tuple[Fraction, ...]
+"""Rounds, volume, combined."""
+
+
+def costs(collective: str, size: int, proof: Proof) -> Costs:
+    """What one schedule does, volumes in vectors of the busiest rank."""
+    blocks = semantics.MEANINGS[collective].blocks(size)
+    return (
+        Fraction(proof.rounds),
+        Fraction(max(*proof.sent, *proof.received), blocks),
+        Fraction(max(proof.combined), blocks),
+    )
+
+
+def check_costs(collective: str, name: str, size: int, done: Costs) -> None:
+    """What the schedules do, at the worst root, must be what the catalogue says, and within the bounds."""
+    entry, bound = catalog.find(collective, name), catalog.BOUNDS[collective]
+    for what, value, formula, least in zip(
+        ("rounds", "volume", "combined"), done, (entry.rounds, entry.volume, entry.combined), bound, strict=True
+    ):
+        if value != catalog.evaluate(formula, size):
+            raise ScheduleError(f"{what} {value} where the catalogue says {formula} = {catalog.evaluate(formula, size)}")
+        if size > 1 and value < catalog.evaluate(least, size):
+            raise ScheduleError(f"{what} {value} is below the lower bound {least} = {catalog.evaluate(least, size)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-size", type=int, default=64, help="largest number of ranks (default 64)")
+    parser.add_argument("--collective", action="append", choices=list(catalog.CATALOG), help="only this one")
+    arguments = parser.parse_args()
+    if arguments.max_size < 1:
+        parser.error("--max-size must be at least 1")
+    collectives = arguments.collective or list(catalog.CATALOG)
+    entries = [(collective, name) for collective in collectives for name in catalog.names(collective)]
+    began, proved, rows = time.perf_counter(), 0, []
+    for collective, name in tqdm(entries, desc="proving", unit="algorithm", disable=None):
+        ordered = True
+        for size in range(1, arguments.max_size + 1):
+            worst: Costs = (Fraction(0),) * 3
+            try:
+                for root in roots(collective, size):
+                    where = f"{collective} {name}, {size} ranks, root {root}"
+                    proof = prove(collective, catalog.build_all(collective, name, size, root), root)
+                    worst = tuple(map(max, worst, costs(collective, size, proof)))
+                    ordered &= proof.ordered
+                    proved += 1
+                check_costs(collective, name, size, worst)
+            except ScheduleError as fault:
+                print(f"{where}: {fault}", file=sys.stderr)
+                return 1
+        if ordered < catalog.find(collective, name).ordered:
+            print(f"{collective} {name} does not keep rank order, but the catalogue says so", file=sys.stderr)
+            return 1
+        rows.append((collective, name, ordered, worst))
+
+    size = arguments.max_size
+    print(f"At {size} ranks, in rounds and in vectors of n bytes (of the busiest rank); bounds in brackets:\n")
+    print(f"{'collective':<16}{'algorithm':<20}{'rounds':>14}{'volume':>18}{'combined':>18}  rank order")
+    for collective, name, ordered, worst in rows:
+        bounds = [catalog.evaluate(formula, size) for formula in catalog.BOUNDS[collective]]
+        rounds, volume, combined = (
+            f"{float(value):.4g} ({float(bound):.4g})" for value, bound in zip(worst, bounds, strict=True)
+        )
+        order = "kept" if ordered and semantics.MEANINGS[collective].reduces else ""
+        print(f"{collective:<16}{name:<20}{rounds:>14}{volume:>18}{combined:>18}  {order}".rstrip())
+    seconds = time.perf_counter() - began
+    print(f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
