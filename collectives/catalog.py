@@ -53,7 +53,9 @@ class Algorithm(NamedTuple):
     def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float) -> float:
         """The cost by formula: rounds * alpha + n (beta's factor * beta + combined * gamma)."""
         path = evaluate(self.beta or self.volume, size)
-        return evaluate(self.rounds, size) * alpha + nbytes * (path * beta + evaluate(self.combined, size) * gamma)
+        return evaluate(self.rounds, size) * alpha + nbytes * (
+            path * beta + evaluate(self.combined, size) * gamma
+        )
 
 
 class Bound(NamedTuple):
@@ -105,9 +107,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p"),
     },
     "reduce_scatter": {
-        "linear": Algorithm(
-            linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", ordered=True
-        ),
+        "linear": Algorithm(linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", ordered=True),
         "mst": Algorithm(mst.reduce_scatter, "2*q", "q", "q", beta="(p-1)/p+q", ordered=True),
         "ring": Algorithm(ring.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p"),
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ class Place(NamedTuple):
     stop: int
 
 
-def joined(places: Iterator[Place]) -> list[Place]:
+def joined(places: Iterable[Place]) -> list[Place]:
     """Neighbouring places made one, empty ones left out, order kept."""
     runs: list[Place] = []
     for place in places:
@@ -81,3 +81,32 @@ def joined(places: Iterator[Place]) -> list[Place]:
         else:
             runs.append(place)
     return runs
+
+
+def aligned(*columns: Iterable[Place]) -> Iterator[tuple[Place, ...]]:
+    """Rows of runs of the same length, one from each column; the columns are equally long all in all."""
+    stacks = [joined(column)[::-1] for column in columns]
+    while stacks[0]:
+        length = min(stack[-1].stop - stack[-1].start for stack in stacks)
+        row = []
+        for stack in stacks:
+            memory, start, stop = stack.pop()
+            row.append(Place(memory, start, start + length))
+            if start + length < stop:
+                stack.append(Place(memory, start + length, stop))
+        yield tuple(row)
+
+
+def split(rows: Iterable[tuple[Place, ...]], lengths: Iterable[int]) -> Iterator[list[tuple[Place, ...]]]:
+    """The rows in portions of the given lengths."""
+    queue = list(rows)[::-1]
+    for length in lengths:
+        portion = []
+        while length:
+            row = queue.pop()
+            taken = min(length, row[0].stop - row[0].start)
+            portion.append(tuple(Place(memory, start, start + taken) for memory, start, _ in row))
+            if row[0].start + taken < row[0].stop:
+                queue.append(tuple(Place(memory, start + taken, stop) for memory, start, stop in row))
+            length -= taken
+        yield portion

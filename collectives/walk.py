@@ -278,7 +278,9 @@ def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: 
             if found == expected:
                 continue
             if found is None or sorted(found) != list(expected):
-                raise ScheduleError(f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}")
+                raise ScheduleError(
+                    f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}"
+                )
             ordered = False
         if meaning.synchronises and heard[rank] != (1 << size) - 1:
             missing = [peer for peer in range(size) if not heard[rank] >> peer & 1]
@@ -302,6 +304,7 @@ def _differs(expected: Value, found: Value | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------ the price
+
 
 class Network(Protocol):
     """What a message and an addition cost, in seconds and bytes."""
@@ -402,7 +405,9 @@ def price(
             end = out[source.rank] = into[target.rank] = start + alpha + weight * beta
             ends[source] = end
             if trace:
-                events.append(Event("message", source.rank, target.rank, source.round, chunks, weight, start, end))
+                events.append(
+                    Event("message", source.rank, target.rank, source.round, chunks, weight, start, end)
+                )
         return ends[source]
 
     for event, rank, index in _causal(schedules, partners):
@@ -447,4 +452,3 @@ def _weigher(layout: Layout, itemsize: int) -> Callable[[Chunks], int]:
         return itemsize * sum(upto(part.stop) - upto(part.start) for part in chunks)
 
     return weigh
-

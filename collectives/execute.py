@@ -1,0 +1,413 @@
+"""The one executor: a schedule bound to memory and a wire becomes a program that runs, starts, tests and frees.
+
+Binding walks the schedule once and works out where every chunk lies at every step: the first touch of a chunk reads
+the user's send buffer, whatever is written goes to the receive buffer, and to scratch where there is none. What
+remains is a flat list of calls without arguments. A blocking collective runs through it; in a non-blocking one the
+position in the list is the whole state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from collectives.chunks import Place, aligned, even, joined, split
+from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Side, Step, numbers
+from collectives.transport.wire import Piece, Wire
+
+SOURCE, TARGET, SCRATCH, LANDING = range(4)
+"""The memories that places name: the user's two buffers, room for chunks that are only passing through, and room for
+what has arrived and waits to be combined."""
+
+SLOTS = 3
+"""Segments of one message that may be on their way at a time: one lands while another is combined."""
+
+
+class Combining(Protocol):
+    """A reduction ready to be bound: `bind(left, right, out)` gives the call that does out = left op right."""
+
+    def bind(self, left: Any, right: Any, out: Any) -> Callable[[], object]:
+        """The call for these 1-D arrays; `out` may be either of the others."""
+        ...
+
+
+class Task(NamedTuple):
+    """What is to be done, by one rank: everything that decides a program but the memory and the wire.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        This rank's rounds.
+    lengths : sequence of int
+        Elements of each chunk.
+    source, target : mapping of chunk to Place
+        Where the rank's chunks lie at first, and where chunks that it ends with must lie. Places name SOURCE and
+        TARGET, which may be the same memory.
+    itemsize : int
+        Bytes of an element.
+    segment : int
+        Messages longer than this many bytes are cut, so that one part is combined while the next arrives. The same
+        on all ranks. 0: never cut.
+    """
+
+    schedule: Schedule
+    lengths: Sequence[int]
+    source: Mapping[int, Place]
+    target: Mapping[int, Place]
+    itemsize: int
+    segment: int = 0
+
+
+class Memory(NamedTuple):
+    """A 1-D array of elements and the address where it begins."""
+
+    array: Any
+    address: int
+
+    @classmethod
+    def allocate(cls, count: int, dtype: Any, xp: Any = np) -> Memory:
+        """Fresh memory for `count` elements."""
+        array = xp.empty(count, dtype)
+        return cls(array, _address(array))
+
+
+def _address(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return int(array.ctypes.data)
+    return int(array.__cuda_array_interface__["data"][0])
+
+
+class Program:
+    """A bound schedule. `run` does all of it; `start` and `advance` do it bit by bit.
+
+    Attributes
+    ----------
+    nbytes : int
+        Memory that the program holds besides the user's.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Callable[[], object]],
+        tests: Sequence[Callable[[], bool] | None],
+        wire: Wire,
+        nbytes: int,
+        keep: object,
+    ) -> None:
+        self._calls = tuple(calls)
+        self._tests = tuple(tests)
+        self._position = len(self._calls)
+        self._keep = keep
+        self.wire = wire
+        self.nbytes = nbytes
+
+    def run(self) -> None:
+        """Do everything, waiting where need be."""
+        for call in self._calls:
+            call()
+
+    def start(self) -> None:
+        """Begin anew; goes as far as it can without waiting."""
+        self._position = 0
+        self.advance()
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; whether the end is reached."""
+        calls, tests, position = self._calls, self._tests, self._position
+        try:
+            while position < len(calls):
+                test = tests[position]
+                if test is None:
+                    calls[position]()
+                elif not test():
+                    return False
+                position += 1
+            return True
+        finally:
+            self._position = position
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is under way."""
+        return self._position == len(self._calls)
+
+    def free(self) -> None:
+        """Give back requests and memory."""
+        self._calls = self._tests = ()
+        self._position = 0
+        self._keep = None
+        self.wire.free()
+
+
+def bind(
+    task: Task,
+    source: Memory,
+    target: Memory,
+    wire: Wire,
+    combining: Combining | None = None,
+    xp: Any = np,
+    first: Iterable[Callable[[], object]] = (),
+    last: Iterable[Callable[[], object]] = (),
+) -> Program:
+    """The program that carries out the task on this memory.
+
+    Parameters
+    ----------
+    task : Task
+        What to do.
+    source, target : Memory
+        The user's buffers; the same one for a call in place.
+    wire : Wire
+        How messages travel. The program owns it and frees it.
+    combining : Combining, optional
+        The reduction; needed when the schedule combines.
+    xp : array namespace
+        Where scratch is allocated.
+    first, last : calls
+        Done before the first round and after the last, such as staging.
+    """
+    binder = _Binder(task, [source, target], wire, combining, xp)
+    for call in first:
+        binder.do(call)
+    binder.rounds()
+    for call in last:
+        binder.do(call)
+    return Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories)
+
+
+class _Sent(NamedTuple):
+    """A part of a message on its way out, and the memory that may not change before it has left."""
+
+    message: Any
+    places: list[Place]
+
+
+class _Action(NamedTuple):
+    """Local work: `message` must have come first (None: all of the round); then `following` may start."""
+
+    message: Any
+    calls: list[Callable[[], object]]
+    onto: list[Place]
+    following: Any = None
+
+
+class _Binder:
+    """Emits the calls of one program, with the places of all chunks as they move."""
+
+    def __init__(
+        self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, xp: Any
+    ) -> None:
+        self.task, self.wire, self.combining = task, wire, combining
+        self.calls: list[Callable[[], object]] = []
+        self.tests: list[Callable[[], bool] | None] = []
+        self.home: dict[int, Place] = dict(task.source)
+        self.written = _written(task.schedule)
+        self.scratch: dict[int, Place] = {}
+        room = 0
+        for chunk in sorted(self.written.difference(task.target)):
+            self.scratch[chunk] = Place(SCRATCH, room, room + self._length(chunk))
+            room += self._length(chunk)
+        landing = max((self._landing_room(steps) for steps in task.schedule), default=0)
+        dtype = memories[0].array.dtype
+        self.memories = [*memories, *(Memory.allocate(count, dtype, xp) for count in (room, landing))]
+        self.nbytes = (room + landing) * task.itemsize
+
+    # -------------------------------------------------------------------------------- where things lie
+
+    def _length(self, chunk: int) -> int:
+        return self.task.lengths[chunk % len(self.task.lengths)]
+
+    def _homes(self, chunks: Chunks) -> list[Place]:
+        return [self.home[chunk] for chunk in numbers(chunks)]
+
+    def _goals(self, chunks: Chunks) -> list[Place]:
+        """Where the chunks go when they are written."""
+        target = self.task.target
+        return [target[chunk] if chunk in target else self.scratch[chunk] for chunk in numbers(chunks)]
+
+    def _array(self, place: Place) -> Any:
+        return self.memories[place.memory].array[place.start : place.stop]
+
+    def _piece(self, place: Place) -> Piece:
+        size = self.task.itemsize
+        address = self.memories[place.memory].address + place.start * size
+        return Piece(address, (place.stop - place.start) * size)
+
+    def _cuts(self, chunks: Chunks) -> Sequence[int]:
+        """Elements in each part of a message: none if it would be empty, one or several by its length."""
+        elements = sum(map(self._length, numbers(chunks)))
+        if not elements:
+            return () if chunks else (0,)
+        segment = max(1, self.task.segment // self.task.itemsize) if self.task.segment else elements
+        return even(elements, -(-elements // segment))
+
+    def _landing_room(self, steps: Sequence[Step]) -> int:
+        arrivals = [self._cuts(step.chunks) for step in steps if isinstance(step, RecvReduce)]
+        return sum(_slots(index, cuts) * max(cuts, default=0) for index, cuts in enumerate(arrivals))
+
+    # -------------------------------------------------------------------------------- emitting calls
+
+    def do(self, call: Callable[[], object]) -> None:
+        """A call that never waits."""
+        self.calls.append(call)
+        self.tests.append(None)
+
+    def wait(self, messages: Sequence[Any]) -> None:
+        """Go on when these messages have ended."""
+        if messages:
+            self.calls.append(self.wire.waiting(messages))
+            self.tests.append(self.wire.testing(messages))
+
+    def rounds(self) -> None:
+        """All rounds. Chunks that stay as they were brought are copied home while the first messages fly."""
+        kept = [c for c in sorted(self.task.target) if c in self.home and c not in self.written]
+        copies = self._copying([self.home[c] for c in kept], [self.task.target[c] for c in kept])
+        for steps in self.task.schedule:
+            if steps:
+                self._round(steps, copies)
+                copies = []
+        for copy in copies:
+            self.do(copy)
+
+    def _round(self, steps: Sequence[Step], meanwhile: Iterable[Callable[[], object]]) -> None:
+        """Receives and sends start at once; what must be combined is, part by part, as it comes."""
+        sends = [sent for step in steps if isinstance(step, Send) for sent in self._sent(step)]
+        receives = [message for step in steps if isinstance(step, Recv) for message in self._received(step)]
+        actions = self._actions(steps)
+        arrivals = [action.message for action in actions if action.message is not None]
+        messages = [*receives, *arrivals, *(sent.message for sent in sends)]
+        following = {id(action.following) for action in actions}
+        if messages:
+            self.do(self.wire.starting([message for message in messages if id(message) not in following]))
+        for call in meanwhile:
+            self.do(call)
+        pending = {id(message): message for message in messages}
+        if len(arrivals) <= sum(isinstance(step, RecvReduce) for step in steps):
+            self._settle(pending, messages)  # nothing was cut: one wait for all costs least
+        changing = joined(place for action in actions for place in action.onto)
+        leaving = [sent for sent in sends if _overlap(sent.places, changing)]
+        for action in actions:
+            if action.message is None:
+                self._settle(pending, messages)
+            else:
+                held = (
+                    sent.message
+                    for sent in leaving
+                    if id(sent.message) in pending and _overlap(sent.places, action.onto)
+                )
+                self._settle(pending, [action.message, *held])
+            for call in action.calls:
+                self.do(call)
+            if action.following is not None:
+                self.do(self.wire.starting([action.following]))
+        self._settle(pending, messages)
+
+    def _settle(self, pending: dict[int, Any], messages: Iterable[Any]) -> None:
+        """Wait for those of the messages that are still pending."""
+        self.wait([pending.pop(id(message)) for message in messages if id(message) in pending])
+
+    def _sent(self, step: Send) -> Iterator[_Sent]:
+        for rows in split(aligned(self._homes(step.chunks)), self._cuts(step.chunks)):
+            places = [place for (place,) in rows]
+            yield _Sent(self.wire.send(step.peer, list(map(self._piece, places))), places)
+
+    def _received(self, step: Recv) -> Iterator[Any]:
+        goals = self._goals(step.chunks)
+        self.home.update(zip(numbers(step.chunks), goals, strict=True))
+        for rows in split(aligned(goals), self._cuts(step.chunks)):
+            yield self.wire.receive(step.peer, [self._piece(place) for (place,) in rows])
+
+    def _actions(self, steps: Sequence[Step]) -> list[_Action]:
+        """The local work of a round in the order in which it must take effect."""
+        actions: list[_Action] = []
+        landing = peers = 0
+        for step in steps:
+            if isinstance(step, RecvReduce):
+                cuts = self._cuts(step.chunks)
+                slots = _slots(peers, cuts)
+                actions.extend(self._arrivals(step, cuts, slots, landing))
+                landing += slots * max(cuts, default=0)
+                peers += 1
+            elif isinstance(step, Reduce):
+                calls, goals = self._reducing(self._homes(step.source), step.target, step.side)
+                actions.append(_Action(None, calls, goals))
+            elif isinstance(step, Copy):
+                goals = self._goals(step.target)
+                actions.append(_Action(None, self._copying(self._homes(step.source), goals), goals))
+                self.home.update(zip(numbers(step.target), goals, strict=True))
+        return actions
+
+    def _arrivals(self, step: RecvReduce, cuts: Sequence[int], slots: int, landing: int) -> list[_Action]:
+        """The parts of one message: each lands in a slot and is combined from there."""
+        homes, goals = self._homes(step.chunks), self._goals(step.chunks)
+        self.home.update(zip(numbers(step.chunks), goals, strict=True))
+        actions: list[_Action] = []
+        for index, rows in enumerate(split(aligned(homes, goals), cuts)):
+            start = landing + index % slots * max(cuts)
+            slot = Place(LANDING, start, start + cuts[index])
+            calls, onto = [], []
+            for home, goal in rows:
+                length = home.stop - home.start
+                calls.append(self._combine(Place(LANDING, start, start + length), home, goal, step.side))
+                onto.append(goal)
+                start += length
+            message = self.wire.receive(step.peer, [self._piece(slot)] if cuts[index] else [])
+            actions.append(_Action(message, calls, onto))
+        return [
+            action._replace(
+                following=actions[index + slots].message if index + slots < len(actions) else None
+            )
+            for index, action in enumerate(actions)
+        ]
+
+    def _reducing(
+        self, sources: list[Place], target: Chunks, side: Side
+    ) -> tuple[list[Callable[[], object]], list[Place]]:
+        homes, goals = self._homes(target), self._goals(target)
+        self.home.update(zip(numbers(target), goals, strict=True))
+        rows = list(aligned(sources, homes, goals))
+        return [self._combine(*row, side) for row in rows], goals
+
+    def _combine(self, incoming: Place, mine: Place, goal: Place, side: Side) -> Callable[[], object]:
+        if self.combining is None:
+            raise ValueError("the schedule combines, but no operation was given")
+        left, right = (incoming, mine) if side == "left" else (mine, incoming)
+        return self.combining.bind(self._array(left), self._array(right), self._array(goal))
+
+    def _copying(self, sources: Iterable[Place], goals: Iterable[Place]) -> list[Callable[[], object]]:
+        return [
+            partial(_copy, self._array(goal), self._array(source))
+            for source, goal in aligned(sources, goals)
+            if self._piece(source) != self._piece(goal)
+        ]
+
+
+def _copy(goal: Any, source: Any) -> None:
+    goal[...] = source
+
+
+def _written(schedule: Schedule) -> set[int]:
+    """All chunks that some step writes."""
+    chunks: set[int] = set()
+    for step in chain.from_iterable(schedule):
+        if isinstance(step, (Recv, RecvReduce)):
+            chunks.update(numbers(step.chunks))
+        elif isinstance(step, (Reduce, Copy)):
+            chunks.update(numbers(step.target))
+    return chunks
+
+
+def _slots(peers: int, cuts: Sequence[int]) -> int:
+    """How many parts of a message have a landing place of their own.
+
+    The first peer's parts take turns. Those of further peers may not wait for it: what it sends may hang on theirs.
+    """
+    return len(cuts) if peers else min(len(cuts), SLOTS)
+
+
+def _overlap(one: Iterable[Place], other: Iterable[Place]) -> bool:
+    return any(a.memory == b.memory and a.start < b.stop and b.start < a.stop for a in one for b in other)

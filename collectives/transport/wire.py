@@ -1,0 +1,46 @@
+"""The contract of a wire: bound messages that can be started, waited for, tested and freed, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Piece(NamedTuple):
+    """A run of bytes in memory. A message is a list of pieces, one after another."""
+
+    address: int
+    nbytes: int
+
+
+class Wire(Protocol):
+    """What a program needs of a transport, for one rank and one stream of messages.
+
+    Messages between two ranks match in the order in which they start. A message is bound once and started any
+    number of times; it must have ended before it starts again. The three verbs take the messages when the program is
+    bound and give back what runs at every call, so that nothing is looked up on the way.
+    """
+
+    def send(self, peer: int, pieces: Sequence[Piece]) -> Any:
+        """A message to `peer` out of the pieces."""
+        ...
+
+    def receive(self, peer: int, pieces: Sequence[Piece]) -> Any:
+        """A message from `peer` into the pieces."""
+        ...
+
+    def starting(self, messages: Sequence[Any]) -> Callable[[], object]:
+        """What starts all the messages."""
+        ...
+
+    def waiting(self, messages: Sequence[Any]) -> Callable[[], object]:
+        """What returns when all the messages have ended."""
+        ...
+
+    def testing(self, messages: Sequence[Any]) -> Callable[[], bool]:
+        """What says whether all the messages have ended, and helps them to."""
+        ...
+
+    def free(self) -> None:
+        """Give back whatever the bound messages hold. None of them may be under way."""
+        ...
