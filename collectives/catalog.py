@@ -14,6 +14,7 @@ from typing import NamedTuple
 from collectives.algorithms import dissemination, linear, mst, recursive, ring
 from collectives.semantics import MEANINGS
 from collectives.steps import Rounds, Schedule, freeze
+from collectives.transforms import segmented
 
 
 class Algorithm(NamedTuple):
@@ -154,12 +155,16 @@ def _entries(collective: str) -> Mapping[str, Algorithm]:
     return CATALOG[collective]
 
 
-def build(collective: str, name: str, rank: int, size: int, root: int = 0) -> Schedule:
-    """The schedule of one rank."""
-    generate = find(collective, name).generate
-    return freeze(generate(rank, size, root) if MEANINGS[collective].rooted else generate(rank, size))
+@lru_cache(maxsize=1024)
+def build(collective: str, name: str, rank: int, size: int, root: int = 0, segments: int = 1) -> Schedule:
+    """The schedule of one rank, pipelined over `segments` of the data."""
+    generate, meaning = find(collective, name).generate, MEANINGS[collective]
+    rounds = generate(rank, size, root) if meaning.rooted else generate(rank, size)
+    if segments > 1:
+        rounds = segmented(rounds, segments, meaning.blocks(size), meaning.vector)
+    return freeze(rounds)
 
 
-def build_all(collective: str, name: str, size: int, root: int = 0) -> list[Schedule]:
+def build_all(collective: str, name: str, size: int, root: int = 0, segments: int = 1) -> list[Schedule]:
     """The schedules of all ranks."""
-    return [build(collective, name, rank, size, root) for rank in range(size)]
+    return [build(collective, name, rank, size, root, segments) for rank in range(size)]

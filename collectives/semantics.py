@@ -5,8 +5,8 @@ brought as `chunk`. A broadcast value is one term, a sum over all ranks is p of 
 
 A vector (broadcast, reduce, allreduce, scan) may be cut in any number of chunks. Where every rank owns a block
 (scatter, gather, allgather, reduce-scatter) chunk r is the block of rank r; where every pair of ranks has one
-(alltoall) chunk ``s * p + d`` travels from s to d. An algorithm that wants finer chunks cuts each of these in
-`parts` equal ones.
+(alltoall) chunk ``s * p + d`` travels from s to d. Cut in segments, a vector has chunks segment by segment, and a
+block ``b`` becomes the chunks from ``b * parts`` on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Meaning(NamedTuple):
         Whether it has a root; whether it combines, so that an operation is needed.
     synchronises : bool
         Whether nobody may leave before everybody came, which is all that a barrier means.
+    vector : bool
+        Whether the data is one vector that may be cut anywhere, not blocks with owners.
     """
 
     blocks: Callable[[int], int]
@@ -41,6 +43,7 @@ class Meaning(NamedTuple):
     rooted: bool = False
     reduces: bool = False
     synchronises: bool = False
+    vector: bool = False
 
 
 def _per_rank(size: int) -> int:
@@ -66,7 +69,7 @@ def _nothing(rank: int, size: int, root: int) -> range:
 MEANINGS: dict[str, Meaning] = {
     "barrier": Meaning(_per_rank, _nothing, lambda rank, size, root: {}, synchronises=True),
     "broadcast": Meaning(
-        _per_rank, _at_root, lambda rank, size, root: {c: (root,) for c in range(size)}, rooted=True
+        _per_rank, _at_root, lambda rank, size, root: {c: (root,) for c in range(size)}, rooted=True, vector=True
     ),
     "reduce": Meaning(
         _per_rank,
@@ -74,6 +77,7 @@ MEANINGS: dict[str, Meaning] = {
         lambda rank, size, root: {c: range(size) for c in range(size)} if rank == root else {},
         rooted=True,
         reduces=True,
+        vector=True,
     ),
     "scatter": Meaning(_per_rank, _at_root, lambda rank, size, root: {rank: (root,)}, rooted=True),
     "gather": Meaning(
@@ -87,7 +91,7 @@ MEANINGS: dict[str, Meaning] = {
         _per_rank, _everything, lambda rank, size, root: {rank: range(size)}, reduces=True
     ),
     "allreduce": Meaning(
-        _per_rank, _everything, lambda rank, size, root: {c: range(size) for c in range(size)}, reduces=True
+        _per_rank, _everything, lambda rank, size, root: {c: range(size) for c in range(size)}, reduces=True, vector=True
     ),
 }
 """Every collective by name. The keys are the names used everywhere else."""

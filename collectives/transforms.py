@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, Step
+from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, Step, numbers, scattered
 
 
 def reverse(rounds: Iterable[Round], rank: int, reducing: bool) -> Rounds:
@@ -67,3 +67,35 @@ def pipelined(
             if 0 <= time - segment * period < len(once)
             for step in once[time - segment * period]
         ]
+
+
+def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) -> Rounds:
+    """The schedule pipelined over `segments` of its data, which has `count` chunks uncut.
+
+    A vector is cut first, so that a segment is a run of memory: chunk c of segment s is ``s * count + c``. Blocks
+    are cut one by one, because each has its own place: chunk c becomes ``c * segments + s``.
+    """
+
+    def of_vector(chunks: Chunks, segment: int) -> Chunks:
+        return tuple(
+            range(lap * segments * count + segment * count + start, lap * segments * count + segment * count + stop)
+            for part in chunks
+            for lap, start, stop in _laps(part, count)
+        )
+
+    def of_blocks(chunks: Chunks, segment: int) -> Chunks:
+        return scattered(chunk * segments + segment for chunk in numbers(chunks))
+
+    return pipelined(rounds, segments, of_vector if vector else of_blocks)
+
+
+def _laps(part: range, count: int) -> list[tuple[int, int, int]]:
+    """A range of chunks by copies of the vector: (copy, first chunk in it, end in it); copy 0 is the data itself."""
+    laps = []
+    start = part.start
+    while start < part.stop:
+        lap, first = divmod(start, count)
+        stop = min(part.stop, (lap + 1) * count)
+        laps.append((lap, first, first + stop - start))
+        start = stop
+    return laps

@@ -1,4 +1,7 @@
-"""The naive algorithms: one rank talks to all others, one after another. The reference that the rest is held against."""
+"""The naive algorithms: one rank talks to all others, one after another. The reference that the rest is held against.
+
+A rank that waits has empty rounds, so that the rounds of all ranks are aligned and can be pipelined.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
             yield [Send(peer, span(0, size))]
         elif rank == peer:
             yield [Recv(root, span(0, size))]
+        else:
+            yield []
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
@@ -32,6 +37,8 @@ def reduce(rank: int, size: int, root: int) -> Rounds:
             yield [RecvReduce(peer, span(0, size), "left" if peer < root else "right")]
         elif rank == peer:
             yield [Send(root, span(0, size))]
+        else:
+            yield []
 
 
 def scatter(rank: int, size: int, root: int) -> Rounds:
@@ -44,6 +51,8 @@ def scatter(rank: int, size: int, root: int) -> Rounds:
             yield [Send(peer, one(peer))]
         elif rank == peer:
             yield [Recv(root, one(peer))]
+        else:
+            yield []
 
 
 def gather(rank: int, size: int, root: int) -> Rounds:
@@ -56,6 +65,8 @@ def gather(rank: int, size: int, root: int) -> Rounds:
             yield [Recv(peer, one(peer))]
         elif rank == peer:
             yield [Send(root, one(peer))]
+        else:
+            yield []
 
 
 def allgather(rank: int, size: int) -> Rounds:
@@ -95,8 +106,12 @@ def barrier(rank: int, size: int) -> Rounds:
             yield [Recv(peer, NOTHING)]
         elif rank == peer:
             yield [Send(0, NOTHING)]
+        else:
+            yield []
     for peer in range(1, size):
         if rank == 0:
             yield [Send(peer, NOTHING)]
         elif rank == peer:
             yield [Recv(0, NOTHING)]
+        else:
+            yield []

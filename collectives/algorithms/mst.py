@@ -13,23 +13,42 @@ Purkayastha, van de Geijn 2007, sections 4.1 and 5.1: the MST algorithms.)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from collectives.steps import Recv, Rounds, Send, span
+from collectives.steps import NOTHING, Chunks, Recv, Round, Rounds, Send, span
 from collectives.transforms import reverse
 
 
-def _halvings(rank: int, size: int, root: int) -> Iterator[tuple[int, int, range]]:
-    """The halvings of the ranks around `rank`: (root of all, root of the other half, ranks of the other half)."""
-    start, stop = 0, size
-    while stop - start > 1:
-        middle = (start + stop + 1) // 2
-        low, high = range(start, middle), range(middle, stop)
+class _Halving(NamedTuple):
+    """Some ranks cut in two: `source` is their root, `target` becomes the root of the half without it."""
+
+    source: int
+    target: int
+    half: range
+
+
+def _halvings(rank: int, size: int, root: int) -> Iterator[_Halving | None]:
+    """The halving around `rank` in each of ceil(log2 p) rounds; None when it is already alone."""
+    ranks = range(size)
+    for _ in range((size - 1).bit_length()):
+        if len(ranks) == 1:
+            yield None
+            continue
+        middle = ranks.start + (len(ranks) + 1) // 2
+        low, high = range(ranks.start, middle), range(middle, ranks.stop)
         other = high if root in low else low
-        yield root, other.start, other
+        yield _Halving(root, other.start, other)
         if rank in other:
             root = other.start
-        half = low if rank in low else high
-        start, stop = half.start, half.stop
+        ranks = low if rank in low else high
+
+
+def _messages(halving: _Halving | None, rank: int, chunks: Chunks) -> Round:
+    if halving is not None and rank == halving.source:
+        return [Send(halving.target, chunks)]
+    if halving is not None and rank == halving.target:
+        return [Recv(halving.source, chunks)]
+    return []
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
@@ -37,13 +56,8 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
     ceil(log2 p) rounds: q (alpha + n beta).
     """
-    for source, target, _ in _halvings(rank, size, root):
-        if rank == source:
-            yield [Send(target, span(0, size))]
-        elif rank == target:
-            yield [Recv(source, span(0, size))]
-        else:
-            yield []
+    for halving in _halvings(rank, size, root):
+        yield _messages(halving, rank, span(0, size))
 
 
 def scatter(rank: int, size: int, root: int) -> Rounds:
@@ -51,13 +65,8 @@ def scatter(rank: int, size: int, root: int) -> Rounds:
 
     ceil(log2 p) rounds: q alpha + (p-1)/p n beta.
     """
-    for source, target, half in _halvings(rank, size, root):
-        if rank == source:
-            yield [Send(target, span(half.start, half.stop))]
-        elif rank == target:
-            yield [Recv(source, span(half.start, half.stop))]
-        else:
-            yield []
+    for halving in _halvings(rank, size, root):
+        yield _messages(halving, rank, (halving.half,) if halving else NOTHING)
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:

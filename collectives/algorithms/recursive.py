@@ -27,18 +27,22 @@ def allreduce(rank: int, size: int) -> Rounds:
     power = 1 << (size.bit_length() - 1)
     folded = size - power
     everything = span(0, size)
-    if rank < 2 * folded and rank % 2:
-        yield [Send(rank - 1, everything)]
-        yield [Recv(rank - 1, everything)]
-        return
-    if rank < 2 * folded:
-        yield [RecvReduce(rank + 1, everything, "right")]
+    idle = rank < 2 * folded and rank % 2
+    if folded:
+        if idle:
+            yield [Send(rank - 1, everything)]
+        else:
+            yield [RecvReduce(rank + 1, everything, "right")] if rank < 2 * folded else []
     place = rank // 2 if rank < 2 * folded else rank - folded
     distance = 1
     while distance < power:
         other = place ^ distance
         peer = 2 * other if other < folded else other + folded
-        yield [Send(peer, everything), RecvReduce(peer, everything, "right" if peer > rank else "left")]
+        exchange = [Send(peer, everything), RecvReduce(peer, everything, "right" if peer > rank else "left")]
+        yield [] if idle else exchange
         distance *= 2
-    if rank < 2 * folded:
-        yield [Send(rank + 1, everything)]
+    if folded:
+        if idle:
+            yield [Recv(rank - 1, everything)]
+        else:
+            yield [Send(rank + 1, everything)] if rank < 2 * folded else []

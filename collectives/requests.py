@@ -1,0 +1,190 @@
+"""Operations under way: requests, and the progress that every one of them makes while any of them waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from mpi4py import MPI
+
+from collectives.errors import InvalidArgument
+from collectives.execute import Program
+
+_under_way: list[Request] = []
+_turn = threading.RLock()
+
+
+def busy() -> bool:
+    """Whether any operation is under way in this process."""
+    return bool(_under_way)
+
+
+def progress() -> None:
+    """Move every operation that is under way as far as it goes without waiting."""
+    with _turn:
+        for request in tuple(_under_way):
+            request._advance()
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Make progress until `done`, letting other processes run in between."""
+    while not done():
+        progress()
+        if done():
+            return
+        os.sched_yield()
+
+
+class Request:
+    """A collective that was begun with an ``I...`` method, or bound with an ``..._init`` method.
+
+    It offers what mpi4py's requests offer: `Start` (bound ones only), `Test`, `Wait`, `Free`, and their lower-case
+    spellings; `wait_all` takes lists of them, mixed with mpi4py's own.
+
+    >>> from mpi4py import MPI
+    >>> from collectives import Communicator
+    >>> import numpy as np
+    >>> with Communicator(MPI.COMM_SELF) as comm:
+    ...     total = np.zeros(3)
+    ...     request = comm.Iallreduce(np.ones(3), total)
+    ...     request.Wait(), total.tolist()
+    (True, [1.0, 1.0, 1.0])
+    """
+
+    __slots__ = ("_active", "_freed", "_gate", "_keep", "_name", "_program", "_release", "_persistent")
+
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        release: Callable[[Program], None],
+        keep: object,
+        persistent: bool = False,
+    ) -> None:
+        self._name = name
+        self._program = program
+        self._release = release
+        self._keep = keep
+        self._persistent = persistent
+        self._gate: Callable[[], bool] | None = None
+        self._active = self._freed = False
+
+    def __repr__(self) -> str:
+        state = "freed" if self._freed else "under way" if self._active else "idle"
+        return f"<{'persistent ' if self._persistent else ''}request of {self._name}, {state}>"
+
+    def Start(self) -> None:
+        """Begin a bound operation; it must not be under way.
+
+        Raises
+        ------
+        InvalidArgument
+            If it is, was freed, or comes from an ``I...`` method.
+        """
+        self._check("Start")
+        if not self._persistent or self._active:
+            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
+        self.begin()
+
+    def begin(self, gate: Callable[[], bool] | None = None) -> None:
+        """Go as far as possible without waiting; `gate` must open before anything is sent."""
+        with _turn:
+            self._gate = gate
+            self._active = True
+            _under_way.append(self)
+            if gate is None:
+                self._do(self._program.start)
+            self._advance()
+
+    def _advance(self) -> None:
+        if not self._active:
+            return
+        if self._gate is not None:
+            if not self._do(self._gate):
+                return
+            self._gate = None
+            self._do(self._program.start)
+        if self._do(self._program.advance):
+            self._end()
+
+    def _do(self, act: Callable[[], Any]) -> Any:
+        """Act; whatever goes wrong ends the operation."""
+        try:
+            return act()
+        except BaseException:
+            self._active = False
+            _under_way.remove(self)
+            raise
+
+    def _end(self) -> None:
+        self._active = False
+        _under_way.remove(self)
+        if not self._persistent:
+            self._release(self._program)
+            self._keep = None
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Whether the operation is over; makes progress if it is not."""
+        self._check("Test")
+        if self._active:
+            progress()
+        return not self._active
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        """Return when the operation is over."""
+        self._check("Wait")
+        until(lambda: not self._active)
+        return True
+
+    def Free(self) -> None:
+        """Give back what the request holds; it must not be under way and cannot be used again."""
+        self._check("Free")
+        if self._active:
+            raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
+        self._freed = True
+        self._keep = None
+        if self._persistent:
+            self._release(self._program)
+
+    start, test, wait, free = Start, Test, Wait, Free
+
+    def _check(self, verb: str) -> None:
+        if self._freed:
+            raise InvalidArgument(MPI.ERR_REQUEST, f"{verb} of {self!r}")
+
+    @property
+    def active(self) -> bool:
+        """Whether the operation is under way."""
+        return self._active
+
+
+def wait_all(requests: Iterable[Request | MPI.Request]) -> None:
+    """Return when all of them are over. They may be of any kind, mpi4py's own among them, in any order.
+
+    Raises
+    ------
+    InvalidArgument
+        If one of them was freed.
+    """
+    pending = list(requests)
+    while not test_all(pending):
+        os.sched_yield()
+
+
+def test_all(requests: Sequence[Request | MPI.Request]) -> bool:
+    """Whether all of them are over; makes progress if not."""
+    progress()
+    return all([request.Test() for request in requests])
+
+
+def start_all(requests: Iterable[Request]) -> None:
+    """Start persistent requests, all of them or, if one cannot start, none."""
+    several = list(requests)
+    for request in several:
+        request._check("Start")
+        if not request._persistent or request._active:
+            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {request!r}: only an idle persistent request starts")
+    for request in several:
+        request.begin()
