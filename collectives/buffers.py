@@ -28,7 +28,19 @@ from mpi4py import MPI
 from collectives import dlpack
 from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, UnknownDatatype
 
-__all__ = ["PAIRS", "Buffer", "blocks", "blocks_v", "kind", "numbers", "numpy_dtype", "vector", "view"]
+__all__ = [
+    "PAIRS",
+    "Buffer",
+    "Element",
+    "blocks",
+    "blocks_v",
+    "element_of",
+    "kind",
+    "numbers",
+    "numpy_dtype",
+    "vector",
+    "view",
+]
 
 
 class Buffer:
@@ -124,7 +136,7 @@ class Buffer:
 # --- element types ------------------------------------------------------------------------------------------
 
 
-class _Element(NamedTuple):
+class Element(NamedTuple):
     """One element in memory: `itemsize` bytes packed, lying in [low, high), the next `extent` bytes on."""
 
     dtype: np.dtype[Any] | None
@@ -154,11 +166,11 @@ _SMALL = frozenset(
 )
 
 _by_handle: dict[
-    int, _Element
+    int, Element
 ] = {}  # predefined datatypes; a handle means the same for the life of the process
-_by_code: dict[str, _Element] = {}
-_by_dtype: dict[np.dtype[Any], _Element] = {}
-_plain: dict[np.dtype[Any], _Element] = {}  # those of _by_dtype that lie dense in memory: the fast path
+_by_code: dict[str, Element] = {}
+_by_dtype: dict[np.dtype[Any], Element] = {}
+_plain: dict[np.dtype[Any], Element] = {}  # those of _by_dtype that lie dense in memory: the fast path
 
 
 def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
@@ -173,7 +185,7 @@ def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
     >>> numpy_dtype(MPI.FLOAT)
     dtype('float32')
     """
-    return _of_datatype(datatype, "datatype").dtype
+    return element_of(datatype).dtype
 
 
 def kind(dtype: np.dtype[Any]) -> str:
@@ -189,7 +201,8 @@ def kind(dtype: np.dtype[Any]) -> str:
     return "c" if "complex" in dtype.name else "f"
 
 
-def _of_datatype(datatype: MPI.Datatype, name: str) -> _Element:
+def element_of(datatype: MPI.Datatype, name: str = "datatype") -> Element:
+    """Describe one element of any datatype."""
     element = _by_handle.get(datatype.handle)
     if element is not None:
         return element
@@ -202,7 +215,7 @@ def _of_datatype(datatype: MPI.Datatype, name: str) -> _Element:
     return element
 
 
-def _of_predefined(datatype: MPI.Datatype, name: str) -> _Element:
+def _of_predefined(datatype: MPI.Datatype, name: str) -> Element:
     size, (low, extent) = datatype.Get_size(), datatype.Get_extent()
     for pair, (value, location) in PAIRS.items():
         if datatype == getattr(MPI, pair):
@@ -216,7 +229,7 @@ def _of_predefined(datatype: MPI.Datatype, name: str) -> _Element:
     if size == 0:
         raise InvalidType(MPI.ERR_TYPE, f"{name}: this MPI library has no {_called(datatype)}")
     true_low, true_extent = datatype.Get_true_extent()
-    return _Element(
+    return Element(
         dtype if dtype.itemsize == size else None,
         datatype,
         size,
@@ -227,7 +240,7 @@ def _of_predefined(datatype: MPI.Datatype, name: str) -> _Element:
     )
 
 
-def _of_derived(datatype: MPI.Datatype, name: str) -> _Element:
+def _of_derived(datatype: MPI.Datatype, name: str) -> Element:
     """Look through duplicates and contiguous runs; all other derived types need packing.
 
     A type without gaps may still list its parts in another order than memory does, so sizes alone prove
@@ -240,14 +253,14 @@ def _of_derived(datatype: MPI.Datatype, name: str) -> _Element:
         combiner = datatype.Get_envelope()[-1]
         if combiner in (MPI.COMBINER_DUP, MPI.COMBINER_CONTIGUOUS):
             base = datatype.Get_contents()[-1][0]
-            inner = _of_datatype(base, name)
+            inner = element_of(base, name)
             base.free()
             dense = inner.dense
             dtype = inner.dtype if combiner == MPI.COMBINER_DUP else None
-    return _Element(dtype, datatype, size, extent, true_low, true_low + true_extent, dense)
+    return Element(dtype, datatype, size, extent, true_low, true_low + true_extent, dense)
 
 
-def _of_code(code: object, name: str) -> _Element:
+def _of_code(code: object, name: str) -> Element:
     """Find what a typecode or a buffer's format string names: 'f', 'i8', 'Zd'."""
     element = _by_code.get(code) if isinstance(code, str) else None
     if element is not None:
@@ -256,11 +269,11 @@ def _of_code(code: object, name: str) -> _Element:
         datatype = MPI.Datatype.fromcode(code)  # type: ignore[arg-type]
     except (ValueError, TypeError):
         raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: {code!r} names no MPI datatype") from None
-    element = _by_code[str(code)] = _of_datatype(datatype, name)
+    element = _by_code[str(code)] = element_of(datatype, name)
     return element
 
 
-def _of_format(form: str, name: str) -> _Element:
+def _of_format(form: str, name: str) -> Element:
     native, foreign = "<>" if np.little_endian else "><"
     if form[:1] == foreign:
         raise InvalidType(
@@ -269,7 +282,7 @@ def _of_format(form: str, name: str) -> _Element:
     return _of_code(form[1:] if form[:1] in ("@", native) else form, name)
 
 
-def _of_dtype(dtype: np.dtype[Any], name: str) -> _Element:
+def _of_dtype(dtype: np.dtype[Any], name: str) -> Element:
     element = _by_dtype.get(dtype)
     if element is not None:
         return element
@@ -279,10 +292,10 @@ def _of_dtype(dtype: np.dtype[Any], name: str) -> _Element:
     return element
 
 
-def _new_dtype(dtype: np.dtype[Any], name: str) -> _Element:
+def _new_dtype(dtype: np.dtype[Any], name: str) -> Element:
     size = dtype.itemsize
     if dtype in _SMALL:
-        return _Element(dtype, None, size, size, 0, size, True)
+        return Element(dtype, None, size, size, 0, size, True)
     if dtype.names is not None:
         return _of_pair(dtype, name)
     if not dtype.isnative:
@@ -297,23 +310,23 @@ def _new_dtype(dtype: np.dtype[Any], name: str) -> _Element:
             known = datatype.Get_size() == size
         except ValueError:
             known = False
-        return _Element(dtype, datatype if known else None, size, size, 0, size, True)
+        return Element(dtype, datatype if known else None, size, size, 0, size, True)
     hint = "; send its integers, x.view('i8')" if dtype.kind in "mM" else ""
     raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: dtype {_dtype_name(dtype)} has no MPI datatype{hint}")
 
 
-def _of_pair(dtype: np.dtype[Any], name: str) -> _Element:
+def _of_pair(dtype: np.dtype[Any], name: str) -> Element:
     for pair, (value, location) in PAIRS.items():
         aligned = np.dtype([("val", value), ("loc", location)], align=True)
         parts = [(field[0], field[1]) for field in (dtype.fields or {}).values()]
         if dtype.itemsize == aligned.itemsize and parts == [
             (f[0], f[1]) for f in (aligned.fields or {}).values()
         ]:
-            return _of_datatype(getattr(MPI, pair), name)
+            return element_of(getattr(MPI, pair), name)
     raise UnknownDatatype(
         MPI.ERR_TYPE,
         f"{name}: structured dtype {dtype} is laid out like no MPI pair type ({', '.join(PAIRS)}, as "
-        f"align=True lays them out); pass [array, datatype] with a datatype made by MPI.Datatype.Create_struct",
+        f"align=True lays them out); pass [array, datatype] with one from MPI.Datatype.Create_struct",
     )
 
 
@@ -333,7 +346,7 @@ def _called(datatype: MPI.Datatype | None) -> str:
 class _Memory(NamedTuple):
     address: int
     nbytes: int
-    element: _Element
+    element: Element
     readonly: bool
     device: bool
     owner: object
@@ -391,12 +404,12 @@ def _memory(obj: Any, datatype: object, name: str, writable: bool) -> _Memory:
     )
 
 
-def _element(datatype: object, name: str) -> _Element:
-    return _of_datatype(datatype, name) if isinstance(datatype, MPI.Datatype) else _of_code(datatype, name)
+def _element(datatype: object, name: str) -> Element:
+    return element_of(datatype, name) if isinstance(datatype, MPI.Datatype) else _of_code(datatype, name)
 
 
 def _cuda_array(
-    obj: Any, interface: dict[str, Any], element: _Element | None, name: str, writable: bool
+    obj: Any, interface: dict[str, Any], element: Element | None, name: str, writable: bool
 ) -> _Memory:
     dtype = getattr(obj, "dtype", None)
     if not isinstance(dtype, np.dtype):
@@ -413,7 +426,7 @@ def _cuda_array(
     return _Memory(int(pointer or 0), prod(shape) * dtype.itemsize, found, bool(readonly), True, obj)
 
 
-def _dlpack(obj: Any, element: _Element | None, name: str, writable: bool) -> _Memory:
+def _dlpack(obj: Any, element: Element | None, name: str, writable: bool) -> _Memory:
     try:
         tensor = dlpack.read(obj)
     except (BufferError, TypeError, RuntimeError, ValueError) as error:
@@ -695,7 +708,7 @@ def _split(counts: Any, name: str, pair: Any) -> tuple[Any, Any]:
     return counts[0], counts[1]
 
 
-def _all(nbytes: int, element: _Element, name: str) -> int:
+def _all(nbytes: int, element: Element, name: str) -> int:
     """How many elements there are in `nbytes`."""
     if nbytes == 0:
         return 0
@@ -709,7 +722,7 @@ def _all(nbytes: int, element: _Element, name: str) -> int:
     return total
 
 
-def _step(element: _Element, name: str) -> int:
+def _step(element: Element, name: str) -> int:
     if element.extent <= 0:
         raise InvalidArgument(
             MPI.ERR_TYPE,
