@@ -1,0 +1,137 @@
+"""Reads where a DLPack capsule's memory lies and what it holds, without taking it over.
+
+NumPy's reader knows neither bfloat16 nor devices, mpi4py's reports what it does not know as bytes; this one
+says what the capsule says. The structures are those of dlpack.h, version 1.1; version 0 lacks the leading
+fields.
+"""
+
+import ctypes
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["Tensor", "read"]
+
+CPU = 1
+HOST_ACCESSIBLE = frozenset({CPU, 3, 11, 13})  # CUDA pinned, ROCm pinned, CUDA managed
+_READ_ONLY = 1
+
+_KINDS = {0: "i", 1: "u", 2: "f", 5: "c"}  # code -> NumPy kind, sized by bits
+_NAMED = {
+    (4, 16): "bfloat16",
+    (7, 8): "float8_e3m4",
+    (8, 8): "float8_e4m3",
+    (9, 8): "float8_e4m3b11fnuz",
+    (10, 8): "float8_e4m3fn",
+    (11, 8): "float8_e4m3fnuz",
+    (12, 8): "float8_e5m2",
+    (13, 8): "float8_e5m2fnuz",
+    (14, 8): "float8_e8m0fnu",
+}
+
+
+class Tensor(NamedTuple):
+    """What a capsule describes; it lives as long as `capsule` does."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None  #: in elements; None means C order
+    dtype: np.dtype[Any] | None  #: None where NumPy and ml_dtypes have none
+    itemsize: int
+    device_type: int
+    readonly: bool
+    capsule: Any
+
+    @property
+    def host(self) -> bool:
+        """Whether the CPU can address this memory."""
+        return self.device_type in HOST_ACCESSIBLE
+
+
+class _Device(ctypes.Structure):
+    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def read(obj: Any) -> Tensor:
+    """Describe the memory of an object that offers ``__dlpack__``.
+
+    Raises
+    ------
+    BufferError
+        If the object cannot be exported without a copy, or speaks an unknown DLPack version.
+    """
+    device_type, _ = obj.__dlpack_device__()
+    device_type = int(device_type)
+    stream = {} if device_type == CPU else {"stream": -1}  # the caller orders its streams itself
+    try:
+        capsule = obj.__dlpack__(max_version=(1, 0), copy=False, **stream)
+    except TypeError:  # DLPack before 1.0
+        capsule = obj.__dlpack__(**stream)
+    readonly = False
+    if '"dltensor_versioned"' in repr(capsule):
+        versioned = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
+        if versioned.major != 1:
+            raise BufferError(f"DLPack version {versioned.major}.{versioned.minor} is not supported")
+        readonly, tensor = bool(versioned.flags & _READ_ONLY), versioned.tensor
+    elif '"dltensor"' in repr(capsule):
+        tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    else:
+        raise BufferError("__dlpack__ gave no DLPack capsule")
+    shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None
+    code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
+    return Tensor(
+        (tensor.data or 0) + tensor.byte_offset,
+        shape,
+        strides,
+        _dtype(code, bits) if lanes == 1 else None,
+        (bits * lanes + 7) // 8,
+        device_type,
+        readonly,
+        capsule,
+    )
+
+
+def _dtype(code: int, bits: int) -> np.dtype[Any] | None:
+    if code == 6 and bits == 8:
+        return np.dtype(np.bool_)
+    named = getattr(ml_dtypes, _NAMED.get((code, bits), ""), None)
+    if named is not None:
+        return np.dtype(named)
+    try:
+        return np.dtype(f"{_KINDS[code]}{bits // 8}")
+    except (KeyError, TypeError):
+        return None
