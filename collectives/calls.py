@@ -7,8 +7,9 @@ the same data differently; those that reduce count in elements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,6 +22,8 @@ from collectives.ops import Combine, combine
 
 Blocks: TypeAlias = Mapping[int, int]
 """Block number -> where the block begins in the buffer, in units."""
+
+NONE: Blocks = MappingProxyType({})
 
 BYTE = np.dtype(np.uint8)
 
@@ -43,8 +46,8 @@ class Call(NamedTuple):
     root : int
     combine : Combine or None
         The reduction.
-    op : int
-        The operation's handle, 0 without one.
+    op : Hashable
+        What tells the operation from others for as long as `combine` lives.
     private : bool
         Whether the rank knows only its own block's length, unless it is the root.
     moved : int
@@ -57,11 +60,11 @@ class Call(NamedTuple):
     unit: np.dtype[Any]
     source: Buffer | None = None
     target: Buffer | None = None
-    brings: Blocks = {}
-    takes: Blocks = {}
+    brings: Blocks = NONE
+    takes: Blocks = NONE
     root: int = 0
     combine: Combine | None = None
-    op: int = 0
+    op: Hashable = None
     private: bool = False
     moved: int = -1
 
@@ -89,7 +92,8 @@ def _root(root: Any, size: int) -> int:
     return int(root)
 
 
-def _in_place(spec: Any) -> bool:
+def is_in_place(spec: Any) -> bool:
+    """Whether the argument is MPI.IN_PLACE."""
     return spec is MPI.IN_PLACE or (isinstance(spec, int) and spec == MPI.IN_PLACE)
 
 
@@ -110,7 +114,9 @@ def _same_elements(sent: Buffer, count: int, received: Buffer, what: str) -> Non
 
 
 def _type(buffer: Buffer) -> str:
-    return str(buffer.dtype) if buffer.dtype is not None else f"of {buffer.itemsize} bytes, a derived datatype"
+    return (
+        str(buffer.dtype) if buffer.dtype is not None else f"of {buffer.itemsize} bytes, a derived datatype"
+    )
 
 
 def _block_bytes(buffer: Buffer) -> tuple[int, ...]:
@@ -130,6 +136,11 @@ def _starts(buffer: Buffer) -> tuple[int, ...]:
 def _unit(buffer: Buffer) -> np.dtype[Any]:
     """The element that a reduction counts; raw memory of the right width where only MPI knows what it is."""
     return buffer.dtype if buffer.dtype is not None else np.dtype((np.void, buffer.itemsize))
+
+
+def _identity(op: MPI.Op) -> Hashable:
+    """The handle of a predefined operation; MPI may give that of a freed one to the next, so others go by object."""
+    return op.handle if op.is_predefined else (id(op),)
 
 
 def _every(length: int, size: int) -> Blocks:
@@ -155,11 +166,11 @@ def broadcast(buf: Any, root: Any, rank: int, size: int) -> Call:
 def allreduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, rank: int, size: int) -> Call:
     """The sum of all vectors, everywhere."""
     target = buffers.vector(recvbuf, "recvbuf", writable=True)
-    source = target if _in_place(sendbuf) else buffers.vector(sendbuf, "sendbuf")
+    source = target if is_in_place(sendbuf) else buffers.vector(sendbuf, "sendbuf")
     _same_elements(source, source.count, target, "a recvbuf")
     kernel = combine(op, source.dtype, source.datatype)
     return Call(
-        "allreduce", (source.count,), _unit(source), source, target, {0: 0}, {0: 0}, 0, kernel, op.handle
+        "allreduce", (source.count,), _unit(source), source, target, {0: 0}, {0: 0}, 0, kernel, _identity(op)
     )
 
 
@@ -167,7 +178,7 @@ def reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, rank: int, size: i
     """The sum of all vectors, at the root."""
     root = _root(root, size)
     target = buffers.vector(recvbuf, "recvbuf", writable=True) if rank == root else None
-    if _in_place(sendbuf):
+    if is_in_place(sendbuf):
         if target is None:
             raise InvalidArgument(MPI.ERR_BUFFER, f"sendbuf: MPI.IN_PLACE is for the root, {root}, only")
         source = target
@@ -178,7 +189,7 @@ def reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, rank: int, size: i
     kernel = combine(op, source.dtype, source.datatype)
     takes: Blocks = {} if target is None else {0: 0}
     return Call(
-        "reduce", (source.count,), _unit(source), source, target, {0: 0}, takes, root, kernel, op.handle
+        "reduce", (source.count,), _unit(source), source, target, {0: 0}, takes, root, kernel, _identity(op)
     )
 
 
@@ -194,7 +205,7 @@ def scatter(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int) -> Call
     source = buffers.blocks(sendbuf, size, "sendbuf")
     block = source.block * source.itemsize
     brings = _every(block, size)
-    if _in_place(recvbuf):
+    if is_in_place(recvbuf):
         return Call("scatter", (block,) * size, BYTE, source, source, brings, {rank: rank * block}, root)
     target = buffers.vector(recvbuf, "recvbuf", writable=True)
     _same_size(block, target.nbytes, "recvbuf, which takes one of its blocks,")
@@ -205,7 +216,7 @@ def gather(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int) -> Call:
     """Everyone's block, at the root."""
     root = _root(root, size)
     if rank != root:
-        if _in_place(sendbuf):
+        if is_in_place(sendbuf):
             raise InvalidArgument(MPI.ERR_BUFFER, f"sendbuf: MPI.IN_PLACE is for the root, {root}, only")
         source = buffers.vector(sendbuf, "sendbuf")
         return Call("gather", (source.nbytes,) * size, BYTE, source, None, {rank: 0}, {}, root)
@@ -221,7 +232,7 @@ def _gathered(collective: str, sendbuf: Any, recvbuf: Any, rank: int, size: int)
     target = buffers.blocks(recvbuf, size, "recvbuf", writable=True)
     block = target.block * target.itemsize
     takes = _every(block, size)
-    if _in_place(sendbuf):
+    if is_in_place(sendbuf):
         return Call(collective, (block,) * size, BYTE, target, target, {rank: takes[rank]}, takes)
     source = buffers.vector(sendbuf, "sendbuf")
     _same_size(source.nbytes, block, "its block of recvbuf")
@@ -230,7 +241,7 @@ def _gathered(collective: str, sendbuf: Any, recvbuf: Any, rank: int, size: int)
 
 def reduce_scatter_block(sendbuf: Any, recvbuf: Any, op: MPI.Op, rank: int, size: int) -> Call:
     """A block of the sum for everyone, all blocks alike."""
-    if _in_place(sendbuf):
+    if is_in_place(sendbuf):
         source = target = buffers.blocks(recvbuf, size, "recvbuf", writable=True)
     else:
         source = buffers.blocks(sendbuf, size, "sendbuf")
@@ -243,7 +254,7 @@ def reduce_scatter(sendbuf: Any, recvbuf: Any, counts: Any, op: MPI.Op, rank: in
     """A block of the sum for everyone, `counts` elements for each."""
     counts = buffers.numbers(counts, size, "recvcounts")
     target = buffers.vector(recvbuf, "recvbuf", writable=True)
-    source = target if _in_place(sendbuf) else buffers.vector(sendbuf, "sendbuf")
+    source = target if is_in_place(sendbuf) else buffers.vector(sendbuf, "sendbuf")
     if source.count != sum(counts):
         raise InvalidArgument(
             MPI.ERR_COUNT,
@@ -270,7 +281,7 @@ def _reduce_scattered(source: Buffer, target: Buffer, counts: tuple[int, ...], o
         brings,
         takes,
         combine=kernel,
-        op=op.handle,
+        op=_identity(op),
         moved=moved,
     )
 
@@ -287,7 +298,7 @@ def scatterv(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int) -> Cal
         return Call("scatter", lengths, BYTE, None, target, {}, {rank: 0}, root, private=True)
     source = buffers.blocks_v(sendbuf, size, "sendbuf")
     lengths, starts = _block_bytes(source), dict(enumerate(_starts(source)))
-    if _in_place(recvbuf):
+    if is_in_place(recvbuf):
         takes = {rank: starts[rank]}
         return Call("scatter", lengths, BYTE, source, source, starts, takes, root, private=True)
     target = buffers.vector(recvbuf, "recvbuf", writable=True)
@@ -299,7 +310,7 @@ def gatherv(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int) -> Call
     """Everyone's block, each of its own length, at the root."""
     root = _root(root, size)
     if rank != root:
-        if _in_place(sendbuf):
+        if is_in_place(sendbuf):
             raise InvalidArgument(MPI.ERR_BUFFER, f"sendbuf: MPI.IN_PLACE is for the root, {root}, only")
         source = buffers.vector(sendbuf, "sendbuf")
         lengths = _only(source.nbytes, rank, size)
@@ -315,7 +326,7 @@ def allgatherv(sendbuf: Any, recvbuf: Any, rank: int, size: int) -> Call:
 def _gathered_v(collective: str, sendbuf: Any, recvbuf: Any, rank: int, size: int) -> Call:
     target = buffers.blocks_v(recvbuf, size, "recvbuf", writable=True)
     lengths, starts = _block_bytes(target), dict(enumerate(_starts(target)))
-    if _in_place(sendbuf):
+    if is_in_place(sendbuf):
         return Call(collective, lengths, BYTE, target, target, {rank: starts[rank]}, starts)
     source = buffers.vector(sendbuf, "sendbuf")
     _same_size(source.nbytes, lengths[rank], "its block of recvbuf")

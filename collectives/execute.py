@@ -101,7 +101,7 @@ class Program:
         self._calls = tuple(calls)
         self._tests = tuple(tests)
         self._position = len(self._calls)
-        self._keep = keep
+        self._kept = [keep]
         self.wire = wire
         self.nbytes = nbytes
 
@@ -135,11 +135,15 @@ class Program:
         """Whether nothing is under way."""
         return self._position == len(self._calls)
 
+    def keep(self, what: object) -> None:
+        """Keep alive what the calls use, as long as the program is bound."""
+        self._kept.append(what)
+
     def free(self) -> None:
         """Give back requests and memory."""
         self._calls = self._tests = ()
         self._position = 0
-        self._keep = None
+        self._kept.clear()
         self.wire.free()
 
 

@@ -14,26 +14,30 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import buffers
+from collectives.buffers import Buffer
 from collectives.calls import Blocks, Call, staged
 from collectives.catalog import build
 from collectives.chunks import Layout, Place, even
-from collectives.execute import SOURCE, TARGET, Memory, Program, Task, bind
+from collectives.errors import InvalidArgument
+from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
+from collectives.requests import Request, busy, until
 from collectives.select import Choice
 from collectives.semantics import MEANINGS
-from collectives.staging import Staging, stage
+from collectives.staging import stage
 from collectives.transport.mpi import Immediate, Persistent
+from collectives.transport.wire import Wire
 
 SLOT = 4096
 """Bytes up to which a blocking call passes through slots."""
 
 SEGMENT = 1 << 18
-"""Bytes in which a long message that is to be combined travels: two fit the second-level cache."""
+"""Bytes in which a long message that is to be combined travels: a few fit the second-level cache."""
 
 KEPT = 256
-"""Programs that are kept for calls to come."""
+"""Programs that are kept for calls to come, of blocking and of non-blocking ones each."""
 
 KEPT_BYTES = 1 << 28
-"""Scratch memory that kept programs may hold together."""
+"""Scratch memory that the kept programs of blocking calls may hold together."""
 
 LINE = 64
 """Bytes to whose multiples a vector is cut where it is long enough."""
@@ -45,17 +49,15 @@ BLOCKING_TAG = 0
 def task(call: Call, choice: Choice, rank: int, size: int) -> Task:
     """The schedule of the choice, laid over the call's memory."""
     schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments)
-    itemsize = call.unit.itemsize
+    itemsize, meaning = call.unit.itemsize, MEANINGS[call.collective]
     memory = TARGET if call.source is call.target else SOURCE
-    meaning = MEANINGS[call.collective]
     if meaning.vector:
         lengths = even(call.lengths[0], meaning.blocks(size) * choice.segments, max(1, LINE // itemsize))
         starts = dict(enumerate(Layout.packed(lengths).offsets))
         source = _places(memory, starts if call.brings else {}, lengths, 1)
         target = _places(TARGET, starts if call.takes else {}, lengths, 1)
     else:
-        blocks = call.lengths * (meaning.blocks(size) // len(call.lengths))
-        lengths = tuple(piece for length in blocks for piece in even(length, choice.segments))
+        lengths = tuple(piece for length in call.lengths for piece in even(length, choice.segments))
         source = _places(memory, call.brings, lengths, choice.segments)
         target = _places(TARGET, call.takes, lengths, choice.segments)
     return Task(schedule, lengths, source, target, itemsize, SEGMENT if call.combine else 0)
@@ -70,7 +72,98 @@ def _places(memory: int, blocks: Blocks, lengths: tuple[int, ...], parts: int) -
     return places
 
 
-class _Slots(NamedTuple):
+class _Ends(NamedTuple):
+    """A call's two memories, and what must be done before and after the rounds."""
+
+    source: Memory
+    target: Memory
+    first: list[Callable[[], object]]
+    last: list[Callable[[], object]]
+    keep: list[object]
+
+
+def _span(call: Call, blocks: Blocks) -> int:
+    """Units from the beginning of a buffer to the end of its last block."""
+    return max((start + call.lengths[block] for block, start in blocks.items()), default=0)
+
+
+def _spans(call: Call) -> tuple[int, int]:
+    """Units that source and target reach; in place they are one memory that both share."""
+    source, target = _span(call, call.brings), _span(call, call.takes)
+    return (max(source, target),) * 2 if call.source is call.target else (source, target)
+
+
+def _stores(call: Call) -> bool:
+    """Whether the call changes the target: the root of a broadcast has what it takes already."""
+    untouched = (
+        call.source is call.target and call.combine is None and call.takes.keys() <= call.brings.keys()
+    )
+    return bool(call.takes) and not untouched
+
+
+def _check_apart(call: Call) -> None:
+    source, target = call.source, call.target
+    if source is None or target is None or source is target or source.device != target.device:
+        return
+    if not (call.brings and call.takes and source.contiguous and target.contiguous):
+        return
+    ends = [span * call.unit.itemsize for span in _spans(call)]
+    if all(ends) and source.address < target.address + ends[1] and target.address < source.address + ends[0]:
+        raise InvalidArgument(
+            MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE"
+        )
+
+
+def _ends(call: Call) -> _Ends:
+    """The user's memory as the program sees it."""
+    first: list[Callable[[], object]] = []
+    last: list[Callable[[], object]] = []
+    keep: list[object] = []
+
+    def memory(buffer: Buffer | None, span: int, load: bool, store: bool) -> Memory:
+        if buffer is None:
+            return Memory(np.empty(0, call.unit), 0)
+        if not staged(buffer):
+            return Memory(buffers.view(buffer.address, span, call.unit), buffer.address)
+        staging = stage(buffer, load, store)
+        keep.append(staging)
+        if load:
+            first.append(staging.load)
+        if store:
+            last.append(staging.store)
+        array = staging.host.view(call.unit)
+        return Memory(array, MPI.Get_address(staging.host))
+
+    spans, stores = _spans(call), _stores(call)
+    if call.source is call.target:
+        source = target = memory(call.target, spans[1], bool(call.brings), stores)
+    else:
+        source = memory(call.source, spans[0], bool(call.brings), False)
+        target = memory(call.target, spans[1], False, stores)
+    if call.moved >= 0:
+        start, length = call.takes[call.moved], call.lengths[call.moved]
+        home, wanted = target.array[start : start + length], target.array[:length]
+        last.insert(0, partial(wanted.__setitem__, slice(None), home))
+    return _Ends(source, target, first, last, keep)
+
+
+class _Raw:
+    """A reduction of elements that only MPI can describe, on arrays of as many raw bytes."""
+
+    def __init__(self, combining: Combining) -> None:
+        self._combining = combining
+
+    def bind(self, left: Any, right: Any, out: Any) -> Callable[[], object]:
+        return self._combining.bind(left.view(np.uint8), right.view(np.uint8), out.view(np.uint8))
+
+
+def _combining(call: Call) -> Combining | None:
+    if call.combine is not None and call.unit.kind == "V" and call.unit.names is None:
+        return _Raw(call.combine)
+    return call.combine
+
+
+class Slots(NamedTuple):
     """A program on memory of its own, to copy into before it runs and out of after."""
 
     program: Program
@@ -79,30 +172,196 @@ class _Slots(NamedTuple):
     loads: bool
     stores: bool
 
+    def run(self, call: Call) -> None:
+        """Do the call through the slots."""
+        if self.loads and call.source is not None:
+            self.source[:] = buffers.view(call.source.address, self.source.size, call.unit)
+        drive(self.program)
+        if self.stores and call.target is not None:
+            buffers.view(call.target.address, self.target.size, call.unit)[:] = self.target
+
+
+def drive(program: Program) -> None:
+    """Run to the end; while other operations are under way, they go on too."""
+    if busy():
+        program.start()
+        until(program.advance)
+    else:
+        program.run()
+
 
 class Plans:
-    """The programs of one communicator, over one private communicator of the MPI underneath.
+    """The programs of one communicator, over a private communicator of the MPI underneath.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        Used for nothing else, so that messages never meet the user's. Freed by `free`.
+        Used for nothing else, so that messages never meet the user's. `free` frees it.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._bound: dict[Hashable, Program | _Slots] = {}
+        self._bound: dict[Hashable, Program | Slots] = {}
         self._idle: dict[Hashable, list[Program]] = {}
-        self._foreign: set[Program] = set()
-        self._held = 0
-        self._calls = 0
-        self._inits = 0
-        self._tags = comm.Get_attr(MPI.TAG_UB)
+        self._lent: set[Program] = set()
+        self._held = self._resting = self._calls = self._inits = 0
+        bound = comm.Get_attr(MPI.TAG_UB)
+        self._tags = (32767 if bound is None else int(bound)) // 2
 
     # -------------------------------------------------------------------------------- the three forms
 
-    def run(self, call: Call, choice: Choice) -> None:
-        """Do a blocking call."""
-'''
-open('collectives/plans.py','w').write(s) if False else None
+    def run(self, call: Call, choice: Choice) -> Program | Slots | None:
+        """Do a blocking call; gives what was kept for the next one like it."""
+        if _needs_staging(call):
+            program = self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG))
+            drive(program)
+            program.free()
+            return None
+        small = self._fits_slots(call)
+        key = _key(call, choice, not small)
+        kept = self._bound.get(key)
+        if kept is None:
+            _check_apart(call)
+            kept = self._bind_slots(call, choice) if small else self._blocking(call, choice)
+            self._keep(key, kept)
+        try:
+            if isinstance(kept, Slots):
+                kept.run(call)
+            else:
+                drive(kept)
+        except BaseException:
+            self._forget(key)  # its messages may still be under way: never start them again
+            raise
+        return kept
+
+    def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
+        """Begin a non-blocking call."""
+        self._calls += 1
+        key = None if _needs_staging(call) else _key(call, choice, True)
+        idle = self._idle.get(key)
+        if idle:
+            program = idle.pop()
+            self._resting -= 1
+            if not idle:
+                del self._idle[key]
+        else:
+            _check_apart(call)
+            program = self._bind(call, choice, Immediate(self.comm))
+        wire = program.wire
+        assert isinstance(wire, Immediate)
+        wire.tag = 1 + self._calls % (self._tags - 1)
+        self._lent.add(program)
+        request = Request(call.collective, program, partial(self._rest, key), call)
+        request.begin(gate)
+        return request
+
+    def init(self, call: Call, choice: Choice) -> Request:
+        """Bind a persistent call."""
+        self._inits += 1
+        _check_apart(call)
+        wire = Persistent(self.comm, self._tags + self._inits % self._tags)
+        program = self._bind(call, choice, wire)
+        self._lent.add(program)
+        return Request(call.collective, program, self._return, call, persistent=True)
+
+    def free(self) -> None:
+        """Give everything back: programs, requests, and the private communicator. Collective."""
+        for kept in self._bound.values():
+            _program(kept).free()
+        for program in [program for programs in self._idle.values() for program in programs]:
+            program.free()
+        for program in [program for program in self._lent if program.done]:
+            program.free()
+        self._bound.clear()
+        self._idle.clear()
+        self._lent.clear()
+        self.comm.Free()
+
+    @property
+    def under_way(self) -> int:
+        """Operations that were begun and are not over."""
+        return sum(not program.done for program in self._lent)
+
+    # -------------------------------------------------------------------------------- binding and keeping
+
+    def _bind(self, call: Call, choice: Choice, wire: Wire) -> Program:
+        ends = _ends(call)
+        program = bind(
+            task(call, choice, self.rank, self.size),
+            ends.source,
+            ends.target,
+            wire,
+            _combining(call),
+            first=ends.first,
+            last=ends.last,
+        )
+        program.keep(ends.keep)
+        return program
+
+    def _blocking(self, call: Call, choice: Choice) -> Program:
+        return self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG))
+
+    def _fits_slots(self, call: Call) -> bool:
+        """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
+        if max(_spans(call)) * call.unit.itemsize > SLOT or call.moved >= 0:
+            return False
+        return all(
+            sum(call.lengths[block] for block in blocks) == _span(call, blocks)
+            for blocks in (call.brings, call.takes)
+        )
+
+    def _bind_slots(self, call: Call, choice: Choice) -> Slots:
+        spans = _spans(call)
+        source = Memory.allocate(spans[0], call.unit)
+        target = source if call.source is call.target else Memory.allocate(spans[1], call.unit)
+        wire = Persistent(self.comm, BLOCKING_TAG)
+        program = bind(task(call, choice, self.rank, self.size), source, target, wire, _combining(call))
+        return Slots(program, source.array, target.array, bool(call.brings), _stores(call))
+
+    def _keep(self, key: Hashable, kept: Program | Slots) -> None:
+        self._bound[key] = kept
+        self._held += _program(kept).nbytes
+        while len(self._bound) > KEPT or (self._held > KEPT_BYTES and len(self._bound) > 1):
+            self._forget(next(iter(self._bound))).free()
+
+    def _forget(self, key: Hashable) -> Program:
+        program = _program(self._bound.pop(key))
+        self._held -= program.nbytes
+        return program
+
+    def _rest(self, key: Hashable, program: Program) -> None:
+        """A non-blocking call is over: keep its program for the next one like it."""
+        self._lent.discard(program)
+        if key is None:
+            program.free()
+            return
+        self._idle.setdefault(key, []).append(program)
+        self._resting += 1
+        if self._resting > KEPT:
+            oldest = next(iter(self._idle))
+            self._idle[oldest].pop().free()
+            self._resting -= 1
+            if not self._idle[oldest]:
+                del self._idle[oldest]
+
+    def _return(self, program: Program) -> None:
+        self._lent.discard(program)
+        program.free()
+
+
+def _program(kept: Program | Slots) -> Program:
+    return kept.program if isinstance(kept, Slots) else kept
+
+
+def _needs_staging(call: Call) -> bool:
+    return any(buffer is not None and staged(buffer) for buffer in (call.source, call.target))
+
+
+def _key(call: Call, choice: Choice, addresses: bool) -> Hashable:
+    """What two calls must have in common to share a program."""
+    where: tuple[object, ...] = (call.source is call.target,)
+    if addresses:
+        where += tuple(None if b is None else b.address for b in (call.source, call.target))
+    blocks = tuple(call.brings.items()), tuple(call.takes.items())
+    return (call.collective, choice, call.lengths, call.unit, call.root, call.op, call.moved, blocks, where)

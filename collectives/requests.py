@@ -53,7 +53,7 @@ class Request:
     (True, [1.0, 1.0, 1.0])
     """
 
-    __slots__ = ("_active", "_freed", "_gate", "_keep", "_name", "_program", "_release", "_persistent")
+    __slots__ = ("_active", "_freed", "_gate", "_keep", "_name", "_persistent", "_program", "_release")
 
     def __init__(
         self,
@@ -85,7 +85,9 @@ class Request:
         """
         self._check("Start")
         if not self._persistent or self._active:
-            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
+            raise InvalidArgument(
+                MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts"
+            )
         self.begin()
 
     def begin(self, gate: Callable[[], bool] | None = None) -> None:
@@ -176,7 +178,8 @@ def wait_all(requests: Iterable[Request | MPI.Request]) -> None:
 def test_all(requests: Sequence[Request | MPI.Request]) -> bool:
     """Whether all of them are over; makes progress if not."""
     progress()
-    return all([request.Test() for request in requests])
+    over = [request.Test() for request in requests]  # each of them: a test is also what moves MPI's own
+    return all(over)
 
 
 def start_all(requests: Iterable[Request]) -> None:
@@ -185,6 +188,8 @@ def start_all(requests: Iterable[Request]) -> None:
     for request in several:
         request._check("Start")
         if not request._persistent or request._active:
-            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {request!r}: only an idle persistent request starts")
+            raise InvalidArgument(
+                MPI.ERR_REQUEST, f"Start of {request!r}: only an idle persistent request starts"
+            )
     for request in several:
         request.begin()

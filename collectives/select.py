@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from collectives import catalog
-from collectives.chunks import Layout, even
 from mpi4py import MPI
 
+from collectives import catalog
+from collectives.chunks import Layout, even
 from collectives.errors import InvalidArgument
 from collectives.semantics import MEANINGS
 from collectives.walk import Uniform, price
@@ -39,7 +39,9 @@ def choose(collective: str, size: int, nbytes: int, ordered: bool = False, priva
     private : bool
         Whether ranks know only their own block's length; `nbytes` must then not matter and is not looked at.
     """
-    able = {name: entry for name, entry in catalog.CATALOG[collective].items() if _fits(entry, ordered, private)}
+    able = {
+        name: entry for name, entry in catalog.CATALOG[collective].items() if _fits(entry, ordered, private)
+    }
     if private:
         return Choice(next(iter(able)))
     return Choice(min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN)))

@@ -69,7 +69,11 @@ def _nothing(rank: int, size: int, root: int) -> range:
 MEANINGS: dict[str, Meaning] = {
     "barrier": Meaning(_per_rank, _nothing, lambda rank, size, root: {}, synchronises=True),
     "broadcast": Meaning(
-        _per_rank, _at_root, lambda rank, size, root: {c: (root,) for c in range(size)}, rooted=True, vector=True
+        _per_rank,
+        _at_root,
+        lambda rank, size, root: {c: (root,) for c in range(size)},
+        rooted=True,
+        vector=True,
     ),
     "reduce": Meaning(
         _per_rank,
@@ -91,7 +95,11 @@ MEANINGS: dict[str, Meaning] = {
         _per_rank, _everything, lambda rank, size, root: {rank: range(size)}, reduces=True
     ),
     "allreduce": Meaning(
-        _per_rank, _everything, lambda rank, size, root: {c: range(size) for c in range(size)}, reduces=True, vector=True
+        _per_rank,
+        _everything,
+        lambda rank, size, root: {c: range(size) for c in range(size)},
+        reduces=True,
+        vector=True,
     ),
 }
 """Every collective by name. The keys are the names used everywhere else."""

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, Step, numbers, scattered
+from collectives.steps import (
+    Chunks,
+    Copy,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Round,
+    Rounds,
+    Send,
+    Step,
+    numbers,
+    scattered,
+)
 
 
 def reverse(rounds: Iterable[Round], rank: int, reducing: bool) -> Rounds:
@@ -78,7 +90,10 @@ def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) 
 
     def of_vector(chunks: Chunks, segment: int) -> Chunks:
         return tuple(
-            range(lap * segments * count + segment * count + start, lap * segments * count + segment * count + stop)
+            range(
+                lap * segments * count + segment * count + start,
+                lap * segments * count + segment * count + stop,
+            )
             for part in chunks
             for lap, start, stop in _laps(part, count)
         )

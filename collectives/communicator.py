@@ -1,0 +1,802 @@
+"""`Communicator`: mpi4py's Intracomm with collectives of our own, from argument to wire."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Any, Self
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import buffers, calls, catalog, select
+from collectives.calls import Call
+from collectives.debug import Checker
+from collectives.errors import InvalidArgument, InvalidType
+from collectives.ops import is_commutative
+from collectives.plans import Plans
+from collectives.requests import Request, until
+from collectives.select import Choice
+from collectives.semantics import MEANINGS
+
+_open: dict[int, Communicator] = {}
+"""Communicators that hold resources, by the order in which they were made, the same on all of their ranks."""
+
+
+def _close_all() -> None:
+    """At exit give back what is still held, so that MPI ends without leaks."""
+    if not MPI.Is_finalized():
+        for comm in list(_open.values()):
+            comm._close()
+
+
+atexit.register(_close_all)
+
+
+class Communicator(MPI.Intracomm):
+    """An intracommunicator whose collectives on arrays are Chorus's; all else is inherited from mpi4py.
+
+    Making one is collective over `comm`. The two share their ranks and their point-to-point messages; the messages
+    of collectives travel apart from both.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The communicator to work on. It stays the caller's.
+    debug : bool, optional
+        Whether every collective first compares what all ranks call, and raises on all of them if that differs. By
+        default the environment's ``CHORUS_DEBUG`` decides.
+
+    Notes
+    -----
+    Every collective of the upper-case kind takes mpi4py's arguments in all of mpi4py's forms, and two more keywords:
+
+    algorithm : str
+        A name from `collectives.algorithms`, the same on all ranks; ``"auto"`` takes the one that should be fastest.
+    segments : int, optional
+        Into how many segments the data is cut and pipelined through the algorithm.
+
+    Errors in the arguments are raised before anything is sent, as `collectives.errors` that are at once mpi4py's
+    ``MPI.Exception`` and Python's ``ValueError`` or ``TypeError``.
+
+    Non-blocking collectives make progress inside the calls of this package and its blocking point-to-point methods,
+    whichever operation these wait for.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np
+    >>> comm = Communicator(MPI.COMM_SELF)
+    >>> total = np.empty(3)
+    >>> comm.Allreduce(np.arange(3.0), total)
+    >>> total.tolist()
+    [0.0, 1.0, 2.0]
+    """
+
+    def __new__(cls, comm: MPI.Intracomm | None = None, *, debug: bool | None = None) -> Self:
+        return super().__new__(cls, comm)
+
+    def __init__(self, comm: MPI.Intracomm | None = None, *, debug: bool | None = None) -> None:
+        if comm is None or not isinstance(comm, MPI.Intracomm):
+            raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
+        if comm == MPI.COMM_NULL:
+            raise InvalidArgument(MPI.ERR_COMM, "comm: MPI.COMM_NULL has no ranks")
+        if debug is None:
+            debug = os.environ.get("CHORUS_DEBUG", "0") not in ("", "0")
+        plain = MPI.Intracomm(comm)
+        self._plans: Plans | None = Plans(plain.Dup())
+        self._checker = Checker(plain) if debug else None
+        self._rank, self._size = plain.Get_rank(), plain.Get_size()
+        self._number = max(_open, default=0) + 1
+        _open[self._number] = self
+
+    # -------------------------------------------------------------------------------- from a call to a program
+
+    def _choose(self, call: Call, algorithm: str, segments: int | None) -> Choice:
+        size = self._size
+        if algorithm == "auto":
+            choice = select.choose(call.collective, size, call.nbytes, call.ordered, call.private)
+        else:
+            select.check(call.collective, algorithm, call.ordered, call.private)
+            choice = Choice(algorithm)
+        if segments is None:
+            return choice
+        if not isinstance(segments, (int, np.integer)):
+            raise InvalidType(MPI.ERR_ARG, f"segments: expected a number, found {segments!r}")
+        if segments < 1:
+            raise InvalidArgument(MPI.ERR_ARG, f"segments: expected at least 1, found {segments}")
+        return choice._replace(segments=int(segments)) if call.collective != "barrier" else choice
+
+    def _living(self) -> Plans:
+        if self._plans is None:
+            raise InvalidArgument(MPI.ERR_COMM, "this communicator was freed")
+        return self._plans
+
+    def _run(self, call: Call, algorithm: str, segments: int | None) -> None:
+        """Do a call now."""
+        plans, choice = self._living(), self._choose(call, algorithm, segments)
+        if self._checker is not None:
+            until(self._checker.check("blocking", call, choice))
+        plans.run(call, choice)
+
+    def _begin(self, call: Call, algorithm: str, segments: int | None) -> Request:
+        """Begin a call."""
+        plans, choice = self._living(), self._choose(call, algorithm, segments)
+        gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
+        return plans.begin(call, choice, gate)
+
+    def _bind(self, call: Call, algorithm: str, segments: int | None) -> Request:
+        """Bind a call for many starts."""
+        plans, choice = self._living(), self._choose(call, algorithm, segments)
+        if self._checker is not None:
+            until(self._checker.check("persistent", call, choice))
+        return plans.init(call, choice)
+
+    def choice(self, collective: str, nbytes: int, op: MPI.Op = MPI.SUM) -> tuple[str, int]:
+        """(algorithm, segments) that ``algorithm="auto"`` takes for so many bytes in all.
+
+        Parameters
+        ----------
+        collective : str
+            A name that `collectives.algorithms` knows.
+        nbytes : int
+            Bytes of the vector, or of all blocks together.
+        op : MPI.Op
+            The reduction, where there is one.
+        """
+        base, private = _base(collective)
+        ordered = MEANINGS[base].reduces and not is_commutative(op)
+        return tuple(select.choose(base, self._size, nbytes, ordered, private))  # type: ignore[return-value]
+
+    # -------------------------------------------------------------------------------- Barrier
+
+    def Barrier(self, *, algorithm: str = "auto", segments: int | None = None) -> None:
+        """Return when everyone has come here."""
+        self._run(calls.barrier(), algorithm, segments)
+
+    def Ibarrier(self, *, algorithm: str = "auto", segments: int | None = None) -> Request:  # type: ignore[override]
+        """Begin `Barrier`."""
+        return self._begin(calls.barrier(), algorithm, segments)
+
+    def Barrier_init(
+        self, info: MPI.Info = MPI.INFO_NULL, *, algorithm: str = "auto", segments: int | None = None
+    ) -> Request:  # type: ignore[override]
+        """Bind `Barrier` for many starts."""
+        return self._bind(calls.barrier(), algorithm, segments)
+
+    # -------------------------------------------------------------------------------- Bcast
+
+    def Bcast(self, buf: Any, root: int = 0, *, algorithm: str = "auto", segments: int | None = None) -> None:
+        """Send the root's vector to everyone.
+
+        Parameters
+        ----------
+        buf : buffer
+            The vector: read at the root, written elsewhere. Equally many bytes on all ranks.
+        root : int
+        """
+        self._run(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
+
+    def Ibcast(
+        self, buf: Any, root: int = 0, *, algorithm: str = "auto", segments: int | None = None
+    ) -> Request:  # type: ignore[override]
+        """Begin `Bcast`."""
+        return self._begin(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
+
+    def Bcast_init(
+        self,
+        buf: Any,
+        root: int = 0,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Bcast` for many starts."""
+        return self._bind(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
+
+    # -------------------------------------------------------------------------------- Reduce
+
+    def Reduce(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> None:
+        """Combine everyone's vectors, element by element, into the root's `recvbuf`.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            n elements; ``MPI.IN_PLACE`` at the root, whose term is then in `recvbuf`.
+        recvbuf : buffer or None
+            n elements of the same type at the root; not looked at elsewhere.
+        op : MPI.Op
+            Predefined or of one's own; ranks are combined in order if it does not commute.
+        root : int
+        """
+        self._run(calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments)
+
+    def Ireduce(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Begin `Reduce`."""
+        return self._begin(
+            calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments
+        )
+
+    def Reduce_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        root: int = 0,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Reduce` for many starts."""
+        return self._bind(
+            calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments
+        )
+
+    # -------------------------------------------------------------------------------- Allreduce
+
+    def Allreduce(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> None:
+        """Combine everyone's vectors, element by element, into everyone's `recvbuf`: the same bits on all ranks.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            n elements, or ``MPI.IN_PLACE`` on all ranks, whose terms are then in `recvbuf`.
+        recvbuf : buffer
+            n elements of the same type.
+        op : MPI.Op
+            Predefined or of one's own; ranks are combined in order if it does not commute.
+        """
+        self._run(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+
+    def Iallreduce(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Begin `Allreduce`."""
+        return self._begin(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+
+    def Allreduce_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Allreduce` for many starts."""
+        return self._bind(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+
+    # -------------------------------------------------------------------------------- Scatter
+
+    def Scatter(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> None:
+        """Send every rank its block of the root's `sendbuf`, all blocks alike.
+
+        Parameters
+        ----------
+        sendbuf : buffer or None
+            p blocks at the root; not looked at elsewhere.
+        recvbuf : buffer
+            One block; ``MPI.IN_PLACE`` at the root leaves its block where it is.
+        root : int
+        """
+        self._run(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    def Iscatter(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Begin `Scatter`."""
+        return self._begin(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    def Scatter_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Scatter` for many starts."""
+        return self._bind(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    # -------------------------------------------------------------------------------- Gather
+
+    def Gather(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> None:
+        """Collect a block of every rank in the root's `recvbuf`, all blocks alike.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            One block; ``MPI.IN_PLACE`` at the root, whose block is then in `recvbuf`.
+        recvbuf : buffer or None
+            p blocks at the root; not looked at elsewhere.
+        root : int
+        """
+        self._run(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    def Igather(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Begin `Gather`."""
+        return self._begin(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    def Gather_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Gather` for many starts."""
+        return self._bind(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    # -------------------------------------------------------------------------------- Allgather
+
+    def Allgather(
+        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
+    ) -> None:
+        """Collect a block of every rank in everyone's `recvbuf`, all blocks alike.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            One block, or ``MPI.IN_PLACE`` on all ranks, whose blocks are then in `recvbuf`.
+        recvbuf : buffer
+            p blocks.
+        """
+        self._run(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    def Iallgather(
+        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
+    ) -> Request:  # type: ignore[override]
+        """Begin `Allgather`."""
+        return self._begin(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    def Allgather_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Allgather` for many starts."""
+        return self._bind(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    # -------------------------------------------------------------------------------- Reduce_scatter_block
+
+    def Reduce_scatter_block(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> None:
+        """Combine everyone's vectors and leave block r of the result at rank r, all blocks alike.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            p blocks; or ``MPI.IN_PLACE`` on all ranks, whose terms are then in `recvbuf`.
+        recvbuf : buffer
+            One block; in place p blocks, of which the first holds the result.
+        op : MPI.Op
+            Predefined or of one's own; ranks are combined in order if it does not commute.
+        """
+        self._run(
+            calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
+        )
+
+    def Ireduce_scatter_block(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Begin `Reduce_scatter_block`."""
+        return self._begin(
+            calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
+        )
+
+    def Reduce_scatter_block_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Reduce_scatter_block` for many starts."""
+        return self._bind(
+            calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
+        )
+
+    # -------------------------------------------------------------------------------- Reduce_scatter
+
+    def Reduce_scatter(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        recvcounts: Any = None,
+        op: MPI.Op = MPI.SUM,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> None:
+        """Combine everyone's vectors and leave block r of the result, of ``recvcounts[r]`` elements, at rank r.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            All blocks; or ``MPI.IN_PLACE`` on all ranks, whose terms are then in `recvbuf`.
+        recvbuf : buffer
+            One block; in place all blocks, and the result comes to lie at the beginning.
+        recvcounts : sequence of int, optional
+            Elements for each rank; by default what each rank's `recvbuf` holds.
+        op : MPI.Op
+            Predefined or of one's own; ranks are combined in order if it does not commute.
+        """
+        self._run(
+            calls.reduce_scatter(
+                sendbuf, recvbuf, self._counts(sendbuf, recvbuf, recvcounts), op, self._rank, self._size
+            ),
+            algorithm,
+            segments,
+        )
+
+    def Ireduce_scatter(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        recvcounts: Any = None,
+        op: MPI.Op = MPI.SUM,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Begin `Reduce_scatter`."""
+        return self._begin(
+            calls.reduce_scatter(
+                sendbuf, recvbuf, self._counts(sendbuf, recvbuf, recvcounts), op, self._rank, self._size
+            ),
+            algorithm,
+            segments,
+        )
+
+    def Reduce_scatter_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        recvcounts: Any = None,
+        op: MPI.Op = MPI.SUM,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Reduce_scatter` for many starts."""
+        return self._bind(
+            calls.reduce_scatter(
+                sendbuf, recvbuf, self._counts(sendbuf, recvbuf, recvcounts), op, self._rank, self._size
+            ),
+            algorithm,
+            segments,
+        )
+
+    # -------------------------------------------------------------------------------- Scatterv
+
+    def Scatterv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> None:
+        """Send every rank its block of the root's `sendbuf`, each block of its own length.
+
+        Parameters
+        ----------
+        sendbuf : buffer or None
+            ``[array, counts]``, ``[array, counts, displs, type]`` and so on at the root; not looked at elsewhere.
+        recvbuf : buffer
+            One block, as long as the root says; ``MPI.IN_PLACE`` at the root leaves its block where it is.
+        root : int
+        """
+        self._run(calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    def Iscatterv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Begin `Scatterv`."""
+        return self._begin(
+            calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments
+        )
+
+    def Scatterv_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Scatterv` for many starts."""
+        return self._bind(calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    # -------------------------------------------------------------------------------- Gatherv
+
+    def Gatherv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> None:
+        """Collect a block of every rank in the root's `recvbuf`, each block of its own length.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            One block, as long as the root says; ``MPI.IN_PLACE`` at the root, whose block is then in `recvbuf`.
+        recvbuf : buffer or None
+            ``[array, counts]``, ``[array, counts, displs, type]`` and so on at the root; not looked at elsewhere.
+        root : int
+        """
+        self._run(calls.gatherv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    def Igatherv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Begin `Gatherv`."""
+        return self._begin(calls.gatherv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    def Gatherv_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Gatherv` for many starts."""
+        return self._bind(calls.gatherv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+
+    # -------------------------------------------------------------------------------- Allgatherv
+
+    def Allgatherv(
+        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
+    ) -> None:
+        """Collect a block of every rank in everyone's `recvbuf`, each block of its own length.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            One block, or ``MPI.IN_PLACE`` on all ranks, whose blocks are then in `recvbuf`.
+        recvbuf : buffer
+            ``[array, counts]``, ``[array, counts, displs, type]`` and so on, the same counts on all ranks.
+        """
+        self._run(calls.allgatherv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    def Iallgatherv(
+        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
+    ) -> Request:  # type: ignore[override]
+        """Begin `Allgatherv`."""
+        return self._begin(calls.allgatherv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    def Allgatherv_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:  # type: ignore[override]
+        """Bind `Allgatherv` for many starts."""
+        return self._bind(calls.allgatherv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    def _counts(self, sendbuf: Any, recvbuf: Any, recvcounts: Any) -> Any:
+        """The receive counts of a reduce-scatter: those given, or else what every rank's recvbuf holds."""
+        if recvcounts is not None:
+            return recvcounts
+        plans = self._living()
+        if calls.is_in_place(sendbuf):
+            raise InvalidArgument(MPI.ERR_COUNT, "recvcounts: MPI.IN_PLACE needs them")
+        return plans.comm.allgather(buffers.vector(recvbuf, "recvbuf", writable=True).count)
+
+    # -------------------------------------------------------------------------------- new communicators, and the end
+
+    def _plain(self) -> MPI.Intracomm:
+        """The same communicator as mpi4py's own kind."""
+        return MPI.Intracomm(self)
+
+    def _adopt(self, comm: Any) -> Any:
+        """A new communicator as one of ours, in the same debug mode; MPI.COMM_NULL as it is."""
+        return comm if comm == MPI.COMM_NULL else type(self)(comm, debug=self._checker is not None)
+
+    def Clone(self) -> Any:
+        """As mpi4py's; gives a `Communicator`."""
+        return self._adopt(self._plain().Clone())
+
+    def Dup(self, info: MPI.Info | None = None) -> Any:
+        """As mpi4py's; gives a `Communicator`."""
+        return self._adopt(self._plain().Dup(info))
+
+    def Dup_with_info(self, info: MPI.Info) -> Any:
+        """As mpi4py's; gives a `Communicator`."""
+        return self._adopt(self._plain().Dup_with_info(info))
+
+    def Split(self, color: int = 0, key: int = 0) -> Any:
+        """As mpi4py's; gives a `Communicator`, or ``MPI.COMM_NULL`` for ``MPI.UNDEFINED``."""
+        return self._adopt(self._plain().Split(color, key))
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Any:
+        """As mpi4py's; gives a `Communicator`, or ``MPI.COMM_NULL`` for ``MPI.UNDEFINED``."""
+        return self._adopt(self._plain().Split_type(split_type, key, info))
+
+    def Create(self, group: MPI.Group) -> Any:
+        """As mpi4py's; gives a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
+        return self._adopt(self._plain().Create(group))
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
+        """As mpi4py's; gives a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
+        return self._adopt(self._plain().Create_group(group, tag))
+
+    def Free(self) -> None:
+        """Free the communicator and all that was bound to it. Collective.
+
+        Raises
+        ------
+        InvalidArgument
+            If an operation is still under way.
+        """
+        self._close()
+        super().Free()
+
+    def Disconnect(self) -> None:
+        """As `Free`, after all communication has ended."""
+        self._close()
+        super().Disconnect()
+
+    def _close(self) -> None:
+        if self._plans is None:
+            return
+        if self._plans.under_way:
+            raise InvalidArgument(MPI.ERR_PENDING, f"{self._plans.under_way} collectives are still under way")
+        self._plans.free()
+        self._plans = None
+        if self._checker is not None:
+            self._checker.free()
+        _open.pop(self._number, None)
+
+
+# ------------------------------------------------------------------------------------------ asking the catalogue
+
+_V_FORMS = {"scatterv": ("scatter", True), "gatherv": ("gather", True), "allgatherv": ("allgather", False)}
+
+
+def _base(collective: str) -> tuple[str, bool]:
+    """The catalogue's name for a collective, and whether ranks know only their own block's length."""
+    return _V_FORMS.get(collective, (collective, False))
+
+
+def algorithms(collective: str) -> list[str]:
+    """Names of the algorithms that can be asked for, the naive one first.
+
+    Parameters
+    ----------
+    collective : str
+        ``"allreduce"``, ``"broadcast"``, ``"scatterv"`` ... in lower case.
+
+    Raises
+    ------
+    ValueError
+        If there is no such collective; the message lists those there are.
+
+    Examples
+    --------
+    >>> algorithms("gatherv")
+    ['linear']
+    """
+    base, private = _base(collective)
+    return [name for name in catalog.names(base) if catalog.find(base, name).private or not private]
+
+
+def predict(collective: str, algorithm: str, size: int, nbytes: int, segments: int | None = None) -> float:
+    """Seconds that the model expects a collective to take: see `collectives.select.predict`."""
+    return select.predict(_base(collective)[0], algorithm, size, nbytes, segments or 1)
