@@ -179,7 +179,7 @@ ALIASES = {"bcast": "broadcast", "reduce_scatter_block": "reduce_scatter", "redu
 
 
 def elements(case: Case, nbytes: int, itemsize: int, size: int) -> int:
-    """Elements of the whole array for a size in bytes, rounded up to elements and equal blocks where needed."""
+    """Elements of the whole array for a size in bytes, rounded up to elements and equal blocks if needed."""
     unit = itemsize * size if case.equal else itemsize
     return -(-nbytes // unit) * (unit // itemsize)
 

@@ -41,6 +41,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         code = main()
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os._exit(141)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Pictures: the race of our algorithms against the MPI's own."""
+"""Pictures: the race of our algorithms against the MPI's own, and training curves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+    PercentFormatter,
+)
+from numpy.typing import NDArray
 
-from benchlib.rows import Report, Row  # noqa: E402
-from benchlib.sizes import format_size  # noqa: E402
+from benchlib.rows import Report, Row
+from benchlib.sizes import format_size
 
 STYLE: Any = {
     "font.size": 10,
@@ -86,7 +95,10 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
         if against:
             ratios.plot(*zip(*against, strict=True), **look)
     times.set_yscale("log")
+    low, high = times.get_ylim()
+    times.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     times.yaxis.set_major_formatter(FuncFormatter(_time))
+    times.yaxis.set_minor_formatter(NullFormatter())
     times.set_title(collective.replace("_", "-"), loc="left")
     times.legend(loc="upper left", fontsize=9)
     _size_axis(times, sizes)
@@ -95,7 +107,7 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
     ratios.set_yscale("log", base=2)
     ratios.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
     low, high = ratios.get_ylim()
-    low, high = min(low, 0.45), max(high, 2.2)
+    low, high = min(low, 0.45), max(1.15 * high, 2.2)
     ratios.set_ylim(low, high)
     ratios.axhspan(low, 1, color="#2a9d52", alpha=0.08, lw=0, zorder=0)
     ratios.axhline(1, color=NATIVE, lw=1.2, ls="--", zorder=1)
@@ -131,5 +143,61 @@ def plot_race(path: str | Path, report: Report) -> None:
         heading = f"Chorus against {report['mpi']}, {report['ranks']} ranks"
         figure.suptitle(heading, fontsize=13, fontweight="bold", x=0.02, ha="left")
         figure.supxlabel(report["machine"], fontsize=8.5, color="#666666", x=0.02, ha="left")
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def plot_training(
+    path: str | Path,
+    curves: dict[str, tuple[list[float], list[float]]],
+    templates: NDArray[np.float64],
+    goal: float,
+) -> None:
+    """Write training curves as a picture, and what the model looks for in each digit.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    curves
+        Per run, loss and test accuracy after each epoch.
+    templates
+        Per digit, an image of the learnt weights.
+    goal
+        Accuracy to mark with a line.
+    """
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=[3.2, 1])
+        above, below = halves
+        left, right = above.subplots(1, 2)
+        looks: tuple[dict[str, Any], ...] = (
+            {"lw": 4, "alpha": 0.45, "color": OURS[0]},
+            {"lw": 1.6, "ls": "--", "color": NATIVE},
+        )
+        for (name, (losses, accuracies)), look in zip(curves.items(), looks, strict=False):
+            epochs = range(1, len(losses) + 1)
+            marker = "o" if len(losses) == 1 else None  # a line of one point would not be seen
+            left.plot(epochs, losses, label=name, marker=marker, **look)
+            right.plot(epochs, accuracies, label=name, marker=marker, **look)
+        right.axhline(goal, color=OURS[2], lw=1, ls=":")
+        right.annotate(f"goal {goal:.0%}", (1, goal), (0, 4), textcoords="offset points", color=OURS[2])
+        left.set_title("training loss", loc="left")
+        right.set_title("test accuracy", loc="left")
+        right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        for axis in (left, right):
+            axis.set_xlabel("epoch")
+            axis.legend(loc="best")
+        largest = float(np.abs(templates).max())
+        for digit, axis in enumerate(below.subplots(1, len(templates))):
+            axis.imshow(templates[digit], cmap="RdBu_r", vmin=-largest, vmax=largest)
+            axis.set_title(str(digit), fontsize=10)
+            axis.axis("off")
+        below.suptitle(
+            "the learnt weights (red: ink speaks for the digit, blue: against it)",
+            x=0.03,
+            ha="left",
+            fontsize=10,
+        )
         figure.savefig(path, dpi=130)
         plt.close(figure)
