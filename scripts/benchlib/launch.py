@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,16 +60,17 @@ def _ancestors() -> Iterator[int]:
         pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def watched() -> bool:
-    """Whether a person sees standard error: it is a terminal here, or at the mpiexec that passes it on."""
-    if sys.stderr.isatty():
+@cache
+def watched(descriptor: int = 2) -> bool:
+    """Whether a person sees standard error (or output, 1): it is a terminal here, or at the launcher."""
+    if os.isatty(descriptor):
         return True
     try:
         for pid in _ancestors():
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]
             names = [os.path.basename(os.fsdecode(word)) for word in command]
             if any(name.startswith(LAUNCHERS) for name in names):
-                target = os.readlink(f"/proc/{pid}/fd/2")
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
                 if target.startswith(("/dev/pts/", "/dev/tty", "/dev/console")):
                     return True
     except (OSError, IndexError, ValueError):
@@ -76,22 +78,17 @@ def watched() -> bool:
     return False
 
 
-def progress(total: int, description: str, unit: str = "it", shown: bool | None = None) -> tqdm[Any]:
+def progress(total: int, description: str, unit: str = "it") -> tqdm[Any]:
     """A progress bar on rank 0's standard error; silent on other ranks and where nobody watches."""
-    hidden = MPI.COMM_WORLD.Get_rank() != 0 or not (watched() if shown is None else shown)
-    return tqdm(
-        total=total,
-        desc=description,
-        unit=unit,
-        disable=hidden,
-        file=sys.stderr,
-        dynamic_ncols=True,
-        leave=False,
-    )
+    hidden = MPI.COMM_WORLD.Get_rank() != 0 or not watched()
+    look: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True, "leave": False}
+    return tqdm(total=total, desc=description, unit=unit, disable=hidden, **look)
 
 
 def say(text: str = "") -> None:
     """Print one line on rank 0, above a progress bar if there is one."""
     if MPI.COMM_WORLD.Get_rank() == 0:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        # A launcher has a pipe each for output and errors and would mix lines and bar: on a terminal, use one.
+        stream = sys.stderr if watched(1) and watched(2) else sys.stdout
+        tqdm.write(text, file=stream)
+        stream.flush()

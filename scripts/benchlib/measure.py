@@ -120,9 +120,7 @@ def measure(
     for algorithm, timing in timings.items():
         auto = algorithm == "auto"
         chosen, pieces = ours.choice(comm, collective, actual) if auto else (algorithm, segments)
-        expected = ours.predicted_us(
-            collective, chosen, size, actual, pieces if segments is None else segments
-        )
+        expected = ours.predicted_us(collective, chosen, size, actual, segments or pieces)
         row = make_row(
             collective, algorithm, size, actual, timing, native, expected,
             dtype=dtype, memory=memory, mode=mode, in_place=in_place, segments=segments,

@@ -22,10 +22,17 @@ def known_collectives() -> list[str]:
 
 
 def _algorithms(collective: str) -> list[str]:
-    try:
-        return list(collectives.algorithms(collective))
-    except (ValueError, KeyError):
-        return []
+    for name in (collective, _even(collective)):
+        try:
+            return list(collectives.algorithms(name))
+        except (ValueError, KeyError):
+            continue
+    return []
+
+
+def _even(collective: str) -> str:
+    """A v-form runs the algorithms of its even form, on blocks of other lengths."""
+    return collective.removesuffix("v")
 
 
 def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
@@ -51,7 +58,7 @@ def keywords(algorithm: str, segments: int | None) -> dict[str, Any]:
     return said if segments is None else said | {"segments": segments}
 
 
-def choice(comm: MPI.Intracomm, collective: str, nbytes: int) -> tuple[str, int | None]:
+def choice(comm: MPI.Intracomm, collective: str, nbytes: int) -> tuple[str, int]:
     """What ``auto`` picks: an algorithm and a number of segments."""
     name, segments = comm.choice(collective, nbytes)  # type: ignore[attr-defined]
     return name, segments
@@ -59,4 +66,6 @@ def choice(comm: MPI.Intracomm, collective: str, nbytes: int) -> tuple[str, int 
 
 def predicted_us(collective: str, algorithm: str, size: int, nbytes: int, segments: int | None) -> float:
     """Microseconds that the alpha-beta-gamma model expects."""
-    return 1e6 * float(collectives.predict(collective, algorithm, size, nbytes, segments=segments))
+    return 1e6 * float(
+        collectives.predict(_even(collective), algorithm, size, nbytes, segments=segments or 1)
+    )
