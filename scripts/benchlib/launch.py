@@ -88,7 +88,7 @@ def progress(total: int, description: str, unit: str = "it") -> tqdm[Any]:
 def say(text: str = "") -> None:
     """Print one line on rank 0, above a progress bar if there is one."""
     if MPI.COMM_WORLD.Get_rank() == 0:
-        # A launcher has a pipe each for output and errors and would mix lines and bar: on a terminal, use one.
+        # A launcher has a pipe each for output and errors and mixes lines and bar: on a terminal, use one.
         stream = sys.stderr if watched(1) and watched(2) else sys.stdout
         tqdm.write(text, file=stream)
         stream.flush()

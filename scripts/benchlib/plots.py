@@ -181,7 +181,15 @@ def plot_training(
             left.plot(epochs, losses, label=name, marker=marker, **look)
             right.plot(epochs, accuracies, label=name, marker=marker, **look)
         right.axhline(goal, color=OURS[2], lw=1, ls=":")
-        right.annotate(f"goal {goal:.0%}", (1, goal), (0, 4), textcoords="offset points", color=OURS[2])
+        right.text(
+            1,
+            goal,
+            f"goal {goal:.0%}",
+            transform=right.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            color=OURS[2],
+        )
         left.set_title("training loss", loc="left")
         right.set_title("test accuracy", loc="left")
         right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
