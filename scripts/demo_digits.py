@@ -251,7 +251,7 @@ def main() -> int:
     """Learn, race, draw; 0 if the goal is reached, the results agree, and nothing was wrong."""
     parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=60, help="passes over the training set (default 60)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="per contestant and race (default 0.3)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="per contestant and race (default 0.2)")
     parser.add_argument("--no-race", action="store_true", help="only learn")
     args = parser.parse_args()
     if args.epochs < 1 or args.seconds < 0:
