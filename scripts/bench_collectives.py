@@ -1,0 +1,254 @@
+"""Race our collectives against the MPI's own.
+
+mpirun -n 2 python scripts/bench_collectives.py --collective allreduce --sizes 8:64M --plot race.png
+
+Several launches say more than a long one: write each with --json,
+then join them with --merge a.json b.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from benchlib import launch, ours, table
+from benchlib.cases import ALIASES, CASES, DTYPES, MEMORIES, elements
+from benchlib.measure import measure
+from benchlib.rows import Report, Row, make_report, merge, write_report
+from benchlib.sizes import format_size, parse_sizes
+from benchlib.timing import MODES
+
+
+def words(text: str) -> list[str]:
+    """A comma-separated list without blanks and repetitions."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def collective_list(text: str) -> list[str]:
+    """Collective names from the command line; ``all`` and the MPI's spelling ``bcast`` are understood."""
+    known = ours.known_collectives()
+    said = [ALIASES.get(word, word) for word in words(text.lower())]
+    names = known if "all" in said else list(dict.fromkeys(said))
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"unknown collective {name!r}; known: {', '.join(known)}, all")
+    return names
+
+
+def dtype_list(text: str) -> list[str]:
+    """dtype names from the command line."""
+    for name in words(text):
+        if name not in DTYPES:
+            raise argparse.ArgumentTypeError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+    return words(text)
+
+
+def memory_list(text: str) -> list[str]:
+    """Kinds of memory from the command line."""
+    for name in words(text):
+        if name not in MEMORIES:
+            raise argparse.ArgumentTypeError(f"unknown memory {name!r}; known: {', '.join(MEMORIES)}")
+    return words(text)
+
+
+def at_least(low: float, kind: type) -> Any:
+    """A number that must not be smaller than `low`."""
+
+    def number(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"{text} is below {low}")
+        return value
+
+    return number
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
+    parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--collective", type=collective_list, default="allreduce", metavar="NAME,...", help="names, or all")
+    add(
+        "--algorithm",
+        type=words,
+        default="auto",
+        metavar="NAME,...",
+        help="auto, names, or all (default auto)",
+    )
+    add("--segments", type=at_least(1, int), metavar="K", help="pipeline each message in K segments")
+    add(
+        "--sizes",
+        type=parse_sizes,
+        default="8:64M",
+        metavar="SIZES",
+        help="8:64M, 8:64M:4, or 8,1K,64K (default 8:64M)",
+    )
+    add("--against", choices=("native", "none"), default="native", help="whom to race (default native)")
+    add("--dtype", type=dtype_list, default="float32", metavar="NAME,...", help=", ".join(DTYPES))
+    add("--memory", type=memory_list, default="plain", metavar="KIND,...", help=f"of {', '.join(MEMORIES)}")
+    add("--in-place", action="store_true", help="pass MPI.IN_PLACE where the collective allows it")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--persistent", dest="mode", action="store_const", const=MODES[2], help="time Start and Wait"
+    )
+    form.add_argument(
+        "--nonblocking", dest="mode", action="store_const", const=MODES[1], help="time I... and Wait"
+    )
+    add(
+        "--iterations",
+        type=at_least(1, int),
+        default=1000,
+        metavar="N",
+        help="timed calls, at most (default 1000)",
+    )
+    add(
+        "--warmup",
+        type=at_least(2, int),
+        default=20,
+        metavar="N",
+        help="calls before these, at most (default 20)",
+    )
+    add("--seconds", type=at_least(0, float), default=1.0, metavar="S", help="time per row (default 1)")
+    add("--seed", type=int, default=1, help="of the random order of contestants")
+    add("-f", "--full", action="store_true", help="show min, max, p99 and iterations too")
+    add("--json", metavar="FILE", help="write all rows to FILE")
+    add("--plot", metavar="FILE", help="draw the race into FILE (PNG, SVG, PDF)")
+    add("--merge", nargs="+", metavar="FILE", help="measure nothing: join the JSON files of several launches")
+    parser.set_defaults(mode=MODES[0])
+    args = parser.parse_args(argv)
+    try:
+        for collective in args.collective:
+            ours.resolve(collective, args.algorithm)
+    except ValueError as error:
+        parser.error(f"argument --algorithm: {error}")
+    if args.merge:
+        try:
+            args.merge = merge([json.loads(Path(name).read_text()) for name in args.merge])
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"argument --merge: {error}")
+    trouble = MPI.COMM_WORLD.bcast(_unwritable(args) if MPI.COMM_WORLD.Get_rank() == 0 else None)
+    if trouble:
+        parser.error(trouble)
+    return args
+
+
+def _unwritable(args: argparse.Namespace) -> str | None:
+    """Why a file could not be written at the end; better known before hours of measuring."""
+    for option, name in (("--json", args.json), ("--plot", args.plot)):
+        if name:
+            try:
+                Path(name).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                return f"argument {option}: {error}"
+            if Path(name).is_dir() or not os.access(
+                name if Path(name).exists() else Path(name).parent, os.W_OK
+            ):
+                return f"argument {option}: cannot write {name}"
+    if args.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            return "argument --plot: matplotlib is not installed; pip install 'chorus-mpi[plot]'"
+    return None
+
+
+def configurations(args: argparse.Namespace, ranks: int) -> Iterator[dict[str, Any]]:
+    """Every measurement that the command line asks for; sizes that round to the same one occur once."""
+    for collective in args.collective:
+        for dtype in args.dtype:
+            case, width = CASES[collective], DTYPES[dtype].itemsize
+            sizes = (
+                [0]
+                if collective == "barrier"
+                else [elements(case, s, width, ranks) * width for s in args.sizes]
+            )
+            for memory in args.memory:
+                for nbytes in dict.fromkeys(sizes):
+                    yield {"collective": collective, "dtype": dtype, "memory": memory, "nbytes": nbytes}
+
+
+def bench(args: argparse.Namespace) -> Report:
+    """Measure what the command line asks for, showing rows as they come."""
+    plain = MPI.COMM_WORLD
+    comm = ours.communicator(plain)
+    report = make_report(plain.Get_size(), [], against=args.against)
+    for text in table.preamble(report):
+        launch.say(text)
+    todo = list(configurations(args, plain.Get_size()))
+    shown: Any = None
+    limits = {
+        "iterations": args.iterations,
+        "warmup": args.warmup,
+        "seconds": args.seconds,
+        "seed": args.seed,
+    }
+    with launch.progress(len(todo), "racing", "row") as bar:
+        for setting in todo:
+            bar.set_postfix_str(f"{setting['collective']} {format_size(setting['nbytes'])}")
+            rows, absent = measure(
+                plain, comm, algorithms=ours.resolve(setting["collective"], args.algorithm), mode=args.mode,
+                in_place=args.in_place, segments=args.segments, against=args.against, **setting, **limits,
+            )  # fmt: skip
+            for row in rows:
+                if table.block_of(row) != shown:
+                    show_title(row, args.full)
+                    shown = table.block_of(row)
+                launch.say(table.line(row, args.full))
+            for name, reason in absent.items():
+                launch.say(f"# {setting['collective']} {setting['nbytes']}: no {name}: {reason}")
+            if "auto" in absent:
+                raise RuntimeError(f"{setting} failed: {absent['auto']}")
+            report["rows"] += rows
+            bar.update()
+    return report
+
+
+def show_title(row: Row, full: bool) -> None:
+    """Begin a new block of the table."""
+    for text in ("", table.title(row), table.heading(full)):
+        launch.say(text)
+
+
+def merged(args: argparse.Namespace) -> Report:
+    """Join earlier reports and show the result."""
+    report: Report = args.merge
+    for text in [*table.preamble(report), f"# medians over {report['launches']} launches"]:
+        launch.say(text)
+    shown: Any = None
+    for row in report["rows"]:
+        if table.block_of(row) != shown:
+            show_title(row, args.full)
+            shown = table.block_of(row)
+        launch.say(table.line(row, args.full))
+    return report
+
+
+def main() -> int:
+    """Measure or merge, write the files, and return 1 if any result was wrong."""
+    args = parse()
+    report = merged(args) if args.merge else bench(args)
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        if args.json:
+            write_report(args.json, report)
+        if args.plot:
+            from benchlib.plots import plot_race
+
+            plot_race(args.plot, report)
+    wrong = sum(row["wrong"] + (row["native_wrong"] or 0) for row in report["rows"])
+    if wrong:
+        launch.say(f"# WRONG: {wrong} elements differ from the expected result")
+    return int(np.sign(wrong))
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,1 @@
+"""What the benchmark and the demo share: sizes, cases, timing, rows, tables, pictures."""

@@ -1,0 +1,211 @@
+"""Pictures: the race of our algorithms against the MPI's own, and training curves."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+    PercentFormatter,
+)
+from numpy.typing import NDArray
+
+from benchlib.rows import Report, Row
+from benchlib.sizes import format_size
+
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7,
+    "axes.titleweight": "bold",
+    "legend.frameon": False,
+}
+NATIVE = "#333333"
+OURS = ["#0b6fbf", "#e07b00", "#2a9d52", "#b5379b", "#8a6d00", "#d1333b", "#5b4fc4", "#159a9c"]
+MARKERS = "osD^vPX*"
+MOST_COLUMNS = 3
+
+
+def _time(us: float, _: object = None) -> str:
+    for limit, unit in ((1e6, "s"), (1e3, "ms")):
+        if us >= limit:
+            return f"{us / limit:g} {unit}"
+    return f"{us:g} us"
+
+
+def _size_axis(axis: Axes, sizes: list[int]) -> None:
+    axis.set_xscale("log", base=2)
+    every = max(1, math.ceil(len(sizes) / 7))
+    axis.xaxis.set_major_locator(FixedLocator(sizes[::every]))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(round(x))))
+
+
+def _series(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows by line of the picture: the algorithm, and what else differs between rows."""
+    varying = [name for name in ("dtype", "memory", "mode") if len({row.get(name) for row in rows}) > 1]
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["bytes"]):
+        name = " ".join(["Chorus", str(row["algorithm"]), *(str(row.get(field)) for field in varying)])
+        lines.setdefault(name, []).append(row)
+    return lines
+
+
+def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
+    lines = _series(rows)
+    natives = {row["bytes"]: row["native_us"] for row in rows if row["native_us"] is not None}
+    sizes = sorted({max(1, row["bytes"]) for row in rows})
+    if natives:
+        at = sorted(natives)
+        times.plot(
+            at,
+            [natives[n] for n in at],
+            "--",
+            color=NATIVE,
+            lw=2,
+            marker=".",
+            ms=7,
+            label="the MPI's own",
+            zorder=3,
+        )
+    for i, (name, line) in enumerate(lines.items()):
+        look: dict[str, Any] = {"color": OURS[i % len(OURS)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5}
+        look["lw"] = 2.2 if " auto" in name else 1.4
+        at = [max(1, row["bytes"]) for row in line]
+        times.plot(
+            at, [row["ours_us"] for row in line], label=name, zorder=4 if " auto" in name else 2, **look
+        )
+        against = [(max(1, row["bytes"]), row["ratio"]) for row in line if row["ratio"] is not None]
+        if against:
+            ratios.plot(*zip(*against, strict=True), **look)
+    times.set_yscale("log")
+    low, high = times.get_ylim()
+    times.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    times.yaxis.set_major_formatter(FuncFormatter(_time))
+    times.yaxis.set_minor_formatter(NullFormatter())
+    times.set_title(collective.replace("_", "-"), loc="left")
+    times.legend(loc="upper left", fontsize=9)
+    _size_axis(times, sizes)
+    times.tick_params(labelbottom=False)
+    _size_axis(ratios, sizes)
+    ratios.set_yscale("log", base=2)
+    ratios.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    low, high = ratios.get_ylim()
+    low, high = min(low, 0.45), max(1.15 * high, 2.2)
+    ratios.set_ylim(low, high)
+    ratios.axhspan(low, 1, color="#2a9d52", alpha=0.08, lw=0, zorder=0)
+    ratios.axhline(1, color=NATIVE, lw=1.2, ls="--", zorder=1)
+    ratios.text(
+        0.99, 0.04, "ours is faster", transform=ratios.transAxes, ha="right", fontsize=8.5, color="#2a7d45"
+    )
+    ratios.set_xlabel("message size (bytes)")
+
+
+def plot_race(path: str | Path, report: Report) -> None:
+    """Write the race as a picture: per collective, time against size, and below it the ratio to native."""
+    collectives = list(dict.fromkeys(row["collective"] for row in report["rows"] if row["bytes"]))
+    if not collectives:
+        return
+    across = min(len(collectives), MOST_COLUMNS if len(collectives) != 4 else 2)
+    down = math.ceil(len(collectives) / across)
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(max(7.0, 5.4 * across), 5.2 * down + 0.5), layout="constrained")
+        grid = figure.add_gridspec(2 * down, across, height_ratios=[3, 1.25] * down)
+        for i, collective in enumerate(collectives):
+            row, column = divmod(i, across)
+            times = figure.add_subplot(grid[2 * row, column])
+            ratios = figure.add_subplot(grid[2 * row + 1, column], sharex=times)
+            _race(
+                times,
+                ratios,
+                collective,
+                [r for r in report["rows"] if r["collective"] == collective and r["bytes"]],
+            )
+            if column == 0:
+                times.set_ylabel("median latency (slowest rank)")
+                ratios.set_ylabel("ours / native")
+        heading = f"Chorus against {report['mpi']}, {report['ranks']} ranks"
+        figure.suptitle(heading, fontsize=13, fontweight="bold", x=0.02, ha="left")
+        figure.supxlabel(report["machine"], fontsize=8.5, color="#666666", x=0.02, ha="left")
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def plot_training(
+    path: str | Path,
+    curves: dict[str, tuple[list[float], list[float]]],
+    templates: NDArray[np.float64],
+    goal: float,
+) -> None:
+    """Write training curves as a picture, and what the model looks for in each digit.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    curves
+        Per run, loss and test accuracy after each epoch.
+    templates
+        Per digit, an image of the learnt weights.
+    goal
+        Accuracy to mark with a line.
+    """
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=[3.2, 1])
+        above, below = halves
+        left, right = above.subplots(1, 2)
+        looks: tuple[dict[str, Any], ...] = (
+            {"lw": 4, "alpha": 0.45, "color": OURS[0]},
+            {"lw": 1.6, "ls": "--", "color": NATIVE},
+        )
+        for (name, (losses, accuracies)), look in zip(curves.items(), looks, strict=False):
+            epochs = range(1, len(losses) + 1)
+            marker = "o" if len(losses) == 1 else None  # a line of one point would not be seen
+            left.plot(epochs, losses, label=name, marker=marker, **look)
+            right.plot(epochs, accuracies, label=name, marker=marker, **look)
+        right.axhline(goal, color=OURS[2], lw=1, ls=":")
+        right.text(
+            1,
+            goal,
+            f"goal {goal:.0%}",
+            transform=right.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            color=OURS[2],
+        )
+        left.set_title("training loss", loc="left")
+        right.set_title("test accuracy", loc="left")
+        right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        for axis in (left, right):
+            axis.set_xlabel("epoch")
+            axis.legend(loc="best")
+        largest = float(np.abs(templates).max())
+        for digit, axis in enumerate(below.subplots(1, len(templates))):
+            axis.imshow(templates[digit], cmap="RdBu_r", vmin=-largest, vmax=largest)
+            axis.set_title(str(digit), fontsize=10)
+            axis.axis("off")
+        below.suptitle(
+            "the learnt weights (red: ink speaks for the digit, blue: against it)",
+            x=0.03,
+            ha="left",
+            fontsize=10,
+        )
+        figure.savefig(path, dpi=130)
+        plt.close(figure)

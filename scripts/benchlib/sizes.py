@@ -1,0 +1,58 @@
+"""Message sizes as people write them: ``8:64M``, ``8:64M:4``, ``8,1K,64K,1M``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes named by `text`: a whole number and an optional K, M or G (powers of 1024)."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:I?B)?", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; write a number and perhaps K, M or G, as in 64K"
+        )
+    return int(match[1]) * UNITS[match[2]]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Sizes in ascending order, from a list of sizes and ranges ``low:high[:factor]`` (factor 2 by default).
+
+    >>> parse_sizes("8:64")
+    [8, 16, 32, 64]
+    >>> parse_sizes("8,1K:16K:4")
+    [8, 1024, 4096, 16384]
+    """
+    found: set[int] = set()
+    for item in text.split(","):
+        parts = item.split(":")
+        if len(parts) == 1:
+            found.add(parse_size(item))
+            continue
+        if len(parts) > 3:
+            raise argparse.ArgumentTypeError(f"{item!r} is no range; write low:high or low:high:factor")
+        low, high = parse_size(parts[0]), parse_size(parts[1])
+        factor = int(parts[2]) if len(parts) == 3 and parts[2].isdigit() else 2 if len(parts) == 2 else 0
+        if factor < 2:
+            raise argparse.ArgumentTypeError(f"{item!r}: the factor must be a whole number of at least 2")
+        if not 1 <= low <= high:
+            raise argparse.ArgumentTypeError(f"{item!r}: a range needs 1 <= low <= high")
+        while low <= high:
+            found.add(low)
+            low *= factor
+    return sorted(found)
+
+
+def format_size(nbytes: float) -> str:
+    """`nbytes` in the shortest exact unit: 8, 64K, 1M.
+
+    >>> format_size(65536), format_size(1000)
+    ('64K', '1000')
+    """
+    for unit in "GMK":
+        if nbytes >= UNITS[unit] and nbytes % UNITS[unit] == 0:
+            return f"{int(nbytes) // UNITS[unit]}{unit}"
+    return f"{nbytes:g}" if nbytes < 1e6 else f"{nbytes:.0f}"

@@ -1,0 +1,56 @@
+"""The benchmark, end to end: every collective in every form is measured, and its results are right."""
+
+import pytest
+
+from benchlib import ours
+from benchlib.cases import CASES, DTYPES
+from benchlib.measure import measure
+
+FEW = {"iterations": 3, "warmup": 2, "seconds": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("mode", "in_place", "against"),
+    [
+        ("blocking", False, "native"),
+        ("blocking", True, "native"),
+        ("nonblocking", False, "native"),
+        ("persistent", False, "none"),  # not every MPI performs its own persistent collectives right
+    ],
+)
+@pytest.mark.parametrize("collective", CASES)
+def test_every_form(world, comm, collective, mode, in_place, against):
+    if collective not in ours.known_collectives():
+        pytest.skip(f"the library has no {collective} yet")
+    form = {"collective": collective, "mode": mode, "in_place": in_place, "against": against}
+    for nbytes in (0, 1000):
+        rows, absent = measure(world, comm, algorithms=["auto"], nbytes=nbytes, **form, **FEW)
+        assert absent == {}
+        assert [row["wrong"] for row in rows] == [0]
+        assert rows[0]["iterations"] == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(world, comm, dtype):
+    form = {"collective": "allreduce", "algorithms": ["auto"], "dtype": dtype}
+    (row,), _ = measure(world, comm, nbytes=100, **form, **FEW)
+    assert row["wrong"] == 0
+
+
+def test_ranks_agree_on_the_rows(world, comm):
+    limits = {"iterations": 50, "seconds": 0.01}
+    rows, _ = measure(world, comm, collective="allreduce", algorithms=["auto"], nbytes=64, **limits)
+    assert world.allgather(rows) == [rows] * world.Get_size()
+
+
+def test_a_wrong_result_is_counted(world, comm):
+    """An Allreduce that loses an element on one rank is found out."""
+
+    class Careless(type(comm)):
+        def Allreduce(self, sendbuf, recvbuf, *args, **keywords):
+            super().Allreduce(sendbuf, recvbuf, *args, **keywords)
+            if self.Get_rank() == self.Get_size() - 1:
+                recvbuf[-1] += 1
+
+    rows, _ = measure(world, Careless(world), collective="allreduce", algorithms=["auto"], nbytes=64, **FEW)
+    assert rows[0]["wrong"] == 5  # one element, at each of two warm-up and three timed calls

@@ -1,0 +1,204 @@
+"""The benchmark's parts: sizes, statistics, bandwidths, closed forms, the JSON, and its reader and merger."""
+
+import argparse
+import json
+from itertools import accumulate
+
+import numpy as np
+import pytest
+
+from benchlib import rows, sizes, table, timing
+from benchlib.cases import CASES, DTYPES, ROOT, Buffers, elements, parts
+
+SIZES = (1, 2, 3, 5, 8)
+
+
+class Seat:
+    """A rank's place in a communicator that nobody calls."""
+
+    def __init__(self, rank, size):
+        self.Get_rank = lambda: rank
+        self.Get_size = lambda: size
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8:64", [8, 16, 32, 64]),
+        ("8:100", [8, 16, 32, 64]),
+        ("8:64M:4", [8 * 4**k for k in range(12)]),
+        ("1K,8,64k,1MiB", [8, 1024, 65536, 1048576]),
+        ("0,8,4:8", [0, 4, 8]),
+        ("7", [7]),
+    ],
+)
+def test_sizes(text, expected):
+    assert sizes.parse_sizes(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8:", "64:8", "0:8", "8:64:1", "8:64:x", "8:64:2:2", "1T", "-8", "8,,16", "1.5K"]
+)
+def test_bad_sizes(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        sizes.parse_sizes(text)
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 8, 1000, 1024, 1536, 65536, 3 * 2**20, 2**30])
+def test_format_is_read_back(nbytes):
+    assert sizes.parse_size(sizes.format_size(nbytes)) == nbytes
+
+
+def test_statistics():
+    found = timing.summarise(np.arange(1.0, 1001.0), wrong=3)
+    assert (found.median, found.p99, found.low, found.high) == (500.5, 991.0, 1.0, 1000.0)
+    assert (found.iterations, found.wrong) == (1000, 3)
+    assert timing.summarise(np.array([1.0, 2.0, 50.0])).p99 == 50.0
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3, 5, 1000])
+def test_first_and_last_call_are_checked(iterations):
+    checked = timing.checkpoints(iterations)
+    assert {0, iterations - 1} <= checked <= set(range(iterations))
+    assert len(checked) == min(iterations, timing.CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [("allreduce", 1.5), ("broadcast", 1), ("reduce", 1)]
+    + [(name, 0.75) for name in ("allgather", "reduce_scatter", "scatter", "gather", "alltoall")],
+)
+def test_bus_bandwidth(collective, factor):
+    assert rows.bandwidths(collective, 4, 2_000_000, 1000.0) == (2.0, 2.0 * factor)
+    assert rows.bandwidths(collective, 1, 0, 0.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_become_whole_and_equal_blocks(name, size):
+    for nbytes in (0, 1, 4, 8, 1000):
+        n = elements(CASES[name], nbytes, 4, size)
+        assert nbytes <= 4 * n < nbytes + 4 * size
+        assert not CASES[name].equal or n % size == 0
+
+
+def result(name, gives, rank, size, n):
+    """What MPI defines, from every rank's input: the slow and obvious form."""
+    counts = parts(n, size)
+    cuts = [0, *accumulate(counts)]
+    mine = slice(cuts[rank], cuts[rank + 1])
+    at_root = rank == ROOT
+    match name.removesuffix("v"):
+        case "broadcast":
+            return gives[ROOT]
+        case "scatter":
+            return gives[ROOT][mine]
+        case "gather":
+            return np.concatenate(gives) if at_root else None
+        case "allgather":
+            return np.concatenate(gives)
+        case "alltoall":
+            return np.concatenate([x[mine] for x in gives])
+        case "reduce":
+            return sum(gives) if at_root else None
+        case "allreduce":
+            return sum(gives)
+        case "reduce_scatter":
+            return sum(gives)[mine]
+        case "scan":
+            return sum(gives[: rank + 1])
+        case "exscan":
+            return sum(gives[:rank]) if rank else None
+    return None
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "barrier"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
+def test_closed_forms(name, size, dtype):
+    """Right results pass, and results of the call before do not."""
+    n = elements(CASES[name], 70, 1, size)
+    ranks = [Buffers(CASES[name], Seat(r, size), n, DTYPES[dtype]) for r in range(size)]
+    for _ in range(4):
+        for one in ranks:
+            one.advance()
+            one.poison()
+        stale = sum(one.wrong() for one in ranks)
+        assert stale > 0 or (name == "broadcast" and size == 1) or (name == "exscan" and size == 1)
+        gives = [None if one._gives is None else one._gives.astype(float) for one in ranks]
+        for rank, one in enumerate(ranks):
+            expected = result(name, gives, rank, size, n)
+            assert (expected is None) == (one._result is None)
+            if expected is not None:
+                one._result[:] = expected
+        assert [one.wrong() for one in ranks] == [0] * size
+
+
+def make_row(**labels):
+    ours = timing.summarise(np.array([10.0, 20.0, 30.0]))
+    native = timing.summarise(np.array([40.0, 40.0, 40.0]))
+    return rows.make_row("allreduce", "ring", 4, 1024, ours, native, 12.5, mode="blocking", **labels)
+
+
+def test_json_holds_what_readers_expect(tmp_path):
+    rows.write_report(tmp_path / "a.json", rows.make_report(4, [make_row()]))
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert set(report) >= {"mpi", "ranks", "machine", "rows"}
+    expected = {
+        "collective": "allreduce",
+        "algorithm": "ring",
+        "dtype": "float32",
+        "bytes": 1024,
+        "memory": "plain",
+        "ours_us": 20.0,
+        "native_us": 40.0,
+        "ratio": 0.5,
+        "p99_us": 30.0,
+        "algbw_gbs": 0.0512,
+        "busbw_gbs": pytest.approx(0.0768),
+        "predicted_us": 12.5,
+        "wrong": 0,
+        "iterations": 3,
+    }
+    assert {name: report["rows"][0][name] for name in expected} == expected
+
+
+def test_no_native_time_is_null_and_a_dash():
+    row = rows.make_row("allreduce", "ring", 2, 8, timing.summarise(np.ones(3)), None, None)
+    assert row["native_us"] is None and row["ratio"] is None
+    assert table.line(row).split()[:5] == ["8", "ring", "1.00", "-", "-"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_table_lines_up_with_its_heading(full):
+    heading, line = table.heading(full), table.line(make_row(), full)
+    assert heading.startswith("# Size")
+    assert len(line) == len(heading)
+
+
+def test_merge_takes_medians_over_launches():
+    launches = [
+        rows.make_report(4, [make_row() | {"ours_us": us, "ratio": us / 40}]) for us in (10.0, 90.0, 20.0)
+    ]
+    merged = rows.merge(launches)
+    (row,) = merged["rows"]
+    assert (row["ours_us"], row["ratio"], row["ratio_min"], row["ratio_max"]) == (20.0, 0.5, 0.25, 2.25)
+    assert (row["launches"], row["iterations"], row["wrong"], merged["launches"]) == (3, 9, 0, 3)
+
+
+def test_merge_keeps_different_measurements_apart_and_refuses_different_machines():
+    both = [make_row(), make_row(memory="symmetric")]
+    assert len(rows.merge([rows.make_report(4, both)] * 2)["rows"]) == 2
+    with pytest.raises(ValueError, match="ranks"):
+        rows.merge([rows.make_report(4, both), rows.make_report(2, both)])
+
+
+def test_the_race_becomes_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchlib.plots import plot_race, plot_training
+
+    race = [make_row() | {"bytes": 8 << k} for k in range(5)]
+    race += [row | {"collective": "broadcast", "native_us": None, "ratio": None} for row in race]
+    plot_race(tmp_path / "race.png", rows.make_report(4, race))
+    plot_training(tmp_path / "curves.png", {"a": ([1.0], [0.5])}, np.ones((10, 8, 8)), 0.95)
+    assert (tmp_path / "race.png").stat().st_size > 10_000 < (tmp_path / "curves.png").stat().st_size
