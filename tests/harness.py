@@ -179,15 +179,19 @@ class Ranks:
         for pid in self.neighbours.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        time.sleep(1)
+        stacks = [self.scratch / f"stack-{rank}" for rank in self.neighbours]
+        patience = time.monotonic() + 2
+        while time.monotonic() < patience and not all(stack.stat().st_size for stack in stacks):
+            time.sleep(0.05)
+        time.sleep(0.1)  # the last one may still be writing
         lines = ["", f"=== STOPPED: {why}"]
         if (self.scratch / "earlier").exists():
             lines += ["=== failures before this", (self.scratch / "earlier").read_text()]
         for rank in self.neighbours:
             if (self.scratch / f"failure-{rank}").exists():
                 lines += [f"=== rank {rank} failed", (self.scratch / f"failure-{rank}").read_text()]
-        for rank in self.neighbours:
-            lines += [f"=== rank {rank} stands at", readable((self.scratch / f"stack-{rank}").read_text())]
+        for rank, stack in zip(self.neighbours, stacks):
+            lines += [f"=== rank {rank} stands at", readable(stack.read_text())]
         with open(self.stderr, "w", closefd=False) as err:
             err.write("\n".join([*lines, "=== end of stacks", ""]))
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -209,7 +213,7 @@ class Ranks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_cancel_timer(self, item):
-        return True  # not yet: pytest-timeout lets go at the first exception, but the teardown may hang as well
+        return True  # not yet: pytest-timeout lets go at the first exception, but a teardown may hang too
 
     def pytest_internalerror(self, excrepr):
         self.stop(f"internal error on rank {self.rank} at {self.test}\n{excrepr}")

@@ -159,7 +159,7 @@ def test_bad():
 
 
 STUCK_IN_CALL = """
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(1)
 def test_stuck():
     world.recv(source=rank, tag=7)
 """
@@ -168,18 +168,17 @@ STUCK_IN_TEARDOWN = """
 def fixture():
     yield
     world.recv(source=rank, tag=7)
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(1)
 def test_failed(fixture):
     assert False
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("source", [STUCK_IN_CALL, STUCK_IN_TEARDOWN])
+@pytest.mark.parametrize("ranks, source", [(1, STUCK_IN_CALL), (3, STUCK_IN_CALL), (2, STUCK_IN_TEARDOWN)])
 def test_hang_ends_in_stacks_of_all_ranks(run, ranks, source):
     status, output, seconds = run(ranks, source)
     assert status != 0
-    assert re.search(r"test_(stuck|failed) outlasted its limit of 2 s", output)
+    assert re.search(r"test_(stuck|failed) outlasted its limit of 1 s", output)
     assert len(re.findall(r"test_generated.py\", line \d+ in (test_stuck|fixture)", output)) == ranks
     assert output.count("outlasted") == 1
     assert seconds < 30
