@@ -98,12 +98,15 @@ prepare() {
     local mpi="$1" extras="$2" venv
     if [ "$mpi" = auto ]; then
         venv="${CHORUS_VENV:-.venv}"
-        environment "$venv" "$extras"
-        found_mpi || mpi=mpich
+        mpi=mpich
+        if command -v mpiexec >/dev/null; then
+            environment "$venv" "$extras"
+            ! found_mpi || mpi=found
+        fi
     else
         venv="${CHORUS_VENV:-.venv-$mpi}"
     fi
-    if [ "$mpi" != auto ]; then
+    if [ "$mpi" != found ]; then
         environment "$venv" "$extras,$mpi"
         mpiexec="$PWD/$venv/bin/mpiexec"
         if ! works "$mpiexec"; then
