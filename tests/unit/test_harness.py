@@ -156,11 +156,11 @@ def test_bad():
     assert "an earlier failure" in output
     for rank in (0, 1):
         assert re.search(rf"rank {rank} stands at\n.*\n.*test_generated.py\", line \d+ in test_bad", output)
-    assert seconds < 30
+    assert seconds < 60
 
 
 STUCK_IN_CALL = """
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(3)
 def test_stuck():
     world.recv(source=rank, tag=7)
 """
@@ -169,7 +169,7 @@ STUCK_IN_TEARDOWN = """
 def fixture():
     yield
     world.recv(source=rank, tag=7)
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(3)
 def test_failed(fixture):
     assert False
 """
@@ -181,10 +181,10 @@ def test_failed(fixture):
 def test_hang_ends_in_stacks_of_all_ranks(run, ranks, source):
     status, output, seconds = run(ranks, source)
     assert status != 0
-    assert re.search(r"test_(stuck|failed) outlasted its limit of 2 s", output)
+    assert re.search(r"test_(stuck|failed) outlasted its limit of 3 s", output)
     assert len(re.findall(r"test_generated.py\", line \d+ in (test_stuck|fixture)", output)) == ranks
     assert output.count("outlasted") == 1
-    assert seconds < 30
+    assert seconds < 60
 
 
 def test_collections_must_agree(run):
