@@ -1,0 +1,223 @@
+"""Every algorithm keeps its promises: proved, in as many rounds and with as much data as its line says."""
+
+import re
+from fractions import Fraction as F
+
+import pytest
+
+from collectives import catalog
+from collectives.catalog import BOUNDS, CATALOG
+from collectives.semantics import MEANINGS
+from collectives.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers
+from collectives.walk import prove
+
+LARGEST = 20
+ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]
+REDUCING = [(collective, name) for collective, name in ENTRIES if MEANINGS[collective].reduces]
+
+every_entry = pytest.mark.parametrize(("collective", "name"), ENTRIES)
+
+
+def roots(collective, size):
+    return range(size) if MEANINGS[collective].rooted else [0]
+
+
+def proofs(collective, name, size, segments=1):
+    for root in roots(collective, size):
+        schedules = catalog.build_all(collective, name, size, root, segments)
+        yield prove(collective, schedules, root, segments)
+
+
+def worst(collective, name, size):
+    """(rounds, volume, combined) at the worst root, the latter two in vectors of the busiest rank."""
+    found = list(proofs(collective, name, size))
+    blocks = MEANINGS[collective].blocks(size)
+    return (
+        max(proof.rounds for proof in found),
+        max(F(max(*proof.sent, *proof.received), blocks) for proof in found),
+        max(F(max(proof.combined), blocks) for proof in found),
+    )
+
+
+def q(size):
+    return (size - 1).bit_length()
+
+
+def test_the_catalogue_has_a_line_for_every_meaning():
+    assert CATALOG.keys() == MEANINGS.keys() == BOUNDS.keys()
+    assert all("linear" == catalog.names(collective)[0] for collective in CATALOG)
+
+
+@every_entry
+def test_costs_are_those_of_the_line_and_not_below_the_bounds(collective, name):
+    entry, bound = CATALOG[collective][name], BOUNDS[collective]
+    for size in range(1, LARGEST + 1):
+        done = worst(collective, name, size)
+        says = [catalog.evaluate(formula, size) for formula in (entry.rounds, entry.volume, entry.combined)]
+        assert list(done) == says, f"{size} ranks"
+        if size > 1:
+            assert all(x >= catalog.evaluate(least, size) for x, least in zip(done, bound)), f"{size} ranks"
+
+
+@pytest.mark.parametrize(("collective", "name"), [entry for entry in ENTRIES if entry[0] != "barrier"])
+@pytest.mark.parametrize("segments", [2, 3])
+def test_segments_are_right_too_and_move_no_more(collective, name, segments):
+    entry = CATALOG[collective][name]
+    for size in range(1, 12):
+        for root, proof in zip(roots(collective, size), proofs(collective, name, size, segments)):
+            once = prove(collective, catalog.build_all(collective, name, size, root), root)
+            assert proof.sent == tuple(segments * chunks for chunks in once.sent)
+            assert proof.received == tuple(segments * chunks for chunks in once.received)
+            assert proof.combined == tuple(segments * chunks for chunks in once.combined)
+            assert proof.messages == segments * once.messages
+            assert proof.ordered >= entry.ordered
+            if size > 1:
+                assert proof.rounds <= catalog.evaluate(entry.rounds, size) + segments - 1
+
+
+@pytest.mark.parametrize(("collective", "name"), REDUCING)
+def test_rank_order_is_kept_where_the_line_says_so_and_only_there(collective, name):
+    kept = all(proof.ordered for size in range(1, LARGEST + 1) for proof in proofs(collective, name, size))
+    assert kept == CATALOG[collective][name].ordered
+
+
+@pytest.mark.parametrize("collective", [c for c in CATALOG if MEANINGS[c].reduces])
+def test_every_reduction_has_an_algorithm_that_keeps_rank_order(collective):
+    assert any(entry.ordered for entry in CATALOG[collective].values())
+
+
+@every_entry
+def test_private_entries_touch_only_their_own_block_away_from_the_root(collective, name):
+    """And the others do touch more somewhere, or else they could be marked private as well."""
+    alone = True
+    for size in range(1, 10):
+        for root in roots(collective, size):
+            for rank in set(range(size)) - {root}:
+                alone &= touched(catalog.build(collective, name, rank, size, root)) <= {rank}
+    if collective in ("scatter", "gather"):
+        assert alone == CATALOG[collective][name].private
+    else:
+        assert not CATALOG[collective][name].private
+
+
+def touched(schedule):
+    chunks = set()
+    for steps in schedule:
+        for step in steps:
+            match step:
+                case Send(_, what) | Recv(_, what) | RecvReduce(_, what, _):
+                    chunks.update(numbers(what))
+                case Reduce(what, target, _) | Copy(what, target):
+                    chunks.update(numbers(what), numbers(target))
+    return chunks
+
+
+@pytest.mark.parametrize("collective", ["scatter", "gather"])
+def test_blocks_of_any_length_have_an_algorithm(collective):
+    assert any(entry.private for entry in CATALOG[collective].values())
+
+
+@every_entry
+def test_docstrings_tell_the_idea_then_rounds_and_cost(collective, name):
+    entry = CATALOG[collective][name]
+    text = entry.generate.__doc__ or ""
+    first, _, rest = text.partition("\n")
+    assert entry.idea == first.strip() and re.search(r"[.]{1,3}$", first.strip())
+    assert re.search(r"\brounds\b", rest), "how many rounds?"
+    assert "alpha" in rest, "what does it cost?"
+    if CATALOG[collective][name].volume != "0":
+        assert "n " in rest and "beta" in rest
+    if MEANINGS[collective].reduces:
+        assert "gamma" in rest
+        assert "Keeps rank order" in rest if entry.ordered else "Commutative operations only" in rest
+
+
+@every_entry
+def test_one_rank_has_nothing_to_say(collective, name):
+    (proof,) = proofs(collective, name, 1)
+    assert proof == (True, 0, 0, (0,), (0,), (0,))
+
+
+# What the literature says, with nothing taken from the catalogue's own formulas: rounds, volume, combined.
+KNOWN = {
+    ("broadcast", "linear"): lambda p: (p - 1, p - 1, 0),
+    ("broadcast", "mst"): lambda p: (q(p), q(p), 0),
+    ("broadcast", "ring"): lambda p: (q(p) + p - 1, F(2 * (p - 1), p), 0),
+    ("reduce", "mst"): lambda p: (q(p), q(p), q(p)),
+    ("reduce", "ring"): lambda p: (q(p) + p - 1, F(2 * (p - 1), p), F(p - 1, p)),
+    ("scatter", "mst"): lambda p: (q(p), F(p - 1, p), 0),
+    ("gather", "mst"): lambda p: (q(p), F(p - 1, p), 0),
+    ("allgather", "ring"): lambda p: (p - 1, F(p - 1, p), 0),
+    ("allgather", "mst"): lambda p: (2 * q(p), q(p), 0),
+    ("reduce_scatter", "ring"): lambda p: (p - 1, F(p - 1, p), F(p - 1, p)),
+    ("reduce_scatter", "mst"): lambda p: (2 * q(p), q(p), q(p)),
+    ("allreduce", "mst"): lambda p: (2 * q(p), q(p), q(p)),
+    ("allreduce", "ring"): lambda p: (2 * (p - 1), F(2 * (p - 1), p), F(p - 1, p)),
+    ("allreduce", "recursive_doubling"): lambda p: (
+        q(p) if p & (p - 1) == 0 else p.bit_length() - 1 + 2, q(p), q(p),
+    ),
+    ("barrier", "dissemination"): lambda p: (q(p), 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("collective", "name"), KNOWN)
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 13, 16, 17])
+def test_known_costs(collective, name, size):
+    assert worst(collective, name, size) == KNOWN[collective, name](size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 13])
+def test_the_ring_allreduce_keeps_everyone_equally_busy(size):
+    (proof,) = proofs("allreduce", "ring", size)
+    assert proof.sent == proof.received == (2 * (size - 1),) * size
+    assert proof.combined == (size - 1,) * size
+    assert proof.messages == 2 * (size - 1) * size
+
+
+def test_the_tree_broadcast_doubles_those_who_know():
+    """No rank receives twice, and p-1 messages are all there are."""
+    for size in range(1, 33):
+        proof = next(proofs("broadcast", "mst", size))
+        assert proof.messages == size - 1
+        assert proof.received == (0,) + (size,) * (size - 1)
+
+
+# ------------------------------------------------------------------------------------------ asking
+
+
+@pytest.mark.parametrize(
+    ("formula", "size", "value"),
+    [("q", 1, 0), ("q", 2, 1), ("q", 5, 3), ("q", 8, 3), ("odd", 8, 0), ("odd", 6, 1), ("odd", 1, 0),
+     ("2*(p-1)/p", 3, F(4, 3)), ("(p-1)/p", 1, 0), ("q+p-1", 4, 5)],
+)  # fmt: skip
+def test_formulas(formula, size, value):
+    assert catalog.evaluate(formula, size) == value
+
+
+def test_seconds_are_rounds_alpha_volume_beta_combined_gamma():
+    entry = CATALOG["allreduce"]["ring"]
+    assert entry.seconds(4, 1000, 100.0, 2.0, 1.0) == 6 * 100 + 1000 * (1.5 * 2 + 0.75 * 1)
+    tree = CATALOG["allreduce"]["mst"]  # up, then down: the busiest rank's volume counts twice on the path
+    assert tree.seconds(4, 1000, 100.0, 2.0, 1.0) == 4 * 100 + 1000 * (4 * 2 + 2 * 1)
+
+
+def test_unknown_names_get_the_list_of_known_ones():
+    with pytest.raises(ValueError, match=r"unknown algorithm 'star' for broadcast; known: linear, mst, ring"):
+        catalog.find("broadcast", "star")
+    with pytest.raises(ValueError, match=r"unknown collective 'bcast'; known: barrier, broadcast"):
+        catalog.names("bcast")
+    with pytest.raises(ValueError, match="unknown algorithm"):
+        catalog.build("allreduce", "star", 0, 2)
+
+
+def test_schedules_are_built_once():
+    first = catalog.build("allreduce", "ring", 1, 4)
+    assert catalog.build("allreduce", "ring", 1, 4) is first
+    assert catalog.build("allreduce", "ring", 2, 4) != first
+
+
+@every_entry
+def test_generators_are_pure(collective, name):
+    generate, rooted = CATALOG[collective][name].generate, MEANINGS[collective].rooted
+    arguments = (2, 5, 3) if rooted else (2, 5)
+    assert list(generate(*arguments)) == list(generate(*arguments))

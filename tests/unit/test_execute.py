@@ -1,0 +1,428 @@
+"""Every schedule of the catalogue does on real memory what its collective means, over the loopback wire."""
+
+import random
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import words
+from collectives import catalog, execute, semantics
+from collectives.chunks import Place, even
+from collectives.execute import LANDING, SCRATCH, SOURCE, TARGET, Memory, Task, bind
+from collectives.semantics import MEANINGS
+from collectives.steps import Copy, Recv, RecvReduce, Reduce, Send, one, span
+from collectives.transport.loopback import Hub
+from wires import spmd
+
+ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
+SIZES = [1, 2, 3, 4, 5, 7, 8]
+POISON = -777
+
+every_entry = pytest.mark.parametrize(("collective", "name"), ENTRIES)
+
+
+def counts(size):
+    """Vectors shorter than the ranks, as long, one longer, and longer ones that do not divide."""
+    return sorted({0, 1, size - 1, size, size + 1, 50})
+
+
+class Joining:
+    """The operation of `words`, ready to be bound."""
+
+    def bind(self, left, right, out):
+        return lambda: np.copyto(out, words.join(left, right))
+
+
+class Adding:
+    def bind(self, left, right, out):
+        return partial(np.add, left, right, out)
+
+
+class Case:
+    """One collective on all ranks: its memories, its programs, and what must come out.
+
+    Of a vector of n elements on every rank the chunks that the rank brings hold its letters, everything else poison.
+    """
+
+    def __init__(self, collective, name, size, n, root=0, segments=1, in_place=False, cut=0, blocks=None, hub=None):
+        self.collective, self.name, self.size, self.root = collective, name, size, root
+        parts = segments
+        if MEANINGS[collective].vector:
+            self.lengths = even(n, size * parts)
+        else:
+            lengths = even(n, size) if blocks is None else blocks
+            self.lengths = tuple(piece for length in lengths for piece in even(length, parts))
+        self.n = sum(self.lengths)
+        starts = tuple(accumulate(self.lengths[:-1], initial=0))
+        self.slices = [slice(start, start + length) for start, length in zip(starts, self.lengths)]
+        self.hub = hub or Hub(size)
+        self.ordered = catalog.find(collective, name).ordered
+        self.brings = [semantics.before(collective, rank, size, root, parts) for rank in range(size)]
+        self.takes = [semantics.after(collective, rank, size, root, parts) for rank in range(size)]
+        self.sources, self.targets, self.programs, self.in_place = [], [], [], in_place
+        for rank in range(size):
+            target = np.full(self.n, POISON, words.DTYPE)
+            source = target if in_place else np.full(self.n, POISON, words.DTYPE)
+            where = TARGET if in_place else SOURCE
+            task = Task(
+                catalog.build(collective, name, rank, size, root, segments),
+                self.lengths,
+                {chunk: self.place(where, chunk) for chunk in self.brings[rank]},
+                {chunk: self.place(TARGET, chunk) for chunk in self.takes[rank]},
+                words.DTYPE.itemsize,
+                cut,
+            )
+            self.sources.append(source)
+            self.targets.append(target)
+            self.programs.append(self.bind(rank, task, source, target))
+
+    def place(self, memory, chunk):
+        return Place(memory, self.slices[chunk].start, self.slices[chunk].stop)
+
+    def bind(self, rank, task, source, target):
+        memories = [Memory(array, array.ctypes.data) for array in (source, target)]
+        combining = Joining() if self.ordered else Adding()
+        return bind(task, *memories, self.hub.wire(rank), combining)
+
+    def fill(self, turn=0):
+        for rank in range(self.size):
+            self.targets[rank][:] = POISON
+            self.sources[rank][:] = POISON
+            letters = self.letters(rank, turn)
+            for chunk in self.brings[rank]:
+                self.sources[rank][self.slices[chunk]] = letters[self.slices[chunk]]
+
+    def letters(self, rank, turn):
+        return words.letters(rank, self.n, turn)
+
+    def check(self, turn=0):
+        for rank in range(self.size):
+            for chunk, terms in self.takes[rank].items():
+                place = self.slices[chunk]
+                values = [self.letters(origin, turn)[place] for origin, _ in terms]
+                whole = values[0]
+                for value in values[1:]:
+                    whole = words.join(whole, value) if self.ordered else whole + value
+                found = self.targets[rank][place]
+                assert (found == whole).all(), f"rank {rank}, chunk {chunk}: {found} instead of {whole}"
+            if self.in_place:
+                continue
+            untaken = set(range(len(self.lengths))) - set(self.takes[rank])
+            assert all((self.targets[rank][self.slices[c]] == POISON).all() for c in untaken), (
+                f"rank {rank}: memory outside of what it takes was written to"
+            )
+            for chunk in self.brings[rank]:
+                place = self.slices[chunk]
+                unharmed = (self.sources[rank][place] == self.letters(rank, turn)[place]).all()
+                assert unharmed, f"rank {rank}: its send buffer was written to"
+
+    def step_by_step(self, chance=None):
+        """All ranks in this thread, bit by bit, in round robin or by chance."""
+        for program in self.programs:
+            program.start()
+        ranks = list(range(self.size))
+        for _ in range(10_000):
+            if chance is not None:
+                chance.shuffle(ranks)
+            if all([self.programs[rank].advance() for rank in ranks]):
+                assert all(program.done for program in self.programs)
+                return
+        raise AssertionError("no end after 10000 rounds")
+
+    def blocking(self):
+        spmd(self.size, lambda rank, size, wire: self.programs[rank].run())
+
+
+def places(collective, size):
+    return sorted({0, size // 2, size - 1}) if MEANINGS[collective].rooted else [0]
+
+
+@every_entry
+@pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
+def test_all_counts_and_roots(collective, name, in_place):
+    """Step by step, twice on the same memory: what the first run left in scratch must not matter."""
+    for size in SIZES:
+        for root in places(collective, size):
+            for n in counts(size):
+                case = Case(collective, name, size, n, root, in_place=in_place)
+                for turn in (0, 1):
+                    case.fill(turn)
+                    case.step_by_step()
+                    case.check(turn)
+
+
+@every_entry
+@pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
+def test_segments_and_cut_messages(collective, name, in_place):
+    """The schedule pipelined in segments; messages that combine cut in parts of 24 and 64 bytes; and both."""
+    for size in (2, 3, 5, 8):
+        for segments, cut in ((2, 0), (3, 24), (1, 24), (1, 64)):
+            for n in (size - 1, 50):
+                case = Case(collective, name, size, n, size - 1, segments, in_place, cut)
+                for turn in (0, 1):
+                    case.fill(turn)
+                    case.step_by_step()
+                    case.check(turn)
+
+
+@every_entry
+def test_blocking_on_threads(collective, name):
+    for size in (1, 2, 3, 5, 8):
+        case = Case(collective, name, size, 50, size // 2, cut=32)
+        for turn in range(3):
+            case.fill(turn)
+            case.blocking()
+            case.check(turn)
+
+
+@every_entry
+def test_in_whatever_order_ranks_advance(collective, name):
+    chance = random.Random(1)
+    case = Case(collective, name, 5, 50, 3, segments=2, cut=16)
+    for turn in range(5):
+        case.fill(turn)
+        case.step_by_step(chance)
+        case.check(turn)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
+@pytest.mark.parametrize(("collective", "name"), [e for e in ENTRIES if not MEANINGS[e[0]].vector and e[0] != "barrier"])
+def test_blocks_of_any_length(collective, name, in_place):
+    for lengths in ([0, 7, 0, 3], [9, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 5]):
+        for segments in (1, 2):
+            case = Case(collective, name, 4, 0, 1, segments, in_place, blocks=lengths)
+            case.fill()
+            case.step_by_step()
+            case.check()
+
+
+def test_ranks_may_run_step_by_step_or_blocking_as_they_like():
+    case = Case("allreduce", "recursive_doubling", 5, 50)
+    case.fill()
+
+    def run(rank, size, wire):
+        program = case.programs[rank]
+        if rank % 2:
+            program.run()
+        else:
+            program.start()
+            while not program.advance():
+                pass
+
+    spmd(5, run)
+    case.check()
+
+
+# ------------------------------------------------------------------------------------------ what a program does
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What every rank does, in order: "start", "wait", "copy", "combine"; kept per rank of the last `watched` case."""
+
+    class Watched(Case):
+        def bind(self, rank, task, source, target):
+            self.logs = getattr(self, "logs", None) or [[] for _ in range(self.size)]
+            lines, wire = self.logs[rank], self.hub.wire(rank)
+
+            def noted(line, function):
+                def wrapped(*arguments):
+                    call = function(*arguments)
+                    return lambda: (lines.append(line), call())[1]
+
+                return wrapped
+
+            watched = SimpleNamespace(
+                send=wire.send, receive=wire.receive, free=wire.free, testing=wire.testing,
+                starting=noted("start", wire.starting), waiting=noted("wait", wire.waiting),
+            )  # fmt: skip
+            combining = Joining() if self.ordered else Adding()
+            combining = SimpleNamespace(bind=noted("combine", combining.bind))
+            memories = [Memory(array, array.ctypes.data) for array in (source, target)]
+            with monkeypatch.context() as patch:
+                patch.setattr(execute, "_copy", lambda *ends: (lines.append("copy"), copy(*ends)))
+                return bind(task, *memories, watched, combining)
+
+    copy = execute._copy
+    return Watched
+
+
+@every_entry
+def test_nothing_is_copied_before_the_first_message(log, collective, name):
+    """Out of place the first messages leave the user's send buffer itself, wherever the rank stands."""
+    for size in (2, 3, 5, 8):
+        case = log(collective, name, size, 50, size - 1)
+        case.fill()
+        case.step_by_step()
+        case.check()
+        for lines in case.logs:
+            if "copy" in lines and "start" in lines:
+                assert lines.index("start") < lines.index("copy")
+
+
+@every_entry
+def test_copies_are_only_of_what_stays_and_nothing_comes_for(log, collective, name):
+    """One copy of its own block on ranks that gather, none where sums or messages come for it, none in place."""
+    for size in (2, 3, 5, 8):
+        out, place = (log(collective, name, size, 50, size - 1, in_place=flag) for flag in (False, True))
+        for case in (out, place):
+            case.fill()
+            case.step_by_step()
+        assert not any("copy" in lines for lines in place.logs)
+        for rank, lines in enumerate(out.logs):
+            comes = execute._written(catalog.build(collective, name, rank, size, size - 1))
+            stays = set(out.brings[rank]) & set(out.takes[rank]) - comes
+            assert lines.count("copy") == bool(stays), f"rank {rank} of {size}"
+
+
+def test_the_sums_of_a_ring_are_as_many_as_the_schedule_says(log):
+    case = log("allreduce", "ring", 4, 48)
+    case.fill()
+    case.step_by_step()
+    assert [lines.count("combine") for lines in case.logs] == [3] * 4
+    assert [lines.count("start") for lines in case.logs] == [6] * 4
+
+
+def test_an_empty_vector_is_no_message(log):
+    """Chunks without elements are neither sent nor added, but the news of a barrier is."""
+    case = log("allreduce", "ring", 4, 0)
+    case.fill()
+    case.step_by_step()
+    assert case.logs == [[], [], [], []]
+    case = log("allreduce", "ring", 4, 2)
+    case.fill()
+    case.step_by_step()
+    case.check()
+    assert max(lines.count("combine") for lines in case.logs) <= 2
+    case = log("barrier", "dissemination", 4, 0)
+    case.step_by_step()
+    assert [lines.count("start") for lines in case.logs] == [2] * 4
+
+
+def test_parts_are_added_while_others_come(log):
+    """A long message lands in at most three slots, in turn, however many parts it has."""
+    case = log("reduce", "linear", 4, 40, 0, cut=16)
+    case.fill()
+    case.step_by_step()
+    case.check()
+    assert case.logs[0].count("combine") == 3 * 20
+    assert case.programs[0].nbytes == 3 * 16
+    assert case.programs[1].nbytes == 0
+
+
+def test_scratch_is_as_large_as_what_passes_through():
+    """A ring's reduce-scatter holds sums of all chunks but its own, and one chunk that lands; in place nothing less."""
+    case = Case("reduce_scatter", "ring", 4, 40)
+    assert [program.nbytes for program in case.programs] == [8 * (20 + 10)] * 4
+    case = Case("allreduce", "ring", 4, 40)
+    assert [program.nbytes for program in case.programs] == [8 * 10] * 4
+    case = Case("broadcast", "mst", 4, 40)
+    assert [program.nbytes for program in case.programs] == [0] * 4
+    assert {SOURCE, TARGET, SCRATCH, LANDING} == {0, 1, 2, 3}
+
+
+# ------------------------------------------------------------------------------------------ steps that no entry uses
+
+
+def play(schedules, brings, takes, lengths=(3, 3), cut=0, combining=None, turns=2):
+    """Run schedules of one's own on vectors of chunks; rank r brings 10 r + c as chunk c. Gives the targets."""
+    hub, n = Hub(len(schedules)), sum(lengths)
+    starts = list(accumulate(lengths[:-1], initial=0))
+    lie = [{c: Place(m, starts[c], starts[c] + lengths[c]) for c in range(len(lengths))} for m in (SOURCE, TARGET)]
+    targets, programs, sources = [], [], []
+    for rank, schedule in enumerate(schedules):
+        source = np.repeat([10 * rank + c for c in range(len(lengths))], lengths).astype(words.DTYPE)
+        target = np.full(n, POISON, words.DTYPE)
+        task = Task(
+            tuple(map(tuple, schedule)),
+            lengths,
+            {c: lie[0][c] for c in brings[rank]},
+            {c: lie[1][c] for c in takes[rank]},
+            8,
+            cut,
+        )
+        memories = [Memory(array, array.ctypes.data) for array in (source, target)]
+        programs.append(bind(task, *memories, hub.wire(rank), combining or Adding()))
+        targets.append(target)
+        sources.append(source)
+    for _ in range(turns):
+        for program in programs:
+            program.start()
+        for _ in range(1000):
+            if all([program.advance() for program in programs]):
+                break
+        else:
+            raise AssertionError("no end")
+    return [[int(target[start]) for start in starts] for target in targets]
+
+
+def test_scratch_chunks_hold_a_message_for_later():
+    """Rank 0 takes rank 1's vector into a spare copy, then adds it to its own and copies one chunk across."""
+    schedules = [
+        [[Recv(1, span(2, 4))], [Reduce(span(2, 4), span(0, 2), "right")], [Copy(one(3), one(0))]],
+        [[Send(0, span(0, 2))]],
+    ]
+    assert play(schedules, [(0, 1), (0, 1)], [(0, 1), ()]) == [[11, 0 + 1 + 11], [POISON, POISON]]
+
+
+def test_a_round_reads_before_it_writes():
+    """Swapping by copies and by messages: what is sent or added is what was there when the round began."""
+    both = span(0, 2)
+    swap = [[[Send(1, both), RecvReduce(1, both), Copy(one(0), one(1))]], [[Send(0, both), RecvReduce(0, both)]]]
+    for cut in (0, 8):
+        assert play(swap, [(0, 1)] * 2, [(0, 1)] * 2, cut=cut) == [[10, 10], [10, 12]]
+    overwrite = [[[Send(1, one(0)), Copy(one(1), one(0))]], [[Recv(0, one(0))]]]
+    assert play(overwrite, [(0, 1), ()], [(0, 1), (0,)]) == [[1, 1], [0, POISON]]
+
+
+def test_local_steps_take_effect_in_the_order_listed():
+    steps = [Copy(one(0), one(2)), Reduce(one(1), one(0)), Copy(one(2), one(1))]
+    assert play([[steps]], [(0, 1)], [(0, 1)]) == [[1, 0]]
+
+
+def test_two_sums_into_one_chunk():
+    """Letters of ranks 1 and 2 join those of rank 0 within one round, whole and in parts."""
+    everything = span(0, 2)
+    root = [[RecvReduce(1, everything, "right"), RecvReduce(2, everything, "right")]]
+    schedules = [root, [[Send(0, everything)]], [[Send(0, everything)]]]
+    for cut in (0, 8, 16):
+        assert play(schedules, [(0, 1)] * 3, [(0, 1), (), ()], cut=cut)[0] == [30, 33]
+
+
+def test_a_reduction_without_an_operation_is_refused():
+    task = Task(((RecvReduce(1, one(0)),),), (1,), {0: Place(SOURCE, 0, 1)}, {0: Place(TARGET, 0, 1)}, 8)
+    memory = Memory.allocate(1, words.DTYPE)
+    with pytest.raises(ValueError, match="no operation was given"):
+        bind(task, memory, memory, Hub(2).wire(0))
+
+
+def test_a_program_that_is_freed_keeps_nothing():
+    case = Case("allreduce", "ring", 2, 4)
+    program = case.programs[0]
+    program.keep("this")
+    program.free()
+    assert program.done and program._kept == [] and program._calls == ()
+
+
+def test_calls_before_the_first_round_and_after_the_last():
+    lines = []
+    task = Task((), (2,), {0: Place(SOURCE, 0, 2)}, {0: Place(TARGET, 0, 2)}, 8)
+    source, target = Memory.allocate(2, words.DTYPE), Memory.allocate(2, words.DTYPE)
+    program = bind(
+        task, source, target, Hub(1).wire(0),
+        first=[lambda: source.array.__setitem__(slice(None), 5)],
+        last=[lambda: lines.append(target.array.tolist())],
+    )  # fmt: skip
+    program.run()
+    assert lines == [[5, 5]]
+
+
+def test_words_spell_the_order():
+    assert words.spelled([0, 1], 1) == words.join(words.letters(0, 1), words.letters(1, 1))
+    assert (words.spelled([0, 1, 2], 4) != words.spelled([0, 2, 1], 4)).all()
+    first, second, third = (words.letters(rank, 9) for rank in range(3))
+    assert (words.join(words.join(first, second), third) == words.join(first, words.join(second, third))).all()
+    assert hex(int(words.spelled([0, 1, 2], 1)[0])) == "0x7e3"

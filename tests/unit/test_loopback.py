@@ -1,0 +1,48 @@
+"""All ranks in one process: the loopback wire keeps the contract, and is the strictest of all wires."""
+
+import numpy as np
+import pytest
+
+from collectives.transport.loopback import Hub
+from wires import CONTRACT, piece, spmd
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
+def test_contract(program, size):
+    spmd(size, program)
+
+
+def test_a_send_waits_for_its_receiver():
+    wire, data = Hub(2).wire(0), np.zeros(3)
+    message = wire.send(1, [piece(data)])
+    wire.starting([message])()
+    assert not wire.testing([message])()
+
+
+def test_data_is_read_when_it_leaves_and_not_when_it_is_bound():
+    hub, data, room = Hub(2), np.zeros(3), np.ones(3)
+    send, receive = hub.wire(0).send(1, [piece(data)]), hub.wire(1).receive(0, [piece(room)])
+    data[:] = 5
+    hub.wire(0).starting([send])()
+    hub.wire(1).starting([receive])()
+    assert room.tolist() == [5, 5, 5]
+
+
+def test_a_message_that_does_not_fit_is_refused():
+    hub, data, room = Hub(2), np.zeros(3), np.zeros(2)
+    hub.wire(0).starting([hub.wire(0).send(1, [piece(data)])])()
+    with pytest.raises(ValueError, match=r"a message of 24 bytes met room for 16, pair \(0, 1\)"):
+        hub.wire(1).starting([hub.wire(1).receive(0, [piece(room)])])()
+
+
+def test_a_deadlock_is_told_from_a_long_wait():
+    def program(rank, size, wire):
+        if rank == 1:
+            room = np.zeros(1)
+            message = wire.receive(0, [piece(room)])
+            wire.starting([message])()
+            wire.waiting([message])()
+
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0.05 s for messages \[\(0, 1\)\]"):
+        spmd(2, program, patience=0.05)
