@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,8 @@ def record(form: str, call: Call, choice: Choice, rank: int) -> dict[str, Any]:
         facts["kind"] = "blocks of any length"
     else:
         facts["bytes"] = call.nbytes
+        if len(set(call.lengths)) > 1:
+            facts["lengths"] = _brief(call.lengths)
     facts["algorithm"], facts["segments"] = choice
     lengths = list(call.lengths) if call.private else []
     return {"facts": facts, "where": caller(), "rank": rank, "lengths": lengths}
@@ -93,12 +96,18 @@ class Checker:
         self._comm.Free()
 
 
+def _brief(lengths: tuple[int, ...]) -> list[int] | str:
+    """The lengths themselves where they fit a record, else what tells them from most others."""
+    if len(lengths) <= 32:
+        return list(lengths)
+    return f"of {len(lengths)} blocks, checksum {zlib.crc32(repr(lengths).encode()):08x}"
+
+
 def _encode(facts: dict[str, Any]) -> np.ndarray:
-    text = json.dumps(facts).encode()
-    if len(text) > RECORD:
-        text = json.dumps({**facts, "lengths": []}).encode()
-    if len(text) > RECORD:
-        text = json.dumps({**facts, "lengths": [], "where": facts["where"][-RECORD // 2 :]}).encode()
+    if len(json.dumps(facts)) > RECORD:
+        facts = {**facts, "lengths": []}
+    while len(text := json.dumps(facts).encode()) > RECORD and facts["where"]:
+        facts["where"] = facts["where"][len(facts["where"]) // 4 + 1 :]
     padded = np.zeros(RECORD, np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     return padded
