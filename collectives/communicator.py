@@ -14,7 +14,7 @@ from collectives.calls import Call
 from collectives.debug import Checker
 from collectives.errors import InvalidArgument, InvalidType
 from collectives.ops import is_commutative
-from collectives.plans import Plans
+from collectives.plans import NEW, Plans
 from collectives.requests import Request, until
 from collectives.select import Choice
 from collectives.semantics import MEANINGS
@@ -31,6 +31,11 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
+
+
+def _nothing_again(*_: Any) -> tuple[Any, ...]:
+    """In place of `Plans.again` where every call must take the long way."""
+    return NEW
 
 
 class Communicator(MPI.Intracomm):
@@ -86,6 +91,7 @@ class Communicator(MPI.Intracomm):
         plain = MPI.Intracomm(comm)
         self._plans: Plans | None = Plans(plain.Dup())
         self._checker = Checker(plain) if debug else None
+        self._again = self._plans.again if self._checker is None else _nothing_again
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
         self._number = max(_open, default=0) + 1
         _open[self._number] = self
@@ -112,12 +118,14 @@ class Communicator(MPI.Intracomm):
             raise InvalidArgument(MPI.ERR_COMM, "this communicator was freed")
         return self._plans
 
-    def _run(self, call: Call, algorithm: str, segments: int | None) -> None:
-        """Do a call now."""
+    def _run(
+        self, call: Call, algorithm: str, segments: int | None, known: tuple[Any, ...] = NEW, *arguments: Any
+    ) -> None:
+        """Do a call now; `known` and the arguments are for `Plans.again` to know it by."""
         plans, choice = self._living(), self._choose(call, algorithm, segments)
         if self._checker is not None:
             until(self._checker.check("blocking", call, choice))
-        plans.run(call, choice)
+        plans.run(call, choice, known, *arguments)
 
     def _begin(self, call: Call, algorithm: str, segments: int | None) -> Request:
         """Begin a call."""
@@ -175,7 +183,17 @@ class Communicator(MPI.Intracomm):
             The vector: read at the root, written elsewhere. Equally many bytes on all ranks.
         root : int
         """
-        self._run(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
+        known = self._again("broadcast", buf, buf, MPI.SUM, root, algorithm, segments)
+        if known:
+            self._run(
+                calls.broadcast(buf, root, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                buf,
+                buf,
+                MPI.SUM,
+            )
 
     def Ibcast(
         self, buf: Any, root: int = 0, *, algorithm: str = "auto", segments: int | None = None
@@ -219,7 +237,17 @@ class Communicator(MPI.Intracomm):
             Predefined or of one's own; ranks are combined in order if it does not commute.
         root : int
         """
-        self._run(calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments)
+        known = self._again("reduce", sendbuf, recvbuf, op, root, algorithm, segments)
+        if known:
+            self._run(
+                calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                op,
+            )
 
     def Ireduce(
         self,
@@ -274,7 +302,17 @@ class Communicator(MPI.Intracomm):
         op : MPI.Op
             Predefined or of one's own; ranks are combined in order if it does not commute.
         """
-        self._run(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+        known = self._again("allreduce", sendbuf, recvbuf, op, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                op,
+            )
 
     def Iallreduce(
         self,
@@ -322,7 +360,17 @@ class Communicator(MPI.Intracomm):
             One block; ``MPI.IN_PLACE`` at the root leaves its block where it is.
         root : int
         """
-        self._run(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+        known = self._again("scatter", sendbuf, recvbuf, MPI.SUM, root, algorithm, segments)
+        if known:
+            self._run(
+                calls.scatter(sendbuf, recvbuf, root, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                MPI.SUM,
+            )
 
     def Iscatter(
         self,
@@ -370,7 +418,17 @@ class Communicator(MPI.Intracomm):
             p blocks at the root; not looked at elsewhere.
         root : int
         """
-        self._run(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+        known = self._again("gather", sendbuf, recvbuf, MPI.SUM, root, algorithm, segments)
+        if known:
+            self._run(
+                calls.gather(sendbuf, recvbuf, root, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                MPI.SUM,
+            )
 
     def Igather(
         self,
@@ -411,7 +469,17 @@ class Communicator(MPI.Intracomm):
         recvbuf : buffer
             p blocks.
         """
-        self._run(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+        known = self._again("allgather", sendbuf, recvbuf, MPI.SUM, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.allgather(sendbuf, recvbuf, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                MPI.SUM,
+            )
 
     def Iallgather(
         self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
@@ -453,9 +521,17 @@ class Communicator(MPI.Intracomm):
         op : MPI.Op
             Predefined or of one's own; ranks are combined in order if it does not commute.
         """
-        self._run(
-            calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
-        )
+        known = self._again("reduce_scatter_block", sendbuf, recvbuf, op, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                op,
+            )
 
     def Ireduce_scatter_block(
         self,
@@ -760,6 +836,7 @@ class Communicator(MPI.Intracomm):
             raise InvalidArgument(MPI.ERR_PENDING, f"{self._plans.under_way} collectives are still under way")
         self._plans.free()
         self._plans = None
+        self._again = _nothing_again
         if self._checker is not None:
             self._checker.free()
         _open.pop(self._number, None)

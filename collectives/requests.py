@@ -12,19 +12,16 @@ from mpi4py import MPI
 from collectives.errors import InvalidArgument
 from collectives.execute import Program
 
-_under_way: list[Request] = []
+under_way: list[Request] = []
+"""Every operation of this process that was begun and is not over."""
+
 _turn = threading.RLock()
-
-
-def busy() -> bool:
-    """Whether any operation is under way in this process."""
-    return bool(_under_way)
 
 
 def progress() -> None:
     """Move every operation that is under way as far as it goes without waiting."""
     with _turn:
-        for request in tuple(_under_way):
+        for request in tuple(under_way):
             request._advance()
 
 
@@ -83,8 +80,7 @@ class Request:
         InvalidArgument
             If it is, was freed, or comes from an ``I...`` method.
         """
-        self._check("Start")
-        if not self._persistent or self._active:
+        if self._active or self._freed or not self._persistent:
             raise InvalidArgument(
                 MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts"
             )
@@ -93,12 +89,13 @@ class Request:
     def begin(self, gate: Callable[[], bool] | None = None) -> None:
         """Go as far as possible without waiting; `gate` must open before anything is sent."""
         with _turn:
-            self._gate = gate
             self._active = True
-            _under_way.append(self)
+            self._gate = gate
+            under_way.append(self)
             if gate is None:
                 self._do(self._program.start)
-            self._advance()
+            if not self._persistent:
+                self._advance()
 
     def _advance(self) -> None:
         if not self._active:
@@ -117,12 +114,12 @@ class Request:
             return act()
         except BaseException:
             self._active = False
-            _under_way.remove(self)
+            under_way.remove(self)
             raise
 
     def _end(self) -> None:
         self._active = False
-        _under_way.remove(self)
+        under_way.remove(self)
         if not self._persistent:
             self._release(self._program)
             self._keep = None
@@ -136,7 +133,15 @@ class Request:
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Return when the operation is over."""
-        self._check("Wait")
+        if not self._active:
+            self._check("Wait")
+            return True
+        if self._persistent and under_way == [self] and self._gate is None:  # alone: MPI may wait for us
+            with _turn:
+                under_way.remove(self)
+            self._active = False
+            self._program.finish()
+            return True
         until(lambda: not self._active)
         return True
 
