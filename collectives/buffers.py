@@ -246,17 +246,16 @@ def _of_derived(datatype: MPI.Datatype, name: str) -> Element:
     A type without gaps may still list its parts in another order than memory does, so sizes alone prove
     nothing.
     """
-    size, (low, extent) = datatype.Get_size(), datatype.Get_extent()
+    size, (_, extent) = datatype.Get_size(), datatype.Get_extent()
     true_low, true_extent = datatype.Get_true_extent()
     dtype, dense = None, False
-    if low == true_low == 0 and size == extent == true_extent:
-        combiner = datatype.Get_envelope()[-1]
-        if combiner in (MPI.COMBINER_DUP, MPI.COMBINER_CONTIGUOUS):
-            base = datatype.Get_contents()[-1][0]
-            inner = element_of(base, name)
-            base.free()
-            dense = inner.dense
-            dtype = inner.dtype if combiner == MPI.COMBINER_DUP else None
+    combiner = datatype.Get_envelope()[-1]
+    if combiner in (MPI.COMBINER_DUP, MPI.COMBINER_CONTIGUOUS):
+        base = datatype.Get_contents()[-1][0]
+        inner = element_of(base, name)
+        base.free()
+        dense = inner.dense
+        dtype = inner.dtype if combiner == MPI.COMBINER_DUP else None
     return Element(dtype, datatype, size, extent, true_low, true_low + true_extent, dense)
 
 
