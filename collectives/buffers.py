@@ -26,7 +26,12 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import dlpack
-from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, UnknownDatatype
+from collectives.errors import (
+    InvalidArgument,
+    InvalidBuffer,
+    InvalidType,
+    UnknownDatatype,
+)
 
 __all__ = [
     "PAIRS",
