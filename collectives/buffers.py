@@ -674,9 +674,11 @@ def _blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
             raise InvalidArgument(MPI.ERR_COUNT, f"{name}: negative count {block}")
         if block > 0 and obj is None:
             raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: the array is None but the count is {block}")
-        if obj is not None and obj is not MPI.BOTTOM:
-            what = f"count {block}" if size == 1 else f"{size} blocks of {block}"
-            _fits(block * size, offset, memory, name, what)
+    if (
+        obj is not None and obj is not MPI.BOTTOM
+    ):  # inferred counts too: a datatype may reach beyond its extent
+        what = f"count {block}" if size == 1 else f"{size} blocks of {block}"
+        _fits(block * size, offset, memory, name, what)
     return _buffer(memory, memory.address + offset, block * size, block, None, None)
 
 

@@ -248,6 +248,13 @@ def test_derived_datatypes(datatypes):
     assert all(b.datatype == datatypes[name] for name, b in seen.items())
 
 
+def test_a_datatype_may_reach_beyond_its_extent(datatypes):
+    assert datatypes["late"].Get_extent() == (4, 4)
+    with pytest.raises(InvalidBuffer, match=r"x: count 3 of .* needs 16 bytes, the buffer has 12"):
+        vector([np.zeros(3, "i4"), datatypes["late"]], "x")  # mpi4py writes one past the end here
+    assert vector([np.zeros(3, "i4"), 2, datatypes["late"]], "x").count == 2
+
+
 def test_a_duplicate_of_a_predefined_type_is_that_type():
     twice = MPI.DOUBLE_INT.Dup()
     again = twice.Dup()
@@ -476,9 +483,19 @@ def specifications(draw, number):
     )
 
 
-def specified(spec, datatypes):
-    make, n, c, d, t, form, outer = spec
-    a = ARRAYS[make](n)
+def fenced(a):
+    """The same array in the midst of other memory, and that memory."""
+    if not isinstance(a, np.ndarray) or not a.flags.forc or not a.flags.writeable:
+        return a, np.zeros(0, "u1")
+    memory = np.full(a.nbytes + 256, 0xAA, "u1")
+    order = "C" if a.flags.c_contiguous else "F"
+    inside = np.ndarray(a.shape, a.dtype, memory.data, 128, order=order)
+    inside[...] = a
+    return inside, memory
+
+
+def specified(a, spec, datatypes):
+    _, _, c, d, t, form, outer = spec
     t = datatypes.get(t, t) if isinstance(t, str) else t
     if form == "a":
         return a
@@ -504,7 +521,8 @@ def dangerous(error):
 
 
 def same_as_mpi4py(comm, move, parse, spec, datatypes, writable):
-    spec = specified(spec, datatypes)
+    a, memory = fenced(ARRAYS[spec[0]](spec[1]))
+    spec = specified(a, spec, datatypes)
     try:
         ours: Buffer | None = parse(spec, writable)
     except MPI.Exception as error:
@@ -523,10 +541,16 @@ def same_as_mpi4py(comm, move, parse, spec, datatypes, writable):
         move(comm, *((other_spec, spec) if writable else (spec, other_spec)))
     except Exception as error:  # noqa: BLE001 (whatever mpi4py raises)
         event("refused")
+        assert not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE, (
+            "not refused"
+        )
         assert ours is None, f"mpi4py refuses {spec!r}: {error!r}; we described {ours}"
         return
     assert ours is not None, f"mpi4py takes {spec!r}"
     event("taken")
+    assert (memory[:128] == 0xAA).all() and (memory[-128:] == 0xAA).all(), (
+        f"mpi4py writes beyond {ours} for {spec!r}"
+    )
     if writable and overlapping(ours):
         return
     assert payload(ours) == other.tobytes()
@@ -587,7 +611,7 @@ def test_vector_as_mpi4py(datatypes):
     @relaxed
     @given(specifications(count))
     def check(spec):
-        spec = specified(spec, datatypes)
+        spec = specified(ARRAYS[spec[0]](spec[1]), spec, datatypes)
         try:
             ours = vector(spec, "x", writable=False)
         except MPI.Exception as error:
