@@ -26,7 +26,12 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import dlpack
-from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, UnknownDatatype
+from collectives.errors import (
+    InvalidArgument,
+    InvalidBuffer,
+    InvalidType,
+    UnknownDatatype,
+)
 
 __all__ = [
     "PAIRS",
@@ -246,17 +251,16 @@ def _of_derived(datatype: MPI.Datatype, name: str) -> Element:
     A type without gaps may still list its parts in another order than memory does, so sizes alone prove
     nothing.
     """
-    size, (low, extent) = datatype.Get_size(), datatype.Get_extent()
+    size, (_, extent) = datatype.Get_size(), datatype.Get_extent()
     true_low, true_extent = datatype.Get_true_extent()
     dtype, dense = None, False
-    if low == true_low == 0 and size == extent == true_extent:
-        combiner = datatype.Get_envelope()[-1]
-        if combiner in (MPI.COMBINER_DUP, MPI.COMBINER_CONTIGUOUS):
-            base = datatype.Get_contents()[-1][0]
-            inner = element_of(base, name)
-            base.free()
-            dense = inner.dense
-            dtype = inner.dtype if combiner == MPI.COMBINER_DUP else None
+    combiner = datatype.Get_envelope()[-1]
+    if combiner in (MPI.COMBINER_DUP, MPI.COMBINER_CONTIGUOUS):
+        base = datatype.Get_contents()[-1][0]
+        inner = element_of(base, name)
+        base.free()
+        dense = inner.dense
+        dtype = inner.dtype if combiner == MPI.COMBINER_DUP else None
     return Element(dtype, datatype, size, extent, true_low, true_low + true_extent, dense)
 
 
@@ -670,9 +674,11 @@ def _blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
             raise InvalidArgument(MPI.ERR_COUNT, f"{name}: negative count {block}")
         if block > 0 and obj is None:
             raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: the array is None but the count is {block}")
-        if obj is not None and obj is not MPI.BOTTOM:
-            what = f"count {block}" if size == 1 else f"{size} blocks of {block}"
-            _fits(block * size, offset, memory, name, what)
+    if (
+        obj is not None and obj is not MPI.BOTTOM
+    ):  # inferred counts too: a datatype may reach beyond its extent
+        what = f"count {block}" if size == 1 else f"{size} blocks of {block}"
+        _fits(block * size, offset, memory, name, what)
     return _buffer(memory, memory.address + offset, block * size, block, None, None)
 
 

@@ -17,6 +17,7 @@ returns them when it has ended. Between the two only `host` is touched.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -248,13 +249,13 @@ class _Cuda:
 
     def __init__(self, array: Any) -> None:
         try:
-            import cupy
+            cuda = import_module("cupy").cuda
         except ImportError as error:
             raise ImportError(
                 f"an array of type {type(array).__name__!r} lies on a device; reaching it needs CuPy: "
                 f"pip install cupy-cuda12x (or cupy-cuda13x)"
             ) from error
-        self._array, self._cuda = array, cupy.cuda
+        self._array, self._cuda = array, cuda
 
     def _stream(self) -> Any:
         """The stream that the array asks its consumers to follow, or else CuPy's current one."""
