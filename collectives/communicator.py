@@ -1,5 +1,8 @@
 """`Communicator`: mpi4py's Intracomm with collectives of our own, from argument to wire."""
 
+# mypy: disable-error-code="override"
+# The collectives take two keywords more than mpi4py's and give requests of our own.
+
 from __future__ import annotations
 
 import atexit
@@ -15,6 +18,7 @@ from collectives.debug import Checker
 from collectives.errors import InvalidArgument, InvalidType
 from collectives.ops import is_commutative
 from collectives.plans import NEW, Plans
+from collectives.point_to_point import PointToPoint
 from collectives.requests import Request, until
 from collectives.select import Choice
 from collectives.semantics import MEANINGS
@@ -38,7 +42,7 @@ def _nothing_again(*_: Any) -> tuple[Any, ...]:
     return NEW
 
 
-class Communicator(MPI.Intracomm):
+class Communicator(PointToPoint):
     """An intracommunicator whose collectives on arrays are Chorus's; all else is inherited from mpi4py.
 
     Making one is collective over `comm`. The two share their ranks and their point-to-point messages; the messages
@@ -160,15 +164,17 @@ class Communicator(MPI.Intracomm):
 
     def Barrier(self, *, algorithm: str = "auto", segments: int | None = None) -> None:
         """Return when everyone has come here."""
-        self._run(calls.barrier(), algorithm, segments)
+        known = self._again("barrier", None, None, MPI.SUM, 0, algorithm, segments)
+        if known:
+            self._run(calls.barrier(), algorithm, segments, known, None, None, MPI.SUM)
 
-    def Ibarrier(self, *, algorithm: str = "auto", segments: int | None = None) -> Request:  # type: ignore[override]
+    def Ibarrier(self, *, algorithm: str = "auto", segments: int | None = None) -> Request:
         """Begin `Barrier`."""
         return self._begin(calls.barrier(), algorithm, segments)
 
     def Barrier_init(
         self, info: MPI.Info = MPI.INFO_NULL, *, algorithm: str = "auto", segments: int | None = None
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Barrier` for many starts."""
         return self._bind(calls.barrier(), algorithm, segments)
 
@@ -195,9 +201,7 @@ class Communicator(MPI.Intracomm):
                 MPI.SUM,
             )
 
-    def Ibcast(
-        self, buf: Any, root: int = 0, *, algorithm: str = "auto", segments: int | None = None
-    ) -> Request:  # type: ignore[override]
+    def Ibcast(self, buf: Any, root: int = 0, *, algorithm: str = "auto", segments: int | None = None) -> Request:
         """Begin `Bcast`."""
         return self._begin(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
 
@@ -209,7 +213,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Bcast` for many starts."""
         return self._bind(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
 
@@ -258,11 +262,9 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Reduce`."""
-        return self._begin(
-            calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments
-        )
+        return self._begin(calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments)
 
     def Reduce_init(
         self,
@@ -274,11 +276,9 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Reduce` for many starts."""
-        return self._bind(
-            calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments
-        )
+        return self._bind(calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments)
 
     # -------------------------------------------------------------------------------- Allreduce
 
@@ -322,7 +322,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Allreduce`."""
         return self._begin(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
 
@@ -335,7 +335,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Allreduce` for many starts."""
         return self._bind(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
 
@@ -380,7 +380,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Scatter`."""
         return self._begin(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -393,7 +393,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Scatter` for many starts."""
         return self._bind(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -438,7 +438,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Gather`."""
         return self._begin(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -451,15 +451,13 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Gather` for many starts."""
         return self._bind(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
     # -------------------------------------------------------------------------------- Allgather
 
-    def Allgather(
-        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
-    ) -> None:
+    def Allgather(self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None) -> None:
         """Collect a block of every rank in everyone's `recvbuf`, all blocks alike.
 
         Parameters
@@ -483,7 +481,7 @@ class Communicator(MPI.Intracomm):
 
     def Iallgather(
         self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Allgather`."""
         return self._begin(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 
@@ -495,7 +493,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Allgather` for many starts."""
         return self._bind(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 
@@ -541,7 +539,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Reduce_scatter_block`."""
         return self._begin(
             calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
@@ -556,11 +554,9 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Reduce_scatter_block` for many starts."""
-        return self._bind(
-            calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
-        )
+        return self._bind(calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
 
     # -------------------------------------------------------------------------------- Reduce_scatter
 
@@ -604,7 +600,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Reduce_scatter`."""
         return self._begin(
             calls.reduce_scatter(
@@ -624,7 +620,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Reduce_scatter` for many starts."""
         return self._bind(
             calls.reduce_scatter(
@@ -665,11 +661,9 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Scatterv`."""
-        return self._begin(
-            calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments
-        )
+        return self._begin(calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
     def Scatterv_init(
         self,
@@ -680,7 +674,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Scatterv` for many starts."""
         return self._bind(calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -715,7 +709,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Gatherv`."""
         return self._begin(calls.gatherv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -728,15 +722,13 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Gatherv` for many starts."""
         return self._bind(calls.gatherv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
     # -------------------------------------------------------------------------------- Allgatherv
 
-    def Allgatherv(
-        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
-    ) -> None:
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None) -> None:
         """Collect a block of every rank in everyone's `recvbuf`, each block of its own length.
 
         Parameters
@@ -750,7 +742,7 @@ class Communicator(MPI.Intracomm):
 
     def Iallgatherv(
         self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Allgatherv`."""
         return self._begin(calls.allgatherv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 
@@ -762,7 +754,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Allgatherv` for many starts."""
         return self._bind(calls.allgatherv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 

@@ -219,9 +219,7 @@ class _Action(NamedTuple):
 class _Binder:
     """Emits the calls of one program, with the places of all chunks as they move."""
 
-    def __init__(
-        self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, xp: Any
-    ) -> None:
+    def __init__(self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, xp: Any) -> None:
         self.task, self.wire, self.combining = task, wire, combining
         self.calls: list[Callable[[], object]] = []
         self.tests: list[Callable[[], bool] | None] = []
@@ -379,9 +377,7 @@ class _Binder:
             message = self.wire.receive(step.peer, [self._piece(slot)] if cuts[index] else [])
             actions.append(_Action(message, calls, onto))
         return [
-            action._replace(
-                following=actions[index + slots].message if index + slots < len(actions) else None
-            )
+            action._replace(following=actions[index + slots].message if index + slots < len(actions) else None)
             for index, action in enumerate(actions)
         ]
 
@@ -390,8 +386,8 @@ class _Binder:
     ) -> tuple[list[Callable[[], object]], list[Place]]:
         homes, goals = self._homes(target), self._goals(target)
         self.home.update(zip(numbers(target), goals, strict=True))
-        rows = list(aligned(sources, homes, goals))
-        return [self._combine(*row, side) for row in rows], goals
+        rows = aligned(sources, homes, goals)
+        return [self._combine(source, home, goal, side) for source, home, goal in rows], goals
 
     def _combine(self, incoming: Place, mine: Place, goal: Place, side: Side) -> Callable[[], object]:
         if self.combining is None:

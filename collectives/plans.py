@@ -97,9 +97,7 @@ def _spans(call: Call) -> tuple[int, int]:
 
 def _stores(call: Call) -> bool:
     """Whether the call changes the target: the root of a broadcast has what it takes already."""
-    untouched = (
-        call.source is call.target and call.combine is None and call.takes.keys() <= call.brings.keys()
-    )
+    untouched = call.source is call.target and call.combine is None and call.takes.keys() <= call.brings.keys()
     return bool(call.takes) and not untouched
 
 
@@ -111,9 +109,7 @@ def _check_apart(call: Call) -> None:
         return
     ends = [span * call.unit.itemsize for span in _spans(call)]
     if all(ends) and source.address < target.address + ends[1] and target.address < source.address + ends[0]:
-        raise InvalidArgument(
-            MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE"
-        )
+        raise InvalidArgument(MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE")
 
 
 def _ends(call: Call) -> _Ends:
@@ -213,7 +209,9 @@ _LARGE = 13
 def _key_without(
     name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
 ) -> tuple[Any, ...]:
-    """The key of a call in which one of the two arrays is None or MPI.IN_PLACE."""
+    """The key of a call in which an array is None or MPI.IN_PLACE."""
+    if sendbuf is None and recvbuf is None:
+        return name, id(op), root, algorithm, segments
     sends, array = type(sendbuf) is _ndarray, sendbuf if type(sendbuf) is _ndarray else recvbuf
     other = recvbuf if sends else sendbuf
     if type(array) is not _ndarray or not (other is None or other is _IN_PLACE):
@@ -264,18 +262,14 @@ class Plans:
             flags = recvbuf.flags
             if not (flags.c_contiguous and flags.writeable and sendbuf.flags.c_contiguous):
                 return NEW
-            key = (
-                *(name, id(op), root, algorithm, segments),
-                *(sendbuf.shape, sendbuf.dtype, recvbuf.shape, recvbuf.dtype),
-            )
+            s, r = sendbuf, recvbuf
+            key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
         else:
             if not recvbuf.flags.writeable:
                 return NEW
-            key = (
-                *(name, id(op), root, algorithm, segments),
-                *(sendbuf.shape, sendbuf.dtype, recvbuf.shape, recvbuf.dtype),
-                *(_address(sendbuf), sendbuf.strides, _address(recvbuf), recvbuf.strides),
-            )
+            s, r = sendbuf, recvbuf
+            key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype,
+                   _address(s), s.strides, _address(r), r.strides)  # fmt: skip
         known = self._again.get(key)
         if known is None:
             return key
@@ -300,7 +294,7 @@ class Plans:
         kept = self._bound.get(bound)
         if known is NEW or kept is None or len(self._again) >= 4 * KEPT:
             return
-        if (_LARGE <= len(known)) == isinstance(kept, Slots):
+        if (len(known) >= _LARGE) == isinstance(kept, Slots):
             return  # known by shape only, but bound to an address; or the other way round
         if isinstance(kept, Slots):
             sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
@@ -415,8 +409,7 @@ class Plans:
         if max(_spans(call)) * call.unit.itemsize > SLOT or call.moved >= 0:
             return False
         return all(
-            sum(call.lengths[block] for block in blocks) == _span(call, blocks)
-            for blocks in (call.brings, call.takes)
+            sum(call.lengths[block] for block in blocks) == _span(call, blocks) for blocks in (call.brings, call.takes)
         )
 
     def _bind_slots(self, call: Call, choice: Choice) -> Slots:

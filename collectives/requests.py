@@ -81,12 +81,12 @@ class Request:
             If it is, was freed, or comes from an ``I...`` method.
         """
         if self._active or self._freed or not self._persistent:
-            raise InvalidArgument(
-                MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts"
-            )
-        self.begin()
+            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
+        self._program.start()
+        self._active = True
+        under_way.append(self)
 
-    def begin(self, gate: Callable[[], bool] | None = None) -> None:
+    def begin(self, gate: Callable[[], bool] | None) -> None:
         """Go as far as possible without waiting; `gate` must open before anything is sent."""
         with _turn:
             self._active = True
@@ -94,7 +94,6 @@ class Request:
             under_way.append(self)
             if gate is None:
                 self._do(self._program.start)
-            if not self._persistent:
                 self._advance()
 
     def _advance(self) -> None:
@@ -136,7 +135,7 @@ class Request:
         if not self._active:
             self._check("Wait")
             return True
-        if self._persistent and under_way == [self] and self._gate is None:  # alone: MPI may wait for us
+        if len(under_way) == 1 and self._persistent:  # nothing else to move: MPI may wait for us
             with _turn:
                 under_way.remove(self)
             self._active = False
@@ -193,8 +192,6 @@ def start_all(requests: Iterable[Request]) -> None:
     for request in several:
         request._check("Start")
         if not request._persistent or request._active:
-            raise InvalidArgument(
-                MPI.ERR_REQUEST, f"Start of {request!r}: only an idle persistent request starts"
-            )
+            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {request!r}: only an idle persistent request starts")
     for request in several:
-        request.begin()
+        request.Start()

@@ -76,9 +76,7 @@ class Packed:
         busy = buffer.nbytes > 0
         self._load, self._store = load and busy, store and busy
         self._keep = buffer.owner, np.zeros(1, np.uint8)
-        at = buffer.address or MPI.Get_address(
-            self._keep[1]
-        )  # MPI.BOTTOM: absolute places, seen from anywhere
+        at = buffer.address or MPI.Get_address(self._keep[1])  # MPI.BOTTOM: absolute places, seen from anywhere
         self._at = MPI.buffer.fromaddress(at, 1)
         assert buffer.datatype is not None, "elements without a datatype lie dense"
         datatype = MPI.Datatype(buffer.datatype)  # mpi4py makes new ones of the same class: not of a subclass
@@ -182,9 +180,7 @@ def _runs(buffer: Buffer) -> list[tuple[int, int, int]]:
         return [(0, 0, buffer.nbytes)]
     runs: list[tuple[int, int, int]] = []
     size = buffer.itemsize
-    for count, displ, start in zip(
-        buffer.counts, buffer.displs, accumulate(buffer.counts, initial=0), strict=False
-    ):
+    for count, displ, start in zip(buffer.counts, buffer.displs, accumulate(buffer.counts, initial=0), strict=False):
         there, here, nbytes = displ * size, start * size, count * size
         if runs and runs[-1][0] + runs[-1][2] == there:
             there, here, nbytes = runs[-1][0], runs[-1][1], runs.pop()[2] + nbytes
