@@ -10,7 +10,6 @@ from mpi4py import MPI
 from collectives import catalog
 from collectives.chunks import Layout, even
 from collectives.errors import InvalidArgument
-from collectives.semantics import MEANINGS
 from collectives.walk import Uniform, price
 
 BUILT_IN = Uniform(alpha=1.5e-6, beta=1 / 9e9, gamma=1 / 20e9)
@@ -39,9 +38,7 @@ def choose(collective: str, size: int, nbytes: int, ordered: bool = False, priva
     private : bool
         Whether ranks know only their own block's length; `nbytes` must then not matter and is not looked at.
     """
-    able = {
-        name: entry for name, entry in catalog.CATALOG[collective].items() if _fits(entry, ordered, private)
-    }
+    able = {name: entry for name, entry in catalog.CATALOG[collective].items() if _fits(entry, ordered, private)}
     if private:
         return Choice(next(iter(able)))
     return Choice(min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN)))
@@ -60,9 +57,7 @@ def check(collective: str, algorithm: str, ordered: bool = False, private: bool 
             if private and not entry.private
             else "does not keep rank order, which an operation that does not commute needs"
         )
-        raise InvalidArgument(
-            MPI.ERR_ARG, f"algorithm: {algorithm!r} for {collective} {why}; able: {', '.join(able)}"
-        )
+        raise InvalidArgument(MPI.ERR_ARG, f"algorithm: {algorithm!r} for {collective} {why}; able: {', '.join(able)}")
 
 
 def _fits(entry: catalog.Algorithm, ordered: bool, private: bool) -> bool:
@@ -87,6 +82,6 @@ def predict(collective: str, algorithm: str, size: int, nbytes: int, segments: i
     float
         Seconds from the common start until the last rank is done, for root 0.
     """
-    layout = Layout.packed(even(nbytes, MEANINGS[collective].blocks(size) * segments))
+    layout = Layout.packed(even(nbytes, catalog.blocks(collective, algorithm, size) * segments))
     schedules = catalog.build_all(collective, algorithm, size, 0, segments)
     return price(schedules, layout, 1, BUILT_IN).seconds

@@ -46,7 +46,6 @@ def _tell(step: Step) -> str:
             return f"Reduce of chunks {show(source)} into {show(target)} on the {side}"
         case Copy(source, target):
             return f"Copy of chunks {show(source)} to {show(target)}"
-    return repr(step)
 
 
 # ------------------------------------------------------------------------------------------ who meets whom
@@ -191,7 +190,9 @@ class Proof(NamedTuple):
     combined: tuple[int, ...]
 
 
-def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: int = 1) -> Proof:
+def prove(
+    collective: str, schedules: Sequence[Schedule], root: int = 0, parts: int = 1, blocks: int | None = None
+) -> Proof:
     """Play all ranks with symbols and check that everyone ends with what the collective means.
 
     Parameters
@@ -202,6 +203,8 @@ def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: 
         One per rank.
     root, parts : int
         The root of a rooted collective; how many chunks each block is cut in.
+    blocks : int, optional
+        How many blocks a vector is cut in, if not one per rank.
 
     Raises
     ------
@@ -210,9 +213,10 @@ def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: 
     """
     size = len(schedules)
     meaning = semantics.MEANINGS[collective]
-    count = meaning.blocks(size) * parts
+    blocks = blocks or meaning.blocks(size)
+    count = blocks * parts
     state: list[dict[int, Value]] = [
-        {chunk: ((rank, chunk),) for chunk in semantics.before(collective, rank, size, root, parts)}
+        {chunk: ((rank, chunk),) for chunk in semantics.before(collective, rank, size, root, parts, blocks)}
         for rank in range(size)
     ]
     heard = [1 << rank for rank in range(size)]
@@ -273,14 +277,12 @@ def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: 
 
     ordered = True
     for rank in range(size):
-        for chunk, expected in semantics.after(collective, rank, size, root, parts).items():
+        for chunk, expected in semantics.after(collective, rank, size, root, parts, blocks).items():
             found = state[rank].get(chunk)
             if found == expected:
                 continue
             if found is None or sorted(found) != list(expected):
-                raise ScheduleError(
-                    f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}"
-                )
+                raise ScheduleError(f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}")
             ordered = False
         if meaning.synchronises and heard[rank] != (1 << size) - 1:
             missing = [peer for peer in range(size) if not heard[rank] >> peer & 1]
@@ -297,9 +299,7 @@ def _differs(expected: Value, found: Value | None) -> str:
         return "it never arrives"
     lost: list[Term] = [term for term in expected if term not in found]
     foreign: list[Term] = [term for term in found if term not in expected]
-    parts = ([f"lacks {_terms(tuple(lost))}"] if lost else []) + (
-        [f"has {_terms(tuple(foreign))}"] if foreign else []
-    )
+    parts = ([f"lacks {_terms(tuple(lost))}"] if lost else []) + ([f"has {_terms(tuple(foreign))}"] if foreign else [])
     return " and ".join(parts) or f"terms added twice in {_terms(found)}"
 
 
@@ -309,7 +309,10 @@ def _differs(expected: Value, found: Value | None) -> str:
 class Network(Protocol):
     """What a message and an addition cost, in seconds and bytes."""
 
-    gamma: float
+    @property
+    def gamma(self) -> float:
+        """Seconds to combine a byte."""
+        ...
 
     def edge(self, source: int, target: int) -> tuple[float, float]:
         """(alpha, beta) from one rank to another."""
@@ -366,9 +369,7 @@ class Price(NamedTuple):
         return max(self.finish)
 
 
-def price(
-    schedules: Sequence[Schedule], layout: Layout, itemsize: int, network: Network, trace: bool = False
-) -> Price:
+def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network: Network, trace: bool = False) -> Price:
     """Play all ranks with clocks: full duplex, one port out and one port in.
 
     Parameters
@@ -405,9 +406,7 @@ def price(
             end = out[source.rank] = into[target.rank] = start + alpha + weight * beta
             ends[source] = end
             if trace:
-                events.append(
-                    Event("message", source.rank, target.rank, source.round, chunks, weight, start, end)
-                )
+                events.append(Event("message", source.rank, target.rank, source.round, chunks, weight, start, end))
         return ends[source]
 
     for event, rank, index in _causal(schedules, partners):

@@ -20,7 +20,6 @@ from tqdm import tqdm
 from collectives import catalog, semantics
 from collectives.walk import Proof, ScheduleError, prove
 
-
 SEGMENTS = (1, 2, 3)
 """Into how many segments the data is cut in the proofs of few ranks."""
 
@@ -39,9 +38,8 @@ Costs: TypeAlias = tuple[Fraction, ...]
 """Rounds, volume, combined."""
 
 
-def costs(collective: str, size: int, proof: Proof) -> Costs:
+def costs(blocks: int, proof: Proof) -> Costs:
     """What one schedule does, volumes in vectors of the busiest rank."""
-    blocks = semantics.MEANINGS[collective].blocks(size)
     return (
         Fraction(proof.rounds),
         Fraction(max(*proof.sent, *proof.received), blocks),
@@ -64,15 +62,11 @@ def check_costs(collective: str, name: str, size: int, done: Costs) -> None:
                 f"{what} {value} where the catalogue says {formula} = {catalog.evaluate(formula, size)}"
             )
         if size > 1 and value < catalog.evaluate(least, size):
-            raise ScheduleError(
-                f"{what} {value} is below the lower bound {least} = {catalog.evaluate(least, size)}"
-            )
+            raise ScheduleError(f"{what} {value} is below the lower bound {least} = {catalog.evaluate(least, size)}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-size", type=int, default=64, help="largest number of ranks (default 64)")
     parser.add_argument("--collective", action="append", choices=list(catalog.CATALOG), help="only this one")
     arguments = parser.parse_args()
@@ -85,16 +79,17 @@ def main() -> int:
         ordered = True
         for size in range(1, arguments.max_size + 1):
             worst: Costs = (Fraction(0),) * 3
+            blocks = catalog.blocks(collective, name, size)
             try:
                 for root in roots(collective, size):
                     for segments in SEGMENTS if size <= 16 and collective != "barrier" else (1,):
                         where = f"{collective} {name}, {size} ranks, root {root}, {segments} segments"
                         schedules = catalog.build_all(collective, name, size, root, segments)
-                        proof = prove(collective, schedules, root, segments)
+                        proof = prove(collective, schedules, root, segments, blocks)
                         ordered &= proof.ordered
                         proved += 1
                         if segments == 1:
-                            worst = tuple(map(max, worst, costs(collective, size, proof)))
+                            worst = tuple(map(max, worst, costs(blocks, proof)))
                 check_costs(collective, name, size, worst)
             except ScheduleError as fault:
                 print(f"{where}: {fault}", file=sys.stderr)
@@ -105,9 +100,7 @@ def main() -> int:
         rows.append((collective, name, ordered, worst))
 
     size = arguments.max_size
-    print(
-        f"At {size} ranks, in rounds and in vectors of n bytes (of the busiest rank); bounds in brackets:\n"
-    )
+    print(f"At {size} ranks, in rounds and in vectors of n bytes (of the busiest rank); bounds in brackets:\n")
     print(f"{'collective':<16}{'algorithm':<20}{'rounds':>14}{'volume':>18}{'combined':>18}  rank order")
     for collective, name, ordered, worst in rows:
         bounds = [catalog.evaluate(formula, size) for formula in catalog.BOUNDS[collective]]
@@ -117,9 +110,7 @@ def main() -> int:
         order = "kept" if ordered and semantics.MEANINGS[collective].reduces else ""
         print(f"{collective:<16}{name:<20}{rounds:>14}{volume:>18}{combined:>18}  {order}".rstrip())
     seconds = time.perf_counter() - began
-    print(
-        f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {seconds:.0f} s"
-    )
+    print(f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {seconds:.0f} s")
     return 0
 
 
