@@ -1,9 +1,9 @@
 """The wires over MPI keep the contract that the loopback keeps."""
 
 import pytest
+from wires import CONTRACT
 
 from collectives.transport.mpi import Immediate, Persistent
-from wires import CONTRACT
 
 WIRES = {
     "persistent": lambda comm: Persistent(comm, 3),

@@ -25,13 +25,13 @@ def roots(collective, size):
 def proofs(collective, name, size, segments=1):
     for root in roots(collective, size):
         schedules = catalog.build_all(collective, name, size, root, segments)
-        yield prove(collective, schedules, root, segments)
+        yield prove(collective, schedules, root, segments, catalog.blocks(collective, name, size))
 
 
 def worst(collective, name, size):
     """(rounds, volume, combined) at the worst root, the latter two in vectors of the busiest rank."""
     found = list(proofs(collective, name, size))
-    blocks = MEANINGS[collective].blocks(size)
+    blocks = catalog.blocks(collective, name, size)
     return (
         max(proof.rounds for proof in found),
         max(F(max(*proof.sent, *proof.received), blocks) for proof in found),
@@ -43,9 +43,10 @@ def q(size):
     return (size - 1).bit_length()
 
 
-def test_the_catalogue_has_a_line_for_every_meaning():
-    assert CATALOG.keys() == MEANINGS.keys() == BOUNDS.keys()
-    assert all("linear" == catalog.names(collective)[0] for collective in CATALOG)
+def test_every_collective_has_a_meaning_a_bound_and_a_naive_algorithm():
+    assert CATALOG.keys() == BOUNDS.keys()
+    assert CATALOG.keys() <= MEANINGS.keys()
+    assert all(catalog.names(collective)[0] == "linear" for collective in CATALOG)
 
 
 @every_entry
@@ -64,8 +65,7 @@ def test_costs_are_those_of_the_line_and_not_below_the_bounds(collective, name):
 def test_segments_are_right_too_and_move_no_more(collective, name, segments):
     entry = CATALOG[collective][name]
     for size in range(1, 12):
-        for root, proof in zip(roots(collective, size), proofs(collective, name, size, segments)):
-            once = prove(collective, catalog.build_all(collective, name, size, root), root)
+        for proof, once in zip(proofs(collective, name, size, segments), proofs(collective, name, size)):
             assert proof.sent == tuple(segments * chunks for chunks in once.sent)
             assert proof.received == tuple(segments * chunks for chunks in once.received)
             assert proof.combined == tuple(segments * chunks for chunks in once.combined)

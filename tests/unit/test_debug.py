@@ -12,8 +12,10 @@ from collectives.debug import RECORD
 from collectives.errors import InvalidArgument
 from collectives.select import Choice
 
+RING = Choice("ring")
 
-def record(call, rank=0, form="blocking", choice=Choice("ring")):
+
+def record(call, rank=0, form="blocking", choice=RING):
     return debug.record(form, call, choice, rank)
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from wires import CONTRACT, piece, spmd
 
 from collectives.transport.loopback import Hub
-from wires import CONTRACT, piece, spmd
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -26,7 +26,7 @@ def test_the_catalogue_is_proved_from_the_command_line():
     for collective, entries in catalog.CATALOG.items():
         for name in entries:
             assert any(line.split()[:2] == [collective, name] for line in table), f"{collective} {name} is not shown"
-    assert f"algorithms for 1 to 8 ranks" in table[-1] and table[-1].startswith("proved ")
+    assert "algorithms for 1 to 8 ranks" in table[-1] and table[-1].startswith("proved ")
     ring_line = next(line for line in table if line.split()[:2] == ["allreduce", "ring"])
     assert ring_line.split()[2:] == ["14", "(3)", "1.75", "(1.75)", "0.875", "(0.875)"]
     tree_line = next(line for line in table if line.split()[:2] == ["reduce", "mst"])

@@ -78,7 +78,7 @@ def test_what_can_be_done_is_not():
 def test_predictions_are_the_clock_s(collective):
     for name in catalog.names(collective):
         for size, nbytes in ((1, 8), (3, 1000), (4, 1 << 20)):
-            layout = Layout.packed(even(nbytes, size))
+            layout = Layout.packed(even(nbytes, catalog.blocks(collective, name, size)))
             found = select.predict(collective, name, size, nbytes)
             assert found == price(catalog.build_all(collective, name, size), layout, 1, BUILT_IN).seconds
             assert (found > 0) == (size > 1)

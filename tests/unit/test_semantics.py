@@ -17,6 +17,12 @@ SPELLED = {
     "allgather": ([[0], [1], [2]], [{0: [0], 1: [1], 2: [2]}] * 3),
     "reduce_scatter": ([ALL, ALL, ALL], [{0: FROM_ALL}, {1: FROM_ALL}, {2: FROM_ALL}]),
     "allreduce": ([ALL, ALL, ALL], [{0: FROM_ALL, 1: FROM_ALL, 2: FROM_ALL}] * 3),
+    "alltoall": (
+        [[0, 1, 2], [3, 4, 5], [6, 7, 8]],
+        [{0: [0], 3: [1], 6: [2]}, {1: [0], 4: [1], 7: [2]}, {2: [0], 5: [1], 8: [2]}],
+    ),
+    "scan": ([ALL, ALL, ALL], [{c: origins for c in ALL} for origins in ([0], [0, 1], [0, 1, 2])]),
+    "exscan": ([ALL, ALL, ALL], [{}, {c: [0] for c in ALL}, {c: [0, 1] for c in ALL}]),
 }
 FLAGS = {
     # collective: which of (rooted, reduces, synchronises, vector) hold
@@ -28,6 +34,9 @@ FLAGS = {
     "allgather": set(),
     "reduce_scatter": {"reduces"},
     "allreduce": {"reduces", "vector"},
+    "alltoall": set(),
+    "scan": {"reduces", "vector"},
+    "exscan": {"reduces", "vector"},
 }
 
 
@@ -58,6 +67,11 @@ def test_blocks_are_cut_in_parts():
         4: ((0, 4), (1, 4), (2, 4)),
         5: ((0, 5), (1, 5), (2, 5)),
     }
+
+
+def test_a_vector_may_be_cut_in_any_number_of_blocks():
+    assert semantics.before("broadcast", 1, 3, 1, blocks=5) == [0, 1, 2, 3, 4]
+    assert semantics.after("scan", 1, 3, blocks=1, parts=2) == {0: ((0, 0), (1, 0)), 1: ((0, 1), (1, 1))}
 
 
 @pytest.mark.parametrize("collective", MEANINGS)

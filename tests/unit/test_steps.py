@@ -62,7 +62,9 @@ def test_cyclic_goes_round_in_at_most_two_ranges(start, size, data):
 def test_scattered_keeps_order_in_as_few_ranges_as_can_be(chunks):
     found = scattered(chunks)
     assert list(numbers(found)) == chunks
-    assert len(found) == sum(after != before + 1 for before, after in zip([None, *chunks], chunks) if before is not None) + bool(chunks)
+    assert len(found) == sum(
+        after != before + 1 for before, after in zip([None, *chunks], chunks) if before is not None
+    ) + bool(chunks)
 
 
 def test_a_schedule_is_data():

@@ -77,15 +77,18 @@ def test_every_kind_of_step_is_renamed():
 def test_segments_follow_each_other_a_period_apart(period):
     rounds = [[Send(1, one(0))], [Send(2, one(0))]]
     found = list(pipelined(rounds, 3, lambda chunks, segment: one(segment), period))
-    assert found == {
-        1: [
-            [Send(1, one(0))],
-            [Send(2, one(0)), Send(1, one(1))],
-            [Send(2, one(1)), Send(1, one(2))],
-            [Send(2, one(2))],
-        ],
-        2: [[Send(peer, one(segment))] for segment in range(3) for peer in (1, 2)],
-    }[period]
+    assert (
+        found
+        == {
+            1: [
+                [Send(1, one(0))],
+                [Send(2, one(0)), Send(1, one(1))],
+                [Send(2, one(1)), Send(1, one(2))],
+                [Send(2, one(2))],
+            ],
+            2: [[Send(peer, one(segment))] for segment in range(3) for peer in (1, 2)],
+        }[period]
+    )
 
 
 def test_a_vector_is_cut_before_it_has_chunks_and_blocks_after():
