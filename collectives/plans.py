@@ -158,7 +158,7 @@ class _Raw:
 
 
 def _combining(call: Call) -> Combining | None:
-    if call.combine is not None and call.unit.kind == "V" and call.unit.names is None:
+    if call.combine is not None and call.unit.type is np.void and call.unit.names is None:
         return _Raw(call.combine)
     return call.combine
 
