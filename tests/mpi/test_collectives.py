@@ -5,11 +5,11 @@ from itertools import cycle
 import ml_dtypes
 import numpy as np
 import pytest
+import words
+from exchanges import ENTRIES, FORMS, TABLE, Question, perform
 from mpi4py import MPI
 
-import words
 from collectives import Communicator, algorithms, catalog
-from exchanges import ENTRIES, FORMS, TABLE, Question, perform
 
 DTYPES = [*"bhilqBHILQ", *"efdg", *"FDG", "?", ml_dtypes.bfloat16]
 METHODS = [method for method in TABLE if method != "Barrier"]
