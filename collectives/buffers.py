@@ -351,6 +351,7 @@ class _Memory(NamedTuple):
 
 
 _ndarray = np.ndarray
+_InPlace = type(MPI.IN_PLACE)
 _address = MPI.Get_address
 
 
@@ -360,6 +361,8 @@ def _memory(obj: Any, datatype: object, name: str, writable: bool) -> _Memory:
         if datatype is None:
             raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: MPI.BOTTOM or None as the array needs an explicit datatype")
         return _Memory(0, 0, _element(datatype, name), False, False, None)
+    if isinstance(obj, _InPlace):  # it offers a buffer of no bytes
+        raise InvalidType(MPI.ERR_BUFFER, f"{name}: MPI.IN_PLACE is not allowed here")
     element = None if datatype is None else _element(datatype, name)
     if isinstance(obj, _ndarray):
         if obj.dtype.hasobject:

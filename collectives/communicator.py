@@ -107,6 +107,8 @@ class Communicator(PointToPoint):
         if algorithm == "auto":
             choice = select.choose(call.collective, size, call.nbytes, call.ordered, call.private)
         else:
+            if not isinstance(algorithm, str):
+                raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
             select.check(call.collective, algorithm, call.ordered, call.private)
             choice = Choice(algorithm)
         if segments is None:

@@ -197,8 +197,9 @@ class Again(NamedTuple):
     load: np.ndarray | None
     store: np.ndarray | None
     program: Program
-    op: MPI.Op  # alive as long as this, so that its id stays its own
     bound: Hashable
+    mortal: bool  # whether the operation may have been freed
+    op: MPI.Op  # alive as long as this, so that its id stays its own
 
 
 NEW: tuple[Any, ...] = (None,)
@@ -218,7 +219,7 @@ def _key_without(
     other = recvbuf if sends else sendbuf
     if type(array) is not _ndarray or not (other is None or other is _IN_PLACE):
         return NEW
-    if not sends and not array.flags.writeable:
+    if not array.flags.forc or not (sends or array.flags.writeable):
         return NEW
     key = name, id(op), root, algorithm, segments, sends, other, array.shape, array.dtype
     if array.nbytes > SLOT:
@@ -267,15 +268,21 @@ class Plans:
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
         else:
-            if not recvbuf.flags.writeable:
+            flags = recvbuf.flags
+            if not (flags.forc and flags.writeable and sendbuf.flags.forc):
                 return NEW
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype,
                    _address(s), s.strides, _address(r), r.strides)  # fmt: skip
-        known = self._again.get(key)
+        try:
+            known = self._again.get(key)
+        except TypeError:  # a root or an algorithm that is no key, and nothing else either
+            return NEW
         if known is None:
             return key
-        calls, load, store, program, _, bound = known
+        calls, load, store, program, bound, mortal, op = known
+        if mortal and op == MPI.OP_NULL:  # freed since
+            return NEW
         try:
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
@@ -298,13 +305,14 @@ class Plans:
             return
         if (len(known) >= _LARGE) == isinstance(kept, Slots):
             return  # known by shape only, but bound to an address; or the other way round
+        mortal = not op.is_predefined
         if isinstance(kept, Slots):
             sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
             load = _in_shape(kept.source, sent) if kept.loads else None
             store = _in_shape(kept.target, recvbuf) if kept.stores else None
-            self._again[known] = Again(kept.program.calls, load, store, kept.program, op, bound)
+            self._again[known] = Again(kept.program.calls, load, store, kept.program, bound, mortal, op)
         else:
-            self._again[known] = Again(kept.calls, None, None, kept, op, bound)
+            self._again[known] = Again(kept.calls, None, None, kept, bound, mortal, op)
 
     def run(
         self,
@@ -340,7 +348,6 @@ class Plans:
 
     def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
         """Begin a non-blocking call."""
-        self._calls += 1
         key = None if _needs_staging(call) else _key(call, choice, True)
         idle = self._idle.get(key)
         if idle:
@@ -353,6 +360,7 @@ class Plans:
             program = self._bind(call, choice, Immediate(self.comm))
         wire = program.wire
         assert isinstance(wire, Immediate)
+        self._calls += 1  # only now that nothing can be refused: the ranks must count alike
         wire.tag = 1 + self._calls % (self._tags - 1)
         self._lent.add(program)
         request = Request(call.collective, program, partial(self._rest, key), call)
@@ -361,8 +369,8 @@ class Plans:
 
     def init(self, call: Call, choice: Choice) -> Request:
         """Bind a persistent call."""
-        self._inits += 1
         _check_apart(call)
+        self._inits += 1
         wire = Persistent(self.comm, self._tags + self._inits % self._tags)
         program = self._bind(call, choice, wire)
         self._lent.add(program)
