@@ -130,6 +130,7 @@ class Communicator(PointToPoint):
         """Do a call now; `known` and the arguments are for `Plans.again` to know it by."""
         plans, choice = self._living(), self._choose(call, algorithm, segments)
         if self._checker is not None:
+            plans.skip()
             until(self._checker.check("blocking", call, choice))
         plans.run(call, choice, known, *arguments)
 
@@ -143,6 +144,7 @@ class Communicator(PointToPoint):
         """Bind a call for many starts."""
         plans, choice = self._living(), self._choose(call, algorithm, segments)
         if self._checker is not None:
+            plans.skip()
             until(self._checker.check("persistent", call, choice))
         return plans.init(call, choice)
 
@@ -767,6 +769,10 @@ class Communicator(PointToPoint):
         plans = self._living()
         if calls.is_in_place(sendbuf):
             raise InvalidArgument(MPI.ERR_COUNT, "recvcounts: MPI.IN_PLACE needs them")
+        if self._checker is not None:
+            plans.skip()
+            asking = Call("reduce_scatter", (0,), calls.BYTE)
+            until(self._checker.check("asking for recvcounts", asking, Choice("auto")))
         return plans.comm.allgather(buffers.vector(recvbuf, "recvbuf", writable=True).count)
 
     # -------------------------------------------------------------------------------- new communicators, and the end

@@ -5,7 +5,7 @@ every dtype down to bfloat16.
 """
 
 from functools import reduce as fold
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -134,7 +134,7 @@ def _blocks(q, lengths=None):
     """Lengths of the ranks' blocks, and where they lie in a vector of all."""
     lengths = [q.n] * q.size if lengths is None else lengths
     starts = list(accumulate(lengths, initial=0))
-    return lengths, [slice(a, b) for a, b in zip(starts, starts[1:])], starts[-1]
+    return lengths, [slice(a, b) for a, b in pairwise(starts)], starts[-1]
 
 
 def uneven(size, n):

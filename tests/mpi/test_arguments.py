@@ -57,7 +57,7 @@ def test_vectors(comm, form):
     """As the send side and as the receive side of a reduction, and as the one side of a broadcast."""
     rank, size = comm.Get_rank(), comm.Get_size()
     mine, total = brought(rank), np.full(N, -1, "i4")
-    send, sent = VECTORS[form](mine)
+    send, _ = VECTORS[form](mine)
     recv, received = VECTORS[form](total)
     comm.Allreduce(send, recv)
     whole = sum(VECTORS[form](brought(r))[1].astype(int) for r in range(size))
