@@ -92,6 +92,8 @@ class Program:
     ----------
     calls, opening, rest : tuple
         Everything, in order, what `run` calls; its part up to the first wait, what `start` calls; and the rest.
+    position, first : int
+        Where in `calls` it stands, and the first wait, where it stands when it was started.
     nbytes : int
         Memory that the program holds besides the user's.
     """
@@ -106,9 +108,9 @@ class Program:
     ) -> None:
         self.calls = tuple(calls)
         self._tests: tuple[Callable[[], bool] | None, ...] = tuple(tests)
-        self._first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
-        self.opening, self.rest = self.calls[: self._first], self.calls[self._first :]
-        self._position = self._first
+        self.first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
+        self.opening, self.rest = self.calls[: self.first], self.calls[self.first :]
+        self.position = self.first
         self._kept = [keep]
         self.wire = wire
         self.nbytes = nbytes
@@ -125,14 +127,14 @@ class Program:
 
     def finish(self) -> None:
         """Do all that is left, waiting where need be."""
-        calls = self.rest if self._position == self._first else self.calls[self._position :]
-        self._position = self._first
+        calls = self.calls[self.position :]
+        self.position = self.first
         for call in calls:
             call()
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting; whether the end is reached."""
-        calls, tests, position = self.calls, self._tests, self._position
+        calls, tests, position = self.calls, self._tests, self.position
         try:
             while position < len(calls):
                 test = tests[position]
@@ -141,10 +143,10 @@ class Program:
                 elif not test():
                     return False
                 position += 1
-            position = self._first
+            position = self.first
             return True
         finally:
-            self._position = position
+            self.position = position
 
     def keep(self, what: object) -> None:
         """Keep alive what the calls use, as long as the program is bound."""

@@ -42,6 +42,9 @@ KEPT_BYTES = 1 << 28
 LINE = 64
 """Bytes to whose multiples a vector is cut where it is long enough."""
 
+_READY = 0x0401
+"""NumPy's flags of an array that is C-contiguous and writeable."""
+
 _ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
 
 BLOCKING_TAG = 0
@@ -273,8 +276,7 @@ class Plans:
             if key is NEW:
                 return NEW
         elif sendbuf.nbytes <= SLOT and recvbuf.nbytes <= SLOT:
-            flags = recvbuf.flags
-            if not (flags.c_contiguous and flags.writeable and sendbuf.flags.c_contiguous):
+            if recvbuf.flags.num & _READY != _READY or not sendbuf.flags.c_contiguous:
                 return NEW
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)

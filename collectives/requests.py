@@ -145,7 +145,12 @@ class Request:
             under_way.clear()
             _end_turn()
             self._active = False
-            self._program.finish()
+            program = self._program
+            if program.position == program.first:  # as `finish` does it, without the call
+                for call in program.rest:
+                    call()
+            else:
+                program.finish()
             self._startable = True
             return True
         self._check("Wait")
