@@ -271,22 +271,22 @@ class Plans:
         Returns an empty tuple if it is done, otherwise what `run` is to know it by the next time. Arrays that fit
         slots are known by shape and dtype, larger ones also by where they lie.
         """
-        if type(sendbuf) is not _ndarray or type(recvbuf) is not _ndarray:
-            key = _key_without(name, sendbuf, recvbuf, op, root, algorithm, segments)
-            if key is NEW:
-                return NEW
-        elif sendbuf.nbytes <= SLOT and recvbuf.nbytes <= SLOT:
-            if recvbuf.flags.num & _READY != _READY or not sendbuf.flags.c_contiguous:
-                return NEW
+        key: tuple[Any, ...]
+        if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
+            known = self._again.get(key)
+            if known is not None:
+                if r.flags.num & _READY != _READY or not s.flags.c_contiguous:
+                    return NEW
+            elif s.nbytes > SLOT or r.nbytes > SLOT:
+                key = (*key, _address(s), s.strides, _address(r), r.strides)
+                known = self._again.get(key)
+                if known is not None and not r.flags.writeable:
+                    return NEW
         else:
-            if not recvbuf.flags.writeable:
-                return NEW
-            s, r = sendbuf, recvbuf
-            key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype,
-                   _address(s), s.strides, _address(r), r.strides)  # fmt: skip
-        known = self._again.get(key)
+            key = _key_without(name, sendbuf, recvbuf, op, root, algorithm, segments)
+            known = self._again.get(key)
         if known is None:
             return key
         calls, load, store, finish, origin = known
@@ -317,6 +317,8 @@ class Plans:
             return  # known by shape only, but bound to an address; or the other way round
         if not isinstance(kept, Slots):
             self._again[known] = Again(kept.calls, None, None, None, Origin(kept, bound, op))
+            return
+        if any(type(array) is _ndarray and not array.flags.c_contiguous for array in (sendbuf, recvbuf)):
             return
         sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
         load = _in_shape(kept.source, sent) if kept.loads else None
