@@ -1,0 +1,21 @@
+"""What all tests share: the harness for many ranks, and the communicators to test with."""
+
+import pytest
+
+pytest_plugins = ["harness"]
+
+
+@pytest.fixture(scope="session")
+def world():
+    """mpi4py's COMM_WORLD: the MPI that we measure ourselves against."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="session")
+def comm(world):
+    """The same ranks as a `collectives.Communicator`: what is tested."""
+    from collectives import Communicator
+
+    return Communicator(world)

@@ -1,0 +1,70 @@
+"""Imports go to a lower floor, or stay on their own; the floors that hold pure algorithms know no MPI."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FLOORS = {
+    0: "collectives.steps collectives.semantics collectives.chunks quant",
+    1: "collectives.transforms",
+    2: "collectives.algorithms",
+    3: "collectives.catalog collectives.walk collectives.transport collectives.ops collectives.staging "
+    "collectives.buffers collectives.errors",
+    4: "collectives.execute collectives.select",
+    5: "collectives.requests collectives.debug collectives.communicator",
+    6: "collectives parallel",
+}
+FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
+ROOMS = {"collectives": False, "parallel": True, "quant": True}  # package -> are its submodules on its floor?
+WITHOUT_MPI = ("collectives.catalog", "collectives.walk")  # besides everything on floors 0 to 2
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for package in ROOMS for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def floor_of(module):
+    """The floor of the nearest enclosing entry of the table, or None for a module that the table misses."""
+    for prefix in (module.rsplit(".", cut)[0] for cut in range(module.count(".") + 1)):
+        if prefix in FLOOR and (prefix == module or ROOMS.get(prefix, True)):
+            return FLOOR[prefix]
+    return None
+
+
+def imports(module):
+    """Every module that `module` imports, with the line; `from package import module` names the module."""
+    path = MODULES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join(above + ([node.module] if node.module else []))
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield (name if name in MODULES else base), node.lineno
+
+
+def known(module):
+    floor = floor_of(module)
+    assert floor is not None, f"{module} stands on no floor: give it one in the table of this test"
+    return floor
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module):
+    floor = known(module)
+    for name, line in imports(module):
+        if name in MODULES:
+            above = f"{module}:{line} (floor {floor}) imports {name} (floor {known(name)})"
+            assert known(name) <= floor, above
+        if floor <= 2 or module in WITHOUT_MPI:
+            assert name.split(".")[0] != "mpi4py", f"{module}:{line} imports {name}, but must know no MPI"
