@@ -54,23 +54,24 @@ no power of two, else 0. A message of m bytes costs α + m β, to combine m byte
 message and receives another at the same time.
 
 **Tables.** *Rounds* is the longest chain of rounds that wait for each other. *Bytes* is what the busiest rank
-sends or receives, whichever is more. *Combined* is what the busiest rank combines. *Cost* is the time until the
-last rank is done. *Rank order* says whether ranks are combined in order, as operations that do not commute need.
-*Lengths* says who must know the lengths of all blocks of a v-form; where only the root does, others know just
-their own. The bounds hold one by one: an algorithm need not be able to meet all of them at once.
+sends or receives, whichever is more. *Combined* is what the busiest rank combines. *Cost* is the time until
+the last rank is done, for the root for which that is longest. *Rank order* says whether ranks are combined in
+order, as operations that do not commute need. *Lengths* says who must know the lengths of all blocks of a
+v-form; where only the root does, others know just their own. The bounds hold one by one: an algorithm need
+not be able to meet all of them at once.
 
-**Before and after.** A row per rank, a letter per block: `b1` is block b as rank 1 brought it, `b012` the sum of
-those of ranks 0, 1 and 2, and `{draw.IDLE}` may be anything. The root is rank 0.
+**Before and after.** A row per rank, a letter per block: `b1` is block b as rank 1 brought it, `b012` the sum
+of those of ranks 0, 1 and 2, and `{draw.IDLE}` may be anything. The root is rank 0.
 
-**Schedules.** For {DRAWN} ranks and root 0, a row per round and a column per rank. Within a round all messages
-fly at once, and local work comes after them.
+**Schedules.** For {DRAWN} ranks and root 0, a row per round and a column per rank. Within a round all
+messages fly at once, and local work comes after them.
 
 ```text
 {draw.LEGEND}
 ```
 
-`python scripts/draw_schedule.py` draws any of them, for any number of ranks, root and segments, as text or as a
-picture.
+`python scripts/draw_schedule.py` draws any of them, for any number of ranks, root and segments, as text or as
+a picture.
 """
 
 
