@@ -26,7 +26,12 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import dlpack
-from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, UnknownDatatype
+from collectives.errors import (
+    InvalidArgument,
+    InvalidBuffer,
+    InvalidType,
+    UnknownDatatype,
+)
 
 __all__ = [
     "PAIRS",
@@ -165,9 +170,7 @@ _SMALL = frozenset(
     if isinstance(scalar, type) and issubclass(scalar, np.generic)
 )
 
-_by_handle: dict[
-    int, Element
-] = {}  # predefined datatypes; a handle means the same for the life of the process
+_by_handle: dict[int, Element] = {}  # predefined datatypes; a handle means the same for the life of the process
 _by_code: dict[str, Element] = {}
 _by_dtype: dict[np.dtype[Any], Element] = {}
 _plain: dict[np.dtype[Any], Element] = {}  # those of _by_dtype that lie dense in memory: the fast path
@@ -246,17 +249,16 @@ def _of_derived(datatype: MPI.Datatype, name: str) -> Element:
     A type without gaps may still list its parts in another order than memory does, so sizes alone prove
     nothing.
     """
-    size, (low, extent) = datatype.Get_size(), datatype.Get_extent()
+    size, (_, extent) = datatype.Get_size(), datatype.Get_extent()
     true_low, true_extent = datatype.Get_true_extent()
     dtype, dense = None, False
-    if low == true_low == 0 and size == extent == true_extent:
-        combiner = datatype.Get_envelope()[-1]
-        if combiner in (MPI.COMBINER_DUP, MPI.COMBINER_CONTIGUOUS):
-            base = datatype.Get_contents()[-1][0]
-            inner = element_of(base, name)
-            base.free()
-            dense = inner.dense
-            dtype = inner.dtype if combiner == MPI.COMBINER_DUP else None
+    combiner = datatype.Get_envelope()[-1]
+    if combiner in (MPI.COMBINER_DUP, MPI.COMBINER_CONTIGUOUS):
+        base = datatype.Get_contents()[-1][0]
+        inner = element_of(base, name)
+        base.free()
+        dense = inner.dense
+        dtype = inner.dtype if combiner == MPI.COMBINER_DUP else None
     return Element(dtype, datatype, size, extent, true_low, true_low + true_extent, dense)
 
 
@@ -276,9 +278,7 @@ def _of_code(code: object, name: str) -> Element:
 def _of_format(form: str, name: str) -> Element:
     native, foreign = "<>" if np.little_endian else "><"
     if form[:1] == foreign:
-        raise InvalidType(
-            MPI.ERR_TYPE, f"{name}: elements {form!r} are not in native byte order; convert a copy"
-        )
+        raise InvalidType(MPI.ERR_TYPE, f"{name}: elements {form!r} are not in native byte order; convert a copy")
     return _of_code(form[1:] if form[:1] in ("@", native) else form, name)
 
 
@@ -319,9 +319,7 @@ def _of_pair(dtype: np.dtype[Any], name: str) -> Element:
     for pair, (value, location) in PAIRS.items():
         aligned = np.dtype([("val", value), ("loc", location)], align=True)
         parts = [(field[0], field[1]) for field in (dtype.fields or {}).values()]
-        if dtype.itemsize == aligned.itemsize and parts == [
-            (f[0], f[1]) for f in (aligned.fields or {}).values()
-        ]:
+        if dtype.itemsize == aligned.itemsize and parts == [(f[0], f[1]) for f in (aligned.fields or {}).values()]:
             return element_of(getattr(MPI, pair), name)
     raise UnknownDatatype(
         MPI.ERR_TYPE,
@@ -360,9 +358,7 @@ def _memory(obj: Any, datatype: object, name: str, writable: bool) -> _Memory:
     """Find the memory of `obj` and the type of its elements: `datatype` unless that is None."""
     if obj is None or obj is MPI.BOTTOM:
         if datatype is None:
-            raise UnknownDatatype(
-                MPI.ERR_TYPE, f"{name}: MPI.BOTTOM or None as the array needs an explicit datatype"
-            )
+            raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: MPI.BOTTOM or None as the array needs an explicit datatype")
         return _Memory(0, 0, _element(datatype, name), False, False, None)
     element = None if datatype is None else _element(datatype, name)
     if isinstance(obj, _ndarray):
@@ -408,9 +404,7 @@ def _element(datatype: object, name: str) -> Element:
     return element_of(datatype, name) if isinstance(datatype, MPI.Datatype) else _of_code(datatype, name)
 
 
-def _cuda_array(
-    obj: Any, interface: dict[str, Any], element: Element | None, name: str, writable: bool
-) -> _Memory:
+def _cuda_array(obj: Any, interface: dict[str, Any], element: Element | None, name: str, writable: bool) -> _Memory:
     dtype = getattr(obj, "dtype", None)
     if not isinstance(dtype, np.dtype):
         dtype = np.dtype(interface["typestr"])
@@ -437,9 +431,7 @@ def _dlpack(obj: Any, element: Element | None, name: str, writable: bool) -> _Me
         raise _read_only(name, f"an object of type {type(obj).__name__!r}")
     if element is None:
         if tensor.dtype is None:
-            raise UnknownDatatype(
-                MPI.ERR_TYPE, f"{name}: elements of {type(obj).__name__!r} have no MPI datatype"
-            )
+            raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: elements of {type(obj).__name__!r} have no MPI datatype")
         element = _of_dtype(tensor.dtype, name)
     nbytes = prod(tensor.shape) * tensor.itemsize
     owner = (obj, tensor.capsule) if tensor.host else obj
@@ -670,9 +662,9 @@ def _blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
             raise InvalidArgument(MPI.ERR_COUNT, f"{name}: negative count {block}")
         if block > 0 and obj is None:
             raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: the array is None but the count is {block}")
-        if obj is not None and obj is not MPI.BOTTOM:
-            what = f"count {block}" if size == 1 else f"{size} blocks of {block}"
-            _fits(block * size, offset, memory, name, what)
+    if obj is not None and obj is not MPI.BOTTOM:  # inferred counts too: a datatype may reach beyond its extent
+        what = f"count {block}" if size == 1 else f"{size} blocks of {block}"
+        _fits(block * size, offset, memory, name, what)
     return _buffer(memory, memory.address + offset, block * size, block, None, None)
 
 

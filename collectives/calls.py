@@ -114,9 +114,7 @@ def _same_elements(sent: Buffer, count: int, received: Buffer, what: str) -> Non
 
 
 def _type(buffer: Buffer) -> str:
-    return (
-        str(buffer.dtype) if buffer.dtype is not None else f"of {buffer.itemsize} bytes, a derived datatype"
-    )
+    return str(buffer.dtype) if buffer.dtype is not None else f"of {buffer.itemsize} bytes, a derived datatype"
 
 
 def _block_bytes(buffer: Buffer) -> tuple[int, ...]:
@@ -169,9 +167,7 @@ def allreduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, rank: int, size: int) -> C
     source = target if is_in_place(sendbuf) else buffers.vector(sendbuf, "sendbuf")
     _same_elements(source, source.count, target, "a recvbuf")
     kernel = combine(op, source.dtype, source.datatype)
-    return Call(
-        "allreduce", (source.count,), _unit(source), source, target, {0: 0}, {0: 0}, 0, kernel, _identity(op)
-    )
+    return Call("allreduce", (source.count,), _unit(source), source, target, {0: 0}, {0: 0}, 0, kernel, _identity(op))
 
 
 def reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, rank: int, size: int) -> Call:
@@ -188,9 +184,7 @@ def reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, rank: int, size: i
         _same_elements(source, source.count, target, "a recvbuf")
     kernel = combine(op, source.dtype, source.datatype)
     takes: Blocks = {} if target is None else {0: 0}
-    return Call(
-        "reduce", (source.count,), _unit(source), source, target, {0: 0}, takes, root, kernel, _identity(op)
-    )
+    return Call("reduce", (source.count,), _unit(source), source, target, {0: 0}, takes, root, kernel, _identity(op))
 
 
 # ------------------------------------------------------------------------------------------ equal blocks

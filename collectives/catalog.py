@@ -54,9 +54,7 @@ class Algorithm(NamedTuple):
     def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float) -> float:
         """The cost by formula: rounds * alpha + n (beta's factor * beta + combined * gamma)."""
         path = evaluate(self.beta or self.volume, size)
-        return evaluate(self.rounds, size) * alpha + nbytes * (
-            path * beta + evaluate(self.combined, size) * gamma
-        )
+        return evaluate(self.rounds, size) * alpha + nbytes * (path * beta + evaluate(self.combined, size) * gamma)
 
 
 class Bound(NamedTuple):

@@ -1,5 +1,8 @@
 """`Communicator`: mpi4py's Intracomm with collectives of our own, from argument to wire."""
 
+# mypy: disable-error-code="override"
+# The collectives take two keywords more than mpi4py's and give requests of our own.
+
 from __future__ import annotations
 
 import atexit
@@ -14,7 +17,8 @@ from collectives.calls import Call
 from collectives.debug import Checker
 from collectives.errors import InvalidArgument, InvalidType
 from collectives.ops import is_commutative
-from collectives.plans import Plans
+from collectives.plans import NEW, Plans
+from collectives.point_to_point import PointToPoint
 from collectives.requests import Request, until
 from collectives.select import Choice
 from collectives.semantics import MEANINGS
@@ -33,7 +37,12 @@ def _close_all() -> None:
 atexit.register(_close_all)
 
 
-class Communicator(MPI.Intracomm):
+def _nothing_again(*_: Any) -> tuple[Any, ...]:
+    """In place of `Plans.again` where every call must take the long way."""
+    return NEW
+
+
+class Communicator(PointToPoint):
     """An intracommunicator whose collectives on arrays are Chorus's; all else is inherited from mpi4py.
 
     Making one is collective over `comm`. The two share their ranks and their point-to-point messages; the messages
@@ -86,6 +95,7 @@ class Communicator(MPI.Intracomm):
         plain = MPI.Intracomm(comm)
         self._plans: Plans | None = Plans(plain.Dup())
         self._checker = Checker(plain) if debug else None
+        self._again = self._plans.again if self._checker is None else _nothing_again
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
         self._number = max(_open, default=0) + 1
         _open[self._number] = self
@@ -112,12 +122,14 @@ class Communicator(MPI.Intracomm):
             raise InvalidArgument(MPI.ERR_COMM, "this communicator was freed")
         return self._plans
 
-    def _run(self, call: Call, algorithm: str, segments: int | None) -> None:
-        """Do a call now."""
+    def _run(
+        self, call: Call, algorithm: str, segments: int | None, known: tuple[Any, ...] = NEW, *arguments: Any
+    ) -> None:
+        """Do a call now; `known` and the arguments are for `Plans.again` to know it by."""
         plans, choice = self._living(), self._choose(call, algorithm, segments)
         if self._checker is not None:
             until(self._checker.check("blocking", call, choice))
-        plans.run(call, choice)
+        plans.run(call, choice, known, *arguments)
 
     def _begin(self, call: Call, algorithm: str, segments: int | None) -> Request:
         """Begin a call."""
@@ -152,15 +164,17 @@ class Communicator(MPI.Intracomm):
 
     def Barrier(self, *, algorithm: str = "auto", segments: int | None = None) -> None:
         """Return when everyone has come here."""
-        self._run(calls.barrier(), algorithm, segments)
+        known = self._again("barrier", None, None, MPI.SUM, 0, algorithm, segments)
+        if known:
+            self._run(calls.barrier(), algorithm, segments, known, None, None, MPI.SUM)
 
-    def Ibarrier(self, *, algorithm: str = "auto", segments: int | None = None) -> Request:  # type: ignore[override]
+    def Ibarrier(self, *, algorithm: str = "auto", segments: int | None = None) -> Request:
         """Begin `Barrier`."""
         return self._begin(calls.barrier(), algorithm, segments)
 
     def Barrier_init(
         self, info: MPI.Info = MPI.INFO_NULL, *, algorithm: str = "auto", segments: int | None = None
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Barrier` for many starts."""
         return self._bind(calls.barrier(), algorithm, segments)
 
@@ -175,11 +189,19 @@ class Communicator(MPI.Intracomm):
             The vector: read at the root, written elsewhere. Equally many bytes on all ranks.
         root : int
         """
-        self._run(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
+        known = self._again("broadcast", buf, buf, MPI.SUM, root, algorithm, segments)
+        if known:
+            self._run(
+                calls.broadcast(buf, root, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                buf,
+                buf,
+                MPI.SUM,
+            )
 
-    def Ibcast(
-        self, buf: Any, root: int = 0, *, algorithm: str = "auto", segments: int | None = None
-    ) -> Request:  # type: ignore[override]
+    def Ibcast(self, buf: Any, root: int = 0, *, algorithm: str = "auto", segments: int | None = None) -> Request:
         """Begin `Bcast`."""
         return self._begin(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
 
@@ -191,7 +213,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Bcast` for many starts."""
         return self._bind(calls.broadcast(buf, root, self._rank, self._size), algorithm, segments)
 
@@ -219,7 +241,17 @@ class Communicator(MPI.Intracomm):
             Predefined or of one's own; ranks are combined in order if it does not commute.
         root : int
         """
-        self._run(calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments)
+        known = self._again("reduce", sendbuf, recvbuf, op, root, algorithm, segments)
+        if known:
+            self._run(
+                calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                op,
+            )
 
     def Ireduce(
         self,
@@ -230,11 +262,9 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Reduce`."""
-        return self._begin(
-            calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments
-        )
+        return self._begin(calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments)
 
     def Reduce_init(
         self,
@@ -246,11 +276,9 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Reduce` for many starts."""
-        return self._bind(
-            calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments
-        )
+        return self._bind(calls.reduce(sendbuf, recvbuf, op, root, self._rank, self._size), algorithm, segments)
 
     # -------------------------------------------------------------------------------- Allreduce
 
@@ -274,7 +302,17 @@ class Communicator(MPI.Intracomm):
         op : MPI.Op
             Predefined or of one's own; ranks are combined in order if it does not commute.
         """
-        self._run(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+        known = self._again("allreduce", sendbuf, recvbuf, op, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                op,
+            )
 
     def Iallreduce(
         self,
@@ -284,7 +322,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Allreduce`."""
         return self._begin(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
 
@@ -297,7 +335,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Allreduce` for many starts."""
         return self._bind(calls.allreduce(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
 
@@ -322,7 +360,17 @@ class Communicator(MPI.Intracomm):
             One block; ``MPI.IN_PLACE`` at the root leaves its block where it is.
         root : int
         """
-        self._run(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+        known = self._again("scatter", sendbuf, recvbuf, MPI.SUM, root, algorithm, segments)
+        if known:
+            self._run(
+                calls.scatter(sendbuf, recvbuf, root, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                MPI.SUM,
+            )
 
     def Iscatter(
         self,
@@ -332,7 +380,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Scatter`."""
         return self._begin(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -345,7 +393,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Scatter` for many starts."""
         return self._bind(calls.scatter(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -370,7 +418,17 @@ class Communicator(MPI.Intracomm):
             p blocks at the root; not looked at elsewhere.
         root : int
         """
-        self._run(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
+        known = self._again("gather", sendbuf, recvbuf, MPI.SUM, root, algorithm, segments)
+        if known:
+            self._run(
+                calls.gather(sendbuf, recvbuf, root, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                MPI.SUM,
+            )
 
     def Igather(
         self,
@@ -380,7 +438,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Gather`."""
         return self._begin(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -393,15 +451,13 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Gather` for many starts."""
         return self._bind(calls.gather(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
     # -------------------------------------------------------------------------------- Allgather
 
-    def Allgather(
-        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
-    ) -> None:
+    def Allgather(self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None) -> None:
         """Collect a block of every rank in everyone's `recvbuf`, all blocks alike.
 
         Parameters
@@ -411,11 +467,21 @@ class Communicator(MPI.Intracomm):
         recvbuf : buffer
             p blocks.
         """
-        self._run(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+        known = self._again("allgather", sendbuf, recvbuf, MPI.SUM, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.allgather(sendbuf, recvbuf, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                MPI.SUM,
+            )
 
     def Iallgather(
         self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Allgather`."""
         return self._begin(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 
@@ -427,7 +493,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Allgather` for many starts."""
         return self._bind(calls.allgather(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 
@@ -453,9 +519,17 @@ class Communicator(MPI.Intracomm):
         op : MPI.Op
             Predefined or of one's own; ranks are combined in order if it does not commute.
         """
-        self._run(
-            calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
-        )
+        known = self._again("reduce_scatter_block", sendbuf, recvbuf, op, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                op,
+            )
 
     def Ireduce_scatter_block(
         self,
@@ -465,7 +539,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Reduce_scatter_block`."""
         return self._begin(
             calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
@@ -480,11 +554,9 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Reduce_scatter_block` for many starts."""
-        return self._bind(
-            calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments
-        )
+        return self._bind(calls.reduce_scatter_block(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
 
     # -------------------------------------------------------------------------------- Reduce_scatter
 
@@ -528,7 +600,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Reduce_scatter`."""
         return self._begin(
             calls.reduce_scatter(
@@ -548,7 +620,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Reduce_scatter` for many starts."""
         return self._bind(
             calls.reduce_scatter(
@@ -589,11 +661,9 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Scatterv`."""
-        return self._begin(
-            calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments
-        )
+        return self._begin(calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
     def Scatterv_init(
         self,
@@ -604,7 +674,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Scatterv` for many starts."""
         return self._bind(calls.scatterv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -639,7 +709,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Gatherv`."""
         return self._begin(calls.gatherv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
@@ -652,15 +722,13 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Gatherv` for many starts."""
         return self._bind(calls.gatherv(sendbuf, recvbuf, root, self._rank, self._size), algorithm, segments)
 
     # -------------------------------------------------------------------------------- Allgatherv
 
-    def Allgatherv(
-        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
-    ) -> None:
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None) -> None:
         """Collect a block of every rank in everyone's `recvbuf`, each block of its own length.
 
         Parameters
@@ -674,7 +742,7 @@ class Communicator(MPI.Intracomm):
 
     def Iallgatherv(
         self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Begin `Allgatherv`."""
         return self._begin(calls.allgatherv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 
@@ -686,7 +754,7 @@ class Communicator(MPI.Intracomm):
         *,
         algorithm: str = "auto",
         segments: int | None = None,
-    ) -> Request:  # type: ignore[override]
+    ) -> Request:
         """Bind `Allgatherv` for many starts."""
         return self._bind(calls.allgatherv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 
@@ -760,6 +828,7 @@ class Communicator(MPI.Intracomm):
             raise InvalidArgument(MPI.ERR_PENDING, f"{self._plans.under_way} collectives are still under way")
         self._plans.free()
         self._plans = None
+        self._again = _nothing_again
         if self._checker is not None:
             self._checker.free()
         _open.pop(self._number, None)

@@ -49,9 +49,7 @@ def record(form: str, call: Call, choice: Choice, rank: int) -> dict[str, Any]:
         facts["root"] = call.root
     if call.combine is not None:
         facts["dtype"] = str(call.unit)
-        facts["op"] = _PREDEFINED.get(
-            call.op, f"user-defined, {'' if call.combine.commutative else 'not '}commutative"
-        )
+        facts["op"] = _PREDEFINED.get(call.op, f"user-defined, {'' if call.combine.commutative else 'not '}commutative")
     if call.private:
         facts["kind"] = "blocks of any length"
     else:
@@ -114,9 +112,7 @@ def _compare(records: list[dict[str, Any]]) -> None:
         for other in records:
             rank = other["rank"]
             if other["lengths"] and other["lengths"][rank] != root["lengths"][rank]:
-                _refuse(
-                    root, other, f"bytes for rank {rank}: {root['lengths'][rank]} / {other['lengths'][rank]}"
-                )
+                _refuse(root, other, f"bytes for rank {rank}: {root['lengths'][rank]} / {other['lengths'][rank]}")
 
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -128,9 +128,10 @@ def read(obj: Any) -> Tensor:
 def _dtype(code: int, bits: int) -> np.dtype[Any] | None:
     if code == 6 and bits == 8:
         return np.dtype(np.bool_)
-    named = getattr(ml_dtypes, _NAMED.get((code, bits), ""), None)
+    named: Any = getattr(ml_dtypes, _NAMED.get((code, bits), ""), None)
     if named is not None:
-        return np.dtype(named)
+        dtype: np.dtype[Any] = np.dtype(named)
+        return dtype
     try:
         return np.dtype(f"{_KINDS[code]}{bits // 8}")
     except (KeyError, TypeError):

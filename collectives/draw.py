@@ -127,14 +127,11 @@ def meaning(collective: str, size: int, root: int = 0) -> str:
     """
     blocks = semantics.MEANINGS[collective].blocks(size)
     had: list[dict[int, Value]] = [
-        {block: ((rank, block),) for block in semantics.before(collective, rank, size, root)}
-        for rank in range(size)
+        {block: ((rank, block),) for block in semantics.before(collective, rank, size, root)} for rank in range(size)
     ]
     wanted = [semantics.after(collective, rank, size, root) for rank in range(size)]
     ranks = [["rank"], *([str(rank)] for rank in range(size))]
-    return "\n".join(
-        _rows([ranks, [["before"], *_states(had, blocks)], [["after"], *_states(wanted, blocks)]])
-    )
+    return "\n".join(_rows([ranks, [["before"], *_states(had, blocks)], [["after"], *_states(wanted, blocks)]]))
 
 
 def _states(states: Sequence[dict[int, Value]], blocks: int) -> list[list[str]]:

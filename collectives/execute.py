@@ -86,6 +86,8 @@ class Program:
 
     Attributes
     ----------
+    calls : tuple
+        Everything, in order; calling one after another is what `run` does.
     nbytes : int
         Memory that the program holds besides the user's.
     """
@@ -98,26 +100,36 @@ class Program:
         nbytes: int,
         keep: object,
     ) -> None:
-        self._calls = tuple(calls)
-        self._tests = tuple(tests)
-        self._position = len(self._calls)
+        self.calls = tuple(calls)
+        self._tests: tuple[Callable[[], bool] | None, ...] = tuple(tests)
+        self._first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
+        self._opening, self._rest = self.calls[: self._first], self.calls[self._first :]
+        self._position = len(self.calls)
         self._kept = [keep]
         self.wire = wire
         self.nbytes = nbytes
 
     def run(self) -> None:
         """Do everything, waiting where need be."""
-        for call in self._calls:
+        for call in self.calls:
             call()
 
     def start(self) -> None:
-        """Begin anew; goes as far as it can without waiting."""
-        self._position = 0
-        self.advance()
+        """Begin anew; goes up to the first wait."""
+        self._position = self._first
+        for call in self._opening:
+            call()
+
+    def finish(self) -> None:
+        """Do all that is left, waiting where need be."""
+        calls = self._rest if self._position == self._first else self.calls[self._position :]
+        for call in calls:
+            call()
+        self._position = len(self.calls)
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting; whether the end is reached."""
-        calls, tests, position = self._calls, self._tests, self._position
+        calls, tests, position = self.calls, self._tests, self._position
         try:
             while position < len(calls):
                 test = tests[position]
@@ -133,7 +145,7 @@ class Program:
     @property
     def done(self) -> bool:
         """Whether nothing is under way."""
-        return self._position == len(self._calls)
+        return self._position == len(self.calls)
 
     def keep(self, what: object) -> None:
         """Keep alive what the calls use, as long as the program is bound."""
@@ -141,10 +153,15 @@ class Program:
 
     def free(self) -> None:
         """Give back requests and memory."""
-        self._calls = self._tests = ()
+        self.calls = self._opening = self._rest = (_freed,)
+        self._tests = (None,)
         self._position = 0
         self._kept.clear()
         self.wire.free()
+
+
+def _freed() -> None:
+    raise RuntimeError("this program was freed")
 
 
 def bind(
@@ -202,9 +219,7 @@ class _Action(NamedTuple):
 class _Binder:
     """Emits the calls of one program, with the places of all chunks as they move."""
 
-    def __init__(
-        self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, xp: Any
-    ) -> None:
+    def __init__(self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, xp: Any) -> None:
         self.task, self.wire, self.combining = task, wire, combining
         self.calls: list[Callable[[], object]] = []
         self.tests: list[Callable[[], bool] | None] = []
@@ -362,9 +377,7 @@ class _Binder:
             message = self.wire.receive(step.peer, [self._piece(slot)] if cuts[index] else [])
             actions.append(_Action(message, calls, onto))
         return [
-            action._replace(
-                following=actions[index + slots].message if index + slots < len(actions) else None
-            )
+            action._replace(following=actions[index + slots].message if index + slots < len(actions) else None)
             for index, action in enumerate(actions)
         ]
 
@@ -373,8 +386,8 @@ class _Binder:
     ) -> tuple[list[Callable[[], object]], list[Place]]:
         homes, goals = self._homes(target), self._goals(target)
         self.home.update(zip(numbers(target), goals, strict=True))
-        rows = list(aligned(sources, homes, goals))
-        return [self._combine(*row, side) for row in rows], goals
+        rows = aligned(sources, homes, goals)
+        return [self._combine(source, home, goal, side) for source, home, goal in rows], goals
 
     def _combine(self, incoming: Place, mine: Place, goal: Place, side: Side) -> Callable[[], object]:
         if self.combining is None:

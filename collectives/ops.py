@@ -135,11 +135,7 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
 def _ufunc(rule: _Rule, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Callable[..., Any]:
     if dtype is None or kind(dtype) not in rule.kinds:
         _refuse(rule.name, dtype, datatype)
-    if (
-        datatype is not None
-        and datatype in (MPI.BYTE, MPI.PACKED)
-        and rule.name not in ("BAND", "BOR", "BXOR")
-    ):
+    if datatype is not None and datatype in (MPI.BYTE, MPI.PACKED) and rule.name not in ("BAND", "BOR", "BXOR"):
         _refuse(rule.name, dtype, datatype)
     probe = np.zeros(1, dtype)
     try:

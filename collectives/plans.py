@@ -20,7 +20,7 @@ from collectives.catalog import build
 from collectives.chunks import Layout, Place, even
 from collectives.errors import InvalidArgument
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
-from collectives.requests import Request, busy, until
+from collectives.requests import Request, under_way, until
 from collectives.select import Choice
 from collectives.semantics import MEANINGS
 from collectives.staging import stage
@@ -41,6 +41,8 @@ KEPT_BYTES = 1 << 28
 
 LINE = 64
 """Bytes to whose multiples a vector is cut where it is long enough."""
+
+_ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
 
 BLOCKING_TAG = 0
 """The tag of blocking calls, of which a communicator has one at a time; all others have one of their own."""
@@ -95,9 +97,7 @@ def _spans(call: Call) -> tuple[int, int]:
 
 def _stores(call: Call) -> bool:
     """Whether the call changes the target: the root of a broadcast has what it takes already."""
-    untouched = (
-        call.source is call.target and call.combine is None and call.takes.keys() <= call.brings.keys()
-    )
+    untouched = call.source is call.target and call.combine is None and call.takes.keys() <= call.brings.keys()
     return bool(call.takes) and not untouched
 
 
@@ -109,9 +109,7 @@ def _check_apart(call: Call) -> None:
         return
     ends = [span * call.unit.itemsize for span in _spans(call)]
     if all(ends) and source.address < target.address + ends[1] and target.address < source.address + ends[0]:
-        raise InvalidArgument(
-            MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE"
-        )
+        raise InvalidArgument(MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE")
 
 
 def _ends(call: Call) -> _Ends:
@@ -183,11 +181,47 @@ class Slots(NamedTuple):
 
 def drive(program: Program) -> None:
     """Run to the end; while other operations are under way, they go on too."""
-    if busy():
+    if under_way:
         program.start()
         until(program.advance)
     else:
         program.run()
+
+
+class Again(NamedTuple):
+    """A blocking call with the very same arguments: what to run, and the slots in the arrays' own shape."""
+
+    calls: tuple[Callable[[], object], ...]
+    load: np.ndarray | None
+    store: np.ndarray | None
+    program: Program
+    op: MPI.Op  # alive as long as this, so that its id stays its own
+    bound: Hashable
+
+
+NEW: tuple[Any, ...] = (None,)
+"""What `Plans.again` gives for arguments that it cannot know again."""
+
+_LARGE = 13
+"""Length of the key of a call that is known by its addresses too."""
+
+
+def _key_without(
+    name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+) -> tuple[Any, ...]:
+    """The key of a call in which an array is None or MPI.IN_PLACE."""
+    if sendbuf is None and recvbuf is None:
+        return name, id(op), root, algorithm, segments
+    sends, array = type(sendbuf) is _ndarray, sendbuf if type(sendbuf) is _ndarray else recvbuf
+    other = recvbuf if sends else sendbuf
+    if type(array) is not _ndarray or not (other is None or other is _IN_PLACE):
+        return NEW
+    if not sends and not array.flags.writeable:
+        return NEW
+    key = name, id(op), root, algorithm, segments, sends, other, array.shape, array.dtype
+    if array.nbytes > SLOT:
+        return (*key, _address(array), array.strides, None, None)
+    return key if array.flags.c_contiguous else NEW
 
 
 class Plans:
@@ -203,6 +237,7 @@ class Plans:
         self.comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._bound: dict[Hashable, Program | Slots] = {}
+        self._again: dict[tuple[Any, ...], Again] = {}
         self._idle: dict[Hashable, list[Program]] = {}
         self._lent: set[Program] = set()
         self._held = self._resting = self._calls = self._inits = 0
@@ -211,13 +246,79 @@ class Plans:
 
     # -------------------------------------------------------------------------------- the three forms
 
-    def run(self, call: Call, choice: Choice) -> Program | Slots | None:
-        """Do a blocking call; gives what was kept for the next one like it."""
+    def again(
+        self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+    ) -> tuple[Any, ...]:
+        """Do a blocking call that was done before with the same kind of arrays; this is the way of nearly all calls.
+
+        Returns an empty tuple if it is done, otherwise what `run` is to know it by the next time. Arrays that fit
+        slots are known by shape and dtype, larger ones also by where they lie.
+        """
+        if type(sendbuf) is not _ndarray or type(recvbuf) is not _ndarray:
+            key = _key_without(name, sendbuf, recvbuf, op, root, algorithm, segments)
+            if key is NEW:
+                return NEW
+        elif sendbuf.nbytes <= SLOT and recvbuf.nbytes <= SLOT:
+            flags = recvbuf.flags
+            if not (flags.c_contiguous and flags.writeable and sendbuf.flags.c_contiguous):
+                return NEW
+            s, r = sendbuf, recvbuf
+            key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
+        else:
+            if not recvbuf.flags.writeable:
+                return NEW
+            s, r = sendbuf, recvbuf
+            key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype,
+                   _address(s), s.strides, _address(r), r.strides)  # fmt: skip
+        known = self._again.get(key)
+        if known is None:
+            return key
+        calls, load, store, program, _, bound = known
+        try:
+            if load is not None:
+                load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
+            if under_way:
+                drive(program)
+            else:
+                for call in calls:
+                    call()
+        except BaseException:
+            self._forget(bound)
+            raise
+        if store is not None:
+            recvbuf[...] = store
+        return ()
+
+    def _know(self, known: tuple[Any, ...], sendbuf: Any, recvbuf: Any, op: MPI.Op, bound: Hashable) -> None:
+        """Remember that calls with such arguments are this program's."""
+        kept = self._bound.get(bound)
+        if known is NEW or kept is None or len(self._again) >= 4 * KEPT:
+            return
+        if (len(known) >= _LARGE) == isinstance(kept, Slots):
+            return  # known by shape only, but bound to an address; or the other way round
+        if isinstance(kept, Slots):
+            sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
+            load = _in_shape(kept.source, sent) if kept.loads else None
+            store = _in_shape(kept.target, recvbuf) if kept.stores else None
+            self._again[known] = Again(kept.program.calls, load, store, kept.program, op, bound)
+        else:
+            self._again[known] = Again(kept.calls, None, None, kept, op, bound)
+
+    def run(
+        self,
+        call: Call,
+        choice: Choice,
+        known: tuple[Any, ...] = NEW,
+        sendbuf: Any = None,
+        recvbuf: Any = None,
+        op: MPI.Op = MPI.SUM,
+    ) -> None:
+        """Do a blocking call; `known` and the arguments are those of `again`, to remember it by."""
         if _needs_staging(call):
             program = self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG))
             drive(program)
             program.free()
-            return None
+            return
         small = self._fits_slots(call)
         key = _key(call, choice, not small)
         kept = self._bound.get(key)
@@ -233,7 +334,7 @@ class Plans:
         except BaseException:
             self._forget(key)  # its messages may still be under way: never start them again
             raise
-        return kept
+        self._know(known, sendbuf, recvbuf, op, key)
 
     def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
         """Begin a non-blocking call."""
@@ -274,6 +375,7 @@ class Plans:
         for program in [program for program in self._lent if program.done]:
             program.free()
         self._bound.clear()
+        self._again.clear()
         self._idle.clear()
         self._lent.clear()
         self.comm.Free()
@@ -307,8 +409,7 @@ class Plans:
         if max(_spans(call)) * call.unit.itemsize > SLOT or call.moved >= 0:
             return False
         return all(
-            sum(call.lengths[block] for block in blocks) == _span(call, blocks)
-            for blocks in (call.brings, call.takes)
+            sum(call.lengths[block] for block in blocks) == _span(call, blocks) for blocks in (call.brings, call.takes)
         )
 
     def _bind_slots(self, call: Call, choice: Choice) -> Slots:
@@ -328,6 +429,8 @@ class Plans:
     def _forget(self, key: Hashable) -> Program:
         program = _program(self._bound.pop(key))
         self._held -= program.nbytes
+        for known in [known for known, again in self._again.items() if again.program is program]:
+            del self._again[known]
         return program
 
     def _rest(self, key: Hashable, program: Program) -> None:
@@ -348,6 +451,11 @@ class Plans:
     def _return(self, program: Program) -> None:
         self._lent.discard(program)
         program.free()
+
+
+def _in_shape(slot: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """The slot's memory as an array like the user's."""
+    return slot.view(np.uint8).view(array.dtype).reshape(array.shape)
 
 
 def _program(kept: Program | Slots) -> Program:

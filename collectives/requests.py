@@ -12,19 +12,16 @@ from mpi4py import MPI
 from collectives.errors import InvalidArgument
 from collectives.execute import Program
 
-_under_way: list[Request] = []
+under_way: list[Request] = []
+"""Every operation of this process that was begun and is not over."""
+
 _turn = threading.RLock()
-
-
-def busy() -> bool:
-    """Whether any operation is under way in this process."""
-    return bool(_under_way)
 
 
 def progress() -> None:
     """Move every operation that is under way as far as it goes without waiting."""
     with _turn:
-        for request in tuple(_under_way):
+        for request in tuple(under_way):
             request._advance()
 
 
@@ -83,22 +80,21 @@ class Request:
         InvalidArgument
             If it is, was freed, or comes from an ``I...`` method.
         """
-        self._check("Start")
-        if not self._persistent or self._active:
-            raise InvalidArgument(
-                MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts"
-            )
-        self.begin()
+        if self._active or self._freed or not self._persistent:
+            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
+        self._program.start()
+        self._active = True
+        under_way.append(self)
 
-    def begin(self, gate: Callable[[], bool] | None = None) -> None:
+    def begin(self, gate: Callable[[], bool] | None) -> None:
         """Go as far as possible without waiting; `gate` must open before anything is sent."""
         with _turn:
-            self._gate = gate
             self._active = True
-            _under_way.append(self)
+            self._gate = gate
+            under_way.append(self)
             if gate is None:
                 self._do(self._program.start)
-            self._advance()
+                self._advance()
 
     def _advance(self) -> None:
         if not self._active:
@@ -117,12 +113,12 @@ class Request:
             return act()
         except BaseException:
             self._active = False
-            _under_way.remove(self)
+            under_way.remove(self)
             raise
 
     def _end(self) -> None:
         self._active = False
-        _under_way.remove(self)
+        under_way.remove(self)
         if not self._persistent:
             self._release(self._program)
             self._keep = None
@@ -136,7 +132,15 @@ class Request:
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Return when the operation is over."""
-        self._check("Wait")
+        if not self._active:
+            self._check("Wait")
+            return True
+        if len(under_way) == 1 and self._persistent:  # nothing else to move: MPI may wait for us
+            with _turn:
+                under_way.remove(self)
+            self._active = False
+            self._program.finish()
+            return True
         until(lambda: not self._active)
         return True
 
@@ -188,8 +192,6 @@ def start_all(requests: Iterable[Request]) -> None:
     for request in several:
         request._check("Start")
         if not request._persistent or request._active:
-            raise InvalidArgument(
-                MPI.ERR_REQUEST, f"Start of {request!r}: only an idle persistent request starts"
-            )
+            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {request!r}: only an idle persistent request starts")
     for request in several:
-        request.begin()
+        request.Start()

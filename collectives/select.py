@@ -39,9 +39,7 @@ def choose(collective: str, size: int, nbytes: int, ordered: bool = False, priva
     private : bool
         Whether ranks know only their own block's length; `nbytes` must then not matter and is not looked at.
     """
-    able = {
-        name: entry for name, entry in catalog.CATALOG[collective].items() if _fits(entry, ordered, private)
-    }
+    able = {name: entry for name, entry in catalog.CATALOG[collective].items() if _fits(entry, ordered, private)}
     if private:
         return Choice(next(iter(able)))
     return Choice(min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN)))
@@ -60,9 +58,7 @@ def check(collective: str, algorithm: str, ordered: bool = False, private: bool 
             if private and not entry.private
             else "does not keep rank order, which an operation that does not commute needs"
         )
-        raise InvalidArgument(
-            MPI.ERR_ARG, f"algorithm: {algorithm!r} for {collective} {why}; able: {', '.join(able)}"
-        )
+        raise InvalidArgument(MPI.ERR_ARG, f"algorithm: {algorithm!r} for {collective} {why}; able: {', '.join(able)}")
 
 
 def _fits(entry: catalog.Algorithm, ordered: bool, private: bool) -> bool:

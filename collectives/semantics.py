@@ -91,9 +91,7 @@ MEANINGS: dict[str, Meaning] = {
         rooted=True,
     ),
     "allgather": Meaning(_per_rank, _own, lambda rank, size, root: {c: (c,) for c in range(size)}),
-    "reduce_scatter": Meaning(
-        _per_rank, _everything, lambda rank, size, root: {rank: range(size)}, reduces=True
-    ),
+    "reduce_scatter": Meaning(_per_rank, _everything, lambda rank, size, root: {rank: range(size)}, reduces=True),
     "allreduce": Meaning(
         _per_rank,
         _everything,

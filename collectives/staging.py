@@ -17,6 +17,7 @@ returns them when it has ended. Between the two only `host` is touched.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -75,9 +76,7 @@ class Packed:
         busy = buffer.nbytes > 0
         self._load, self._store = load and busy, store and busy
         self._keep = buffer.owner, np.zeros(1, np.uint8)
-        at = buffer.address or MPI.Get_address(
-            self._keep[1]
-        )  # MPI.BOTTOM: absolute places, seen from anywhere
+        at = buffer.address or MPI.Get_address(self._keep[1])  # MPI.BOTTOM: absolute places, seen from anywhere
         self._at = MPI.buffer.fromaddress(at, 1)
         assert buffer.datatype is not None, "elements without a datatype lie dense"
         datatype = MPI.Datatype(buffer.datatype)  # mpi4py makes new ones of the same class: not of a subclass
@@ -181,9 +180,7 @@ def _runs(buffer: Buffer) -> list[tuple[int, int, int]]:
         return [(0, 0, buffer.nbytes)]
     runs: list[tuple[int, int, int]] = []
     size = buffer.itemsize
-    for count, displ, start in zip(
-        buffer.counts, buffer.displs, accumulate(buffer.counts, initial=0), strict=False
-    ):
+    for count, displ, start in zip(buffer.counts, buffer.displs, accumulate(buffer.counts, initial=0), strict=False):
         there, here, nbytes = displ * size, start * size, count * size
         if runs and runs[-1][0] + runs[-1][2] == there:
             there, here, nbytes = runs[-1][0], runs[-1][1], runs.pop()[2] + nbytes
@@ -248,13 +245,13 @@ class _Cuda:
 
     def __init__(self, array: Any) -> None:
         try:
-            import cupy
+            cuda = import_module("cupy").cuda
         except ImportError as error:
             raise ImportError(
                 f"an array of type {type(array).__name__!r} lies on a device; reaching it needs CuPy: "
                 f"pip install cupy-cuda12x (or cupy-cuda13x)"
             ) from error
-        self._array, self._cuda = array, cupy.cuda
+        self._array, self._cuda = array, cuda
 
     def _stream(self) -> Any:
         """The stream that the array asks its consumers to follow, or else CuPy's current one."""

@@ -46,7 +46,6 @@ def _tell(step: Step) -> str:
             return f"Reduce of chunks {show(source)} into {show(target)} on the {side}"
         case Copy(source, target):
             return f"Copy of chunks {show(source)} to {show(target)}"
-    return repr(step)
 
 
 # ------------------------------------------------------------------------------------------ who meets whom
@@ -278,9 +277,7 @@ def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: 
             if found == expected:
                 continue
             if found is None or sorted(found) != list(expected):
-                raise ScheduleError(
-                    f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}"
-                )
+                raise ScheduleError(f"rank {rank} does not get chunk {chunk} as required: {_differs(expected, found)}")
             ordered = False
         if meaning.synchronises and heard[rank] != (1 << size) - 1:
             missing = [peer for peer in range(size) if not heard[rank] >> peer & 1]
@@ -297,9 +294,7 @@ def _differs(expected: Value, found: Value | None) -> str:
         return "it never arrives"
     lost: list[Term] = [term for term in expected if term not in found]
     foreign: list[Term] = [term for term in found if term not in expected]
-    parts = ([f"lacks {_terms(tuple(lost))}"] if lost else []) + (
-        [f"has {_terms(tuple(foreign))}"] if foreign else []
-    )
+    parts = ([f"lacks {_terms(tuple(lost))}"] if lost else []) + ([f"has {_terms(tuple(foreign))}"] if foreign else [])
     return " and ".join(parts) or f"terms added twice in {_terms(found)}"
 
 
@@ -309,7 +304,10 @@ def _differs(expected: Value, found: Value | None) -> str:
 class Network(Protocol):
     """What a message and an addition cost, in seconds and bytes."""
 
-    gamma: float
+    @property
+    def gamma(self) -> float:
+        """Seconds to combine a byte."""
+        ...
 
     def edge(self, source: int, target: int) -> tuple[float, float]:
         """(alpha, beta) from one rank to another."""
@@ -366,9 +364,7 @@ class Price(NamedTuple):
         return max(self.finish)
 
 
-def price(
-    schedules: Sequence[Schedule], layout: Layout, itemsize: int, network: Network, trace: bool = False
-) -> Price:
+def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network: Network, trace: bool = False) -> Price:
     """Play all ranks with clocks: full duplex, one port out and one port in.
 
     Parameters
@@ -405,9 +401,7 @@ def price(
             end = out[source.rank] = into[target.rank] = start + alpha + weight * beta
             ends[source] = end
             if trace:
-                events.append(
-                    Event("message", source.rank, target.rank, source.round, chunks, weight, start, end)
-                )
+                events.append(Event("message", source.rank, target.rank, source.round, chunks, weight, start, end))
         return ends[source]
 
     for event, rank, index in _causal(schedules, partners):

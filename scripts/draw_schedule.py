@@ -70,9 +70,7 @@ def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int) -
     crowd = max(map(len, labels.values()), default=1)
     width = max(5.0, 1.0 + across * max(0.95, 0.5 + 0.085 * longest))
     height = max(0.36, 0.15 * crowd) * size + 0.75
-    figure, axes = plt.subplots(
-        rows, 1, figsize=(width, rows * height + 0.8), squeeze=False, layout="constrained"
-    )
+    figure, axes = plt.subplots(rows, 1, figsize=(width, rows * height + 0.8), squeeze=False, layout="constrained")
     for row, axis in enumerate(axes[:, 0]):
         columns = range(row * across, min(rounds, (row + 1) * across))
         _lines(axis, size, columns, across)
@@ -149,9 +147,7 @@ def _messages(axis: Axes, messages: dict[Arrow, str], columns: range) -> None:
             )
 
 
-def _write(
-    axis: Axes, labels: dict[tuple[int, int], list[tuple[str, str]]], columns: range, crowd: int
-) -> None:
+def _write(axis: Axes, labels: dict[tuple[int, int], list[tuple[str, str]]], columns: range, crowd: int) -> None:
     """What arrives, beside the heads of the arrows."""
     for (target, column), texts in labels.items():
         if column not in columns:
@@ -199,9 +195,7 @@ def output(text: str) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--collective", required=True, choices=list(CATALOG), metavar="NAME", help=", ".join(CATALOG))
     add("--algorithm", required=True, metavar="NAME", help="one of the catalogue's for the collective")
@@ -219,9 +213,7 @@ def main() -> int:
     if size < 1:
         parser.error(f"--ranks must be at least 1, found {size}")
     if segments < 1 or (segments > 1 and collective == "barrier"):
-        parser.error(
-            f"--segments must be {'1 for a barrier' if segments > 1 else f'at least 1, found {segments}'}"
-        )
+        parser.error(f"--segments must be {'1 for a barrier' if segments > 1 else f'at least 1, found {segments}'}")
     if root is not None and not MEANINGS[collective].rooted:
         parser.error(f"--root: {collective} has no root")
     if not 0 <= (root or 0) < size:

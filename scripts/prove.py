@@ -20,7 +20,6 @@ from tqdm import tqdm
 from collectives import catalog, semantics
 from collectives.walk import Proof, ScheduleError, prove
 
-
 SEGMENTS = (1, 2, 3)
 """Into how many segments the data is cut in the proofs of few ranks."""
 
@@ -64,15 +63,11 @@ def check_costs(collective: str, name: str, size: int, done: Costs) -> None:
                 f"{what} {value} where the catalogue says {formula} = {catalog.evaluate(formula, size)}"
             )
         if size > 1 and value < catalog.evaluate(least, size):
-            raise ScheduleError(
-                f"{what} {value} is below the lower bound {least} = {catalog.evaluate(least, size)}"
-            )
+            raise ScheduleError(f"{what} {value} is below the lower bound {least} = {catalog.evaluate(least, size)}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-size", type=int, default=64, help="largest number of ranks (default 64)")
     parser.add_argument("--collective", action="append", choices=list(catalog.CATALOG), help="only this one")
     arguments = parser.parse_args()
@@ -105,9 +100,7 @@ def main() -> int:
         rows.append((collective, name, ordered, worst))
 
     size = arguments.max_size
-    print(
-        f"At {size} ranks, in rounds and in vectors of n bytes (of the busiest rank); bounds in brackets:\n"
-    )
+    print(f"At {size} ranks, in rounds and in vectors of n bytes (of the busiest rank); bounds in brackets:\n")
     print(f"{'collective':<16}{'algorithm':<20}{'rounds':>14}{'volume':>18}{'combined':>18}  rank order")
     for collective, name, ordered, worst in rows:
         bounds = [catalog.evaluate(formula, size) for formula in catalog.BOUNDS[collective]]
@@ -117,9 +110,7 @@ def main() -> int:
         order = "kept" if ordered and semantics.MEANINGS[collective].reduces else ""
         print(f"{collective:<16}{name:<20}{rounds:>14}{volume:>18}{combined:>18}  {order}".rstrip())
     seconds = time.perf_counter() - began
-    print(
-        f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {seconds:.0f} s"
-    )
+    print(f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {seconds:.0f} s")
     return 0
 
 

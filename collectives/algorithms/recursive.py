@@ -15,7 +15,7 @@ Allreduce on 5 ranks, a letter per rank::
 
 from __future__ import annotations
 
-from collectives.steps import Recv, RecvReduce, Rounds, Send, span
+from collectives.steps import Recv, RecvReduce, Round, Rounds, Send, span
 
 
 def allreduce(rank: int, size: int) -> Rounds:
@@ -38,8 +38,8 @@ def allreduce(rank: int, size: int) -> Rounds:
     while distance < power:
         other = place ^ distance
         peer = 2 * other if other < folded else other + folded
-        exchange = [Send(peer, everything), RecvReduce(peer, everything, "right" if peer > rank else "left")]
-        yield [] if idle else exchange
+        swap: Round = [Send(peer, everything), RecvReduce(peer, everything, "right" if peer > rank else "left")]
+        yield [] if idle else swap
         distance *= 2
     if folded:
         if idle:

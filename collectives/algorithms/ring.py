@@ -14,8 +14,10 @@ Reduce-scatter on 3 ranks; ``a1`` is chunk a of rank 1::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from collectives.algorithms import mst
-from collectives.steps import Recv, RecvReduce, Rounds, Send, one
+from collectives.steps import Recv, RecvReduce, Round, Rounds, Send, one
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
@@ -28,14 +30,20 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
         yield [Send(right, one((rank - step) % size)), RecvReduce(left, one((rank - step - 1) % size))]
 
 
+def _around(rank: int, size: int) -> Iterator[tuple[Send, Recv]]:
+    """Once round: what rank r sends in a round is what it received in the one before."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+    for step in range(size - 1):
+        yield Send(right, one((rank - step) % size)), Recv(left, one((rank - step - 1) % size))
+
+
 def allgather(rank: int, size: int) -> Rounds:
     """Chunk c leaves rank c and visits everyone to the right in turn.
 
     p-1 rounds: (p-1) alpha + (p-1)/p n beta.
     """
-    left, right = (rank - 1) % size, (rank + 1) % size
-    for step in range(size - 1):
-        yield [Send(right, one((rank - step) % size)), Recv(left, one((rank - step - 1) % size))]
+    for send, receive in _around(rank, size):
+        yield [send, receive]
 
 
 def allreduce(rank: int, size: int) -> Rounds:
@@ -53,8 +61,9 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
     ceil(log2 p) + p-1 rounds: (q + p-1) alpha + 2(p-1)/p n beta. (Chan et al. 2007, section 5.2.)
     """
     yield from mst.scatter(rank, size, root)
-    for send, receive in allgather(rank, size):
-        yield ([send] if send.peer != root else []) + ([receive] if rank != root else [])
+    for send, receive in _around(rank, size):
+        steps: Round = [send] if send.peer != root else []
+        yield [*steps, receive] if rank != root else steps
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:

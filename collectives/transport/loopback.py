@@ -54,9 +54,7 @@ class Hub:
 
 def _copy(source: _Message, target: _Message) -> None:
     if source.nbytes != target.nbytes:
-        raise ValueError(
-            f"a message of {source.nbytes} bytes met room for {target.nbytes}, pair {source.pair}"
-        )
+        raise ValueError(f"a message of {source.nbytes} bytes met room for {target.nbytes}, pair {source.pair}")
     data = b"".join(ctypes.string_at(*piece) for piece in source.pieces)
     for address, nbytes in target.pieces:
         ctypes.memmove(address, data, nbytes)

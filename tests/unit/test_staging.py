@@ -1,0 +1,206 @@
+"""Staging: strided data and device memory become plain bytes, and come back where they were."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fakes import Device, DeviceArray
+from mpi4py import MPI
+
+from collectives.buffers import PAIRS, blocks, blocks_v, vector
+from collectives.errors import InvalidBuffer
+from collectives.staging import OnDevice, Packed, device_of, stage
+
+
+def column():
+    return MPI.INT.Create_vector(3, 1, 4)  # the first column of a 3 x 4 matrix
+
+
+def columns():
+    vector_type = column()
+    resized = vector_type.Create_resized(0, 4)  # n of them: the first n columns
+    vector_type.Free()
+    return resized
+
+
+def swapped():
+    return MPI.INT.Create_indexed([1, 1], [1, 0])  # no gaps, but not in memory's order
+
+
+def backwards():
+    return MPI.INT.Create_resized(0, -4)
+
+
+TABLE = np.arange(12, dtype="i4").reshape(3, 4)
+CASES = [
+    (column, (1, 0), [0, 4, 8]),
+    (columns, (2, 1), [1, 5, 9, 2, 6, 10]),
+    (swapped, (2, 1), [3, 2, 5, 4]),
+]
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize(("make", "count", "expected"), CASES)
+def test_derived_datatypes_round_trip(make, count, expected, where):
+    datatype = make().Commit()
+    array = TABLE.copy() if where == "host" else DeviceArray(TABLE, Device())
+    buffer = vector([array, count, datatype], "recvbuf", writable=True)
+    assert not buffer.contiguous and buffer.device == (where == "device")
+    staged = stage(buffer, load=True, store=True)
+    staged.load()
+    assert staged.host.nbytes == buffer.nbytes
+    assert staged.host.view("i4").tolist() == expected
+
+    staged.host.view("i4")[:] = -np.arange(1, len(expected) + 1)
+    staged.store()
+    stored = array if where == "host" else array.get()
+    changed = TABLE.copy()
+    changed.reshape(-1)[expected] = -np.arange(1, len(expected) + 1)
+    np.testing.assert_array_equal(stored, changed)
+    staged.free()
+    staged.free()
+    datatype.Free()
+
+
+def test_negative_extent():
+    datatype = backwards().Commit()
+    x = np.arange(4, dtype="i4")
+    with pytest.raises(InvalidBuffer, match="8 bytes before the buffer"):
+        vector([x, 3, datatype], "sendbuf")
+    datatype.Free()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_pairs_travel_without_padding(pair):
+    datatype, (value, location) = getattr(MPI, pair), PAIRS[pair]
+    aligned = np.dtype([("val", value), ("loc", location)], align=True)
+    x = np.array([(1, 2), (3, 4), (5, 6)], aligned)
+    buffer = vector(x, "x", writable=True)
+    assert buffer.datatype == datatype and buffer.dtype.itemsize == buffer.itemsize == datatype.Get_size()
+    assert buffer.contiguous == (aligned.itemsize == datatype.Get_size())
+    staged = Packed(buffer, load=True, store=True)
+    staged.load()
+    assert staged.host.view(buffer.dtype).tolist() == x.tolist()
+    staged.host.view(buffer.dtype)["loc"] = 7
+    staged.store()
+    assert x.tolist() == [(1, 7), (3, 7), (5, 7)]
+
+
+def test_blocks_of_a_derived_datatype_lie_one_after_the_other():
+    datatype = columns().Commit()
+    buffer = blocks_v([TABLE.copy(), ([1, 0, 2], [3, 9, 0]), datatype], 3, "sendbuf")
+    staged = stage(buffer, load=True, store=False)
+    staged.load()
+    assert staged.host.view("i4").tolist() == [3, 7, 11, 0, 4, 8, 1, 5, 9]
+    datatype.Free()
+
+
+def test_absolute_addresses():
+    x, y = np.arange(3, dtype="i4"), np.arange(10, 13, dtype="i4")
+    places = [MPI.Get_address(x), MPI.Get_address(y) + 4]
+    datatype = MPI.INT.Create_hindexed([2, 1], places).Commit()
+    staged = stage(vector([MPI.BOTTOM, 1, datatype], "buf", writable=True), load=True, store=True)
+    staged.load()
+    assert staged.host.view("i4").tolist() == [0, 1, 11]
+    staged.host.view("i4")[:] = 7
+    staged.store()
+    assert x.tolist() == [7, 7, 2] and y.tolist() == [10, 7, 12]
+    datatype.Free()
+
+
+def test_the_datatype_may_be_freed_while_staged():
+    datatype = column().Commit()
+    staged = stage(vector([TABLE, 1, datatype], "sendbuf"), load=True, store=False)
+    datatype.Free()
+    staged.load()
+    assert staged.host.view("i4").tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize("dtype", ["f4", "c16", "?", "u1", "f2", ml_dtypes.bfloat16], ids=str)
+def test_device_arrays_round_trip(dtype):
+    values = np.arange(6).astype(dtype)
+    array = DeviceArray(values, Device())
+    buffer = vector(array, "recvbuf", writable=True)
+    assert buffer.device and buffer.contiguous and buffer.dtype == dtype and buffer.count == 6
+    assert buffer.owner is array and device_of(array) is array.device
+    staged = stage(buffer, load=True, store=True)
+    assert isinstance(staged, OnDevice)
+    staged.load()
+    np.testing.assert_array_equal(staged.host.view(dtype), values)
+    staged.host.view(dtype)[:] = values[::-1]
+    staged.store()
+    np.testing.assert_array_equal(array.get(), values[::-1])
+    n = values.nbytes
+    assert array.device.log == [("to_host", n), ("synchronize", 0), ("to_device", n), ("synchronize", 0)]
+
+
+@pytest.mark.parametrize(("load", "store"), [(True, False), (False, True), (False, False)])
+def test_only_the_copies_that_are_needed(load, store):
+    array = DeviceArray(np.arange(4.0), Device())
+    staged = stage(vector(array, "x"), load=load, store=store)
+    staged.load()
+    staged.store()
+    wanted = [("to_host", load), ("to_device", store)]
+    assert [kind for kind, _ in array.device.log if kind != "synchronize"] == [k for k, yes in wanted if yes]
+
+
+def test_adjacent_blocks_are_one_copy():
+    array = DeviceArray(np.arange(8, dtype="i4"), Device())
+    buffer = blocks_v([array, [2, 0, 1, 3], [4, 0, 6, 0], MPI.INT], 4, "sendbuf")
+    staged = stage(buffer, load=True, store=False)
+    staged.load()
+    assert staged.host.view("i4").tolist() == [4, 5, 6, 0, 1, 2]
+    assert array.device.log == [("to_host", 12), ("to_host", 12), ("synchronize", 0)]
+
+
+def test_displacement_on_a_device():
+    array = DeviceArray(np.arange(8, dtype="i4"), Device())
+    staged = stage(blocks([array, (2, 3), MPI.INT], 2, "sendbuf"), load=True, store=False)
+    staged.load()
+    assert staged.host.view("i4").tolist() == [3, 4, 5, 6]
+
+
+def test_storing_between_gaps_on_a_device_keeps_them():
+    datatype = column().Commit()
+    array = DeviceArray(TABLE, Device())
+    staged = stage(vector([array, 1, datatype], "recvbuf", writable=True), load=False, store=True)
+    staged.load()
+    assert array.device.log == []
+    staged.host.view("i4")[:] = [-1, -2, -3]
+    staged.store()
+    expected = TABLE.copy()
+    expected[:, 0] = [-1, -2, -3]
+    np.testing.assert_array_equal(array.get(), expected)
+    datatype.Free()
+
+
+@pytest.mark.parametrize("array", ["host", "device"])
+def test_nothing(array):
+    datatype = column().Commit()
+    empty = np.zeros(0, "i4") if array == "host" else DeviceArray(np.zeros(0, "i4"), Device())
+    staged = stage(vector([empty, 0, datatype], "x", writable=True), load=True, store=True)
+    staged.load()
+    staged.store()
+    assert staged.host.nbytes == 0
+    datatype.Free()
+
+
+def test_device_arrays_that_cannot_be_used():
+    device = Device()
+    with pytest.raises(InvalidBuffer, match=r"recvbuf: the device array is read-only"):
+        vector(DeviceArray(np.zeros(3), device, readonly=True), "recvbuf", writable=True)
+    with pytest.raises(
+        InvalidBuffer, match=r"sendbuf: array of shape \(3,\), strides \(16,\) is not contiguous"
+    ):
+        vector(DeviceArray(np.zeros(3), device, strides=(16,)), "sendbuf")
+
+
+def test_the_fake_guards_its_memory():
+    array = DeviceArray(np.zeros(3), Device())
+    with pytest.raises(TypeError):
+        np.asarray(array)
+    with pytest.raises(TypeError):
+        memoryview(array)
+    with pytest.raises(RuntimeError, match="not on this device"):
+        array.device.to_host(array.device.pinned(8), 8)
+    with pytest.raises(RuntimeError, match="pinned"):
+        array.device.to_host(np.zeros(8, np.uint8), vector(array, "x").address)
