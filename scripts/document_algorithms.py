@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from collectives import Communicator, draw
+from collectives import Communicator, algorithms, draw
 from collectives.catalog import BOUNDS, CATALOG, Algorithm, build_all
 from collectives.semantics import MEANINGS
 
@@ -194,16 +194,17 @@ def page() -> str:
 
 def readme(text: str) -> str:
     """README.md with the table between the two marks made anew."""
+    methods: dict[tuple[str, ...], list[str]] = {}
+    for collective in METHODS:
+        for method in METHODS[collective]:
+            named = algorithms(method.lower() if method.endswith("v") else collective)
+            methods.setdefault((collective, *named), []).append(f"`{method}`")
     lines = [
-        [
-            ", ".join(f"`{method}`" for method in methods),
-            ", ".join(f"`{name}`" for name in CATALOG[collective]),
-        ]
-        for collective, methods in METHODS.items()
+        [", ".join(together), ", ".join(f"`{name}`" for name in named)] for (_, *named), together in methods.items()
     ]
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{rows(['collective', 'algorithms'], lines)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{rows(['method', 'algorithms'], lines)}\n{END}{after}"
 
 
 def main() -> int:
