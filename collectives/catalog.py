@@ -36,6 +36,8 @@ class Algorithm(NamedTuple):
         Whether values combine in rank order, as operations that do not commute need.
     private : bool
         Whether ranks other than the root touch no block but their own, and so need not know the others' lengths.
+    blocks : str
+        In how many blocks it cuts a vector. A formula.
     """
 
     generate: Callable[..., Rounds]
@@ -45,6 +47,7 @@ class Algorithm(NamedTuple):
     beta: str = ""
     ordered: bool = False
     private: bool = False
+    blocks: str = "p"
 
     @property
     def idea(self) -> str:
@@ -122,9 +125,13 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
 
 @lru_cache(maxsize=4096)
 def evaluate(formula: str, size: int) -> Fraction:
-    """The value of a formula for p = `size`: q = ceil(log2 p); odd = 0 if p is a power of two, else 1."""
+    """The value of a formula for p = `size`.
+
+    In it q is ceil(log2 p), P the largest power of two up to p, and odd is 0 if p is a power of two, else 1.
+    """
     q = (size - 1).bit_length()
-    names = {"p": Fraction(size), "q": q, "odd": int(size != 1 << q), "__builtins__": {}}
+    power = 1 << (size.bit_length() - 1)
+    names = {"p": Fraction(size), "P": Fraction(power), "q": q, "odd": int(size != power), "__builtins__": {}}
     return Fraction(eval(formula, names))  # the formulas are the constants above
 
 
@@ -153,13 +160,19 @@ def _entries(collective: str) -> Mapping[str, Algorithm]:
     return CATALOG[collective]
 
 
+def blocks(collective: str, name: str, size: int) -> int:
+    """In how many blocks the algorithm sees the data before it is cut in segments."""
+    meaning = MEANINGS[collective]
+    return int(evaluate(find(collective, name).blocks, size)) if meaning.vector else meaning.blocks(size)
+
+
 @lru_cache(maxsize=1024)
 def build(collective: str, name: str, rank: int, size: int, root: int = 0, segments: int = 1) -> Schedule:
     """The schedule of one rank, pipelined over `segments` of the data."""
     generate, meaning = find(collective, name).generate, MEANINGS[collective]
     rounds = generate(rank, size, root) if meaning.rooted else generate(rank, size)
     if segments > 1:
-        rounds = segmented(rounds, segments, meaning.blocks(size), meaning.vector)
+        rounds = segmented(rounds, segments, blocks(collective, name, size), meaning.vector)
     return freeze(rounds)
 
 

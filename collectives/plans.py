@@ -16,7 +16,7 @@ from mpi4py import MPI
 from collectives import buffers
 from collectives.buffers import Buffer
 from collectives.calls import Blocks, Call, staged
-from collectives.catalog import build
+from collectives.catalog import blocks, build
 from collectives.chunks import Layout, Place, even
 from collectives.errors import InvalidArgument
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
@@ -51,10 +51,12 @@ BLOCKING_TAG = 0
 def task(call: Call, choice: Choice, rank: int, size: int) -> Task:
     """The schedule of the choice, laid over the call's memory."""
     schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments)
-    itemsize, meaning = call.unit.itemsize, MEANINGS[call.collective]
+    itemsize = call.unit.itemsize
     memory = TARGET if call.source is call.target else SOURCE
-    if meaning.vector:
-        lengths = even(call.lengths[0], meaning.blocks(size) * choice.segments, max(1, LINE // itemsize))
+    if MEANINGS[call.collective].vector:
+        lengths = even(
+            call.lengths[0], blocks(call.collective, choice.algorithm, size) * choice.segments, max(1, LINE // itemsize)
+        )
         starts = dict(enumerate(Layout.packed(lengths).offsets))
         source = _places(memory, starts if call.brings else {}, lengths, 1)
         target = _places(TARGET, starts if call.takes else {}, lengths, 1)

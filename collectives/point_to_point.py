@@ -73,13 +73,15 @@ class PointToPoint(MPI.Intracomm):
         """As mpi4py's."""
         if not under_way:
             return super().send(obj, dest, tag)
-        return until(lambda request=self.isend(obj, dest, tag): request.test()[0])  # type: ignore[misc]
+        request = self.isend(obj, dest, tag)
+        return until(lambda: request.test()[0])
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """As mpi4py's."""
         if not under_way:
             return super().ssend(obj, dest, tag)
-        return until(lambda request=self.issend(obj, dest, tag): request.test()[0])  # type: ignore[misc]
+        request = self.issend(obj, dest, tag)
+        return until(lambda: request.test()[0])
 
     def recv(
         self,

@@ -24,10 +24,10 @@ class Meaning(NamedTuple):
     Attributes
     ----------
     blocks : size -> int
-        How many blocks the data has.
-    before : (rank, size, root) -> block numbers
+        How many blocks the data has. A vector may be cut in another number, by the algorithm's choice.
+    before : (rank, size, root, blocks) -> block numbers
         The blocks that the rank brings.
-    after : (rank, size, root) -> {block: ranks whose terms it holds}
+    after : (rank, size, root, blocks) -> {block: ranks whose terms it holds}
         The blocks that the rank must end with. All others may hold anything.
     rooted, reduces : bool
         Whether it has a root; whether it combines, so that an operation is needed.
@@ -38,8 +38,8 @@ class Meaning(NamedTuple):
     """
 
     blocks: Callable[[int], int]
-    before: Callable[[int, int, int], Iterable[int]]
-    after: Callable[[int, int, int], dict[int, Iterable[int]]]
+    before: Callable[[int, int, int, int], Iterable[int]]
+    after: Callable[[int, int, int, int], dict[int, Iterable[int]]]
     rooted: bool = False
     reduces: bool = False
     synchronises: bool = False
@@ -50,52 +50,75 @@ def _per_rank(size: int) -> int:
     return size
 
 
-def _everything(rank: int, size: int, root: int) -> range:
-    return range(size)
+def _per_pair(size: int) -> int:
+    return size * size
 
 
-def _at_root(rank: int, size: int, root: int) -> range:
-    return range(size) if rank == root else range(0)
+def _all(rank: int, size: int, root: int, blocks: int) -> range:
+    return range(blocks)
 
 
-def _own(rank: int, size: int, root: int) -> range:
+def _at_root(rank: int, size: int, root: int, blocks: int) -> range:
+    return range(blocks if rank == root else 0)
+
+
+def _own(rank: int, size: int, root: int, blocks: int) -> range:
     return range(rank, rank + 1)
 
 
-def _nothing(rank: int, size: int, root: int) -> range:
+def _none(rank: int, size: int, root: int, blocks: int) -> range:
     return range(0)
 
 
 MEANINGS: dict[str, Meaning] = {
-    "barrier": Meaning(_per_rank, _nothing, lambda rank, size, root: {}, synchronises=True),
+    "barrier": Meaning(_per_rank, _none, lambda rank, size, root, blocks: {}, synchronises=True),
     "broadcast": Meaning(
         _per_rank,
         _at_root,
-        lambda rank, size, root: {c: (root,) for c in range(size)},
+        lambda rank, size, root, blocks: {c: (root,) for c in range(blocks)},
         rooted=True,
         vector=True,
     ),
     "reduce": Meaning(
         _per_rank,
-        _everything,
-        lambda rank, size, root: {c: range(size) for c in range(size)} if rank == root else {},
+        _all,
+        lambda rank, size, root, blocks: {c: range(size) for c in range(blocks)} if rank == root else {},
         rooted=True,
         reduces=True,
         vector=True,
     ),
-    "scatter": Meaning(_per_rank, _at_root, lambda rank, size, root: {rank: (root,)}, rooted=True),
+    "scatter": Meaning(_per_rank, _at_root, lambda rank, size, root, blocks: {rank: (root,)}, rooted=True),
     "gather": Meaning(
         _per_rank,
         _own,
-        lambda rank, size, root: {c: (c,) for c in range(size)} if rank == root else {},
+        lambda rank, size, root, blocks: {c: (c,) for c in range(size)} if rank == root else {},
         rooted=True,
     ),
-    "allgather": Meaning(_per_rank, _own, lambda rank, size, root: {c: (c,) for c in range(size)}),
-    "reduce_scatter": Meaning(_per_rank, _everything, lambda rank, size, root: {rank: range(size)}, reduces=True),
+    "allgather": Meaning(_per_rank, _own, lambda rank, size, root, blocks: {c: (c,) for c in range(size)}),
+    "reduce_scatter": Meaning(_per_rank, _all, lambda rank, size, root, blocks: {rank: range(size)}, reduces=True),
     "allreduce": Meaning(
         _per_rank,
-        _everything,
-        lambda rank, size, root: {c: range(size) for c in range(size)},
+        _all,
+        lambda rank, size, root, blocks: {c: range(size) for c in range(blocks)},
+        reduces=True,
+        vector=True,
+    ),
+    "alltoall": Meaning(
+        _per_pair,
+        lambda rank, size, root, blocks: range(rank * size, (rank + 1) * size),
+        lambda rank, size, root, blocks: {source * size + rank: (source,) for source in range(size)},
+    ),
+    "scan": Meaning(
+        _per_rank,
+        _all,
+        lambda rank, size, root, blocks: {c: range(rank + 1) for c in range(blocks)},
+        reduces=True,
+        vector=True,
+    ),
+    "exscan": Meaning(
+        _per_rank,
+        _all,
+        lambda rank, size, root, blocks: {c: range(rank) for c in range(blocks)} if rank else {},
         reduces=True,
         vector=True,
     ),
@@ -103,17 +126,26 @@ MEANINGS: dict[str, Meaning] = {
 """Every collective by name. The keys are the names used everywhere else."""
 
 
-def before(collective: str, rank: int, size: int, root: int = 0, parts: int = 1) -> list[int]:
-    """Chunk numbers that `rank` brings when every block is cut in `parts` chunks."""
-    blocks = MEANINGS[collective].before(rank, size, root)
-    return [block * parts + part for block in blocks for part in range(parts)]
+def before(
+    collective: str, rank: int, size: int, root: int = 0, parts: int = 1, blocks: int | None = None
+) -> list[int]:
+    """Chunk numbers that `rank` brings when every block is cut in `parts` chunks.
+
+    `blocks` is the number of blocks that a vector is first cut in; other collectives have a number of their own.
+    """
+    meaning = MEANINGS[collective]
+    held = meaning.before(rank, size, root, blocks or meaning.blocks(size))
+    return [block * parts + part for block in held for part in range(parts)]
 
 
-def after(collective: str, rank: int, size: int, root: int = 0, parts: int = 1) -> dict[int, Value]:
-    """The value that each chunk must have at `rank` in the end, terms in rank order."""
-    blocks = MEANINGS[collective].after(rank, size, root)
+def after(
+    collective: str, rank: int, size: int, root: int = 0, parts: int = 1, blocks: int | None = None
+) -> dict[int, Value]:
+    """The value that each chunk must have at `rank` in the end, terms in rank order. Arguments as in `before`."""
+    meaning = MEANINGS[collective]
+    wanted = meaning.after(rank, size, root, blocks or meaning.blocks(size))
     return {
         chunk: tuple((origin, chunk) for origin in origins)
-        for block, origins in blocks.items()
+        for block, origins in wanted.items()
         for chunk in range(block * parts, (block + 1) * parts)
     }

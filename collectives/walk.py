@@ -190,7 +190,9 @@ class Proof(NamedTuple):
     combined: tuple[int, ...]
 
 
-def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: int = 1) -> Proof:
+def prove(
+    collective: str, schedules: Sequence[Schedule], root: int = 0, parts: int = 1, blocks: int | None = None
+) -> Proof:
     """Play all ranks with symbols and check that everyone ends with what the collective means.
 
     Parameters
@@ -201,6 +203,8 @@ def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: 
         One per rank.
     root, parts : int
         The root of a rooted collective; how many chunks each block is cut in.
+    blocks : int, optional
+        How many blocks a vector is cut in, if not one per rank.
 
     Raises
     ------
@@ -209,9 +213,10 @@ def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: 
     """
     size = len(schedules)
     meaning = semantics.MEANINGS[collective]
-    count = meaning.blocks(size) * parts
+    blocks = blocks or meaning.blocks(size)
+    count = blocks * parts
     state: list[dict[int, Value]] = [
-        {chunk: ((rank, chunk),) for chunk in semantics.before(collective, rank, size, root, parts)}
+        {chunk: ((rank, chunk),) for chunk in semantics.before(collective, rank, size, root, parts, blocks)}
         for rank in range(size)
     ]
     heard = [1 << rank for rank in range(size)]
@@ -272,7 +277,7 @@ def prove(collective: str, schedules: Sequence[Schedule], root: int = 0, parts: 
 
     ordered = True
     for rank in range(size):
-        for chunk, expected in semantics.after(collective, rank, size, root, parts).items():
+        for chunk, expected in semantics.after(collective, rank, size, root, parts, blocks).items():
             found = state[rank].get(chunk)
             if found == expected:
                 continue

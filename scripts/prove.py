@@ -38,9 +38,8 @@ Costs: TypeAlias = tuple[Fraction, ...]
 """Rounds, volume, combined."""
 
 
-def costs(collective: str, size: int, proof: Proof) -> Costs:
+def costs(blocks: int, proof: Proof) -> Costs:
     """What one schedule does, volumes in vectors of the busiest rank."""
-    blocks = semantics.MEANINGS[collective].blocks(size)
     return (
         Fraction(proof.rounds),
         Fraction(max(*proof.sent, *proof.received), blocks),
@@ -80,16 +79,17 @@ def main() -> int:
         ordered = True
         for size in range(1, arguments.max_size + 1):
             worst: Costs = (Fraction(0),) * 3
+            blocks = catalog.blocks(collective, name, size)
             try:
                 for root in roots(collective, size):
                     for segments in SEGMENTS if size <= 16 and collective != "barrier" else (1,):
                         where = f"{collective} {name}, {size} ranks, root {root}, {segments} segments"
                         schedules = catalog.build_all(collective, name, size, root, segments)
-                        proof = prove(collective, schedules, root, segments)
+                        proof = prove(collective, schedules, root, segments, blocks)
                         ordered &= proof.ordered
                         proved += 1
                         if segments == 1:
-                            worst = tuple(map(max, worst, costs(collective, size, proof)))
+                            worst = tuple(map(max, worst, costs(blocks, proof)))
                 check_costs(collective, name, size, worst)
             except ScheduleError as fault:
                 print(f"{where}: {fault}", file=sys.stderr)
