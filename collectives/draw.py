@@ -143,4 +143,6 @@ def _states(states: Sequence[dict[int, Value]], blocks: int) -> list[list[str]]:
 def _value(value: Value | None) -> str:
     if value is None:
         return IDLE
-    return chr(ord("a") + value[0][1]) + "".join(str(rank) for rank, _ in value)
+    block = value[0][1]
+    letter = chr(ord("a") + block) if block < 26 else f"({block})"
+    return letter + "".join(str(rank) for rank, _ in value)

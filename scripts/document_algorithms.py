@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from collectives import Communicator, algorithms, draw
-from collectives.catalog import BOUNDS, CATALOG, Algorithm, build_all
+from collectives.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
 from collectives.semantics import MEANINGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +32,9 @@ METHODS = {
     "allgather": ("Allgather", "Allgatherv"),
     "reduce_scatter": ("Reduce_scatter_block", "Reduce_scatter"),
     "allreduce": ("Allreduce",),
+    "alltoall": ("Alltoall", "Alltoallv"),
+    "scan": ("Scan",),
+    "exscan": ("Exscan",),
 }
 """The methods that run each collective of the catalogue; their docstrings say what it does."""
 
@@ -49,9 +52,9 @@ combined bytes on this page.
 
 ## How to read it
 
-**Letters.** p ranks; n bytes in the whole vector, or in all blocks together; q = ⌈log₂ p⌉; odd = 1 where p is
-no power of two, else 0. A message of m bytes costs α + m β, to combine m bytes costs m γ; a rank sends one
-message and receives another at the same time.
+**Letters.** p ranks; n bytes in the whole vector, or in all blocks together; q = ⌈log₂ p⌉; P the largest power of
+two up to p; odd = 0 if p is one, else 1. A message of m bytes costs α + m β, to combine m bytes costs m γ; a rank
+sends one message and receives another at the same time.
 
 **Tables.** *Rounds* is the longest chain of rounds that wait for each other. *Bytes* is what the busiest rank
 sends or receives, whichever is more. *Combined* is what the busiest rank combines. *Cost* is the time until
@@ -147,7 +150,8 @@ def bounds(collective: str) -> str:
 
 def table(collective: str) -> str:
     """The algorithms of a collective."""
-    reduces, v_forms = MEANINGS[collective].reduces, collective in ("scatter", "gather")
+    reduces = MEANINGS[collective].reduces
+    v_forms = any(entry.private for entry in CATALOG[collective].values())
     heads = ["algorithm", "idea", "rounds", "bytes", "combined", "cost", "rank order", "lengths", "source"]
     lines = [
         [
@@ -179,10 +183,9 @@ def chapter(collective: str) -> Iterator[str]:
         yield fenced(draw.meaning(collective, SMALL))
     yield f"{bounds(collective)}\n"
     yield table(collective)
-    count = meaning.blocks(DRAWN)
     for name, entry in CATALOG[collective].items():
         yield f"### {collective}: {name}\n\n{entry.idea}\n"
-        yield fenced(draw.table(build_all(collective, name, DRAWN), count))
+        yield fenced(draw.table(build_all(collective, name, DRAWN), blocks(collective, name, DRAWN)))
 
 
 def page() -> str:
@@ -195,7 +198,7 @@ def page() -> str:
 def readme(text: str) -> str:
     """README.md with the table between the two marks made anew."""
     methods: dict[tuple[str, ...], list[str]] = {}
-    for collective in METHODS:
+    for collective in CATALOG:
         for method in METHODS[collective]:
             named = algorithms(method.lower() if method.endswith("v") else collective)
             methods.setdefault((collective, *named), []).append(f"`{method}`")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from collectives import draw
-from collectives.catalog import CATALOG, build_all, find
+from collectives.catalog import CATALOG, blocks, build_all, find
 from collectives.semantics import MEANINGS
 from collectives.steps import Copy, Recv, Reduce, Schedule, Send
 from collectives.walk import match
@@ -220,7 +220,7 @@ def main() -> int:
         parser.error(f"--root must be a rank from 0 to {size - 1}, found {root}")
 
     schedules = build_all(collective, name, size, root or 0, segments)
-    count = MEANINGS[collective].blocks(size) * segments
+    count = blocks(collective, name, size) * segments
     title = f"{collective}, {name}, {size} ranks"
     title += f", root {root or 0}" if MEANINGS[collective].rooted else ""
     title += f", {segments} segments" if segments > 1 else ""
