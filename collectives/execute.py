@@ -27,6 +27,10 @@ SLOTS = 3
 """Segments of one message that may be on their way at a time: one lands while another is combined."""
 
 
+SHORT = 4096
+"""Bytes up to which messages need no receiver to be on their way: any MPI buffers them."""
+
+
 class Combining(Protocol):
     """A reduction ready to be bound: `bind(left, right, out)` gives the call that does out = left op right."""
 
@@ -278,8 +282,14 @@ class _Binder:
     def wait(self, messages: Sequence[Any]) -> None:
         """Go on when these messages have ended."""
         if messages:
-            self.calls.append(self.wire.waiting(messages))
-            self.tests.append(self.wire.testing(messages))
+            for wait, test in self.wire.waiting(messages):
+                self.calls.append(wait)
+                self.tests.append(test)
+
+    def start(self, messages: Sequence[Any]) -> None:
+        """Begin these messages."""
+        for call in self.wire.starting(messages) if messages else ():
+            self.do(call)
 
     def rounds(self) -> None:
         """All rounds. Chunks that stay as they were brought are copied home while the first messages fly."""
@@ -298,10 +308,12 @@ class _Binder:
         receives = [message for step in steps if isinstance(step, Recv) for message in self._received(step)]
         actions = self._actions(steps)
         arrivals = [action.message for action in actions if action.message is not None]
-        messages = [*receives, *arrivals, *(sent.message for sent in sends)]
+        leave = [sent.message for sent in sends]
+        messages = [*receives, *arrivals, *leave]
+        if sum(self._piece(place).nbytes for sent in sends for place in sent.places) <= SHORT:
+            messages = [*leave, *receives, *arrivals]  # they leave at once, so let them leave first
         following = {id(action.following) for action in actions}
-        if messages:
-            self.do(self.wire.starting([message for message in messages if id(message) not in following]))
+        self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:
             self.do(call)
         pending = {id(message): message for message in messages}
@@ -322,7 +334,7 @@ class _Binder:
             for call in action.calls:
                 self.do(call)
             if action.following is not None:
-                self.do(self.wire.starting([action.following]))
+                self.start([action.following])
         self._settle(pending, messages)
 
     def _settle(self, pending: dict[int, Any], messages: Iterable[Any]) -> None:
