@@ -90,8 +90,10 @@ class Program:
 
     Attributes
     ----------
-    calls : tuple
-        Everything, in order; calling one after another is what `run` does.
+    calls, opening, rest : tuple
+        Everything, in order, what `run` calls; its part up to the first wait, what `start` calls; and the rest.
+    position, first : int
+        Where in `calls` it stands, and the first wait, where it stands when it was started.
     nbytes : int
         Memory that the program holds besides the user's.
     """
@@ -106,9 +108,9 @@ class Program:
     ) -> None:
         self.calls = tuple(calls)
         self._tests: tuple[Callable[[], bool] | None, ...] = tuple(tests)
-        self._first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
-        self._opening, self._rest = self.calls[: self._first], self.calls[self._first :]
-        self._position = len(self.calls)
+        self.first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
+        self.opening, self.rest = self.calls[: self.first], self.calls[self.first :]
+        self.position = self.first
         self._kept = [keep]
         self.wire = wire
         self.nbytes = nbytes
@@ -119,21 +121,20 @@ class Program:
             call()
 
     def start(self) -> None:
-        """Begin anew; goes up to the first wait."""
-        self._position = self._first
-        for call in self._opening:
+        """Begin: goes up to the first wait. `finish`, or `advance` until it says so, must follow."""
+        for call in self.opening:
             call()
 
     def finish(self) -> None:
         """Do all that is left, waiting where need be."""
-        calls = self._rest if self._position == self._first else self.calls[self._position :]
+        calls = self.calls[self.position :]
+        self.position = self.first
         for call in calls:
             call()
-        self._position = len(self.calls)
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting; whether the end is reached."""
-        calls, tests, position = self.calls, self._tests, self._position
+        calls, tests, position = self.calls, self._tests, self.position
         try:
             while position < len(calls):
                 test = tests[position]
@@ -142,14 +143,10 @@ class Program:
                 elif not test():
                     return False
                 position += 1
+            position = self.first
             return True
         finally:
-            self._position = position
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is under way."""
-        return self._position == len(self.calls)
+            self.position = position
 
     def keep(self, what: object) -> None:
         """Keep alive what the calls use, as long as the program is bound."""
@@ -157,9 +154,8 @@ class Program:
 
     def free(self) -> None:
         """Give back requests and memory."""
-        self.calls = self._opening = self._rest = (_freed,)
+        self.calls = self.opening = self.rest = (_freed,)
         self._tests = (None,)
-        self._position = 0
         self._kept.clear()
         self.wire.free()
 

@@ -42,6 +42,9 @@ KEPT_BYTES = 1 << 28
 LINE = 64
 """Bytes to whose multiples a vector is cut where it is long enough."""
 
+_READY = 0x0401
+"""NumPy's flags of an array that is C-contiguous and writeable."""
+
 _ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
 
 BLOCKING_TAG = 0
@@ -190,15 +193,27 @@ def drive(program: Program) -> None:
         program.run()
 
 
+class Origin(NamedTuple):
+    """What a known call comes from: its program, under which key it is bound, and the operation, kept alive so that
+    its id stays its own."""
+
+    program: Program
+    bound: Hashable
+    op: MPI.Op
+
+
 class Again(NamedTuple):
-    """A blocking call with the very same arguments: what to run, and the slots in the arrays' own shape."""
+    """A blocking call with the very same arguments.
+
+    `calls` are the program's; `load` and `store` its slots in the arrays' own shape. Where the last call would combine
+    into the slot it is left out, and `finish` combines into the user's array at once.
+    """
 
     calls: tuple[Callable[[], object], ...]
     load: np.ndarray | None
     store: np.ndarray | None
-    program: Program
-    op: MPI.Op  # alive as long as this, so that its id stays its own
-    bound: Hashable
+    finish: Callable[[np.ndarray], object] | None
+    origin: Origin
 
 
 NEW: tuple[Any, ...] = (None,)
@@ -241,7 +256,7 @@ class Plans:
         self._bound: dict[Hashable, Program | Slots] = {}
         self._again: dict[tuple[Any, ...], Again] = {}
         self._idle: dict[Hashable, list[Program]] = {}
-        self._lent: set[Program] = set()
+        self._lent: set[Request] = set()
         self._held = self._resting = self._calls = self._inits = 0
         bound = comm.Get_attr(MPI.TAG_UB)
         self._tags = (32767 if bound is None else int(bound)) // 2
@@ -261,8 +276,7 @@ class Plans:
             if key is NEW:
                 return NEW
         elif sendbuf.nbytes <= SLOT and recvbuf.nbytes <= SLOT:
-            flags = recvbuf.flags
-            if not (flags.c_contiguous and flags.writeable and sendbuf.flags.c_contiguous):
+            if recvbuf.flags.num & _READY != _READY or not sendbuf.flags.c_contiguous:
                 return NEW
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
@@ -275,19 +289,22 @@ class Plans:
         known = self._again.get(key)
         if known is None:
             return key
-        calls, load, store, program, _, bound = known
+        calls, load, store, finish, origin = known
         try:
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
             if under_way:
-                drive(program)
+                drive(origin.program)
+                finish = None
             else:
                 for call in calls:
                     call()
         except BaseException:
-            self._forget(bound)
+            self._forget(origin.bound)
             raise
-        if store is not None:
+        if finish is not None:
+            finish(recvbuf)
+        elif store is not None:
             recvbuf[...] = store
         return ()
 
@@ -298,13 +315,17 @@ class Plans:
             return
         if (len(known) >= _LARGE) == isinstance(kept, Slots):
             return  # known by shape only, but bound to an address; or the other way round
-        if isinstance(kept, Slots):
-            sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
-            load = _in_shape(kept.source, sent) if kept.loads else None
-            store = _in_shape(kept.target, recvbuf) if kept.stores else None
-            self._again[known] = Again(kept.program.calls, load, store, kept.program, op, bound)
-        else:
-            self._again[known] = Again(kept.calls, None, None, kept, op, bound)
+        if not isinstance(kept, Slots):
+            self._again[known] = Again(kept.calls, None, None, None, Origin(kept, bound, op))
+            return
+        sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
+        load = _in_shape(kept.source, sent) if kept.loads else None
+        store = _in_shape(kept.target, recvbuf) if kept.stores else None
+        calls = kept.program.calls
+        finish = _finisher(calls, store)
+        if finish is not None:
+            calls = calls[:-1]
+        self._again[known] = Again(calls, load, store, finish, Origin(kept.program, bound, op))
 
     def run(
         self,
@@ -354,8 +375,8 @@ class Plans:
         wire = program.wire
         assert isinstance(wire, Immediate)
         wire.tag = 1 + self._calls % (self._tags - 1)
-        self._lent.add(program)
         request = Request(call.collective, program, partial(self._rest, key), call)
+        self._lent.add(request)
         request.begin(gate)
         return request
 
@@ -365,8 +386,9 @@ class Plans:
         _check_apart(call)
         wire = Persistent(self.comm, self._tags + self._inits % self._tags)
         program = self._bind(call, choice, wire)
-        self._lent.add(program)
-        return Request(call.collective, program, self._return, call, persistent=True)
+        request = Request(call.collective, program, self._return, call, persistent=True)
+        self._lent.add(request)
+        return request
 
     def free(self) -> None:
         """Give everything back: programs, requests, and the private communicator. Collective."""
@@ -374,8 +396,8 @@ class Plans:
             _program(kept).free()
         for program in [program for programs in self._idle.values() for program in programs]:
             program.free()
-        for program in [program for program in self._lent if program.done]:
-            program.free()
+        for request in tuple(self._lent):
+            request.Free()
         self._bound.clear()
         self._again.clear()
         self._idle.clear()
@@ -385,7 +407,7 @@ class Plans:
     @property
     def under_way(self) -> int:
         """Operations that were begun and are not over."""
-        return sum(not program.done for program in self._lent)
+        return sum(request.active for request in self._lent)
 
     # -------------------------------------------------------------------------------- binding and keeping
 
@@ -431,13 +453,13 @@ class Plans:
     def _forget(self, key: Hashable) -> Program:
         program = _program(self._bound.pop(key))
         self._held -= program.nbytes
-        for known in [known for known, again in self._again.items() if again.program is program]:
+        for known in [known for known, again in self._again.items() if again.origin.program is program]:
             del self._again[known]
         return program
 
-    def _rest(self, key: Hashable, program: Program) -> None:
+    def _rest(self, key: Hashable, request: Request, program: Program) -> None:
         """A non-blocking call is over: keep its program for the next one like it."""
-        self._lent.discard(program)
+        self._lent.discard(request)
         if key is None:
             program.free()
             return
@@ -450,14 +472,27 @@ class Plans:
             if not self._idle[oldest]:
                 del self._idle[oldest]
 
-    def _return(self, program: Program) -> None:
-        self._lent.discard(program)
+    def _return(self, request: Request, program: Program) -> None:
+        self._lent.discard(request)
         program.free()
 
 
 def _in_shape(slot: np.ndarray, array: np.ndarray) -> np.ndarray:
     """The slot's memory as an array like the user's."""
     return slot.view(np.uint8).view(array.dtype).reshape(array.shape)
+
+
+def _finisher(
+    calls: tuple[Callable[[], object], ...], store: np.ndarray | None
+) -> Callable[[np.ndarray], object] | None:
+    """The last call with its result left open, if it is a ufunc that writes all of the slot and nothing else."""
+    last = calls[-1] if calls else None
+    if store is None or not isinstance(last, partial) or not isinstance(last.func, np.ufunc) or len(last.args) != 3:
+        return None
+    left, right, out = last.args
+    if (_address(out), out.nbytes, out.dtype) != (_address(store), store.nbytes, store.dtype):
+        return None
+    return partial(last.func, left.reshape(store.shape), right.reshape(store.shape))
 
 
 def _program(kept: Program | Slots) -> Program:

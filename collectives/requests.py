@@ -16,6 +16,7 @@ under_way: list[Request] = []
 """Every operation of this process that was begun and is not over."""
 
 _turn = threading.RLock()
+_take_turn, _end_turn = _turn.acquire, _turn.release  # half the price of a with statement
 
 
 def progress() -> None:
@@ -56,7 +57,7 @@ class Request:
         self,
         name: str,
         program: Program,
-        release: Callable[[Program], None],
+        release: Callable[[Request, Program], None],
         keep: object,
         persistent: bool = False,
     ) -> None:
@@ -84,7 +85,8 @@ class Request:
         if not self._startable:
             raise self._not_startable()
         self._startable = False
-        self._program.start()
+        for call in self._program.opening:
+            call()
         self._active = True
         under_way.append(self)
 
@@ -126,7 +128,7 @@ class Request:
         under_way.remove(self)
         self._startable = self._persistent
         if not self._persistent:
-            self._release(self._program)
+            self._release(self, self._program)
             self._keep = None
 
     def Test(self, status: MPI.Status | None = None) -> bool:
@@ -139,10 +141,16 @@ class Request:
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Return when the operation is over."""
         if self._active and self._persistent and len(under_way) == 1:  # nothing else to move: MPI may wait for us
-            with _turn:
-                under_way.clear()
+            _take_turn()
+            under_way.clear()
+            _end_turn()
             self._active = False
-            self._program.finish()
+            program = self._program
+            if program.position == program.first:  # as `finish` does it, without the call
+                for call in program.rest:
+                    call()
+            else:
+                program.finish()
             self._startable = True
             return True
         self._check("Wait")
@@ -157,7 +165,7 @@ class Request:
         self._freed, self._startable = True, False
         self._keep = None
         if self._persistent:
-            self._release(self._program)
+            self._release(self, self._program)
 
     start, test, wait, free = Start, Test, Wait, Free
 
