@@ -161,7 +161,7 @@ class _Raw:
 
 
 def _combining(call: Call) -> Combining | None:
-    if call.combine is not None and call.unit.kind == "V" and call.unit.names is None:
+    if call.combine is not None and call.unit.type is np.void and call.unit.names is None:  # bfloat16 is of kind V too
         return _Raw(call.combine)
     return call.combine
 

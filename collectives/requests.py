@@ -44,10 +44,10 @@ class Request:
     >>> from mpi4py import MPI
     >>> from collectives import Communicator
     >>> import numpy as np
-    >>> with Communicator(MPI.COMM_SELF) as comm:
-    ...     total = np.zeros(3)
-    ...     request = comm.Iallreduce(np.ones(3), total)
-    ...     request.Wait(), total.tolist()
+    >>> comm = Communicator(MPI.COMM_SELF)
+    >>> total = np.zeros(3)
+    >>> request = comm.Iallreduce(np.ones(3), total)
+    >>> request.Wait(), total.tolist()
     (True, [1.0, 1.0, 1.0])
     """
 

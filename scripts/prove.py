@@ -2,8 +2,8 @@
 
     python scripts/prove.py --max-size 64
 
-Needs no MPI. Roots are all of them up to 16 ranks and a sample above; up to 16 ranks every schedule is also proved when
-it is pipelined over 2 and 3 segments. Ends with a status other than 0 at the first fault.
+Runs in one process. Roots are all of them up to 16 ranks and a sample above; up to 16 ranks every schedule is also
+proved when it is pipelined over 2 and 3 segments. Ends with a status other than 0 at the first fault.
 """
 
 from __future__ import annotations
