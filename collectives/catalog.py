@@ -47,7 +47,8 @@ class Algorithm(NamedTuple):
     ordered : bool
         Whether values combine in rank order, as operations that do not commute need.
     private : bool
-        Whether ranks other than the root touch no block but their own, and so need not know the others' lengths.
+        Whether ranks other than the root touch no block but those they bring or take, and so need not know the others'
+        lengths.
     blocks : str
         In how many blocks it cuts a vector. A formula.
     """
@@ -150,9 +151,9 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
     },
     "alltoall": {
-        "pairwise": Algorithm(pairwise.alltoall, "p-1", "(p-1)/p"),
+        "pairwise": Algorithm(pairwise.alltoall, "p-1", "(p-1)/p", private=True),
         "bruck": Algorithm(pairwise.bruck_alltoall, "q", "hops/p"),
-        "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p"),
+        "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p", private=True),
     },
     "scan": {
         "linear": Algorithm(scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", ordered=True),

@@ -140,6 +140,10 @@ def _ends(call: Call) -> _Ends:
     spans, stores = _spans(call), _stores(call)
     if call.source is call.target:
         source = target = memory(call.target, spans[1], bool(call.brings), stores)
+    elif call.snapshot:
+        target = memory(call.target, spans[1], True, stores)
+        source = Memory.allocate(spans[0], call.unit)
+        first.append(partial(np.copyto, source.array, target.array[: spans[0]]))
     else:
         source = memory(call.source, spans[0], bool(call.brings), False)
         target = memory(call.target, spans[1], False, stores)
@@ -275,7 +279,10 @@ class Plans:
         if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
-            known = self._again.get(key)
+            try:
+                known = self._again.get(key)
+            except TypeError:  # a root or a name that cannot be looked up: the long way says what is wrong with it
+                return NEW
             if known is not None:
                 if r.flags.num & _READY != _READY or not s.flags.c_contiguous:
                     return NEW
@@ -286,7 +293,10 @@ class Plans:
                     return NEW
         else:
             key = _key_without(name, sendbuf, recvbuf, op, root, algorithm, segments)
-            known = self._again.get(key)
+            try:
+                known = self._again.get(key)
+            except TypeError:
+                return NEW
         if known is None:
             return key
         calls, load, store, finish, origin = known
@@ -347,8 +357,8 @@ class Plans:
         small = self._fits_slots(call)
         key = _key(call, choice, not small)
         kept = self._bound.get(key)
+        _check_apart(call)
         if kept is None:
-            _check_apart(call)
             kept = self._bind_slots(call, choice) if small else self._blocking(call, choice)
             self._keep(key, kept)
         try:
@@ -432,7 +442,7 @@ class Plans:
 
     def _fits_slots(self, call: Call) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
-        if max(_spans(call)) * call.unit.itemsize > SLOT or call.moved >= 0:
+        if max(_spans(call)) * call.unit.itemsize > SLOT or call.moved >= 0 or call.snapshot:
             return False
         return all(
             sum(call.lengths[block] for block in blocks) == _span(call, blocks) for blocks in (call.brings, call.takes)
