@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
 from collectives import semantics
@@ -175,7 +176,8 @@ class Proof(NamedTuple):
     ordered : bool
         Whether every reduced value has its terms in rank order, so that non-commutative operations come out right.
     rounds : int
-        Longest chain of rounds, over all ranks, that wait for each other.
+        Messages in the longest chain of those that wait for one another, through one port out and one in per rank:
+        the factor of alpha.
     messages : int
         Messages of all ranks together.
     sent, received, combined : tuple of int
@@ -220,10 +222,9 @@ def prove(
         for rank in range(size)
     ]
     heard = [1 << rank for rank in range(size)]
-    depth = [0] * size
     sent, received, combined = [0] * size, [0] * size, [0] * size
     partners = match(schedules, count)
-    begun: dict[tuple[int, int], tuple[int, int]] = {}
+    begun: dict[tuple[int, int], int] = {}
     flying: dict[Spot, list[Value]] = {}
 
     def read(spot: Spot, step: Step, chunks: Chunks) -> list[Value]:
@@ -246,13 +247,12 @@ def prove(
         steps = schedules[rank][index]
         if event == "begin":
             _check_hazards(rank, index, steps)
-            begun[rank, index] = depth[rank], heard[rank]
+            begun[rank, index] = heard[rank]
             for position, step in enumerate(steps):
                 if isinstance(step, Send):
                     spot = Spot(rank, index, position)
                     flying[spot] = read(spot, step, step.chunks)
                     sent[rank] += len(flying[spot])
-                    depth[rank] = max(depth[rank], begun[rank, index][0] + 1)
             continue
         arrived: dict[int, list[Value]] = {}
         for position, step in enumerate(steps):
@@ -260,9 +260,7 @@ def prove(
                 source = partners[Spot(rank, index, position)]
                 values = arrived[position] = flying.pop(source)
                 received[rank] += len(values)
-                its_depth, its_news = begun[source.rank, source.round]
-                depth[rank] = max(depth[rank], begun[rank, index][0] + 1, its_depth + 1)
-                heard[rank] |= its_news
+                heard[rank] |= begun[source.rank, source.round]
                 if isinstance(step, Recv):
                     state[rank].update(zip(numbers(step.chunks), values, strict=True))
         for position, step in enumerate(steps):
@@ -287,7 +285,8 @@ def prove(
         if meaning.synchronises and heard[rank] != (1 << size) - 1:
             missing = [peer for peer in range(size) if not heard[rank] >> peer & 1]
             raise ScheduleError(f"rank {rank} may leave before it has heard of ranks {missing}")
-    return Proof(ordered, max(depth), len(partners), tuple(sent), tuple(received), tuple(combined))
+    rounds = round(price(schedules, Layout.packed((0,) * count), 1, Uniform(1, 0, 0)).seconds)
+    return Proof(ordered, rounds, len(partners), tuple(sent), tuple(received), tuple(combined))
 
 
 def _terms(value: Value) -> str:
@@ -372,6 +371,9 @@ class Price(NamedTuple):
 def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network: Network, trace: bool = False) -> Price:
     """Play all ranks with clocks: full duplex, one port out and one port in.
 
+    A message flies when both its ranks have come to its round and its two ports are free; of several that could, the
+    one that is listed first. What a round combines is combined when its messages are there.
+
     Parameters
     ----------
     schedules : sequence of Schedule
@@ -382,57 +384,76 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
         Costs per edge.
     trace : bool
         Whether to record every message and combination.
+
+    Raises
+    ------
+    ScheduleError
+        If the ranks come to a standstill.
     """
-    size, count = len(schedules), len(layout.lengths)
-    partners = match(schedules, count)
-    leaving = {send: receive for receive, send in partners.items()}
-    clock = [0.0] * size
-    out, into = [0.0] * size, [0.0] * size  # when each rank's port is free again
-    began: dict[tuple[int, int], float] = {}
-    ends: dict[Spot, float] = {}
-    events: list[Event] = []
+    size = len(schedules)
+    partners = match(schedules, len(layout.lengths))
+    meets = {send: receive for receive, send in partners.items()} | partners
     weigh = _weigher(layout, itemsize)
+    clock = [0.0] * size  # of each rank: when its last round ended
+    out, into = [0.0] * size, [0.0] * size  # when its ports are free again
+    current = [-1] * size  # the round that it is in
+    open_messages = [0] * size  # of that round
+    ready: list[tuple[float, int, int, Spot]] = []  # sends that may fly: from when, place in the list, rank
+    events: list[Event] = []
 
-    def fly(source: Spot, target: Spot, chunks: Chunks) -> float:
-        if source not in ends:
-            alpha, beta = network.edge(source.rank, target.rank)
-            weight = weigh(chunks)
-            start = max(
-                began[source.rank, source.round],
-                began[target.rank, target.round],
-                out[source.rank],
-                into[target.rank],
-            )
-            end = out[source.rank] = into[target.rank] = start + alpha + weight * beta
-            ends[source] = end
-            if trace:
-                events.append(Event("message", source.rank, target.rank, source.round, chunks, weight, start, end))
-        return ends[source]
+    def begin(rank: int) -> None:
+        """Go to the next round that has messages; what can fly now gets ready."""
+        while current[rank] + 1 < len(schedules[rank]):
+            current[rank] += 1
+            index, steps = current[rank], schedules[rank][current[rank]]
+            mine = [i for i, step in enumerate(steps) if isinstance(step, (Send, Recv, RecvReduce))]
+            open_messages[rank] = len(mine)
+            for position in mine:
+                spot = Spot(rank, index, position)
+                other = meets[spot]
+                if current[other.rank] == other.round:
+                    send = spot if isinstance(steps[position], Send) else other
+                    heappush(ready, (max(clock[rank], clock[other.rank]), send.step, send.rank, send))
+            if mine:
+                return
+            combine(rank)
 
-    for event, rank, index in _causal(schedules, partners):
-        if event == "begin":
-            began[rank, index] = clock[rank]
+    def combine(rank: int) -> None:
+        """What the round combines, one after another."""
+        for step in schedules[rank][current[rank]]:
+            if isinstance(step, (RecvReduce, Reduce)):
+                chunks = step.chunks if isinstance(step, RecvReduce) else step.source
+                weight, start = weigh(chunks), clock[rank]
+                clock[rank] += weight * network.gamma
+                if trace:
+                    events.append(Event("combine", rank, rank, current[rank], chunks, weight, start, clock[rank]))
+
+    for rank in range(size):
+        begin(rank)
+    finished = list(clock)  # when the messages of the current round have ended
+    while ready:
+        earliest, place, rank, send = heappop(ready)
+        receive = meets[send]
+        start = max(earliest, out[send.rank], into[receive.rank])
+        if start > earliest:
+            heappush(ready, (start, place, rank, send))
             continue
-        done = clock[rank]
-        combining: list[tuple[float, Chunks]] = []
-        for position, step in enumerate(schedules[rank][index]):
-            spot = Spot(rank, index, position)
-            match step:
-                case Send(_, chunks):
-                    done = max(done, fly(spot, leaving[spot], chunks))
-                case Recv(_, chunks):
-                    done = max(done, fly(partners[spot], spot, chunks))
-                case RecvReduce(_, chunks, _):
-                    combining.append((fly(partners[spot], spot, chunks), chunks))
-                case Reduce(_, chunks, _):
-                    combining.append((clock[rank], chunks))
-        for arrival, chunks in combining:
-            start = max(done, arrival)
-            weight = weigh(chunks)
-            done = start + weight * network.gamma
-            if trace:
-                events.append(Event("combine", rank, rank, index, chunks, weight, start, done))
-        clock[rank] = done
+        chunks = schedules[send.rank][send.round][send.step].chunks  # type: ignore[union-attr]
+        alpha, beta = network.edge(send.rank, receive.rank)
+        weight = weigh(chunks)
+        end = out[send.rank] = into[receive.rank] = start + alpha + weight * beta
+        if trace:
+            events.append(Event("message", send.rank, receive.rank, send.round, chunks, weight, start, end))
+        for spot in (send, receive):
+            finished[spot.rank] = max(finished[spot.rank], end)
+            open_messages[spot.rank] -= 1
+            if not open_messages[spot.rank]:
+                clock[spot.rank] = finished[spot.rank]
+                combine(spot.rank)
+                finished[spot.rank] = clock[spot.rank]
+                begin(spot.rank)
+    if any(open_messages):
+        deque(_causal(schedules, partners), maxlen=0)  # names who waits for whom
     return Price(tuple(clock), tuple(sorted(events, key=lambda event: event.start)))
 
 

@@ -2,8 +2,8 @@
 
     python scripts/prove.py --max-size 64
 
-Needs no MPI. Roots are all of them up to 16 ranks and a sample above; up to 16 ranks every schedule is also proved when
-it is pipelined over 2 and 3 segments. Ends with a status other than 0 at the first fault.
+Runs in one process. Roots are all of them up to 16 ranks and a sample above; up to 16 ranks every schedule is also
+proved when it is pipelined over 2 and 3 segments. Ends with a status other than 0 at the first fault.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Costs: TypeAlias = tuple[Fraction, ...]
 """Rounds, volume, combined."""
 
 
-def costs(blocks: int, proof: Proof) -> Costs:
-    """What one schedule does, volumes in vectors of the busiest rank."""
+def costs(vector: int, proof: Proof) -> Costs:
+    """What one schedule does; volumes of the busiest rank, in vectors of so many blocks."""
     return (
         Fraction(proof.rounds),
-        Fraction(max(*proof.sent, *proof.received), blocks),
-        Fraction(max(proof.combined), blocks),
+        Fraction(max(*proof.sent, *proof.received), vector),
+        Fraction(max(proof.combined), vector),
     )
 
 
@@ -80,6 +80,7 @@ def main() -> int:
         for size in range(1, arguments.max_size + 1):
             worst: Costs = (Fraction(0),) * 3
             blocks = catalog.blocks(collective, name, size)
+            vector = semantics.vector(collective, size, blocks)
             try:
                 for root in roots(collective, size):
                     for segments in SEGMENTS if size <= 16 and collective != "barrier" else (1,):
@@ -89,7 +90,7 @@ def main() -> int:
                         ordered &= proof.ordered
                         proved += 1
                         if segments == 1:
-                            worst = tuple(map(max, worst, costs(blocks, proof)))
+                            worst = tuple(map(max, worst, costs(vector, proof)))
                 check_costs(collective, name, size, worst)
             except ScheduleError as fault:
                 print(f"{where}: {fault}", file=sys.stderr)
