@@ -44,10 +44,28 @@ def filled(rank, count, turn=0):
     return (np.arange(count) * 7 + rank * 13 + turn) % 251
 
 
+def begin(wire, messages):
+    """Start the messages."""
+    for start in wire.starting(messages):
+        start()
+
+
+def end(wire, messages):
+    """Wait for the messages."""
+    for wait, _ in wire.waiting(messages):
+        wait()
+
+
+def asking(wire, messages):
+    """What says whether all the messages have ended."""
+    waits = wire.waiting(messages)
+    return lambda: all([test() for _, test in waits])
+
+
 def swap(wire, messages):
     """Start the messages and wait for them."""
-    wire.starting(messages)()
-    wire.waiting(messages)()
+    begin(wire, messages)
+    end(wire, messages)
 
 
 def what_leaves_arrives(rank, size, wire):
@@ -67,11 +85,13 @@ def bound_messages_start_again_and_again(rank, size, wire):
         return
     mine, theirs = np.zeros(50, int), np.zeros(50, int)
     messages = [wire.receive(left, [piece(theirs)]), wire.send(right, [piece(mine)])]
-    start, wait = wire.starting(messages), wire.waiting(messages)
+    starts, waits = wire.starting(messages), wire.waiting(messages)
     for turn in range(20):
         mine[:] = filled(rank, 50, turn)
-        start()
-        wait()
+        for start in starts:
+            start()
+        for wait, _ in waits:
+            wait()
         assert (theirs == filled(left, 50, turn)).all()
 
 
@@ -108,10 +128,10 @@ def messages_match_in_the_order_in_which_they_start(rank, size, wire):
     sends = [wire.send(right, [piece(array)]) for array in mine]
     receives = [wire.receive(left, [piece(array)]) for array in theirs]
     order = [2, 0, 3, 1]
-    wire.starting([receives[i] for i in order])()
-    wire.starting([sends[i] for i in order[:2]])()
-    wire.starting([sends[i] for i in order[2:]])()
-    wire.waiting([*sends, *receives])()
+    begin(wire, [receives[i] for i in order])
+    begin(wire, [sends[i] for i in order[:2]])
+    begin(wire, [sends[i] for i in order[2:]])
+    end(wire, [*sends, *receives])
     for turn in range(4):
         assert (theirs[turn] == filled(left, 3, turn)).all()
 
@@ -136,12 +156,12 @@ def a_test_says_when_it_is_over(rank, size, wire):
     if rank == 1:
         go, message = wire.receive(0, [piece(leave)]), wire.send(0, [piece(data)])
         swap(wire, [go])
-        wire.starting([message])()
-        poll(wire.testing([message]))
+        begin(wire, [message])
+        poll(asking(wire, [message]))
         return
     message, go = wire.receive(1, [piece(data)]), wire.send(1, [piece(leave)])
-    over = wire.testing([message])
-    wire.starting([message])()
+    over = asking(wire, [message])
+    begin(wire, [message])
     assert not any(over() for _ in range(10))
     swap(wire, [go])
     poll(over)
@@ -162,9 +182,9 @@ def several_are_over_when_all_of_them_are(rank, size, wire):
         swap(wire, [two])
         return
     one, two, go = wire.receive(1, [piece(first)]), wire.receive(1, [piece(second)]), wire.send(1, [piece(leave)])
-    both = wire.testing([one, two])
-    wire.starting([one, two])()
-    wire.waiting([one])()
+    both = asking(wire, [one, two])
+    begin(wire, [one, two])
+    end(wire, [one])
     assert not both()
     swap(wire, [go])
     poll(both)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from wires import CONTRACT, piece, spmd
+from wires import CONTRACT, asking, begin, piece, spmd, swap
 
 from collectives.transport.loopback import Hub
 
@@ -16,24 +16,24 @@ def test_contract(program, size):
 def test_a_send_waits_for_its_receiver():
     wire, data = Hub(2).wire(0), np.zeros(3)
     message = wire.send(1, [piece(data)])
-    wire.starting([message])()
-    assert not wire.testing([message])()
+    begin(wire, [message])
+    assert not asking(wire, [message])()
 
 
 def test_data_is_read_when_it_leaves_and_not_when_it_is_bound():
     hub, data, room = Hub(2), np.zeros(3), np.ones(3)
     send, receive = hub.wire(0).send(1, [piece(data)]), hub.wire(1).receive(0, [piece(room)])
     data[:] = 5
-    hub.wire(0).starting([send])()
-    hub.wire(1).starting([receive])()
+    begin(hub.wire(0), [send])
+    begin(hub.wire(1), [receive])
     assert room.tolist() == [5, 5, 5]
 
 
 def test_a_message_that_does_not_fit_is_refused():
     hub, data, room = Hub(2), np.zeros(3), np.zeros(2)
-    hub.wire(0).starting([hub.wire(0).send(1, [piece(data)])])()
+    begin(hub.wire(0), [hub.wire(0).send(1, [piece(data)])])
     with pytest.raises(ValueError, match=r"a message of 24 bytes met room for 16, pair \(0, 1\)"):
-        hub.wire(1).starting([hub.wire(1).receive(0, [piece(room)])])()
+        begin(hub.wire(1), [hub.wire(1).receive(0, [piece(room)])])
 
 
 def test_a_deadlock_is_told_from_a_long_wait():
@@ -41,8 +41,7 @@ def test_a_deadlock_is_told_from_a_long_wait():
         if rank == 1:
             room = np.zeros(1)
             message = wire.receive(0, [piece(room)])
-            wire.starting([message])()
-            wire.waiting([message])()
+            swap(wire, [message])
 
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0.05 s for messages \[\(0, 1\)\]"):
         spmd(2, program, patience=0.05)

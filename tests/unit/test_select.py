@@ -5,7 +5,7 @@ import pytest
 from collectives import catalog, select
 from collectives.chunks import Layout, even
 from collectives.errors import InvalidArgument
-from collectives.select import BUILT_IN, Choice, choose
+from collectives.select import BUILT_IN, choose
 from collectives.semantics import MEANINGS
 from collectives.walk import price
 
@@ -40,12 +40,15 @@ def test_where_lengths_are_private_bytes_do_not_matter(collective):
     assert catalog.find(collective, choices.pop().algorithm).private
 
 
-def test_short_messages_take_few_rounds_and_long_ones_little_volume():
-    assert choose("allreduce", 8, 8) == Choice("recursive_doubling")
-    assert choose("allreduce", 8, 1 << 26) == Choice("ring")
-    assert choose("broadcast", 16, 8).algorithm == "mst"
-    assert choose("broadcast", 16, 1 << 26).algorithm == "ring"
-    assert choose("barrier", 16, 0).algorithm == "dissemination"
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_short_messages_take_few_rounds_and_long_ones_little_volume(collective):
+    for size in (8, 13, 64):
+        entries = catalog.CATALOG[collective]
+        short, long = (entries[choose(collective, size, nbytes).algorithm] for nbytes in (8, 1 << 34))
+        fewest = min(catalog.evaluate(entry.rounds, size) for entry in entries.values())
+        least = min(catalog.evaluate(entry.beta or entry.volume, size) for entry in entries.values())
+        assert catalog.evaluate(short.rounds, size) == fewest
+        assert catalog.evaluate(long.beta or long.volume, size) == least
 
 
 @pytest.mark.parametrize(
