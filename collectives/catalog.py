@@ -41,9 +41,9 @@ class Algorithm(NamedTuple):
     volume : str
         Vectors of n bytes that the busiest rank sends or receives, whichever is more.
     combined : str
-        Vectors that the busiest rank combines: the factor of n gamma.
-    beta : str
-        The factor of n beta on the critical path where that differs from `volume`.
+        Vectors that the busiest rank combines.
+    beta, gamma : str
+        The factors of n beta and n gamma on the critical path where they differ from `volume` and `combined`.
     ordered : bool
         Whether values combine in rank order, as operations that do not commute need.
     private : bool
@@ -58,6 +58,7 @@ class Algorithm(NamedTuple):
     volume: str = "0"
     combined: str = "0"
     beta: str = ""
+    gamma: str = ""
     ordered: bool = False
     private: bool = False
     blocks: str = "p"
@@ -68,9 +69,9 @@ class Algorithm(NamedTuple):
         return (self.generate.__doc__ or "").strip().splitlines()[0]
 
     def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float) -> float:
-        """The cost by formula: rounds * alpha + n (beta's factor * beta + combined * gamma)."""
-        path = evaluate(self.beta or self.volume, size)
-        return evaluate(self.rounds, size) * alpha + nbytes * (path * beta + evaluate(self.combined, size) * gamma)
+        """The cost by formula: alpha, n beta and n gamma times their factors."""
+        moved, added = evaluate(self.beta or self.volume, size), evaluate(self.gamma or self.combined, size)
+        return evaluate(self.rounds, size) * alpha + nbytes * (moved * beta + added * gamma)
 
 
 class Bound(NamedTuple):
@@ -112,7 +113,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", ordered=True),
         "mst": Algorithm(mst.reduce, "q", "q", "q", ordered=True),
         "ring": Algorithm(ring.reduce, "q+p-1", "2*(p-1)/p", "(p-1)/p"),
-        "chain": Algorithm(chain.reduce, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1"),
+        "chain": Algorithm(chain.reduce, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1"),
         "direct": Algorithm(direct.reduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
     },
     "scatter": {
@@ -156,11 +157,13 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p", private=True),
     },
     "scan": {
-        "linear": Algorithm(scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", ordered=True),
+        "linear": Algorithm(scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1", ordered=True),
         "doubling": Algorithm(scan.doubling_scan, "q", "q", "q", ordered=True),
     },
     "exscan": {
-        "linear": Algorithm(scan.linear_exscan, "p-1", "min(1,p-1)", "min(1,max(0,p-2))", beta="p-1", ordered=True),
+        "linear": Algorithm(
+            scan.linear_exscan, "p-1", "min(1,p-1)", "min(1,max(0,p-2))", beta="p-1", gamma="max(0,p-2)", ordered=True
+        ),
         "doubling": Algorithm(scan.doubling_exscan, "q", "q", "max(0,2*q-1)", ordered=True),
     },
 }

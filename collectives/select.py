@@ -10,6 +10,7 @@ from mpi4py import MPI
 from collectives import catalog
 from collectives.chunks import Layout, even
 from collectives.errors import InvalidArgument
+from collectives.semantics import vector
 from collectives.walk import Uniform, price
 
 BUILT_IN = Uniform(alpha=1.5e-6, beta=1 / 9e9, gamma=1 / 20e9)
@@ -82,6 +83,8 @@ def predict(collective: str, algorithm: str, size: int, nbytes: int, segments: i
     float
         Seconds from the common start until the last rank is done, for root 0.
     """
-    layout = Layout.packed(even(nbytes, catalog.blocks(collective, algorithm, size) * segments))
+    blocks = catalog.blocks(collective, algorithm, size)
+    held_by_all = nbytes * blocks // vector(collective, size, blocks)
+    layout = Layout.packed(even(held_by_all, blocks * segments))
     schedules = catalog.build_all(collective, algorithm, size, 0, segments)
     return price(schedules, layout, 1, BUILT_IN).seconds

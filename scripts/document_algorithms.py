@@ -52,7 +52,7 @@ combined bytes on this page.
 
 ## How to read it
 
-**Letters.** p ranks; n bytes in the whole vector, or in all blocks together; q = ⌈log₂ p⌉; P the largest power of
+**Letters.** p ranks; n bytes in the whole vector, or in all blocks that a rank can hold; q = ⌈log₂ p⌉; P the largest power of
 two up to p; odd = 0 if p is one, else 1. A message of m bytes costs α + m β, to combine m bytes costs m γ; a rank
 sends one message and receives another at the same time.
 
@@ -105,7 +105,7 @@ def cost(entry: Algorithm) -> str:
     terms = (
         times(entry.rounds, "α"),
         times(entry.beta or entry.volume, "n β"),
-        times(entry.combined, "n γ"),
+        times(entry.gamma or entry.combined, "n γ"),
     )
     return " + ".join(filter(None, terms))
 
