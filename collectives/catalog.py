@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from collectives.algorithms import (
+    census,
     chain,
     circulant,
     direct,
@@ -46,6 +47,8 @@ class Algorithm(NamedTuple):
         The factors of n beta and n gamma on the critical path where they differ from `volume` and `combined`.
     ordered : bool
         Whether values combine in rank order, as operations that do not commute need.
+    alike : bool
+        Whether all ranks get a sum by the same additions, and so with the same bits.
     private : bool
         Whether ranks other than the root touch no block but those they bring or take, and so need not know the others'
         lengths.
@@ -60,6 +63,7 @@ class Algorithm(NamedTuple):
     beta: str = ""
     gamma: str = ""
     ordered: bool = False
+    alike: bool = True
     private: bool = False
     blocks: str = "p"
 
@@ -148,6 +152,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "rabenseifner": Algorithm(
             halving.allreduce, "2*f+2*odd", "2*(P-1)/P+odd", "(P-1)/P+odd", beta="2*(P-1)/P+2*odd", blocks="P"
         ),
+        "census": Algorithm(census.allreduce, "q", "q", "q+ones-min(1,p-1)", alike=False),
         "circulant": Algorithm(circulant.allreduce, "2*q", "2*(p-1)/p", "(p-1)/p"),
         "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
     },
@@ -174,8 +179,8 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
 def evaluate(formula: str, size: int) -> Fraction:
     """The value of a formula for p = `size`.
 
-    In it q is ceil(log2 p), f is floor(log2 p), P = 2^f, hops the number of ones in all of 0 .. p-1 written in binary,
-    and odd is 0 if p is a power of two, else 1.
+    In it q is ceil(log2 p), f is floor(log2 p), P = 2^f, ones the number of ones in p-1 written in binary, hops that in
+    all of 0 .. p-1, and odd is 0 if p is a power of two, else 1.
     """
     q = (size - 1).bit_length()
     power = 1 << (size.bit_length() - 1)
@@ -186,6 +191,7 @@ def evaluate(formula: str, size: int) -> Fraction:
         "f": size.bit_length() - 1,
         "odd": int(size != power),
     }
+    names["ones"] = (size - 1).bit_count()
     names["hops"] = sum(distance.bit_count() for distance in range(size))
     names.update(min=min, max=max, __builtins__={})
     return Fraction(eval(formula, names))  # the formulas are the constants above

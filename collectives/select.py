@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def choose(collective: str, size: int, nbytes: int, ordered: bool = False, private: bool = False) -> Choice:
-    """The cheapest algorithm that can do it.
+    """The cheapest algorithm that can do it, and that gives all ranks the same bits.
 
     Parameters
     ----------
@@ -39,7 +39,8 @@ def choose(collective: str, size: int, nbytes: int, ordered: bool = False, priva
     private : bool
         Whether ranks know only their own block's length; `nbytes` must then not matter and is not looked at.
     """
-    able = {name: entry for name, entry in catalog.CATALOG[collective].items() if _fits(entry, ordered, private)}
+    entries = catalog.CATALOG[collective].items()
+    able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, private)}
     if private:
         return Choice(next(iter(able)))
     return Choice(min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN)))
