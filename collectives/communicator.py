@@ -1072,7 +1072,7 @@ def algorithms(collective: str) -> list[str]:
     Examples
     --------
     >>> algorithms("gatherv")
-    ['linear']
+    ['linear', 'direct']
     """
     base, private = _base(collective)
     return [name for name in catalog.names(base) if catalog.find(base, name).private or not private]

@@ -168,6 +168,17 @@ def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
 # ------------------------------------------------------------------------------------------ the proof
 
 
+class _Symbol(NamedTuple):
+    """What a chunk holds: its terms in order, and the number of the expression that joined them.
+
+    Two expressions have the same number if they differ at most in the order of operands, which no operation that
+    commutes can tell, down to the last bit.
+    """
+
+    terms: Value
+    expression: int
+
+
 class Proof(NamedTuple):
     """What was proved of a schedule, and what it moves. Volumes are in chunks.
 
@@ -175,6 +186,8 @@ class Proof(NamedTuple):
     ----------
     ordered : bool
         Whether every reduced value has its terms in rank order, so that non-commutative operations come out right.
+    alike : bool
+        Whether all ranks that get the same sum get it by the same additions, so that it has the same bits.
     rounds : int
         Messages in the longest chain of those that wait for one another, through one port out and one in per rank:
         the factor of alpha.
@@ -185,6 +198,7 @@ class Proof(NamedTuple):
     """
 
     ordered: bool
+    alike: bool
     rounds: int
     messages: int
     sent: tuple[int, ...]
@@ -217,30 +231,36 @@ def prove(
     meaning = semantics.MEANINGS[collective]
     blocks = blocks or meaning.blocks(size)
     count = blocks * parts
-    state: list[dict[int, Value]] = [
-        {chunk: ((rank, chunk),) for chunk in semantics.before(collective, rank, size, root, parts, blocks)}
+    state: list[dict[int, _Symbol]] = [
+        {
+            chunk: _Symbol(((rank, chunk),), rank * count + chunk)
+            for chunk in semantics.before(collective, rank, size, root, parts, blocks)
+        }
         for rank in range(size)
     ]
+    expressions: dict[frozenset[int], int] = {}
     heard = [1 << rank for rank in range(size)]
     sent, received, combined = [0] * size, [0] * size, [0] * size
     partners = match(schedules, count)
     begun: dict[tuple[int, int], int] = {}
-    flying: dict[Spot, list[Value]] = {}
+    flying: dict[Spot, list[_Symbol]] = {}
 
-    def read(spot: Spot, step: Step, chunks: Chunks) -> list[Value]:
+    def read(spot: Spot, step: Step, chunks: Chunks) -> list[_Symbol]:
         mine = state[spot.rank]
         try:
             return [mine[chunk] for chunk in numbers(chunks)]
         except KeyError as missing:
             raise ScheduleError(f"{_at(spot, step)}: the rank does not have chunk {missing}") from None
 
-    def join(spot: Spot, step: RecvReduce | Reduce, target: Chunks, values: list[Value]) -> None:
+    def join(spot: Spot, step: RecvReduce | Reduce, target: Chunks, values: list[_Symbol]) -> None:
         mine = state[spot.rank]
         for chunk, old, new in zip(numbers(target), read(spot, step, target), values, strict=True):
-            twice = set(old).intersection(new)
+            twice = set(old.terms).intersection(new.terms)
             if twice:
                 raise ScheduleError(f"{_at(spot, step)}: chunk {chunk} already has {_terms(tuple(twice))}")
-            mine[chunk] = new + old if step.side == "left" else old + new
+            terms = new.terms + old.terms if step.side == "left" else old.terms + new.terms
+            joined = frozenset((old.expression, new.expression))
+            mine[chunk] = _Symbol(terms, expressions.setdefault(joined, size * count + len(expressions)))
         combined[spot.rank] += len(values)
 
     for event, rank, index in _causal(schedules, partners):
@@ -254,7 +274,7 @@ def prove(
                     flying[spot] = read(spot, step, step.chunks)
                     sent[rank] += len(flying[spot])
             continue
-        arrived: dict[int, list[Value]] = {}
+        arrived: dict[int, list[_Symbol]] = {}
         for position, step in enumerate(steps):
             if isinstance(step, (Recv, RecvReduce)):
                 source = partners[Spot(rank, index, position)]
@@ -273,10 +293,14 @@ def prove(
                 case Copy(chunks, target):
                     state[rank].update(zip(numbers(target), read(spot, step, chunks), strict=True))
 
-    ordered = True
+    ordered = alike = True
+    seen: dict[tuple[int, int], int] = {}
     for rank in range(size):
         for chunk, expected in semantics.after(collective, rank, size, root, parts, blocks).items():
-            found = state[rank].get(chunk)
+            symbol = state[rank].get(chunk)
+            found = None if symbol is None else symbol.terms
+            if symbol is not None:
+                alike &= seen.setdefault((chunk, len(expected)), symbol.expression) == symbol.expression
             if found == expected:
                 continue
             if found is None or sorted(found) != list(expected):
@@ -286,7 +310,7 @@ def prove(
             missing = [peer for peer in range(size) if not heard[rank] >> peer & 1]
             raise ScheduleError(f"rank {rank} may leave before it has heard of ranks {missing}")
     rounds = round(price(schedules, Layout.packed((0,) * count), 1, Uniform(1, 0, 0)).seconds)
-    return Proof(ordered, rounds, len(partners), tuple(sent), tuple(received), tuple(combined))
+    return Proof(ordered, alike, rounds, len(partners), tuple(sent), tuple(received), tuple(combined))
 
 
 def _terms(value: Value) -> str:

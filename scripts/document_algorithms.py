@@ -52,11 +52,12 @@ combined bytes on this page.
 
 ## How to read it
 
-**Letters.** p ranks; n bytes in the whole vector, or in all blocks together; q = ⌈log₂ p⌉; P the largest power of
-two up to p; odd = 0 if p is one, else 1. A message of m bytes costs α + m β, to combine m bytes costs m γ; a rank
-sends one message and receives another at the same time.
+**Letters.** p ranks; n bytes in the whole vector, or in all blocks that a rank can hold; q = ⌈log₂ p⌉,
+f = ⌊log₂ p⌋, P = 2^f the largest power of two up to p; odd = 0 if p is one, else 1; hops the ones in all of 0 to
+p-1 written in binary. A message of m bytes costs α + m β, to combine m bytes costs m γ; a rank sends one message
+and receives another at the same time.
 
-**Tables.** *Rounds* is the longest chain of rounds that wait for each other. *Bytes* is what the busiest rank
+**Tables.** *Rounds* is the longest chain of messages that wait for each other. *Bytes* is what the busiest rank
 sends or receives, whichever is more. *Combined* is what the busiest rank combines. *Cost* is the time until
 the last rank is done, for the root for which that is longest. *Rank order* says whether ranks are combined in
 order, as operations that do not commute need. *Lengths* says who must know the lengths of all blocks of a
@@ -105,7 +106,7 @@ def cost(entry: Algorithm) -> str:
     terms = (
         times(entry.rounds, "α"),
         times(entry.beta or entry.volume, "n β"),
-        times(entry.combined, "n γ"),
+        times(entry.gamma or entry.combined, "n γ"),
     )
     return " + ".join(filter(None, terms))
 

@@ -76,7 +76,7 @@ def main() -> int:
     entries = [(collective, name) for collective in collectives for name in catalog.names(collective)]
     began, proved, rows = time.perf_counter(), 0, []
     for collective, name in tqdm(entries, desc="proving", unit="algorithm", disable=None):
-        ordered = True
+        ordered = alike = True
         for size in range(1, arguments.max_size + 1):
             worst: Costs = (Fraction(0),) * 3
             blocks = catalog.blocks(collective, name, size)
@@ -88,6 +88,7 @@ def main() -> int:
                         schedules = catalog.build_all(collective, name, size, root, segments)
                         proof = prove(collective, schedules, root, segments, blocks)
                         ordered &= proof.ordered
+                        alike &= proof.alike
                         proved += 1
                         if segments == 1:
                             worst = tuple(map(max, worst, costs(vector, proof)))
@@ -97,6 +98,9 @@ def main() -> int:
                 return 1
         if ordered < catalog.find(collective, name).ordered:
             print(f"{collective} {name} does not keep rank order, but the catalogue says so", file=sys.stderr)
+            return 1
+        if alike < catalog.find(collective, name).alike:
+            print(f"{collective} {name} gives ranks other bits, but the catalogue says the same", file=sys.stderr)
             return 1
         rows.append((collective, name, ordered, worst))
 

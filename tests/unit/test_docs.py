@@ -23,7 +23,7 @@ import collectives
 from collectives.catalog import CATALOG, build_all
 from collectives.catalog import blocks as blocks_of
 from collectives.chunks import Layout
-from collectives.semantics import MEANINGS
+from collectives.semantics import MEANINGS, vector
 from collectives.walk import Uniform, price
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,8 +230,8 @@ def test_costs_are_what_the_clock_says(collective, name):
     for size in range(1, 13):
         roots = range(size) if meaning.rooted else [0]
         schedules = [build_all(collective, name, size, root) for root in roots]
-        nbytes = blocks_of(collective, name, size)
-        layout = Layout.packed([1] * nbytes)
+        blocks = blocks_of(collective, name, size)
+        nbytes, layout = vector(collective, size, blocks), Layout.packed([1] * blocks)
         for network in (Uniform(1, 0, 0), Uniform(0, 1, 0), Uniform(0, 0, 1), Uniform(1024, 1, 1)):
             seconds = max(price(one, layout, 1, network).seconds for one in schedules)
             assert seconds == entry.seconds(size, nbytes, *network), (size, network)
