@@ -1035,7 +1035,7 @@ class Communicator(PointToPoint):
             raise InvalidArgument(MPI.ERR_PENDING, f"{self._plans.under_way} collectives are still under way")
         self._plans.free()
         self._plans = None
-        del self._again
+        self.__dict__.pop("_again", None)  # not there in debug mode
         if self._checker is not None:
             self._checker.free()
         _open.pop(self._number, None)

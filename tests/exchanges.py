@@ -255,6 +255,55 @@ def allgatherv(q):
     return _gathered_apart(q, rooted=False)
 
 
+def alltoall(q):
+    _, places, count = _blocks(q)
+    send, recv = q.room(count), q.room(count)
+    sent = lambda turn: q.brought(q.rank, count, turn)  # noqa: E731
+    got = lambda turn: np.concatenate([q.brought(r, count, turn)[places[q.rank]] for r in range(q.size)])  # noqa: E731
+    if q.in_place:
+        return Exchange([MPI.IN_PLACE, recv], [(recv, sent)], [(recv, got)])
+    return Exchange([send, recv], [(send, sent)], [(recv, got)])
+
+
+def alltoallv(q):
+    """From rank s to rank d go (s + d) % 3 * n / 2 elements: as many back, so that it can be done in place."""
+    lengths = [(q.rank + peer) % 3 * q.n // 2 for peer in range(q.size)]
+    displs = [sum(lengths[peer + 1 :]) + q.size - 1 - peer for peer in range(q.size)]
+    places = [slice(d, d + k) for d, k in zip(displs, lengths)]
+    count = sum(lengths) + q.size
+    send, recv = q.room(count), q.room(count)
+
+    def block(source, target, turn):
+        return q.brought(source * 3 + target, (source + target) % 3 * q.n // 2, turn)
+
+    out = lambda turn: _laid_out(q, turn, [block(q.rank, peer, turn) for peer in range(q.size)], places, count)  # noqa: E731
+    got = lambda turn: _laid_out(q, turn, [block(peer, q.rank, turn) for peer in range(q.size)], places, count)  # noqa: E731
+    if q.in_place:
+        return Exchange([MPI.IN_PLACE, [recv, (lengths, displs)]], [(recv, out)], [(recv, got)])
+    return Exchange([[send, (lengths, displs)], [recv, (lengths, displs)]], [(send, out)], [(recv, got)])
+
+
+def _scanned(q, upto):
+    exchange = allreduce(q)
+    mine = (lambda turn: q.brought(q.rank, q.n, turn)) if q.in_place else (lambda turn: _untouched(q))
+    exchange.outputs = [(exchange.args[1], (lambda turn: q.total(q.n, turn, upto)) if upto else mine)]
+    return exchange
+
+
+def _untouched(q):
+    room = q.room(q.n)
+    poison(room)
+    return room
+
+
+def scan(q):
+    return _scanned(q, q.rank + 1)
+
+
+def exscan(q):
+    return _scanned(q, q.rank)
+
+
 class Line(NamedTuple):
     """A method of the communicator: the name by which algorithms are asked for, and what it needs."""
 
@@ -281,6 +330,10 @@ TABLE = {
         Line("Scatterv", "scatterv", scatterv, rooted=True),
         Line("Gatherv", "gatherv", gatherv, rooted=True),
         Line("Allgatherv", "allgatherv", allgatherv),
+        Line("Alltoall", "alltoall", alltoall),
+        Line("Alltoallv", "alltoallv", alltoallv),
+        Line("Scan", "scan", scan, reduces=True),
+        Line("Exscan", "exscan", exscan, reduces=True),
     )
 }
 

@@ -13,9 +13,8 @@ from collectives.errors import InvalidArgument
 
 @pytest.fixture(scope="module")
 def checked(world):
-    comm = Communicator(world, debug=True)
-    yield comm
-    comm._close()
+    with Communicator(world, debug=True) as comm:
+        yield comm
 
 
 def numbers(n=4, dtype="f8"):
@@ -198,7 +197,7 @@ def test_the_environment_decides_where_nothing_is_said(world, monkeypatch, value
     for given, expected in ((None, on), (True, True), (False, False)):
         comm = Communicator(world, debug=given)
         assert (comm._checker is not None) == expected
-        comm._close()
+        comm.close()
 
 
 def test_reduce_scatter_without_counts(checked):

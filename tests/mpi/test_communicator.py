@@ -1,0 +1,225 @@
+"""A Communicator is an mpi4py communicator: what it makes is one too, and all the rest is as inherited."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator
+
+
+def works(comm):
+    total = np.zeros(3)
+    comm.Allreduce(np.full(3, comm.Get_rank() + 1.0), total)
+    assert (total == comm.Get_size() * (comm.Get_size() + 1) / 2).all()
+
+
+MAKERS = {
+    "Dup": lambda c: c.Dup(),
+    "Dup with info": lambda c: c.Dup(MPI.INFO_NULL),
+    "Dup_with_info": lambda c: c.Dup_with_info(MPI.INFO_NULL),
+    "Clone": lambda c: c.Clone(),
+    "Split": lambda c: c.Split(c.Get_rank() % 2, -c.Get_rank()),
+    "Split_type": lambda c: c.Split_type(MPI.COMM_TYPE_SHARED),
+    "Create": lambda c: c.Create(c.Get_group()),
+    "Create_group": lambda c: c.Create_group(c.Get_group()),
+    "constructor": lambda c: Communicator(MPI.Intracomm(c).Dup()),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_it_makes_is_one_too(comm, name):
+    made = MAKERS[name](comm)
+    assert type(made) is Communicator
+    works(made)
+    again = made.Dup()
+    assert type(again) is Communicator
+    works(again)
+    again.Free()
+    works(made)
+    request = made.Iallreduce(np.ones(2), np.zeros(2))
+    request.Wait()
+    bound = made.Bcast_init(np.ones(2))
+    bound.Start()
+    bound.Wait()
+    bound.Free()
+    made.Free()
+    assert made == MPI.COMM_NULL
+    works(comm)
+
+
+def test_ranks_of_a_split_are_ordered_by_key(comm):
+    rank, size = comm.Get_rank(), comm.Get_size()
+    made = comm.Split(0, -rank)
+    assert made.Get_rank() == size - 1 - rank
+    everyone = np.zeros(size, "i4")
+    made.Allgather(np.array([rank], "i4"), everyone)
+    assert everyone.tolist() == list(range(size - 1, -1, -1))
+    made.Free()
+
+
+def test_ranks_left_out_get_the_null_communicator(comm):
+    rank = comm.Get_rank()
+    made = comm.Split(MPI.UNDEFINED if rank else 0)
+    assert (made == MPI.COMM_NULL) == (rank > 0)
+    if made != MPI.COMM_NULL:
+        works(made)
+        made.Free()
+    group = comm.Get_group().Incl([0])
+    for create in (comm.Create, comm.Create_group):
+        if create == comm.Create_group and rank:
+            continue
+        made = create(group)
+        assert (made == MPI.COMM_NULL) == (rank > 0)
+        if made != MPI.COMM_NULL:
+            works(made)
+            made.Free()
+
+
+def test_a_communicator_of_some_while_the_others_work_too(comm):
+    """Two halves, each with collectives of its own under way at the same time as those of all."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    half = comm.Split(rank * 2 // size, rank)
+    inner, outer = np.zeros(5), np.zeros(5)
+    requests = [half.Iallreduce(np.ones(5), inner), comm.Iallreduce(np.ones(5), outer)]
+    for request in requests[:: -1 if rank % 2 else 1]:
+        request.Wait()
+    assert (inner == half.Get_size()).all() and (outer == size).all()
+    half.Free()
+
+
+def test_it_is_the_same_communicator_as_the_one_it_was_made_of(world, comm):
+    assert MPI.Comm.Compare(world, comm) == MPI.IDENT
+    assert (comm.rank, comm.size, comm.name) == (world.rank, world.size, world.name)
+    assert isinstance(comm, MPI.Intracomm)
+
+
+def test_close_and_with_leave_the_mpi_communicator_alone(world):
+    own = world.Dup()
+    with Communicator(own) as ours:
+        works(ours)
+    with pytest.raises(MPI.Exception, match="this communicator was freed"):
+        ours.Barrier()
+    ours.close()
+    assert own.allreduce(1) == world.size
+    own.Free()
+
+
+def test_the_mpi_s_own_communicators_are_not_freed(world):
+    ours = Communicator(world)
+    with pytest.raises(ValueError, match=r"MPI's own; close\(\) gives back"):
+        ours.Free()
+    works(ours)
+    ours.close()
+
+
+def test_lower_case_methods(comm):
+    rank, size = comm.Get_rank(), comm.Get_size()
+    assert comm.bcast({"root": rank} if rank == size - 1 else None, root=size - 1) == {"root": size - 1}
+    assert comm.allgather(rank) == list(range(size))
+    assert comm.allreduce(rank + 1) == size * (size + 1) // 2
+    assert comm.gather(rank) == (list(range(size)) if rank == 0 else None)
+    assert comm.scatter([str(r) for r in range(size)] if rank == 0 else None) == str(rank)
+    assert comm.alltoall([(rank, r) for r in range(size)]) == [(r, rank) for r in range(size)]
+    comm.barrier()
+
+
+def test_other_inherited_collectives(comm):
+    rank, size = comm.Get_rank(), comm.Get_size()
+    out, into = np.full(size, rank, "i4"), np.zeros(size, "i4")
+    types = [MPI.INT] * size
+    ones, places = [1] * size, [4 * r for r in range(size)]
+    comm.Alltoallw([out, (ones, places), types], [into, (ones, places), types])
+    assert into.tolist() == list(range(size))
+
+
+def test_windows(comm):
+    rank, size = comm.Get_rank(), comm.Get_size()
+    window = MPI.Win.Allocate(8, 8, comm=comm)
+    memory = np.frombuffer(window, "f8")
+    memory[0] = -1
+    window.Fence()
+    window.Put(np.array([float(rank)]), (rank + 1) % size)
+    window.Fence()
+    assert memory[0] == (rank - 1) % size
+    window.Free()
+
+
+def test_topologies_and_attributes(comm):
+    cart = comm.Create_cart([comm.Get_size()], periods=[True])
+    assert cart.Get_topo()[0] == [comm.Get_size()]
+    cart.Free()
+    key = MPI.Comm.Create_keyval()
+    comm.Set_attr(key, "here")
+    assert comm.Get_attr(key) == "here"
+    comm.Delete_attr(key)
+    MPI.Comm.Free_keyval(key)
+
+
+def test_our_messages_never_meet_the_user_s(comm):
+    """Receives from anyone with any tag are posted before collectives of every kind, and get only the user's message."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    left, right = (rank - 1) % size, (rank + 1) % size
+    boxes = [np.full(300, -1.0) for _ in range(3)]
+    posted = [comm.Irecv(box, MPI.ANY_SOURCE, MPI.ANY_TAG) for box in boxes]
+    everyone = np.zeros(size)
+    bound = comm.Allgather_init(np.array([float(rank)]), everyone)
+    for n in (1, 300, 3000):
+        for algorithm in ("linear", "mst", "ring"):
+            total = np.zeros(n)
+            comm.Allreduce(np.ones(n), total, algorithm=algorithm)
+            assert (total == size).all()
+        request = comm.Iallreduce(np.ones(n), total)
+        bound.Start()
+        comm.Barrier()
+        bound.Wait()
+        request.Wait()
+        assert (total == size).all() and everyone.tolist() == list(range(size))
+    assert not any(request.Test() for request in posted), "a message of the library's met a receive of the user's"
+    comm.Barrier()
+    for number in range(3):
+        comm.Isend(np.full(300, float(number)), right, number).Wait()
+    statuses = [MPI.Status() for _ in posted]
+    MPI.Request.Waitall(posted, statuses)
+    assert [box[0] for box in boxes] == [0, 1, 2]
+    assert [status.Get_source() for status in statuses] == [left] * 3
+    bound.Free()
+
+
+def test_messages_of_the_user_s_do_not_disturb_ours(comm):
+    """Sent before the collectives with all the tags that these use themselves, received after them."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    tags = [0, 1, 2, 3, 16383, 16384, 32767]
+    sent = [comm.isend(("mine", tag), right, tag) for tag in tags]
+    works(comm)
+    request = comm.Iallreduce(np.ones(4), total := np.zeros(4))
+    request.Wait()
+    assert (total == size).all()
+    assert [comm.recv(source=left, tag=tag) for tag in tags] == [("mine", tag) for tag in tags]
+    MPI.Request.waitall(sent)
+
+
+def test_two_communicators_over_the_same_ranks_do_not_meet(world):
+    one, other = Communicator(world), Communicator(world)
+    rank, size = world.rank, world.size
+    first, second = np.zeros(4), np.zeros(4)
+    requests = [one.Iallreduce(np.full(4, 1.0), first), other.Iallreduce(np.full(4, 2.0), second)]
+    for request in requests[:: -1 if rank % 2 else 1]:
+        request.Wait()
+    assert (first == size).all() and (second == 2 * size).all()
+    one.close()
+    other.close()
+
+
+def test_intercommunicators_are_the_mpi_s(comm):
+    if comm.Get_size() < 2:
+        return
+    rank = comm.Get_rank()
+    half = comm.Split(rank % 2, rank)
+    inter = half.Create_intercomm(0, comm, 1 - rank % 2, 11)
+    assert isinstance(inter, MPI.Intercomm)
+    total = np.zeros(1)
+    inter.Allreduce(np.ones(1), total)
+    assert total[0] == inter.Get_remote_size()
+    inter.Free()
+    half.Free()

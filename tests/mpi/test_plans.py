@@ -1,0 +1,159 @@
+"""What is kept for calls to come is bounded: programs, tags, memory; and what was kept never shows in results."""
+
+import gc
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator, plans
+
+
+@pytest.fixture
+def own(world):
+    """A communicator that has kept nothing yet."""
+    with Communicator(world) as comm:
+        yield comm
+
+
+def resident():
+    """Bytes of memory that this process has now."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_programs_of_blocking_calls_are_bounded(own):
+    size = own.Get_size()
+    arrays = [np.ones(1000 + n) for n in range(plans.KEPT + 100)]
+    total = np.zeros(2000)
+    for array in arrays:
+        own.Allreduce(array, total[: array.size])
+        assert (total[: array.size] == size).all()
+    for n in range(1, plans.KEPT + 100):
+        own.Bcast(arrays[0][:n])
+    assert len(own._plans._bound) <= plans.KEPT
+    assert len(own._plans._again) <= 4 * plans.KEPT
+    own.Allreduce(arrays[0], total[:1000])
+    assert (total[:1000] == size).all()
+
+
+def test_programs_of_non_blocking_calls_are_bounded(own):
+    size = own.Get_size()
+    totals = [np.zeros(10 + n % 7) for n in range(plans.KEPT + 200)]
+    for _ in range(2):
+        requests = [own.Iallreduce(np.ones(total.size), total) for total in totals]
+        for request in requests:
+            request.Wait()
+        assert all((total == size).all() for total in totals)
+    assert sum(map(len, own._plans._idle.values())) <= plans.KEPT
+    assert not own._plans._lent
+
+
+def test_persistent_ones_keep_nothing_when_they_are_freed(own):
+    for _ in range(300):
+        request = own.Allreduce_init(np.ones(4), np.zeros(4))
+        request.Start()
+        request.Wait()
+        request.Free()
+    assert not own._plans._lent
+
+
+def test_scratch_of_kept_programs_is_bounded(own, monkeypatch):
+    monkeypatch.setattr(plans, "KEPT_BYTES", 100_000)
+    arrays = [np.ones(2000) for _ in range(40)]
+    for array in arrays:
+        own.Allreduce(array, np.zeros(2000))
+    assert own._plans._held <= 100_000 or len(own._plans._bound) == 1
+
+
+def test_tags_come_round(own, monkeypatch):
+    """A few tags only: they are used again and again, while several operations are under way."""
+    own._plans._tags = 12
+    size = own.Get_size()
+    for _ in range(10):
+        totals = [np.zeros(3) for _ in range(8)]
+        requests = [own.Iallreduce(np.full(3, float(i)), total) for i, total in enumerate(totals)]
+        for request in requests[:: -1 if own.Get_rank() % 2 else 1]:
+            request.Wait()
+        for i, total in enumerate(totals):
+            assert (total == size * i).all()
+
+
+def test_results_do_not_depend_on_what_went_before(own):
+    """The same memory with another shape, dtype, operation and root; freed memory that comes back as another array."""
+    rank, size = own.Get_rank(), own.Get_size()
+    memory = np.zeros(4096, "u1")
+    for turn in range(60):
+        dtype = np.dtype("bhilfd"[turn % 6])
+        n = (1, 7, 100, 512)[turn % 4]
+        view = memory[: n * dtype.itemsize].view(dtype)
+        view[:] = rank + turn % 3
+        total = np.empty(n, dtype)
+        op, expected = ((MPI.SUM, size * (size - 1) // 2 + size * (turn % 3)), (MPI.MAX, size - 1 + turn % 3))[turn % 2]
+        own.Allreduce(view, total, op)
+        assert (total == expected).all()
+        own.Bcast(view, turn % size)
+        assert (view == turn % size + turn % 3).all()
+
+
+def call(comm, kind, n):
+    """One small collective on fresh arrays."""
+    mine, total = np.ones(n), np.empty(n)
+    if kind == "blocking":
+        comm.Allreduce(mine, total)
+    elif kind == "non-blocking":
+        comm.Iallreduce(mine, total).Wait()
+    elif kind == "forms":
+        comm.Bcast([mine, n, MPI.DOUBLE])
+    else:
+        comm.Barrier()
+    return total
+
+
+@pytest.mark.timeout(180)
+def test_no_memory_is_lost_over_a_hundred_thousand_calls(own):
+    """Fewer where ranks share cores; addresses vary, because older arrays are kept for a while."""
+    calls = 100_000 if own.Get_size() <= 2 else 8_000
+    kept, before = [], 0
+    for number in range(calls):
+        if number == calls // 4:
+            gc.collect()
+            before = resident()
+        kind = ("blocking", "non-blocking", "forms", "barrier")[number % 4]
+        kept.append(call(own, kind, 1 + number % 5))
+        if len(kept) > 100:
+            del kept[:: 1 + number % 3]
+    gc.collect()
+    grown = resident() - before
+    assert grown < 4_000_000, f"{grown} bytes more after {calls} calls"
+
+
+def test_no_memory_is_lost_over_large_arrays_that_come_and_go(own):
+    before = 0
+    for number in range(400):
+        if number == 100:
+            gc.collect()
+            before = resident()
+        mine, total = np.ones(5000 + number % 50), np.empty(5000 + number % 50)
+        own.Allreduce(mine, total)
+        own.Iallreduce(mine, total).Wait()
+    gc.collect()
+    assert resident() - before < 60_000_000
+
+
+def test_no_memory_is_lost_over_communicators(comm):
+    before = 0
+    for number in range(60):
+        if number == 20:
+            gc.collect()
+            before = resident()
+        own = comm.Dup()
+        own.Allreduce(np.ones(3000), np.zeros(3000))
+        own.Ibarrier().Wait()
+        own.Free()
+    gc.collect()
+    assert resident() - before < 8_000_000

@@ -1,0 +1,159 @@
+"""A program ends cleanly, whatever it left open: nothing printed, nothing leaked, status 0.
+
+Each test runs a small program under mpiexec. MPICH's own search for leaks is on, where it was built in; and a last look
+of our own, after all else, at every request and every communicator that the library ever made.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
+    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+)
+
+pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.mark.timeout(120)]
+
+START = """
+import atexit, sys
+import numpy as np
+from mpi4py import MPI
+
+made = []
+
+@atexit.register  # before the library registers its own, so that it comes after
+def last_look():
+    for thing in made:
+        if thing not in (MPI.REQUEST_NULL, MPI.COMM_NULL):
+            sys.stdout.write(f"left: {thing!r}\\n")
+
+from collectives import Communicator, plans, wait_all
+from collectives.transport import mpi
+
+def noting(function, what):
+    def wrapped(*arguments):
+        result = function(*arguments)
+        made.append(what(arguments, result))
+        return result
+    return wrapped
+
+mpi.Persistent._bound = noting(mpi.Persistent._bound, lambda arguments, result: result)
+plans.Plans.__init__ = noting(plans.Plans.__init__, lambda arguments, result: arguments[1])
+comm = Communicator(MPI.COMM_WORLD)
+n = comm.Get_size()
+small, large, total = np.ones(4), np.ones(100_000), np.zeros(4)
+"""
+
+WORK = """
+for _ in range(3):
+    comm.Allreduce(small, total)
+    comm.Allreduce(large, np.zeros_like(large))
+    comm.Bcast([np.ones((4, 3)), 1, column])
+    wait_all([comm.Ibarrier(), comm.Iallreduce(small, np.zeros(4)), comm.Iallgather(small, np.zeros(4 * n))])
+"""
+
+COLUMN = "column = MPI.DOUBLE.Create_vector(4, 1, 3).Commit()\n"
+
+ENDINGS = {
+    "nothing was done": "",
+    "all was given back": COLUMN
+    + WORK
+    + """
+request = comm.Allreduce_init(small, total)
+request.Start()
+request.Wait()
+request.Free()
+column.Free()
+comm.close()
+""",
+    "the communicator is left open": COLUMN + WORK + "column.Free()\n",
+    "persistent requests are left": COLUMN
+    + WORK
+    + """
+requests = [comm.Allreduce_init(small, total), comm.Bcast_init(large)]
+requests[0].Start()
+requests[0].Wait()
+column.Free()
+""",
+    "several communicators, some freed": COLUMN
+    + WORK
+    + """
+others = [comm.Dup(), comm.Split(0, 0), comm.Dup()]
+for other in others:
+    other.Allreduce(large, np.zeros_like(large))
+others[1].Free()
+column.Free()
+for other in (others[0], others[2]):
+    other.Free()
+""",
+    "in debug mode": "comm.close()\ncomm = Communicator(MPI.COMM_WORLD, debug=True)\n"
+    + COLUMN
+    + WORK
+    + "column.Free()\n",
+    "operations of one's own": """
+op = MPI.Op.Create(lambda a, b, t: None, commute=False)
+for _ in range(3):
+    comm.Allreduce(small, total, op)
+    comm.Iallreduce(small, total, op).Wait()
+op.Free()
+""",
+    "pairs and small floats": """
+import ml_dtypes
+pairs = np.zeros(5, np.dtype([("val", "f8"), ("loc", "i4")], align=True))
+comm.Allreduce(pairs, pairs.copy(), MPI.MAXLOC)
+comm.Allreduce(np.ones(5, ml_dtypes.bfloat16), np.ones(5, ml_dtypes.bfloat16))
+""",
+    "MPI is ended by the program": "comm.Allreduce(small, total)\ncomm.close()\nMPI.Finalize()\n",
+}
+
+
+def run(source, ranks=2, **more):
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "MPIR_CVAR_ENABLE_LEAK_CHECK": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    return subprocess.run(
+        [MPIEXEC, "-n", str(ranks), sys.executable, "-X", "dev", "-W", "error", "-c", START + source],
+        env=environment | more, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_ends_in_silence(ending):
+    done = run(ENDINGS[ending])
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.strip() == ""
+
+
+def test_what_is_left_under_way_is_told_and_the_program_ends():
+    """The barrier lacks a rank; nobody waits for it."""
+    done = run("if comm.Get_rank(): comm.Ibarrier()\n")
+    assert done.stdout.count("InvalidArgument: 1 collectives are still under way") == 1, done.stdout
+
+
+def test_the_last_look_sees_what_is_left():
+    done = run(
+        "comm.Allreduce(large, large.copy())\natexit.unregister(Communicator.__init__.__globals__['_close_all'])\n"
+    )
+    assert done.stdout.count("left: <mpi4py.MPI.Prequest") >= 2
+    assert done.stdout.count("left: <mpi4py.MPI.Intracomm") == 2
+
+
+def test_debug_mode_from_the_environment():
+    done = run(
+        "import sys\ntry:\n    comm.Barrier() if comm.Get_rank() else comm.Bcast(small)\nexcept ValueError as error:\n"
+        "    sys.stdout.write(str(error) + chr(10))\n",
+        CHORUS_DEBUG="1",
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ranks make different calls: rank 0 calls broadcast") == 2
