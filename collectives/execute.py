@@ -266,7 +266,19 @@ class _Binder:
 
     def _landing_room(self, steps: Sequence[Step]) -> int:
         arrivals = [self._cuts(step.chunks) for step in steps if isinstance(step, RecvReduce)]
-        return sum(_slots(index, cuts) * max(cuts, default=0) for index, cuts in enumerate(arrivals))
+        return sum(slots * max(cuts, default=0) for slots, cuts in zip(self._slots(steps), arrivals, strict=True))
+
+    def _slots(self, steps: Sequence[Step]) -> list[int]:
+        """How many parts of each message that is combined have a landing place of their own.
+
+        Those of the first message take turns, unless its sender sends another, which would overtake the last of them.
+        Those of further peers may not wait for the first: what it sends may hang on theirs.
+        """
+        arrivals = [step for step in steps if isinstance(step, RecvReduce)]
+        slots = [len(self._cuts(step.chunks)) for step in arrivals]
+        if slots and sum(step.peer == arrivals[0].peer for step in arrivals) == 1:
+            slots[0] = min(slots[0], SLOTS)
+        return slots
 
     # -------------------------------------------------------------------------------- emitting calls
 
@@ -343,14 +355,12 @@ class _Binder:
     def _actions(self, steps: Sequence[Step]) -> list[_Action]:
         """The local work of a round in the order in which it must take effect."""
         actions: list[_Action] = []
-        landing = peers = 0
+        landing, room = 0, iter(self._slots(steps))
         for step in steps:
             if isinstance(step, RecvReduce):
-                cuts = self._cuts(step.chunks)
-                slots = _slots(peers, cuts)
+                cuts, slots = self._cuts(step.chunks), next(room)
                 actions.extend(self._arrivals(step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
-                peers += 1
             elif isinstance(step, Reduce):
                 calls, goals = self._reducing(self._homes(step.source), step.target, step.side)
                 actions.append(_Action(None, calls, goals))
@@ -416,14 +426,6 @@ def _written(schedule: Schedule) -> set[int]:
         elif isinstance(step, (Reduce, Copy)):
             chunks.update(numbers(step.target))
     return chunks
-
-
-def _slots(peers: int, cuts: Sequence[int]) -> int:
-    """How many parts of a message have a landing place of their own.
-
-    The first peer's parts take turns. Those of further peers may not wait for it: what it sends may hang on theirs.
-    """
-    return len(cuts) if peers else min(len(cuts), SLOTS)
 
 
 def _overlap(one: Iterable[Place], other: Iterable[Place]) -> bool:
