@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.chunks import Place, aligned, even, joined, split
 from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Side, Step, numbers
-from collectives.transport.wire import Piece, Wire
+from collectives.transport.wire import Piece, Wait, Wire
 
 SOURCE, TARGET, SCRATCH, LANDING = range(4)
 """The memories that places name: the user's two buffers, room for chunks that are only passing through, and room for
@@ -32,6 +32,32 @@ class Combining(Protocol):
 
     def bind(self, left: Any, right: Any, out: Any) -> Callable[[], object]:
         """The call for these 1-D arrays; `out` may be either of the others."""
+        ...
+
+
+class Lane(Protocol):
+    """Where local work is put that goes on after the call has returned, one piece after another.
+
+    Before messages start that follow such work, and at the end, programs wait for what the lane then holds.
+    """
+
+    ended: Wait
+    """For the end of the work that was marked last."""
+
+    def empty(self, count: int, dtype: Any) -> Any:
+        """Fresh memory for `count` elements, as an array that work on the lane can use."""
+        ...
+
+    def working(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call, what it begins put on the lane."""
+        ...
+
+    def mark(self) -> None:
+        """Remember all that the lane holds now."""
+        ...
+
+    def follow(self, *arrays: Any) -> None:
+        """Put work from now on behind all that goes on with these arrays."""
         ...
 
 
@@ -90,6 +116,8 @@ class Program:
         Everything, in order; calling one after another is what `run` does.
     nbytes : int
         Memory that the program holds besides the user's.
+    lane : Lane or None
+        Where its local work goes on.
     """
 
     def __init__(
@@ -99,6 +127,7 @@ class Program:
         wire: Wire,
         nbytes: int,
         keep: object,
+        lane: Lane | None = None,
     ) -> None:
         self.calls = tuple(calls)
         self._tests: tuple[Callable[[], bool] | None, ...] = tuple(tests)
@@ -108,6 +137,7 @@ class Program:
         self._kept = [keep]
         self.wire = wire
         self.nbytes = nbytes
+        self.lane = lane
 
     def run(self) -> None:
         """Do everything, waiting where need be."""
@@ -170,9 +200,9 @@ def bind(
     target: Memory,
     wire: Wire,
     combining: Combining | None = None,
-    xp: Any = np,
-    first: Iterable[Callable[[], object]] = (),
-    last: Iterable[Callable[[], object]] = (),
+    lane: Lane | None = None,
+    first: Iterable[Callable[[], object] | Wait] = (),
+    last: Iterable[Callable[[], object] | Wait] = (),
 ) -> Program:
     """The program that carries out the task on this memory.
 
@@ -186,18 +216,19 @@ def bind(
         How messages travel. The program owns it and frees it.
     combining : Combining, optional
         The reduction; needed when the schedule combines.
-    xp : array namespace
-        Where scratch is allocated.
+    lane : Lane, optional
+        Where scratch is allocated and local work done; by default in NumPy, at once.
     first, last : calls
         Done before the first round and after the last, such as staging.
     """
-    binder = _Binder(task, [source, target], wire, combining, xp)
+    binder = _Binder(task, [source, target], wire, combining, lane)
     for call in first:
         binder.do(call)
     binder.rounds()
     for call in last:
-        binder.do(call)
-    return Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories)
+        binder.work(call)
+    binder.join()
+    return Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, lane)
 
 
 class _Sent(NamedTuple):
@@ -219,8 +250,11 @@ class _Action(NamedTuple):
 class _Binder:
     """Emits the calls of one program, with the places of all chunks as they move."""
 
-    def __init__(self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, xp: Any) -> None:
-        self.task, self.wire, self.combining = task, wire, combining
+    def __init__(
+        self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, lane: Lane | None
+    ) -> None:
+        self.task, self.wire, self.combining, self.lane = task, wire, combining, lane
+        self.working = lane is not None  # whatever the lane holds already came before this program
         self.calls: list[Callable[[], object]] = []
         self.tests: list[Callable[[], bool] | None] = []
         self.home: dict[int, Place] = dict(task.source)
@@ -232,7 +266,7 @@ class _Binder:
             room += self._length(chunk)
         landing = max((self._landing_room(steps) for steps in task.schedule), default=0)
         dtype = memories[0].array.dtype
-        self.memories = [*memories, *(Memory.allocate(count, dtype, xp) for count in (room, landing))]
+        self.memories = [*memories, *(Memory.allocate(count, dtype, lane or np) for count in (room, landing))]
         self.nbytes = (room + landing) * task.itemsize
 
     # -------------------------------------------------------------------------------- where things lie
@@ -282,10 +316,31 @@ class _Binder:
 
     # -------------------------------------------------------------------------------- emitting calls
 
-    def do(self, call: Callable[[], object]) -> None:
-        """A call that never waits."""
-        self.calls.append(call)
-        self.tests.append(None)
+    def do(self, call: Callable[[], object] | Wait) -> None:
+        """A call that never waits, or one that only waits."""
+        self.calls.append(call.wait if isinstance(call, Wait) else call)
+        self.tests.append(call.test if isinstance(call, Wait) else None)
+
+    def work(self, call: Callable[[], object] | Wait) -> None:
+        """A call that changes chunks, on the lane if there is one."""
+        if self.lane is None or isinstance(call, Wait):
+            self.do(call)
+        else:
+            self.do(self.lane.working(call))
+            self.working = True
+
+    def join(self) -> None:
+        """Wait for the work that is still going on."""
+        if self.lane is not None and self.working:
+            self.do(self.lane.mark)
+            self.do(self.lane.ended)
+        self.working = False
+
+    def start(self, messages: Sequence[Any]) -> None:
+        """Begin these messages, when the work before them has ended."""
+        if messages:
+            self.join()
+            self.do(self.wire.starting(messages))
 
     def wait(self, messages: Sequence[Any]) -> None:
         """Go on when these messages have ended."""
@@ -302,7 +357,7 @@ class _Binder:
                 self._round(steps, copies)
                 copies = []
         for copy in copies:
-            self.do(copy)
+            self.work(copy)
 
     def _round(self, steps: Sequence[Step], meanwhile: Iterable[Callable[[], object]]) -> None:
         """Receives and sends start at once; what must be combined is, part by part, as it comes."""
@@ -312,10 +367,9 @@ class _Binder:
         arrivals = [action.message for action in actions if action.message is not None]
         messages = [*receives, *arrivals, *(sent.message for sent in sends)]
         following = {id(action.following) for action in actions}
-        if messages:
-            self.do(self.wire.starting([message for message in messages if id(message) not in following]))
+        self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:
-            self.do(call)
+            self.work(call)
         pending = {id(message): message for message in messages}
         if len(arrivals) <= sum(isinstance(step, RecvReduce) for step in steps):
             self._settle(pending, messages)  # nothing was cut: one wait for all costs least
@@ -332,9 +386,9 @@ class _Binder:
                 )
                 self._settle(pending, [action.message, *held])
             for call in action.calls:
-                self.do(call)
+                self.work(call)
             if action.following is not None:
-                self.do(self.wire.starting([action.following]))
+                self.start([action.following])
         self._settle(pending, messages)
 
     def _settle(self, pending: dict[int, Any], messages: Iterable[Any]) -> None:

@@ -13,6 +13,13 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+class Wait(NamedTuple):
+    """Two ways to end messages: `wait` returns when they have, `test` says whether they have, and helps them to."""
+
+    wait: Callable[[], object]
+    test: Callable[[], bool]
+
+
 class Wire(Protocol):
     """What a program needs of a transport, for one rank and one stream of messages.
 
