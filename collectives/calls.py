@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from itertools import accumulate
+from math import isqrt
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,6 +54,8 @@ class Call(NamedTuple):
     moved : int
         The block that lands elsewhere than it is wanted and moves to the beginning of `target` at the very end; -1
         for none. (A reduce-scatter in place.)
+    snapshot : bool
+        Whether the rank brings a copy of `target` taken at the very beginning. (An alltoall in place.)
     """
 
     collective: str
@@ -67,11 +70,13 @@ class Call(NamedTuple):
     op: Hashable = None
     private: bool = False
     moved: int = -1
+    snapshot: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks together: n in the formulas. Equal on all ranks unless `private`."""
-        return sum(self.lengths) * self.unit.itemsize
+        """Bytes of all blocks that a rank can hold: n in the formulas. Equal on all ranks unless `private`."""
+        holders = isqrt(len(self.lengths)) if self.collective == "alltoall" else 1
+        return sum(self.lengths) * self.unit.itemsize // holders
 
     @property
     def ordered(self) -> bool:
@@ -198,6 +203,17 @@ def reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, rank: int, size: i
     return Call("reduce", (source.count,), _unit(source), source, target, {0: 0}, takes, root, kernel, _identity(op))
 
 
+def scan(sendbuf: Any, recvbuf: Any, op: MPI.Op, rank: int, size: int) -> Call:
+    """The sum of the vectors up to one's own."""
+    return allreduce(sendbuf, recvbuf, op, rank, size)._replace(collective="scan")
+
+
+def exscan(sendbuf: Any, recvbuf: Any, op: MPI.Op, rank: int, size: int) -> Call:
+    """The sum of the vectors before one's own; nothing at rank 0."""
+    call = allreduce(sendbuf, recvbuf, op, rank, size)._replace(collective="exscan")
+    return call if rank else call._replace(takes=NONE)
+
+
 # ------------------------------------------------------------------------------------------ equal blocks
 
 
@@ -291,7 +307,39 @@ def _reduce_scattered(source: Buffer, target: Buffer, counts: tuple[int, ...], o
     )
 
 
+def alltoall(sendbuf: Any, recvbuf: Any, rank: int, size: int) -> Call:
+    """A block from everyone for everyone."""
+    target = buffers.blocks(recvbuf, size, "recvbuf", writable=True)
+    block = target.block * target.itemsize
+    brings = {rank * size + peer: peer * block for peer in range(size)}
+    takes = {peer * size + rank: peer * block for peer in range(size)}
+    lengths = (block,) * size**2
+    if is_in_place(sendbuf):
+        return Call("alltoall", lengths, BYTE, None, target, brings, takes, snapshot=True)
+    source = buffers.blocks(sendbuf, size, "sendbuf")
+    _same_size(source.block * source.itemsize, block, "a block of recvbuf")
+    return Call("alltoall", lengths, BYTE, source, target, brings, takes)
+
+
 # ------------------------------------------------------------------------------------------ blocks of any length
+
+
+def alltoallv(sendbuf: Any, recvbuf: Any, rank: int, size: int) -> Call:
+    """A block from everyone for everyone, each of its own length."""
+    target = buffers.blocks_v(recvbuf, size, "recvbuf", writable=True)
+    inwards, ends = _block_bytes(target), _starts(target)
+    in_place = is_in_place(sendbuf)
+    source = target if in_place else buffers.blocks_v(sendbuf, size, "sendbuf")
+    outwards, starts = _block_bytes(source), _starts(source)
+    _same_size(outwards[rank], inwards[rank], "its own block of recvbuf")
+    lengths = [0] * size**2
+    for peer in range(size):
+        lengths[rank * size + peer] = outwards[peer]
+        lengths[peer * size + rank] = inwards[peer]
+    brings = {rank * size + peer: starts[peer] for peer in range(size)}
+    takes = {peer * size + rank: ends[peer] for peer in range(size)}
+    call = Call("alltoall", tuple(lengths), BYTE, source, target, brings, takes, private=True)
+    return call._replace(source=None, snapshot=True) if in_place else call
 
 
 def scatterv(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int) -> Call:

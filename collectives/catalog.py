@@ -11,7 +11,20 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from collectives.algorithms import dissemination, linear, mst, recursive, ring
+from collectives.algorithms import (
+    census,
+    chain,
+    circulant,
+    direct,
+    dissemination,
+    halving,
+    linear,
+    mst,
+    pairwise,
+    recursive,
+    ring,
+    scan,
+)
 from collectives.semantics import MEANINGS
 from collectives.steps import Rounds, Schedule, freeze
 from collectives.transforms import segmented
@@ -25,17 +38,20 @@ class Algorithm(NamedTuple):
     generate : (rank, size) or (rank, size, root) -> rounds
         The generator; its docstring tells the idea.
     rounds : str
-        Longest chain of rounds: the factor of alpha. A formula, see `evaluate`.
+        Messages that wait for one another: the factor of alpha. A formula, see `evaluate`.
     volume : str
         Vectors of n bytes that the busiest rank sends or receives, whichever is more.
     combined : str
-        Vectors that the busiest rank combines: the factor of n gamma.
-    beta : str
-        The factor of n beta on the critical path where that differs from `volume`.
+        Vectors that the busiest rank combines.
+    beta, gamma : str
+        The factors of n beta and n gamma on the critical path where they differ from `volume` and `combined`.
     ordered : bool
         Whether values combine in rank order, as operations that do not commute need.
+    alike : bool
+        Whether all ranks get a sum by the same additions, and so with the same bits.
     private : bool
-        Whether ranks other than the root touch no block but their own, and so need not know the others' lengths.
+        Whether ranks other than the root touch no block but those they bring or take, and so need not know the others'
+        lengths.
     blocks : str
         In how many blocks it cuts a vector. A formula.
     """
@@ -45,7 +61,9 @@ class Algorithm(NamedTuple):
     volume: str = "0"
     combined: str = "0"
     beta: str = ""
+    gamma: str = ""
     ordered: bool = False
+    alike: bool = True
     private: bool = False
     blocks: str = "p"
 
@@ -55,9 +73,9 @@ class Algorithm(NamedTuple):
         return (self.generate.__doc__ or "").strip().splitlines()[0]
 
     def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float) -> float:
-        """The cost by formula: rounds * alpha + n (beta's factor * beta + combined * gamma)."""
-        path = evaluate(self.beta or self.volume, size)
-        return evaluate(self.rounds, size) * alpha + nbytes * (path * beta + evaluate(self.combined, size) * gamma)
+        """The cost by formula: alpha, n beta and n gamma times their factors."""
+        moved, added = evaluate(self.beta or self.volume, size), evaluate(self.gamma or self.combined, size)
+        return evaluate(self.rounds, size) * alpha + nbytes * (moved * beta + added * gamma)
 
 
 class Bound(NamedTuple):
@@ -77,6 +95,9 @@ BOUNDS: dict[str, Bound] = {
     "allgather": Bound("q", "(p-1)/p"),
     "reduce_scatter": Bound("q", "(p-1)/p", "(p-1)/p"),
     "allreduce": Bound("q", "2*(p-1)/p", "(p-1)/p"),
+    "alltoall": Bound("q", "(p-1)/p"),
+    "scan": Bound("q", "1", "1"),
+    "exscan": Bound("q", "1", "0"),
 }
 """Lower bounds per collective for p > 1 (Chan et al. 2007, section 3)."""
 
@@ -89,35 +110,66 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
         "linear": Algorithm(linear.broadcast, "p-1", "p-1"),
         "mst": Algorithm(mst.broadcast, "q", "q"),
         "ring": Algorithm(ring.broadcast, "q+p-1", "2*(p-1)/p"),
+        "chain": Algorithm(chain.broadcast, "p-1", "min(1,p-1)", beta="p-1"),
+        "direct": Algorithm(direct.broadcast, "p-1", "p-1"),
     },
     "reduce": {
         "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", ordered=True),
         "mst": Algorithm(mst.reduce, "q", "q", "q", ordered=True),
         "ring": Algorithm(ring.reduce, "q+p-1", "2*(p-1)/p", "(p-1)/p"),
+        "chain": Algorithm(chain.reduce, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1"),
+        "direct": Algorithm(direct.reduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
     },
     "scatter": {
         "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", private=True),
         "mst": Algorithm(mst.scatter, "q", "(p-1)/p"),
+        "direct": Algorithm(direct.scatter, "p-1", "(p-1)/p", private=True),
     },
     "gather": {
         "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", private=True),
         "mst": Algorithm(mst.gather, "q", "(p-1)/p"),
+        "direct": Algorithm(direct.gather, "p-1", "(p-1)/p", private=True),
     },
     "allgather": {
         "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1"),
         "mst": Algorithm(mst.allgather, "2*q", "q", beta="(p-1)/p+q"),
         "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p"),
+        "circulant": Algorithm(circulant.allgather, "q", "(p-1)/p"),
+        "direct": Algorithm(direct.allgather, "p-1", "(p-1)/p"),
     },
     "reduce_scatter": {
         "linear": Algorithm(linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", ordered=True),
         "mst": Algorithm(mst.reduce_scatter, "2*q", "q", "q", beta="(p-1)/p+q", ordered=True),
         "ring": Algorithm(ring.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p"),
+        "circulant": Algorithm(circulant.reduce_scatter, "q", "(p-1)/p", "(p-1)/p"),
+        "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", ordered=True),
     },
     "allreduce": {
         "linear": Algorithm(linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", ordered=True),
         "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True),
         "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p"),
         "recursive_doubling": Algorithm(recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True),
+        "rabenseifner": Algorithm(
+            halving.allreduce, "2*f+2*odd", "2*(P-1)/P+odd", "(P-1)/P+odd", beta="2*(P-1)/P+2*odd", blocks="P"
+        ),
+        "census": Algorithm(census.allreduce, "q", "q", "q+ones-min(1,p-1)", alike=False),
+        "circulant": Algorithm(circulant.allreduce, "2*q", "2*(p-1)/p", "(p-1)/p"),
+        "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
+    },
+    "alltoall": {
+        "pairwise": Algorithm(pairwise.alltoall, "p-1", "(p-1)/p", private=True),
+        "bruck": Algorithm(pairwise.bruck_alltoall, "q", "hops/p"),
+        "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p", private=True),
+    },
+    "scan": {
+        "linear": Algorithm(scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1", ordered=True),
+        "doubling": Algorithm(scan.doubling_scan, "q", "q", "q", ordered=True),
+    },
+    "exscan": {
+        "linear": Algorithm(
+            scan.linear_exscan, "p-1", "min(1,p-1)", "min(1,max(0,p-2))", beta="p-1", gamma="max(0,p-2)", ordered=True
+        ),
+        "doubling": Algorithm(scan.doubling_exscan, "q", "q", "max(0,2*q-1)", ordered=True),
     },
 }
 """collective -> {name: algorithm}; the first one is the naive reference."""
@@ -127,11 +179,21 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
 def evaluate(formula: str, size: int) -> Fraction:
     """The value of a formula for p = `size`.
 
-    In it q is ceil(log2 p), P the largest power of two up to p, and odd is 0 if p is a power of two, else 1.
+    In it q is ceil(log2 p), f is floor(log2 p), P = 2^f, ones the number of ones in p-1 written in binary, hops that in
+    all of 0 .. p-1, and odd is 0 if p is a power of two, else 1.
     """
     q = (size - 1).bit_length()
     power = 1 << (size.bit_length() - 1)
-    names = {"p": Fraction(size), "P": Fraction(power), "q": q, "odd": int(size != power), "__builtins__": {}}
+    names: dict[str, object] = {
+        "p": Fraction(size),
+        "P": Fraction(power),
+        "q": q,
+        "f": size.bit_length() - 1,
+        "odd": int(size != power),
+    }
+    names["ones"] = (size - 1).bit_count()
+    names["hops"] = sum(distance.bit_count() for distance in range(size))
+    names.update(min=min, max=max, __builtins__={})
     return Fraction(eval(formula, names))  # the formulas are the constants above
 
 

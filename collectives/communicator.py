@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -85,6 +86,10 @@ class Communicator(PointToPoint):
     [0.0, 1.0, 2.0]
     """
 
+    _plans: Plans | None = None
+    _checker: Checker | None = None
+    _again: Callable[..., tuple[Any, ...]] = staticmethod(_nothing_again)
+
     def __new__(
         cls, comm: MPI.Intracomm | None = None, *, debug: bool | None = None, cuda_aware: bool | None = None
     ) -> Self:
@@ -100,10 +105,11 @@ class Communicator(PointToPoint):
         if debug is None:
             debug = os.environ.get("CHORUS_DEBUG", "0") not in ("", "0")
         plain = MPI.Intracomm(comm)
-        self._plans: Plans | None = Plans(plain.Dup(), cuda_aware)
+        self._plans = Plans(plain.Dup(), cuda_aware)
         self._cuda_aware = cuda_aware
         self._checker = Checker(plain) if debug else None
-        self._again = self._plans.again if self._checker is None else _nothing_again
+        if self._checker is None:
+            self._again = self._plans.again
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
         self._number = max(_open, default=0) + 1
         _open[self._number] = self
@@ -127,7 +133,9 @@ class Communicator(PointToPoint):
 
     def _living(self) -> Plans:
         if self._plans is None:
-            raise InvalidArgument(MPI.ERR_COMM, "this communicator was freed")
+            raise InvalidArgument(
+                MPI.ERR_COMM, "this communicator was freed, or never made by collectives.Communicator(comm)"
+            )
         return self._plans
 
     def _run(
@@ -766,6 +774,173 @@ class Communicator(PointToPoint):
         """Bind `Allgatherv` for many starts."""
         return self._bind(calls.allgatherv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
 
+    # ---------------------------------------------------------------------------- Alltoall
+
+    def Alltoall(self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None) -> None:
+        """Send every rank a block of one's own and receive one from each, all blocks alike.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            p blocks, block r for rank r; or ``MPI.IN_PLACE`` on all ranks, whose blocks are then in `recvbuf`.
+        recvbuf : buffer
+            p blocks, block r from rank r.
+        """
+        known = self._again("alltoall", sendbuf, recvbuf, MPI.SUM, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.alltoall(sendbuf, recvbuf, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                MPI.SUM,
+            )
+
+    def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None) -> Request:
+        """Begin `Alltoall`."""
+        return self._begin(calls.alltoall(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    def Alltoall_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Bind `Alltoall` for many starts."""
+        return self._bind(calls.alltoall(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    # ---------------------------------------------------------------------------- Alltoallv
+
+    def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None) -> None:
+        """Send every rank a block of one's own and receive one from each, each block of its own length.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            ``[array, counts]``, ``[array, counts, displs, type]`` and so on; or ``MPI.IN_PLACE`` on all ranks, whose
+            blocks are then in `recvbuf`.
+        recvbuf : buffer
+            The same forms; block r is as long as rank r says.
+        """
+        self._run(calls.alltoallv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    def Ialltoallv(
+        self, sendbuf: Any, recvbuf: Any, *, algorithm: str = "auto", segments: int | None = None
+    ) -> Request:
+        """Begin `Alltoallv`."""
+        return self._begin(calls.alltoallv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    def Alltoallv_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Bind `Alltoallv` for many starts."""
+        return self._bind(calls.alltoallv(sendbuf, recvbuf, self._rank, self._size), algorithm, segments)
+
+    # ---------------------------------------------------------------------------- Scan
+
+    def Scan(
+        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, algorithm: str = "auto", segments: int | None = None
+    ) -> None:
+        """Combine the vectors of ranks 0 to one's own, element by element and in this order.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            n elements, or ``MPI.IN_PLACE``, if they are in `recvbuf`.
+        recvbuf : buffer
+            n elements of the same type.
+        op : MPI.Op
+            Predefined or of one's own.
+        """
+        known = self._again("scan", sendbuf, recvbuf, op, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.scan(sendbuf, recvbuf, op, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                op,
+            )
+
+    def Iscan(
+        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, algorithm: str = "auto", segments: int | None = None
+    ) -> Request:
+        """Begin `Scan`."""
+        return self._begin(calls.scan(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+
+    def Scan_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Bind `Scan` for many starts."""
+        return self._bind(calls.scan(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+
+    # ---------------------------------------------------------------------------- Exscan
+
+    def Exscan(
+        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, algorithm: str = "auto", segments: int | None = None
+    ) -> None:
+        """Combine the vectors of ranks 0 to the one before one's own; rank 0's `recvbuf` stays as it is.
+
+        Parameters
+        ----------
+        sendbuf : buffer
+            n elements, or ``MPI.IN_PLACE``, if they are in `recvbuf`.
+        recvbuf : buffer
+            n elements of the same type.
+        op : MPI.Op
+            Predefined or of one's own.
+        """
+        known = self._again("exscan", sendbuf, recvbuf, op, 0, algorithm, segments)
+        if known:
+            self._run(
+                calls.exscan(sendbuf, recvbuf, op, self._rank, self._size),
+                algorithm,
+                segments,
+                known,
+                sendbuf,
+                recvbuf,
+                op,
+            )
+
+    def Iexscan(
+        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, algorithm: str = "auto", segments: int | None = None
+    ) -> Request:
+        """Begin `Exscan`."""
+        return self._begin(calls.exscan(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+
+    def Exscan_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        algorithm: str = "auto",
+        segments: int | None = None,
+    ) -> Request:
+        """Bind `Exscan` for many starts."""
+        return self._bind(calls.exscan(sendbuf, recvbuf, op, self._rank, self._size), algorithm, segments)
+
     def _counts(self, sendbuf: Any, recvbuf: Any, recvcounts: Any) -> Any:
         """The receive counts of a reduce-scatter: those given, or else what every rank's recvbuf holds."""
         if recvcounts is not None:
@@ -799,6 +974,10 @@ class Communicator(PointToPoint):
         """As mpi4py's; gives a `Communicator`."""
         return self._adopt(self._plain().Dup_with_info(info))
 
+    def Idup(self, info: MPI.Info | None = None) -> Any:
+        """As mpi4py's; gives mpi4py's own kind, since it is not ready yet, and a request."""
+        return self._plain().Idup(info)
+
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """As mpi4py's; gives a `Communicator`, or ``MPI.COMM_NULL`` for ``MPI.UNDEFINED``."""
         return self._adopt(self._plain().Split(color, key))
@@ -815,14 +994,34 @@ class Communicator(PointToPoint):
         """As mpi4py's; gives a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
         return self._adopt(self._plain().Create_group(group, tag))
 
-    def Free(self) -> None:
-        """Free the communicator and all that was bound to it. Collective.
+    def close(self) -> None:
+        """Give back what Chorus holds and leave the MPI communicator as it was. Collective.
+
+        ``with Communicator(comm) as ours: ...`` does so at the end. Collectives on arrays are refused from then on.
 
         Raises
         ------
         InvalidArgument
             If an operation is still under way.
         """
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def Free(self) -> None:
+        """Free the MPI communicator and all that was bound to it. Collective.
+
+        Raises
+        ------
+        InvalidArgument
+            If an operation is still under way, or the communicator is MPI's own, such as ``MPI.COMM_WORLD``.
+        """
+        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            raise InvalidArgument(MPI.ERR_COMM, f"{self.Get_name()} is MPI's own; close() gives back what Chorus holds")
         self._close()
         super().Free()
 
@@ -838,7 +1037,7 @@ class Communicator(PointToPoint):
             raise InvalidArgument(MPI.ERR_PENDING, f"{self._plans.under_way} collectives are still under way")
         self._plans.free()
         self._plans = None
-        self._again = _nothing_again
+        del self._again
         if self._checker is not None:
             self._checker.free()
         _open.pop(self._number, None)
@@ -846,7 +1045,12 @@ class Communicator(PointToPoint):
 
 # ------------------------------------------------------------------------------------------ asking the catalogue
 
-_V_FORMS = {"scatterv": ("scatter", True), "gatherv": ("gather", True), "allgatherv": ("allgather", False)}
+_V_FORMS = {
+    "scatterv": ("scatter", True),
+    "gatherv": ("gather", True),
+    "allgatherv": ("allgather", False),
+    "alltoallv": ("alltoall", True),
+}
 
 
 def _base(collective: str) -> tuple[str, bool]:
@@ -870,7 +1074,7 @@ def algorithms(collective: str) -> list[str]:
     Examples
     --------
     >>> algorithms("gatherv")
-    ['linear']
+    ['linear', 'direct']
     """
     base, private = _base(collective)
     return [name for name in catalog.names(base) if catalog.find(base, name).private or not private]

@@ -27,6 +27,10 @@ SLOTS = 3
 """Segments of one message that may be on their way at a time: one lands while another is combined."""
 
 
+SHORT = 4096
+"""Bytes up to which messages need no receiver to be on their way: any MPI buffers them."""
+
+
 class Combining(Protocol):
     """A reduction ready to be bound: `bind(left, right, out)` gives the call that does out = left op right."""
 
@@ -112,8 +116,10 @@ class Program:
 
     Attributes
     ----------
-    calls : tuple
-        Everything, in order; calling one after another is what `run` does.
+    calls, opening, rest : tuple
+        Everything, in order, what `run` calls; its part up to the first wait, what `start` calls; and the rest.
+    position, first : int
+        Where in `calls` it stands, and the first wait, where it stands when it was started.
     nbytes : int
         Memory that the program holds besides the user's.
     lane : Lane or None
@@ -131,9 +137,9 @@ class Program:
     ) -> None:
         self.calls = tuple(calls)
         self._tests: tuple[Callable[[], bool] | None, ...] = tuple(tests)
-        self._first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
-        self._opening, self._rest = self.calls[: self._first], self.calls[self._first :]
-        self._position = len(self.calls)
+        self.first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
+        self.opening, self.rest = self.calls[: self.first], self.calls[self.first :]
+        self.position = self.first
         self._kept = [keep]
         self.wire = wire
         self.nbytes = nbytes
@@ -145,21 +151,20 @@ class Program:
             call()
 
     def start(self) -> None:
-        """Begin anew; goes up to the first wait."""
-        self._position = self._first
-        for call in self._opening:
+        """Begin: goes up to the first wait. `finish`, or `advance` until it says so, must follow."""
+        for call in self.opening:
             call()
 
     def finish(self) -> None:
         """Do all that is left, waiting where need be."""
-        calls = self._rest if self._position == self._first else self.calls[self._position :]
+        calls = self.calls[self.position :]
+        self.position = self.first
         for call in calls:
             call()
-        self._position = len(self.calls)
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting; whether the end is reached."""
-        calls, tests, position = self.calls, self._tests, self._position
+        calls, tests, position = self.calls, self._tests, self.position
         try:
             while position < len(calls):
                 test = tests[position]
@@ -168,14 +173,10 @@ class Program:
                 elif not test():
                     return False
                 position += 1
+            position = self.first
             return True
         finally:
-            self._position = position
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is under way."""
-        return self._position == len(self.calls)
+            self.position = position
 
     def keep(self, what: object) -> None:
         """Keep alive what the calls use, as long as the program is bound."""
@@ -183,9 +184,8 @@ class Program:
 
     def free(self) -> None:
         """Give back requests and memory."""
-        self.calls = self._opening = self._rest = (_freed,)
+        self.calls = self.opening = self.rest = (_freed,)
         self._tests = (None,)
-        self._position = 0
         self._kept.clear()
         self.wire.free()
 
@@ -345,8 +345,14 @@ class _Binder:
     def wait(self, messages: Sequence[Any]) -> None:
         """Go on when these messages have ended."""
         if messages:
-            self.calls.append(self.wire.waiting(messages))
-            self.tests.append(self.wire.testing(messages))
+            for wait, test in self.wire.waiting(messages):
+                self.calls.append(wait)
+                self.tests.append(test)
+
+    def start(self, messages: Sequence[Any]) -> None:
+        """Begin these messages."""
+        for call in self.wire.starting(messages) if messages else ():
+            self.do(call)
 
     def rounds(self) -> None:
         """All rounds. Chunks that stay as they were brought are copied home while the first messages fly."""
@@ -365,7 +371,10 @@ class _Binder:
         receives = [message for step in steps if isinstance(step, Recv) for message in self._received(step)]
         actions = self._actions(steps)
         arrivals = [action.message for action in actions if action.message is not None]
-        messages = [*receives, *arrivals, *(sent.message for sent in sends)]
+        leave = [sent.message for sent in sends]
+        messages = [*receives, *arrivals, *leave]
+        if sum(self._piece(place).nbytes for sent in sends for place in sent.places) <= SHORT:
+            messages = [*leave, *receives, *arrivals]  # they leave at once, so let them leave first
         following = {id(action.following) for action in actions}
         self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:

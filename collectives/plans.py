@@ -44,6 +44,9 @@ KEPT_BYTES = 1 << 28
 LINE = 64
 """Bytes to whose multiples a vector is cut where it is long enough."""
 
+_READY = 0x0401
+"""NumPy's flags of an array that is C-contiguous and writeable."""
+
 _ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
 
 BLOCKING_TAG = 0
@@ -139,6 +142,10 @@ def _ends(call: Call, device: Device | None) -> _Ends:
     spans, stores = _spans(call), _stores(call)
     if call.source is call.target:
         source = target = memory(call.target, spans[1], bool(call.brings), stores)
+    elif call.snapshot:
+        target = memory(call.target, spans[1], True, stores)
+        source = Memory.allocate(spans[0], call.unit)
+        first.append(partial(np.copyto, source.array, target.array[: spans[0]]))
     else:
         source = memory(call.source, spans[0], bool(call.brings), False)
         target = memory(call.target, spans[1], False, stores)
@@ -209,7 +216,7 @@ class _Raw:
 
 
 def _combining(call: Call) -> Combining | None:
-    if call.combine is not None and call.unit.kind == "V" and call.unit.names is None:
+    if call.combine is not None and call.unit.type is np.void and call.unit.names is None:  # bfloat16 is of kind V too
         return _Raw(call.combine)
     return call.combine
 
@@ -241,15 +248,27 @@ def drive(program: Program) -> None:
         program.run()
 
 
+class Origin(NamedTuple):
+    """What a known call comes from: its program, under which key it is bound, and the operation, kept alive so that
+    its id stays its own."""
+
+    program: Program
+    bound: Hashable
+    op: MPI.Op
+
+
 class Again(NamedTuple):
-    """A blocking call with the very same arguments: what to run, and the slots in the arrays' own shape."""
+    """A blocking call with the very same arguments.
+
+    `calls` are the program's; `load` and `store` its slots in the arrays' own shape. Where the last call would combine
+    into the slot it is left out, and `finish` combines into the user's array at once.
+    """
 
     calls: tuple[Callable[[], object], ...]
     load: np.ndarray | None
     store: np.ndarray | None
-    program: Program
-    op: MPI.Op  # alive as long as this, so that its id stays its own
-    bound: Hashable
+    finish: Callable[[np.ndarray], object] | None
+    origin: Origin
 
 
 NEW: tuple[Any, ...] = (None,)
@@ -295,7 +314,7 @@ class Plans:
         self._bound: dict[Hashable, Program | Slots] = {}
         self._again: dict[tuple[Any, ...], Again] = {}
         self._idle: dict[Hashable, list[Program]] = {}
-        self._lent: set[Program] = set()
+        self._lent: set[Request] = set()
         self._held = self._resting = self._calls = self._inits = 0
         bound = comm.Get_attr(MPI.TAG_UB)
         self._tags = (32767 if bound is None else int(bound)) // 2
@@ -310,38 +329,46 @@ class Plans:
         Returns an empty tuple if it is done, otherwise what `run` is to know it by the next time. Arrays that fit
         slots are known by shape and dtype, larger ones also by where they lie.
         """
-        if type(sendbuf) is not _ndarray or type(recvbuf) is not _ndarray:
-            key = _key_without(name, sendbuf, recvbuf, op, root, algorithm, segments)
-            if key is NEW:
-                return NEW
-        elif sendbuf.nbytes <= SLOT and recvbuf.nbytes <= SLOT:
-            flags = recvbuf.flags
-            if not (flags.c_contiguous and flags.writeable and sendbuf.flags.c_contiguous):
-                return NEW
+        key: tuple[Any, ...]
+        if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
-        else:
-            if not recvbuf.flags.writeable:
+            try:
+                known = self._again.get(key)
+            except TypeError:  # a root or a name that cannot be looked up: the long way says what is wrong with it
                 return NEW
-            s, r = sendbuf, recvbuf
-            key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype,
-                   _address(s), s.strides, _address(r), r.strides)  # fmt: skip
-        known = self._again.get(key)
+            if known is not None:
+                if r.flags.num & _READY != _READY or not s.flags.c_contiguous:
+                    return NEW
+            elif s.nbytes > SLOT or r.nbytes > SLOT:
+                key = (*key, _address(s), s.strides, _address(r), r.strides)
+                known = self._again.get(key)
+                if known is not None and not r.flags.writeable:
+                    return NEW
+        else:
+            key = _key_without(name, sendbuf, recvbuf, op, root, algorithm, segments)
+            try:
+                known = self._again.get(key)
+            except TypeError:
+                return NEW
         if known is None:
             return key
-        calls, load, store, program, _, bound = known
+        calls, load, store, finish, origin = known
         try:
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
             if under_way:
-                drive(program)
+                drive(origin.program)
+                finish = None
             else:
                 for call in calls:
                     call()
         except BaseException:
-            self._forget(bound)
+            self._forget(origin.bound)
             raise
-        if store is not None:
+        if finish is not None:
+            finish(recvbuf)
+        elif store is not None:
             recvbuf[...] = store
         return ()
 
@@ -352,13 +379,19 @@ class Plans:
             return
         if (len(known) >= _LARGE) == isinstance(kept, Slots):
             return  # known by shape only, but bound to an address; or the other way round
-        if isinstance(kept, Slots):
-            sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
-            load = _in_shape(kept.source, sent) if kept.loads else None
-            store = _in_shape(kept.target, recvbuf) if kept.stores else None
-            self._again[known] = Again(kept.program.calls, load, store, kept.program, op, bound)
-        else:
-            self._again[known] = Again(kept.calls, None, None, kept, op, bound)
+        if not isinstance(kept, Slots):
+            self._again[known] = Again(kept.calls, None, None, None, Origin(kept, bound, op))
+            return
+        if any(type(array) is _ndarray and not array.flags.c_contiguous for array in (sendbuf, recvbuf)):
+            return
+        sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
+        load = _in_shape(kept.source, sent) if kept.loads else None
+        store = _in_shape(kept.target, recvbuf) if kept.stores else None
+        calls = kept.program.calls
+        finish = _finisher(calls, store)
+        if finish is not None:
+            calls = calls[:-1]
+        self._again[known] = Again(calls, load, store, finish, Origin(kept.program, bound, op))
 
     def run(
         self,
@@ -376,8 +409,8 @@ class Plans:
         small = self._fits_slots(call)
         key = _key(call, choice, not small)
         kept = self._bound.get(key)
+        _check_apart(call)
         if kept is None:
-            _check_apart(call)
             kept = self._bind_slots(call, choice) if small else self._blocking(call, choice)
             self._keep(key, kept)
         try:
@@ -442,8 +475,8 @@ class Plans:
         wire = program.wire
         assert isinstance(wire, Immediate)
         wire.tag = 1 + self._calls % (self._tags - 1)
-        self._lent.add(program)
         request = Request(call.collective, program, partial(self._rest, key), call)
+        self._lent.add(request)
         request.begin(gate)
         return request
 
@@ -455,8 +488,9 @@ class Plans:
         call, device = self._where(call)
         first = [] if device is None else [partial(device.follow, *_owners(call))]
         program = self._bind(call, choice, wire, device, first)
-        self._lent.add(program)
-        return Request(call.collective, program, self._return, call, persistent=True)
+        request = Request(call.collective, program, self._return, call, persistent=True)
+        self._lent.add(request)
+        return request
 
     def free(self) -> None:
         """Give everything back: programs, requests, and the private communicator. Collective."""
@@ -464,8 +498,8 @@ class Plans:
             _program(kept).free()
         for program in [program for programs in self._idle.values() for program in programs]:
             program.free()
-        for program in [program for program in self._lent if program.done]:
-            program.free()
+        for request in tuple(self._lent):
+            request.Free()
         self._bound.clear()
         self._again.clear()
         self._idle.clear()
@@ -475,7 +509,7 @@ class Plans:
     @property
     def under_way(self) -> int:
         """Operations that were begun and are not over."""
-        return sum(not program.done for program in self._lent)
+        return sum(request.active for request in self._lent)
 
     # -------------------------------------------------------------------------------- binding and keeping
 
@@ -494,7 +528,7 @@ class Plans:
 
     def _fits_slots(self, call: Call) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
-        if max(_spans(call)) * call.unit.itemsize > SLOT or call.moved >= 0:
+        if max(_spans(call)) * call.unit.itemsize > SLOT or call.moved >= 0 or call.snapshot:
             return False
         return all(
             sum(call.lengths[block] for block in blocks) == _span(call, blocks) for blocks in (call.brings, call.takes)
@@ -517,13 +551,13 @@ class Plans:
     def _forget(self, key: Hashable) -> Program:
         program = _program(self._bound.pop(key))
         self._held -= program.nbytes
-        for known in [known for known, again in self._again.items() if again.program is program]:
+        for known in [known for known, again in self._again.items() if again.origin.program is program]:
             del self._again[known]
         return program
 
-    def _rest(self, key: Hashable, program: Program) -> None:
+    def _rest(self, key: Hashable, request: Request, program: Program) -> None:
         """A non-blocking call is over: keep its program for the next one like it."""
-        self._lent.discard(program)
+        self._lent.discard(request)
         if key is None:
             program.free()
             return
@@ -536,14 +570,27 @@ class Plans:
             if not self._idle[oldest]:
                 del self._idle[oldest]
 
-    def _return(self, program: Program) -> None:
-        self._lent.discard(program)
+    def _return(self, request: Request, program: Program) -> None:
+        self._lent.discard(request)
         program.free()
 
 
 def _in_shape(slot: np.ndarray, array: np.ndarray) -> np.ndarray:
     """The slot's memory as an array like the user's."""
     return slot.view(np.uint8).view(array.dtype).reshape(array.shape)
+
+
+def _finisher(
+    calls: tuple[Callable[[], object], ...], store: np.ndarray | None
+) -> Callable[[np.ndarray], object] | None:
+    """The last call with its result left open, if it is a ufunc that writes all of the slot and nothing else."""
+    last = calls[-1] if calls else None
+    if store is None or not isinstance(last, partial) or not isinstance(last.func, np.ufunc) or len(last.args) != 3:
+        return None
+    left, right, out = last.args
+    if (_address(out), out.nbytes, out.dtype) != (_address(store), store.nbytes, store.dtype):
+        return None
+    return partial(last.func, left.reshape(store.shape), right.reshape(store.shape))
 
 
 def _program(kept: Program | Slots) -> Program:

@@ -16,6 +16,7 @@ under_way: list[Request] = []
 """Every operation of this process that was begun and is not over."""
 
 _turn = threading.RLock()
+_take_turn, _end_turn = _turn.acquire, _turn.release  # half the price of a with statement
 
 
 def progress() -> None:
@@ -43,20 +44,20 @@ class Request:
     >>> from mpi4py import MPI
     >>> from collectives import Communicator
     >>> import numpy as np
-    >>> with Communicator(MPI.COMM_SELF) as comm:
-    ...     total = np.zeros(3)
-    ...     request = comm.Iallreduce(np.ones(3), total)
-    ...     request.Wait(), total.tolist()
+    >>> comm = Communicator(MPI.COMM_SELF)
+    >>> total = np.zeros(3)
+    >>> request = comm.Iallreduce(np.ones(3), total)
+    >>> request.Wait(), total.tolist()
     (True, [1.0, 1.0, 1.0])
     """
 
-    __slots__ = ("_active", "_freed", "_gate", "_keep", "_name", "_persistent", "_program", "_release")
+    __slots__ = ("_active", "_freed", "_gate", "_keep", "_name", "_persistent", "_program", "_release", "_startable")
 
     def __init__(
         self,
         name: str,
         program: Program,
-        release: Callable[[Program], None],
+        release: Callable[[Request, Program], None],
         keep: object,
         persistent: bool = False,
     ) -> None:
@@ -67,6 +68,7 @@ class Request:
         self._persistent = persistent
         self._gate: Callable[[], bool] | None = None
         self._active = self._freed = False
+        self._startable = persistent
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "under way" if self._active else "idle"
@@ -80,11 +82,16 @@ class Request:
         InvalidArgument
             If it is, was freed, or comes from an ``I...`` method.
         """
-        if self._active or self._freed or not self._persistent:
-            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
-        self._program.start()
+        if not self._startable:
+            raise self._not_startable()
+        self._startable = False
+        for call in self._program.opening:
+            call()
         self._active = True
         under_way.append(self)
+
+    def _not_startable(self) -> InvalidArgument:
+        return InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
 
     def begin(self, gate: Callable[[], bool] | None) -> None:
         """Go as far as possible without waiting; `gate` must open before anything is sent."""
@@ -119,8 +126,9 @@ class Request:
     def _end(self) -> None:
         self._active = False
         under_way.remove(self)
+        self._startable = self._persistent
         if not self._persistent:
-            self._release(self._program)
+            self._release(self, self._program)
             self._keep = None
 
     def Test(self, status: MPI.Status | None = None) -> bool:
@@ -132,15 +140,20 @@ class Request:
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Return when the operation is over."""
-        if not self._active:
-            self._check("Wait")
-            return True
-        if len(under_way) == 1 and self._persistent:  # nothing else to move: MPI may wait for us
-            with _turn:
-                under_way.remove(self)
+        if self._active and self._persistent and len(under_way) == 1:  # nothing else to move: MPI may wait for us
+            _take_turn()
+            under_way.clear()
+            _end_turn()
             self._active = False
-            self._program.finish()
+            program = self._program
+            if program.position == program.first:  # as `finish` does it, without the call
+                for call in program.rest:
+                    call()
+            else:
+                program.finish()
+            self._startable = True
             return True
+        self._check("Wait")
         until(lambda: not self._active)
         return True
 
@@ -149,10 +162,10 @@ class Request:
         self._check("Free")
         if self._active:
             raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
-        self._freed = True
+        self._freed, self._startable = True, False
         self._keep = None
         if self._persistent:
-            self._release(self._program)
+            self._release(self, self._program)
 
     start, test, wait, free = Start, Test, Wait, Free
 
@@ -190,8 +203,7 @@ def start_all(requests: Iterable[Request]) -> None:
     """Start persistent requests, all of them or, if one cannot start, none."""
     several = list(requests)
     for request in several:
-        request._check("Start")
-        if not request._persistent or request._active:
-            raise InvalidArgument(MPI.ERR_REQUEST, f"Start of {request!r}: only an idle persistent request starts")
+        if not request._startable:
+            raise request._not_startable()
     for request in several:
         request.Start()

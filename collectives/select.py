@@ -10,6 +10,7 @@ from mpi4py import MPI
 from collectives import catalog
 from collectives.chunks import Layout, even
 from collectives.errors import InvalidArgument
+from collectives.semantics import vector
 from collectives.walk import Uniform, price
 
 BUILT_IN = Uniform(alpha=1.5e-6, beta=1 / 9e9, gamma=1 / 20e9)
@@ -25,7 +26,7 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def choose(collective: str, size: int, nbytes: int, ordered: bool = False, private: bool = False) -> Choice:
-    """The cheapest algorithm that can do it.
+    """The cheapest algorithm that can do it, and that gives all ranks the same bits.
 
     Parameters
     ----------
@@ -38,7 +39,8 @@ def choose(collective: str, size: int, nbytes: int, ordered: bool = False, priva
     private : bool
         Whether ranks know only their own block's length; `nbytes` must then not matter and is not looked at.
     """
-    able = {name: entry for name, entry in catalog.CATALOG[collective].items() if _fits(entry, ordered, private)}
+    entries = catalog.CATALOG[collective].items()
+    able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, private)}
     if private:
         return Choice(next(iter(able)))
     return Choice(min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN)))
@@ -82,6 +84,8 @@ def predict(collective: str, algorithm: str, size: int, nbytes: int, segments: i
     float
         Seconds from the common start until the last rank is done, for root 0.
     """
-    layout = Layout.packed(even(nbytes, catalog.blocks(collective, algorithm, size) * segments))
+    blocks = catalog.blocks(collective, algorithm, size)
+    held_by_all = nbytes * blocks // vector(collective, size, blocks)
+    layout = Layout.packed(even(held_by_all, blocks * segments))
     schedules = catalog.build_all(collective, algorithm, size, 0, segments)
     return price(schedules, layout, 1, BUILT_IN).seconds

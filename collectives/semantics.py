@@ -126,6 +126,13 @@ MEANINGS: dict[str, Meaning] = {
 """Every collective by name. The keys are the names used everywhere else."""
 
 
+def vector(collective: str, size: int, blocks: int) -> int:
+    """How many of the blocks one rank can hold of its own: what n means in costs, and in sizes told to users."""
+    meaning = MEANINGS[collective]
+    held = [len(list(meaning.before(0, size, 0, blocks))), len(meaning.after(0, size, 0, blocks))]
+    return max(1, *held)
+
+
 def before(
     collective: str, rank: int, size: int, root: int = 0, parts: int = 1, blocks: int | None = None
 ) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
 from collectives import semantics
@@ -167,6 +168,17 @@ def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
 # ------------------------------------------------------------------------------------------ the proof
 
 
+class _Symbol(NamedTuple):
+    """What a chunk holds: its terms in order, and the number of the expression that joined them.
+
+    Two expressions have the same number if they differ at most in the order of operands, which no operation that
+    commutes can tell, down to the last bit.
+    """
+
+    terms: Value
+    expression: int
+
+
 class Proof(NamedTuple):
     """What was proved of a schedule, and what it moves. Volumes are in chunks.
 
@@ -174,8 +186,11 @@ class Proof(NamedTuple):
     ----------
     ordered : bool
         Whether every reduced value has its terms in rank order, so that non-commutative operations come out right.
+    alike : bool
+        Whether all ranks that get the same sum get it by the same additions, so that it has the same bits.
     rounds : int
-        Longest chain of rounds, over all ranks, that wait for each other.
+        Messages in the longest chain of those that wait for one another, through one port out and one in per rank:
+        the factor of alpha.
     messages : int
         Messages of all ranks together.
     sent, received, combined : tuple of int
@@ -183,6 +198,7 @@ class Proof(NamedTuple):
     """
 
     ordered: bool
+    alike: bool
     rounds: int
     messages: int
     sent: tuple[int, ...]
@@ -215,54 +231,56 @@ def prove(
     meaning = semantics.MEANINGS[collective]
     blocks = blocks or meaning.blocks(size)
     count = blocks * parts
-    state: list[dict[int, Value]] = [
-        {chunk: ((rank, chunk),) for chunk in semantics.before(collective, rank, size, root, parts, blocks)}
+    state: list[dict[int, _Symbol]] = [
+        {
+            chunk: _Symbol(((rank, chunk),), rank * count + chunk)
+            for chunk in semantics.before(collective, rank, size, root, parts, blocks)
+        }
         for rank in range(size)
     ]
+    expressions: dict[frozenset[int], int] = {}
     heard = [1 << rank for rank in range(size)]
-    depth = [0] * size
     sent, received, combined = [0] * size, [0] * size, [0] * size
     partners = match(schedules, count)
-    begun: dict[tuple[int, int], tuple[int, int]] = {}
-    flying: dict[Spot, list[Value]] = {}
+    begun: dict[tuple[int, int], int] = {}
+    flying: dict[Spot, list[_Symbol]] = {}
 
-    def read(spot: Spot, step: Step, chunks: Chunks) -> list[Value]:
+    def read(spot: Spot, step: Step, chunks: Chunks) -> list[_Symbol]:
         mine = state[spot.rank]
         try:
             return [mine[chunk] for chunk in numbers(chunks)]
         except KeyError as missing:
             raise ScheduleError(f"{_at(spot, step)}: the rank does not have chunk {missing}") from None
 
-    def join(spot: Spot, step: RecvReduce | Reduce, target: Chunks, values: list[Value]) -> None:
+    def join(spot: Spot, step: RecvReduce | Reduce, target: Chunks, values: list[_Symbol]) -> None:
         mine = state[spot.rank]
         for chunk, old, new in zip(numbers(target), read(spot, step, target), values, strict=True):
-            twice = set(old).intersection(new)
+            twice = set(old.terms).intersection(new.terms)
             if twice:
                 raise ScheduleError(f"{_at(spot, step)}: chunk {chunk} already has {_terms(tuple(twice))}")
-            mine[chunk] = new + old if step.side == "left" else old + new
+            terms = new.terms + old.terms if step.side == "left" else old.terms + new.terms
+            joined = frozenset((old.expression, new.expression))
+            mine[chunk] = _Symbol(terms, expressions.setdefault(joined, size * count + len(expressions)))
         combined[spot.rank] += len(values)
 
     for event, rank, index in _causal(schedules, partners):
         steps = schedules[rank][index]
         if event == "begin":
             _check_hazards(rank, index, steps)
-            begun[rank, index] = depth[rank], heard[rank]
+            begun[rank, index] = heard[rank]
             for position, step in enumerate(steps):
                 if isinstance(step, Send):
                     spot = Spot(rank, index, position)
                     flying[spot] = read(spot, step, step.chunks)
                     sent[rank] += len(flying[spot])
-                    depth[rank] = max(depth[rank], begun[rank, index][0] + 1)
             continue
-        arrived: dict[int, list[Value]] = {}
+        arrived: dict[int, list[_Symbol]] = {}
         for position, step in enumerate(steps):
             if isinstance(step, (Recv, RecvReduce)):
                 source = partners[Spot(rank, index, position)]
                 values = arrived[position] = flying.pop(source)
                 received[rank] += len(values)
-                its_depth, its_news = begun[source.rank, source.round]
-                depth[rank] = max(depth[rank], begun[rank, index][0] + 1, its_depth + 1)
-                heard[rank] |= its_news
+                heard[rank] |= begun[source.rank, source.round]
                 if isinstance(step, Recv):
                     state[rank].update(zip(numbers(step.chunks), values, strict=True))
         for position, step in enumerate(steps):
@@ -275,10 +293,14 @@ def prove(
                 case Copy(chunks, target):
                     state[rank].update(zip(numbers(target), read(spot, step, chunks), strict=True))
 
-    ordered = True
+    ordered = alike = True
+    seen: dict[tuple[int, int], int] = {}
     for rank in range(size):
         for chunk, expected in semantics.after(collective, rank, size, root, parts, blocks).items():
-            found = state[rank].get(chunk)
+            symbol = state[rank].get(chunk)
+            found = None if symbol is None else symbol.terms
+            if symbol is not None:
+                alike &= seen.setdefault((chunk, len(expected)), symbol.expression) == symbol.expression
             if found == expected:
                 continue
             if found is None or sorted(found) != list(expected):
@@ -287,7 +309,8 @@ def prove(
         if meaning.synchronises and heard[rank] != (1 << size) - 1:
             missing = [peer for peer in range(size) if not heard[rank] >> peer & 1]
             raise ScheduleError(f"rank {rank} may leave before it has heard of ranks {missing}")
-    return Proof(ordered, max(depth), len(partners), tuple(sent), tuple(received), tuple(combined))
+    rounds = round(price(schedules, Layout.packed((0,) * count), 1, Uniform(1, 0, 0)).seconds)
+    return Proof(ordered, alike, rounds, len(partners), tuple(sent), tuple(received), tuple(combined))
 
 
 def _terms(value: Value) -> str:
@@ -372,6 +395,9 @@ class Price(NamedTuple):
 def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network: Network, trace: bool = False) -> Price:
     """Play all ranks with clocks: full duplex, one port out and one port in.
 
+    A message flies when both its ranks have come to its round and its two ports are free; of several that could, the
+    one that is listed first. What a round combines is combined when its messages are there.
+
     Parameters
     ----------
     schedules : sequence of Schedule
@@ -382,57 +408,76 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
         Costs per edge.
     trace : bool
         Whether to record every message and combination.
+
+    Raises
+    ------
+    ScheduleError
+        If the ranks come to a standstill.
     """
-    size, count = len(schedules), len(layout.lengths)
-    partners = match(schedules, count)
-    leaving = {send: receive for receive, send in partners.items()}
-    clock = [0.0] * size
-    out, into = [0.0] * size, [0.0] * size  # when each rank's port is free again
-    began: dict[tuple[int, int], float] = {}
-    ends: dict[Spot, float] = {}
-    events: list[Event] = []
+    size = len(schedules)
+    partners = match(schedules, len(layout.lengths))
+    meets = {send: receive for receive, send in partners.items()} | partners
     weigh = _weigher(layout, itemsize)
+    clock = [0.0] * size  # of each rank: when its last round ended
+    out, into = [0.0] * size, [0.0] * size  # when its ports are free again
+    current = [-1] * size  # the round that it is in
+    open_messages = [0] * size  # of that round
+    ready: list[tuple[float, int, int, Spot]] = []  # sends that may fly: from when, place in the list, rank
+    events: list[Event] = []
 
-    def fly(source: Spot, target: Spot, chunks: Chunks) -> float:
-        if source not in ends:
-            alpha, beta = network.edge(source.rank, target.rank)
-            weight = weigh(chunks)
-            start = max(
-                began[source.rank, source.round],
-                began[target.rank, target.round],
-                out[source.rank],
-                into[target.rank],
-            )
-            end = out[source.rank] = into[target.rank] = start + alpha + weight * beta
-            ends[source] = end
-            if trace:
-                events.append(Event("message", source.rank, target.rank, source.round, chunks, weight, start, end))
-        return ends[source]
+    def begin(rank: int) -> None:
+        """Go to the next round that has messages; what can fly now gets ready."""
+        while current[rank] + 1 < len(schedules[rank]):
+            current[rank] += 1
+            index, steps = current[rank], schedules[rank][current[rank]]
+            mine = [i for i, step in enumerate(steps) if isinstance(step, (Send, Recv, RecvReduce))]
+            open_messages[rank] = len(mine)
+            for position in mine:
+                spot = Spot(rank, index, position)
+                other = meets[spot]
+                if current[other.rank] == other.round:
+                    send = spot if isinstance(steps[position], Send) else other
+                    heappush(ready, (max(clock[rank], clock[other.rank]), send.step, send.rank, send))
+            if mine:
+                return
+            combine(rank)
 
-    for event, rank, index in _causal(schedules, partners):
-        if event == "begin":
-            began[rank, index] = clock[rank]
+    def combine(rank: int) -> None:
+        """What the round combines, one after another."""
+        for step in schedules[rank][current[rank]]:
+            if isinstance(step, (RecvReduce, Reduce)):
+                chunks = step.chunks if isinstance(step, RecvReduce) else step.source
+                weight, start = weigh(chunks), clock[rank]
+                clock[rank] += weight * network.gamma
+                if trace:
+                    events.append(Event("combine", rank, rank, current[rank], chunks, weight, start, clock[rank]))
+
+    for rank in range(size):
+        begin(rank)
+    finished = list(clock)  # when the messages of the current round have ended
+    while ready:
+        earliest, place, rank, send = heappop(ready)
+        receive = meets[send]
+        start = max(earliest, out[send.rank], into[receive.rank])
+        if start > earliest:
+            heappush(ready, (start, place, rank, send))
             continue
-        done = clock[rank]
-        combining: list[tuple[float, Chunks]] = []
-        for position, step in enumerate(schedules[rank][index]):
-            spot = Spot(rank, index, position)
-            match step:
-                case Send(_, chunks):
-                    done = max(done, fly(spot, leaving[spot], chunks))
-                case Recv(_, chunks):
-                    done = max(done, fly(partners[spot], spot, chunks))
-                case RecvReduce(_, chunks, _):
-                    combining.append((fly(partners[spot], spot, chunks), chunks))
-                case Reduce(_, chunks, _):
-                    combining.append((clock[rank], chunks))
-        for arrival, chunks in combining:
-            start = max(done, arrival)
-            weight = weigh(chunks)
-            done = start + weight * network.gamma
-            if trace:
-                events.append(Event("combine", rank, rank, index, chunks, weight, start, done))
-        clock[rank] = done
+        chunks = schedules[send.rank][send.round][send.step].chunks  # type: ignore[union-attr]
+        alpha, beta = network.edge(send.rank, receive.rank)
+        weight = weigh(chunks)
+        end = out[send.rank] = into[receive.rank] = start + alpha + weight * beta
+        if trace:
+            events.append(Event("message", send.rank, receive.rank, send.round, chunks, weight, start, end))
+        for spot in (send, receive):
+            finished[spot.rank] = max(finished[spot.rank], end)
+            open_messages[spot.rank] -= 1
+            if not open_messages[spot.rank]:
+                clock[spot.rank] = finished[spot.rank]
+                combine(spot.rank)
+                finished[spot.rank] = clock[spot.rank]
+                begin(spot.rank)
+    if any(open_messages):
+        deque(_causal(schedules, partners), maxlen=0)  # names who waits for whom
     return Price(tuple(clock), tuple(sorted(events, key=lambda event: event.start)))
 
 

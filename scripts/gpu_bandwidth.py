@@ -1,7 +1,7 @@
 """How fast CuPy arrays travel: mpirun -n 2 python scripts/gpu_bandwidth.py [--sizes 64K:64M] [--direct].
 
-Each size is done in three ways: from NumPy arrays, from CuPy arrays through host memory, and, if the MPI is CUDA-aware or
---direct says so, from CuPy arrays as they are. Times are medians of the slowest rank; results are checked once.
+Each size is done in three ways: from NumPy arrays, from CuPy arrays through host memory, and, if the MPI is CUDA-aware
+or --direct says so, from CuPy arrays as they are. Times are medians of the slowest rank; results are checked once.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python scripts/prove.py --max-size 64
 
-Needs no MPI. Roots are all of them up to 16 ranks and a sample above; up to 16 ranks every schedule is also proved when
-it is pipelined over 2 and 3 segments. Ends with a status other than 0 at the first fault.
+Runs in one process. Roots are all of them up to 16 ranks and a sample above; up to 16 ranks every schedule is also
+proved when it is pipelined over 2 and 3 segments. Ends with a status other than 0 at the first fault.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Costs: TypeAlias = tuple[Fraction, ...]
 """Rounds, volume, combined."""
 
 
-def costs(blocks: int, proof: Proof) -> Costs:
-    """What one schedule does, volumes in vectors of the busiest rank."""
+def costs(vector: int, proof: Proof) -> Costs:
+    """What one schedule does; volumes of the busiest rank, in vectors of so many blocks."""
     return (
         Fraction(proof.rounds),
-        Fraction(max(*proof.sent, *proof.received), blocks),
-        Fraction(max(proof.combined), blocks),
+        Fraction(max(*proof.sent, *proof.received), vector),
+        Fraction(max(proof.combined), vector),
     )
 
 
@@ -76,10 +76,11 @@ def main() -> int:
     entries = [(collective, name) for collective in collectives for name in catalog.names(collective)]
     began, proved, rows = time.perf_counter(), 0, []
     for collective, name in tqdm(entries, desc="proving", unit="algorithm", disable=None):
-        ordered = True
+        ordered = alike = True
         for size in range(1, arguments.max_size + 1):
             worst: Costs = (Fraction(0),) * 3
             blocks = catalog.blocks(collective, name, size)
+            vector = semantics.vector(collective, size, blocks)
             try:
                 for root in roots(collective, size):
                     for segments in SEGMENTS if size <= 16 and collective != "barrier" else (1,):
@@ -87,15 +88,19 @@ def main() -> int:
                         schedules = catalog.build_all(collective, name, size, root, segments)
                         proof = prove(collective, schedules, root, segments, blocks)
                         ordered &= proof.ordered
+                        alike &= proof.alike
                         proved += 1
                         if segments == 1:
-                            worst = tuple(map(max, worst, costs(blocks, proof)))
+                            worst = tuple(map(max, worst, costs(vector, proof)))
                 check_costs(collective, name, size, worst)
             except ScheduleError as fault:
                 print(f"{where}: {fault}", file=sys.stderr)
                 return 1
         if ordered < catalog.find(collective, name).ordered:
             print(f"{collective} {name} does not keep rank order, but the catalogue says so", file=sys.stderr)
+            return 1
+        if alike < catalog.find(collective, name).alike:
+            print(f"{collective} {name} gives ranks other bits, but the catalogue says the same", file=sys.stderr)
             return 1
         rows.append((collective, name, ordered, worst))
 

@@ -28,13 +28,17 @@ class _Halving(NamedTuple):
 
 
 def _halvings(rank: int, size: int, root: int) -> Iterator[_Halving | None]:
-    """The halving around `rank` in each of ceil(log2 p) rounds; None when it is already alone."""
+    """The halving around `rank` in each of ceil(log2 p) rounds; None when it is already alone.
+
+    Of an odd number of ranks the root keeps the larger half, so that a scatter sends the smaller one away.
+    """
     ranks = range(size)
     for _ in range((size - 1).bit_length()):
         if len(ranks) == 1:
             yield None
             continue
-        middle = ranks.start + (len(ranks) + 1) // 2
+        larger = (len(ranks) + 1) // 2
+        middle = ranks.start + larger if root < ranks.start + larger else ranks.stop - larger
         low, high = range(ranks.start, middle), range(middle, ranks.stop)
         other = high if root in low else low
         yield _Halving(root, other.start, other)

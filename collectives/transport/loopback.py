@@ -6,8 +6,9 @@ import ctypes
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from collectives.transport.wire import Piece
+from collectives.transport.wire import Piece, Wait
 
 
 class _Message:
@@ -78,24 +79,20 @@ class Loopback:
     def receive(self, peer: int, pieces: Sequence[Piece]) -> _Message:
         return _Message(peer, self._rank, pieces, sends=False)
 
-    def starting(self, messages: Sequence[_Message]) -> Callable[[], object]:
-        def start() -> None:
-            for message in messages:
-                self._hub.start(message)
+    def starting(self, messages: Sequence[_Message]) -> Sequence[Callable[[], object]]:
+        return [partial(self._hub.start, message) for message in messages]
 
-        return start
+    def waiting(self, messages: Sequence[_Message]) -> Sequence[Wait]:
+        def test() -> bool:
+            return all(message.done for message in messages)
 
-    def waiting(self, messages: Sequence[_Message]) -> Callable[[], object]:
         def wait() -> None:
             with self._hub.changed:
-                if not self._hub.changed.wait_for(lambda: all(m.done for m in messages), self._hub.patience):
-                    late = [m.pair for m in messages if not m.done]
+                if not self._hub.changed.wait_for(test, self._hub.patience):
+                    late = [message.pair for message in messages if not message.done]
                     raise TimeoutError(f"rank {self._rank} waited {self._hub.patience} s for messages {late}")
 
-        return wait
-
-    def testing(self, messages: Sequence[_Message]) -> Callable[[], bool]:
-        return lambda: all(message.done for message in messages)
+        return [Wait(wait, test)]
 
     def free(self) -> None:
         """Nothing is held."""

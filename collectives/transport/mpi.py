@@ -8,9 +8,12 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.transport.wire import Piece
+from collectives.transport.wire import Piece, Wait
 
 _Specification = list[Any]
+
+FEW = 3
+"""Up to so many requests are faster started and awaited one by one, without a list to pass on."""
 
 
 class _Messages:
@@ -55,14 +58,16 @@ class Persistent:
         self._requests.append(request)
         return request
 
-    def starting(self, messages: Sequence[MPI.Prequest]) -> Callable[[], object]:
-        return messages[0].Start if len(messages) == 1 else partial(MPI.Prequest.Startall, list(messages))
+    def starting(self, messages: Sequence[MPI.Prequest]) -> Sequence[Callable[[], object]]:
+        if len(messages) <= FEW:
+            return [message.Start for message in messages]
+        return [partial(MPI.Prequest.Startall, list(messages))]
 
-    def waiting(self, messages: Sequence[MPI.Prequest]) -> Callable[[], object]:
-        return messages[0].Wait if len(messages) == 1 else partial(MPI.Request.Waitall, list(messages))
-
-    def testing(self, messages: Sequence[MPI.Prequest]) -> Callable[[], bool]:
-        return messages[0].Test if len(messages) == 1 else partial(MPI.Request.Testall, list(messages))
+    def waiting(self, messages: Sequence[MPI.Prequest]) -> Sequence[Wait]:
+        if len(messages) <= FEW:
+            return [Wait(message.Wait, message.Test) for message in messages]
+        several = list(messages)
+        return [Wait(partial(MPI.Request.Waitall, several), partial(MPI.Request.Testall, several))]
 
     def free(self) -> None:
         for request in self._requests:
@@ -97,18 +102,21 @@ class Immediate:
     def receive(self, peer: int, pieces: Sequence[Piece]) -> _Posted:
         return _Posted(partial(self._messages.comm.Irecv, self._messages.specify(pieces), peer))
 
-    def starting(self, messages: Sequence[_Posted]) -> Callable[[], object]:
+    def starting(self, messages: Sequence[_Posted]) -> Sequence[Callable[[], object]]:
         def start() -> None:
             for message in messages:
                 message.request = message.post(self.tag)
 
-        return start
+        return [start]
 
-    def waiting(self, messages: Sequence[_Posted]) -> Callable[[], object]:
-        return lambda: MPI.Request.Waitall([message.request for message in messages])
+    def waiting(self, messages: Sequence[_Posted]) -> Sequence[Wait]:
+        def wait() -> None:
+            MPI.Request.Waitall([message.request for message in messages])
 
-    def testing(self, messages: Sequence[_Posted]) -> Callable[[], bool]:
-        return lambda: MPI.Request.Testall([message.request for message in messages])
+        def test() -> bool:
+            return MPI.Request.Testall([message.request for message in messages])
+
+        return [Wait(wait, test)]
 
     def free(self) -> None:
         self._messages.free()

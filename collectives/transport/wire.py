@@ -24,8 +24,8 @@ class Wire(Protocol):
     """What a program needs of a transport, for one rank and one stream of messages.
 
     Messages between two ranks match in the order in which they start. A message is bound once and started any
-    number of times; it must have ended before it starts again. The three verbs take the messages when the program is
-    bound and give back what runs at every call, so that nothing is looked up on the way.
+    number of times; it must have ended before it starts again. The verbs take the messages when the program is
+    bound and give back the calls that run every time, so that nothing is looked up on the way.
     """
 
     def send(self, peer: int, pieces: Sequence[Piece]) -> Any:
@@ -36,16 +36,12 @@ class Wire(Protocol):
         """A message from `peer` into the pieces."""
         ...
 
-    def starting(self, messages: Sequence[Any]) -> Callable[[], object]:
-        """What starts all the messages."""
+    def starting(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
+        """The calls that start all the messages."""
         ...
 
-    def waiting(self, messages: Sequence[Any]) -> Callable[[], object]:
-        """What returns when all the messages have ended."""
-        ...
-
-    def testing(self, messages: Sequence[Any]) -> Callable[[], bool]:
-        """What says whether all the messages have ended, and helps them to."""
+    def waiting(self, messages: Sequence[Any]) -> Sequence[Wait]:
+        """The calls that return when all the messages have ended, each with one that only asks."""
         ...
 
     def free(self) -> None:

@@ -1,0 +1,39 @@
+"""Chains: the ranks in a row from the root on, everyone passes on to the next. Slow whole, unbeatable in many segments.
+
+Broadcast of segments a b c from rank 0 of 4::
+
+    round       0       1       2       3       4
+    0 -> 1      a       b       c
+    1 -> 2              a       b       c
+    2 -> 3                      a       b       c
+
+(Chan et al. 2007, section 5.3; Open MPI's coll/base knows it as chain and pipeline.)
+"""
+
+from __future__ import annotations
+
+from collectives.steps import Recv, Rounds, Send, span
+from collectives.transforms import reverse
+
+
+def broadcast(rank: int, size: int, root: int) -> Rounds:
+    """The vector goes from the root to the next rank, and the next, around to the one before the root.
+
+    p-1 rounds, k+p-2 in k segments: (k+p-2)(alpha + n/k beta).
+    """
+    place = (rank - root) % size
+    for time in range(size - 1):
+        if time == place:
+            yield [Send((rank + 1) % size, span(0, size))]
+        elif time == place - 1:
+            yield [Recv((rank - 1) % size, span(0, size))]
+        else:
+            yield []
+
+
+def reduce(rank: int, size: int, root: int) -> Rounds:
+    """The broadcast backwards: sums flow down the row to the root.
+
+    p-1 rounds, k+p-2 in k segments: (k+p-2)(alpha + n/k (beta + gamma)). Commutative operations only.
+    """
+    return reverse(broadcast(rank, size, root), rank, reducing=True)

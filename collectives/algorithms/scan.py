@@ -1,0 +1,73 @@
+"""Prefix sums: rank r ends with what ranks 0 .. r brought, or 0 .. r-1.
+
+(Hillis and Steele 1986; Open MPI and MPICH do the same in recursive doubling.)
+"""
+
+from __future__ import annotations
+
+from collectives.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
+
+
+def linear_scan(rank: int, size: int) -> Rounds:
+    """The sum so far goes from rank to rank, and everyone adds its term.
+
+    p-1 rounds: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
+    """
+    everything = span(0, size)
+    for time in range(size - 1):
+        if rank == time:
+            yield [Send(rank + 1, everything)]
+        elif rank == time + 1:
+            yield [RecvReduce(rank - 1, everything, "left")]
+        else:
+            yield []
+
+
+def linear_exscan(rank: int, size: int) -> Rounds:
+    """The sum so far goes from rank to rank; everyone keeps it, and sends it on with its own term added.
+
+    p-1 rounds: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
+    """
+    mine, so_far = span(0, size), span(size, 2 * size)
+    for time in range(size - 1):
+        if rank == time:
+            yield [Send(rank + 1, mine)]
+        elif rank == time + 1:
+            yield [Recv(rank - 1, so_far), Reduce(so_far, mine, "left")] if rank < size - 1 else [Recv(rank - 1, mine)]
+        else:
+            yield []
+    if 0 < rank < size - 1:
+        yield [Copy(so_far, mine)]
+
+
+def doubling_scan(rank: int, size: int) -> Rounds:
+    """Everyone sends its sum 1, 2, 4 ... ranks up, and adds what comes from as far below.
+
+    ceil(log2 p) rounds: q (alpha + n beta + n gamma). Keeps rank order.
+    """
+    mine = span(0, size)
+    distance = 1
+    while distance < size:
+        up: Round = [Send(rank + distance, mine)] if rank + distance < size else []
+        down: Round = [RecvReduce(rank - distance, mine, "left")] if rank >= distance else []
+        yield up + down
+        distance *= 2
+
+
+def doubling_exscan(rank: int, size: int) -> Rounds:
+    """As the scan, with a second sum beside the first, of what came from below only.
+
+    ceil(log2 p) rounds: q (alpha + n beta + 2 n gamma). Keeps rank order.
+    """
+    mine, below, arrived = (span(copy * size, (copy + 1) * size) for copy in range(3))
+    distance = 1
+    while distance < size:
+        up: Round = [Send(rank + distance, mine)] if rank + distance < size else []
+        down: Round = []
+        if rank >= distance:
+            keep = Copy(arrived, below) if distance == 1 else Reduce(arrived, below, "left")
+            down = [Recv(rank - distance, arrived), keep, Reduce(arrived, mine, "left")]
+        yield up + down
+        distance *= 2
+    if rank:
+        yield [Copy(below, mine)]
