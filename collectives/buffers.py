@@ -39,6 +39,7 @@ __all__ = [
     "Element",
     "blocks",
     "blocks_v",
+    "cuda_interface",
     "element_of",
     "kind",
     "numbers",
@@ -389,10 +390,7 @@ def _memory(obj: Any, datatype: object, name: str, writable: bool) -> _Memory:
             raise _read_only(name, f"an object of type {type(obj).__name__!r}")
         found = _of_format(memory.format, name) if element is None else element
         return _Memory(_address(memory), memory.nbytes, found, memory.readonly, False, memory)
-    try:
-        interface = obj.__cuda_array_interface__
-    except (AttributeError, TypeError, RuntimeError, ValueError):  # absent, or refused for this very array
-        interface = None
+    interface = cuda_interface(obj)
     if interface is not None:
         return _cuda_array(obj, interface, element, name, writable)
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
@@ -401,6 +399,15 @@ def _memory(obj: Any, datatype: object, name: str, writable: bool) -> _Memory:
         MPI.ERR_BUFFER,
         f"{name}: expected an array, a buffer, or [array, count, datatype], found {type(obj).__name__!r}",
     )
+
+
+def cuda_interface(obj: Any) -> dict[str, Any] | None:
+    """An object's ``__cuda_array_interface__``, if it has one."""
+    try:
+        interface: dict[str, Any] = obj.__cuda_array_interface__
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # absent, or refused for this very array
+        return None
+    return interface
 
 
 def _element(datatype: object, name: str) -> Element:

@@ -56,6 +56,9 @@ class Communicator(PointToPoint):
     debug : bool, optional
         Whether every collective first compares what all ranks call, and raises on all of them if that differs. By
         default the environment's ``CHORUS_DEBUG`` decides.
+    cuda_aware : bool, optional
+        Whether arrays on a GPU are handed to MPI as they are; if not, they travel through host memory. By default only
+        where the MPI says that it can take them.
 
     Notes
     -----
@@ -87,10 +90,14 @@ class Communicator(PointToPoint):
     _checker: Checker | None = None
     _again: Callable[..., tuple[Any, ...]] = staticmethod(_nothing_again)
 
-    def __new__(cls, comm: MPI.Intracomm | None = None, *, debug: bool | None = None) -> Self:
+    def __new__(
+        cls, comm: MPI.Intracomm | None = None, *, debug: bool | None = None, cuda_aware: bool | None = None
+    ) -> Self:
         return super().__new__(cls, comm)
 
-    def __init__(self, comm: MPI.Intracomm | None = None, *, debug: bool | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm | None = None, *, debug: bool | None = None, cuda_aware: bool | None = None
+    ) -> None:
         if comm is None or not isinstance(comm, MPI.Intracomm):
             raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
         if comm == MPI.COMM_NULL:
@@ -98,7 +105,8 @@ class Communicator(PointToPoint):
         if debug is None:
             debug = os.environ.get("CHORUS_DEBUG", "0") not in ("", "0")
         plain = MPI.Intracomm(comm)
-        self._plans = Plans(plain.Dup())
+        self._plans = Plans(plain.Dup(), cuda_aware)
+        self._cuda_aware = cuda_aware
         self._checker = Checker(plain) if debug else None
         if self._checker is None:
             self._again = self._plans.again
@@ -957,8 +965,10 @@ class Communicator(PointToPoint):
         return MPI.Intracomm(self)
 
     def _adopt(self, comm: Any) -> Any:
-        """A new communicator as one of ours, in the same debug mode; MPI.COMM_NULL as it is."""
-        return comm if comm == MPI.COMM_NULL else type(self)(comm, debug=self._checker is not None)
+        """A new communicator as one of ours, with the same settings; MPI.COMM_NULL as it is."""
+        if comm == MPI.COMM_NULL:
+            return comm
+        return type(self)(comm, debug=self._checker is not None, cuda_aware=self._cuda_aware)
 
     def Clone(self) -> Any:
         """As mpi4py's; gives a `Communicator`."""

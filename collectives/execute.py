@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.chunks import Place, aligned, even, joined, split
 from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Side, Step, numbers
-from collectives.transport.wire import Piece, Wire
+from collectives.transport.wire import Piece, Wait, Wire
 
 SOURCE, TARGET, SCRATCH, LANDING = range(4)
 """The memories that places name: the user's two buffers, room for chunks that are only passing through, and room for
@@ -36,6 +36,32 @@ class Combining(Protocol):
 
     def bind(self, left: Any, right: Any, out: Any) -> Callable[[], object]:
         """The call for these 1-D arrays; `out` may be either of the others."""
+        ...
+
+
+class Lane(Protocol):
+    """Where local work is put that goes on after the call has returned, one piece after another.
+
+    Before messages start that follow such work, and at the end, programs wait for what the lane then holds.
+    """
+
+    ended: Wait
+    """For the end of the work that was marked last."""
+
+    def empty(self, count: int, dtype: Any) -> Any:
+        """Fresh memory for `count` elements, as an array that work on the lane can use."""
+        ...
+
+    def working(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call, what it begins put on the lane."""
+        ...
+
+    def mark(self) -> None:
+        """Remember all that the lane holds now."""
+        ...
+
+    def follow(self, *arrays: Any) -> None:
+        """Put work from now on behind all that goes on with these arrays."""
         ...
 
 
@@ -96,6 +122,8 @@ class Program:
         Where in `calls` it stands, and the first wait, where it stands when it was started.
     nbytes : int
         Memory that the program holds besides the user's.
+    lane : Lane or None
+        Where its local work goes on.
     """
 
     def __init__(
@@ -105,6 +133,7 @@ class Program:
         wire: Wire,
         nbytes: int,
         keep: object,
+        lane: Lane | None = None,
     ) -> None:
         self.calls = tuple(calls)
         self._tests: tuple[Callable[[], bool] | None, ...] = tuple(tests)
@@ -114,6 +143,7 @@ class Program:
         self._kept = [keep]
         self.wire = wire
         self.nbytes = nbytes
+        self.lane = lane
 
     def run(self) -> None:
         """Do everything, waiting where need be."""
@@ -170,9 +200,9 @@ def bind(
     target: Memory,
     wire: Wire,
     combining: Combining | None = None,
-    xp: Any = np,
-    first: Iterable[Callable[[], object]] = (),
-    last: Iterable[Callable[[], object]] = (),
+    lane: Lane | None = None,
+    first: Iterable[Callable[[], object] | Wait] = (),
+    last: Iterable[Callable[[], object] | Wait] = (),
 ) -> Program:
     """The program that carries out the task on this memory.
 
@@ -186,18 +216,19 @@ def bind(
         How messages travel. The program owns it and frees it.
     combining : Combining, optional
         The reduction; needed when the schedule combines.
-    xp : array namespace
-        Where scratch is allocated.
+    lane : Lane, optional
+        Where scratch is allocated and local work done; by default in NumPy, at once.
     first, last : calls
         Done before the first round and after the last, such as staging.
     """
-    binder = _Binder(task, [source, target], wire, combining, xp)
+    binder = _Binder(task, [source, target], wire, combining, lane)
     for call in first:
         binder.do(call)
     binder.rounds()
     for call in last:
-        binder.do(call)
-    return Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories)
+        binder.work(call)
+    binder.join()
+    return Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, lane)
 
 
 class _Sent(NamedTuple):
@@ -219,8 +250,11 @@ class _Action(NamedTuple):
 class _Binder:
     """Emits the calls of one program, with the places of all chunks as they move."""
 
-    def __init__(self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, xp: Any) -> None:
-        self.task, self.wire, self.combining = task, wire, combining
+    def __init__(
+        self, task: Task, memories: list[Memory], wire: Wire, combining: Combining | None, lane: Lane | None
+    ) -> None:
+        self.task, self.wire, self.combining, self.lane = task, wire, combining, lane
+        self.working = lane is not None  # whatever the lane holds already came before this program
         self.calls: list[Callable[[], object]] = []
         self.tests: list[Callable[[], bool] | None] = []
         self.home: dict[int, Place] = dict(task.source)
@@ -232,7 +266,7 @@ class _Binder:
             room += self._length(chunk)
         landing = max((self._landing_room(steps) for steps in task.schedule), default=0)
         dtype = memories[0].array.dtype
-        self.memories = [*memories, *(Memory.allocate(count, dtype, xp) for count in (room, landing))]
+        self.memories = [*memories, *(Memory.allocate(count, dtype, lane or np) for count in (room, landing))]
         self.nbytes = (room + landing) * task.itemsize
 
     # -------------------------------------------------------------------------------- where things lie
@@ -266,14 +300,47 @@ class _Binder:
 
     def _landing_room(self, steps: Sequence[Step]) -> int:
         arrivals = [self._cuts(step.chunks) for step in steps if isinstance(step, RecvReduce)]
-        return sum(_slots(index, cuts) * max(cuts, default=0) for index, cuts in enumerate(arrivals))
+        return sum(slots * max(cuts, default=0) for slots, cuts in zip(self._slots(steps), arrivals, strict=True))
+
+    def _slots(self, steps: Sequence[Step]) -> list[int]:
+        """How many parts of each message that is combined have a landing place of their own.
+
+        Those of the first message take turns, unless its sender sends another, which would overtake the last of them.
+        Those of further peers may not wait for the first: what it sends may hang on theirs.
+        """
+        arrivals = [step for step in steps if isinstance(step, RecvReduce)]
+        slots = [len(self._cuts(step.chunks)) for step in arrivals]
+        if slots and sum(step.peer == arrivals[0].peer for step in arrivals) == 1:
+            slots[0] = min(slots[0], SLOTS)
+        return slots
 
     # -------------------------------------------------------------------------------- emitting calls
 
-    def do(self, call: Callable[[], object]) -> None:
-        """A call that never waits."""
-        self.calls.append(call)
-        self.tests.append(None)
+    def do(self, call: Callable[[], object] | Wait) -> None:
+        """A call that never waits, or one that only waits."""
+        self.calls.append(call.wait if isinstance(call, Wait) else call)
+        self.tests.append(call.test if isinstance(call, Wait) else None)
+
+    def work(self, call: Callable[[], object] | Wait) -> None:
+        """A call that changes chunks, on the lane if there is one."""
+        if self.lane is None or isinstance(call, Wait):
+            self.do(call)
+        else:
+            self.do(self.lane.working(call))
+            self.working = True
+
+    def join(self) -> None:
+        """Wait for the work that is still going on."""
+        if self.lane is not None and self.working:
+            self.do(self.lane.mark)
+            self.do(self.lane.ended)
+        self.working = False
+
+    def start(self, messages: Sequence[Any]) -> None:
+        """Begin these messages, when the work before them has ended."""
+        if messages:
+            self.join()
+            self.do(self.wire.starting(messages))
 
     def wait(self, messages: Sequence[Any]) -> None:
         """Go on when these messages have ended."""
@@ -296,7 +363,7 @@ class _Binder:
                 self._round(steps, copies)
                 copies = []
         for copy in copies:
-            self.do(copy)
+            self.work(copy)
 
     def _round(self, steps: Sequence[Step], meanwhile: Iterable[Callable[[], object]]) -> None:
         """Receives and sends start at once; what must be combined is, part by part, as it comes."""
@@ -311,7 +378,7 @@ class _Binder:
         following = {id(action.following) for action in actions}
         self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:
-            self.do(call)
+            self.work(call)
         pending = {id(message): message for message in messages}
         if len(arrivals) <= sum(isinstance(step, RecvReduce) for step in steps):
             self._settle(pending, messages)  # nothing was cut: one wait for all costs least
@@ -328,7 +395,7 @@ class _Binder:
                 )
                 self._settle(pending, [action.message, *held])
             for call in action.calls:
-                self.do(call)
+                self.work(call)
             if action.following is not None:
                 self.start([action.following])
         self._settle(pending, messages)
@@ -351,14 +418,12 @@ class _Binder:
     def _actions(self, steps: Sequence[Step]) -> list[_Action]:
         """The local work of a round in the order in which it must take effect."""
         actions: list[_Action] = []
-        landing = peers = 0
+        landing, room = 0, iter(self._slots(steps))
         for step in steps:
             if isinstance(step, RecvReduce):
-                cuts = self._cuts(step.chunks)
-                slots = _slots(peers, cuts)
+                cuts, slots = self._cuts(step.chunks), next(room)
                 actions.extend(self._arrivals(step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
-                peers += 1
             elif isinstance(step, Reduce):
                 calls, goals = self._reducing(self._homes(step.source), step.target, step.side)
                 actions.append(_Action(None, calls, goals))
@@ -424,14 +489,6 @@ def _written(schedule: Schedule) -> set[int]:
         elif isinstance(step, (Reduce, Copy)):
             chunks.update(numbers(step.target))
     return chunks
-
-
-def _slots(peers: int, cuts: Sequence[int]) -> int:
-    """How many parts of a message have a landing place of their own.
-
-    The first peer's parts take turns. Those of further peers may not wait for it: what it sends may hang on theirs.
-    """
-    return len(cuts) if peers else min(len(cuts), SLOTS)
 
 
 def _overlap(one: Iterable[Place], other: Iterable[Place]) -> bool:

@@ -29,9 +29,9 @@ from mpi4py import MPI
 
 from collectives.buffers import element_of, kind, vector
 from collectives.errors import InvalidArgument, InvalidType
-from collectives.staging import Owned, Packed
+from collectives.staging import Device, Owned, Packed
 
-__all__ = ["Combine", "combine", "is_commutative"]
+__all__ = ["Combine", "combine", "is_commutative", "on_device"]
 
 Vector = np.ndarray
 Bind = Callable[[Vector, Vector, Vector], Callable[[], object]]
@@ -45,17 +45,20 @@ class Combine:
     but may not overlap in part.
     """
 
-    __slots__ = ("bind", "commutative")
+    __slots__ = ("bind", "commutative", "ufunc")
 
     #: ``bind(left, right, out)`` gives a function of no arguments that combines these views; for the hot
     #: path.
     bind: Bind
     #: Whether the operation commutes; if not, the ranks' order must be kept.
     commutative: bool
+    #: The function of NumPy's that does it, where there is one.
+    ufunc: Callable[..., Any] | None
 
-    def __init__(self, bind: Bind, commutative: bool) -> None:
+    def __init__(self, bind: Bind, commutative: bool, ufunc: Callable[..., Any] | None = None) -> None:
         self.bind = bind
         self.commutative = commutative
+        self.ufunc = ufunc
 
     def __call__(self, left: Vector, right: Vector, out: Vector) -> None:
         """Compute ``out = left op right``."""
@@ -128,7 +131,8 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
             _refuse(name, dtype, datatype)
         return Combine(partial(_locate, better), True)
     if handle in _RULES:
-        return Combine(partial(_bind, _ufunc(_RULES[handle], dtype, datatype)), True)
+        ufunc = _ufunc(_RULES[handle], dtype, datatype)
+        return Combine(partial(_bind, ufunc), True, ufunc)
     return Combine(_local(op, dtype, datatype), is_commutative(op))
 
 
@@ -149,6 +153,46 @@ def _bind(ufunc: Callable[..., Any], left: Vector, right: Vector, out: Vector) -
     if ufunc is np.maximum or ufunc is np.minimum:  # NumPy 2.4 deprecates their third position
         return partial(ufunc, left, right, out=out)
     return partial(ufunc, left, right, out)  # 0.2 us less a call
+
+
+def on_device(kernel: Combine, dtype: np.dtype[Any], device: Device) -> Combine | None:
+    """The same reduction of a device's arrays, or None where the device's library cannot do it.
+
+    Parameters
+    ----------
+    kernel, dtype
+        What `combine` found, and the type that it found it for.
+    device
+        Whose namespace has functions by NumPy's names.
+    """
+    ufunc = getattr(device.namespace, kernel.ufunc.__name__, None) if kernel.ufunc is not None else None
+    if ufunc is None:
+        return None
+    known = ufunc, dtype
+    if known not in _tried:
+        _tried[known] = _works(ufunc, dtype, device)
+    return Combine(partial(_bind_on_device, ufunc), kernel.commutative) if _tried[known] else None
+
+
+_tried: dict[tuple[Callable[..., Any], np.dtype[Any]], bool] = {}
+
+
+def _works(ufunc: Callable[..., Any], dtype: np.dtype[Any], device: Device) -> bool:
+    try:
+        probe = device.empty(1, dtype)
+        device.working(partial(ufunc, probe, probe, out=probe))()
+    except Exception:  # unknown types are refused in many ways, some by the compiler of kernels
+        return False
+    return True
+
+
+def _bind_on_device(ufunc: Callable[..., Any], left: Any, right: Any, out: Any) -> Callable[[], object]:
+    """CuPy copies an operand that shares memory with `out`, unless it is the very same object."""
+
+    def begin(array: Any) -> Any:
+        return array.__cuda_array_interface__["data"][0]
+
+    return partial(ufunc, *(out if begin(array) == begin(out) else array for array in (left, right)), out=out)
 
 
 def _refuse(name: str, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> NoReturn:

@@ -6,7 +6,7 @@ address; larger ones are bound to the user's own memory, and nothing is copied t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,17 +15,19 @@ from mpi4py import MPI
 
 from collectives import buffers
 from collectives.buffers import Buffer
-from collectives.calls import Blocks, Call, staged
+from collectives.calls import Blocks, Call, placed, staged
 from collectives.catalog import blocks, build
 from collectives.chunks import Layout, Place, even
 from collectives.errors import InvalidArgument
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
+from collectives.ops import on_device
 from collectives.requests import Request, under_way, until
 from collectives.select import Choice
 from collectives.semantics import MEANINGS
-from collectives.staging import stage
+from collectives.staging import Device, device_of, stage
+from collectives.transport.device import cuda_aware
 from collectives.transport.mpi import Immediate, Persistent
-from collectives.transport.wire import Wire
+from collectives.transport.wire import Wait, Wire
 
 SLOT = 4096
 """Bytes up to which a blocking call passes through slots."""
@@ -84,8 +86,8 @@ class _Ends(NamedTuple):
 
     source: Memory
     target: Memory
-    first: list[Callable[[], object]]
-    last: list[Callable[[], object]]
+    first: list[Callable[[], object] | Wait]
+    last: list[Callable[[], object] | Wait]
     keep: list[object]
 
 
@@ -112,28 +114,28 @@ def _check_apart(call: Call) -> None:
         return
     if not (call.brings and call.takes and source.contiguous and target.contiguous):
         return
-    ends = [span * call.unit.itemsize for span in _spans(call)]
+    ends = [span * call.unit.itemsize for span in _spans(placed(call))]
     if all(ends) and source.address < target.address + ends[1] and target.address < source.address + ends[0]:
         raise InvalidArgument(MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE")
 
 
-def _ends(call: Call) -> _Ends:
-    """The user's memory as the program sees it."""
-    first: list[Callable[[], object]] = []
-    last: list[Callable[[], object]] = []
+def _ends(call: Call, device: Device | None) -> _Ends:
+    """The user's memory as the program sees it: itself on the device, if one is given."""
+    first: list[Callable[[], object] | Wait] = []
+    last: list[Callable[[], object] | Wait] = []
     keep: list[object] = []
 
     def memory(buffer: Buffer | None, span: int, load: bool, store: bool) -> Memory:
         if buffer is None:
-            return Memory(np.empty(0, call.unit), 0)
+            return Memory((device or np).empty(0, call.unit), 0)
+        if device is not None:
+            return Memory(device.view(buffer.address, span, call.unit), buffer.address)
         if not staged(buffer):
             return Memory(buffers.view(buffer.address, span, call.unit), buffer.address)
         staging = stage(buffer, load, store)
         keep.append(staging)
-        if load:
-            first.append(staging.load)
-        if store:
-            last.append(staging.store)
+        first.extend(staging.loading)
+        last.extend(staging.storing)
         array = staging.host.view(call.unit)
         return Memory(array, MPI.Get_address(staging.host))
 
@@ -150,8 +152,57 @@ def _ends(call: Call) -> _Ends:
     if call.moved >= 0:
         start, length = call.takes[call.moved], call.lengths[call.moved]
         home, wanted = target.array[start : start + length], target.array[:length]
-        last.insert(0, partial(wanted.__setitem__, slice(None), home))
+        move = partial(wanted.__setitem__, slice(None), home) if device is None else partial(_move, wanted, home)
+        last.insert(0, move)
     return _Ends(source, target, first, last, keep)
+
+
+def _move(target: Any, source: Any) -> None:
+    target[...] = source.copy()  # they may overlap, which NumPy alone minds
+
+
+def direct(call: Call) -> tuple[Call, Device] | None:
+    """The call on the device that all of its memory lies on; None if there is none, or it cannot do its part."""
+    ends = [buffer for buffer in (call.source, call.target) if buffer is not None]
+    if not ends or not all(buffer.device and buffer.contiguous for buffer in ends):
+        return None
+    device, kernel = device_of(ends[0].owner), call.combine
+    if not all(device.holds(buffer.owner) for buffer in ends[1:]):
+        return None
+    if kernel is not None:
+        kernel = on_device(kernel, call.unit, device)
+        if kernel is None:
+            return None
+    return placed(call)._replace(combine=kernel), device
+
+
+def _owners(call: Call) -> list[Any]:
+    return [buffer.owner for buffer in (call.source, call.target) if buffer is not None]
+
+
+def bound(
+    call: Call,
+    choice: Choice,
+    rank: int,
+    size: int,
+    wire: Wire,
+    device: Device | None = None,
+    first: Sequence[Callable[[], object]] = (),
+) -> Program:
+    """The program of a call, on a device if one is given; `first` is done before all else."""
+    ends = _ends(call, device)
+    program = bind(
+        task(call, choice, rank, size),
+        ends.source,
+        ends.target,
+        wire,
+        _combining(call),
+        lane=device,
+        first=[*first, *ends.first],
+        last=ends.last,
+    )
+    program.keep(ends.keep)
+    return program
 
 
 class _Raw:
@@ -254,10 +305,13 @@ class Plans:
     ----------
     comm : MPI.Intracomm
         Used for nothing else, so that messages never meet the user's. `free` frees it.
+    aware : bool or None
+        Whether its messages may lie in device memory; None asks the MPI.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, aware: bool | None = None) -> None:
         self.comm = comm
+        self.aware = aware
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._bound: dict[Hashable, Program | Slots] = {}
         self._again: dict[tuple[Any, ...], Again] = {}
@@ -357,9 +411,7 @@ class Plans:
     ) -> None:
         """Do a blocking call; `known` and the arguments are those of `again`, to remember it by."""
         if _needs_staging(call):
-            program = self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG))
-            drive(program)
-            program.free()
+            self._run_elsewhere(call, choice)
             return
         small = self._fits_slots(call)
         key = _key(call, choice, not small)
@@ -378,9 +430,43 @@ class Plans:
             raise
         self._know(known, sendbuf, recvbuf, op, key)
 
+    def _run_elsewhere(self, call: Call, choice: Choice) -> None:
+        """Do a blocking call on data that is not dense host memory."""
+        _check_apart(call)
+        call, device = self._where(call)
+        if device is None:
+            program = self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG))
+            drive(program)
+            program.free()
+            return
+        key = _key(call, choice, True, device)
+        kept = self._bound.get(key)
+        if kept is None:
+            kept = self._blocking(call, choice, device)
+            self._keep(key, kept)
+        assert isinstance(kept, Program) and kept.lane is not None
+        try:
+            kept.lane.follow(*_owners(call))
+            drive(kept)
+        except BaseException:
+            self._forget(key)
+            raise
+
+    def _where(self, call: Call) -> tuple[Call, Device | None]:
+        """The call as it is to be bound, and the device on which, if it need not be staged."""
+        if any(buffer is not None and buffer.device for buffer in (call.source, call.target)):
+            if self.aware is None:
+                self.aware = cuda_aware()
+            if self.aware:
+                return direct(call) or (call, None)
+        return call, None
+
     def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
         """Begin a non-blocking call."""
-        key = None if _needs_staging(call) else _key(call, choice, True)
+        device = None
+        if _needs_staging(call):
+            call, device = self._where(call)
+        key = None if _needs_staging(call) and device is None else _key(call, choice, True, device)
         idle = self._idle.get(key)
         if idle:
             program = idle.pop()
@@ -389,7 +475,9 @@ class Plans:
                 del self._idle[key]
         else:
             _check_apart(call)
-            program = self._bind(call, choice, Immediate(self.comm))
+            program = self._bind(call, choice, Immediate(self.comm), device)
+        if program.lane is not None:
+            program.lane.follow(*_owners(call))
         wire = program.wire
         assert isinstance(wire, Immediate)
         self._calls += 1  # only now that nothing can be refused: the ranks must count alike
@@ -408,7 +496,9 @@ class Plans:
         _check_apart(call)
         self._inits += 1
         wire = Persistent(self.comm, self._tags + self._inits % self._tags)
-        program = self._bind(call, choice, wire)
+        call, device = self._where(call)
+        first = [] if device is None else [partial(device.follow, *_owners(call))]
+        program = self._bind(call, choice, wire, device, first)
         request = Request(call.collective, program, self._return, call, persistent=True)
         self._lent.add(request)
         return request
@@ -434,22 +524,18 @@ class Plans:
 
     # -------------------------------------------------------------------------------- binding and keeping
 
-    def _bind(self, call: Call, choice: Choice, wire: Wire) -> Program:
-        ends = _ends(call)
-        program = bind(
-            task(call, choice, self.rank, self.size),
-            ends.source,
-            ends.target,
-            wire,
-            _combining(call),
-            first=ends.first,
-            last=ends.last,
-        )
-        program.keep(ends.keep)
-        return program
+    def _bind(
+        self,
+        call: Call,
+        choice: Choice,
+        wire: Wire,
+        device: Device | None = None,
+        first: Sequence[Callable[[], object]] = (),
+    ) -> Program:
+        return bound(call, choice, self.rank, self.size, wire, device, first)
 
-    def _blocking(self, call: Call, choice: Choice) -> Program:
-        return self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG))
+    def _blocking(self, call: Call, choice: Choice, device: Device | None = None) -> Program:
+        return self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG), device)
 
     def _fits_slots(self, call: Call) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
@@ -526,9 +612,9 @@ def _needs_staging(call: Call) -> bool:
     return any(buffer is not None and staged(buffer) for buffer in (call.source, call.target))
 
 
-def _key(call: Call, choice: Choice, addresses: bool) -> Hashable:
+def _key(call: Call, choice: Choice, addresses: bool, device: Device | None = None) -> Hashable:
     """What two calls must have in common to share a program."""
-    where: tuple[object, ...] = (call.source is call.target,)
+    where: tuple[object, ...] = (call.source is call.target, None if device is None else device.number)
     if addresses:
         where += tuple(None if b is None else b.address for b in (call.source, call.target))
     blocks = tuple(call.brings.items()), tuple(call.takes.items())

@@ -1,7 +1,10 @@
 """Data that is no dense host memory, made so while a collective runs, and put back after it.
 
 `load` brings the user's elements into `host`, a plain vector of bytes, before the collective starts; `store`
-returns them when it has ended. Between the two only `host` is touched.
+returns them when it has ended. Between the two only `host` is touched. Each is a list of calls and waits too, so that
+a non-blocking collective need not stand still while a device copies.
+
+Device memory that need not be staged is worked on where it is, by way of the same `Device`.
 
 >>> import numpy as np
 >>> from mpi4py import MPI
@@ -16,7 +19,8 @@ returns them when it has ended. Between the two only `host` is touched.
 (None, None)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Protocol
@@ -24,9 +28,13 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.buffers import Buffer, element_of
+from collectives.buffers import Buffer, cuda_interface, element_of
+from collectives.transport.wire import Wait
 
-__all__ = ["Device", "OnDevice", "Owned", "Packed", "Staging", "device_of", "register", "stage"]
+__all__ = ["Device", "OnDevice", "Owned", "Packed", "Staging", "device_of", "stage"]
+
+Calls = Sequence[Callable[[], object] | Wait]
+"""What is done one after another; a `Wait` may be tested until it is over instead."""
 
 
 class Staging(Protocol):
@@ -37,9 +45,13 @@ class Staging(Protocol):
     host : numpy.ndarray
         Bytes, one-dimensional, ``buffer.nbytes`` long: the packed elements without gaps, block after block
         (so the displacements of a v-form become the running sum of its counts).
+    loading, storing : sequence of calls and waits
+        What `load` and `store` do.
     """
 
     host: np.ndarray
+    loading: Calls
+    storing: Calls
 
     def load(self) -> None:
         """Fill `host` from the user's memory; nothing, if the call only writes there."""
@@ -69,12 +81,13 @@ class Packed:
     extent is one byte, whatever it spans: mpi4py divides the memory it is given by the extent.
     """
 
-    __slots__ = ("_at", "_keep", "_load", "_store", "_whole", "host")
+    __slots__ = ("_at", "_keep", "_whole", "host", "loading", "storing")
 
     def __init__(self, buffer: Buffer, load: bool, store: bool, host: np.ndarray | None = None) -> None:
         self.host = np.empty(buffer.nbytes, np.uint8) if host is None else host
         busy = buffer.nbytes > 0
-        self._load, self._store = load and busy, store and busy
+        self.loading: Calls = [self._pack] if load and busy else []
+        self.storing: Calls = [self._unpack] if store and busy else []
         self._keep = buffer.owner, np.zeros(1, np.uint8)
         at = buffer.address or MPI.Get_address(self._keep[1])  # MPI.BOTTOM: absolute places, seen from anywhere
         self._at = MPI.buffer.fromaddress(at, 1)
@@ -89,17 +102,29 @@ class Packed:
 
     def load(self) -> None:
         """Pack into `host`."""
-        if self._load:
-            self._whole.Pack(self._at, self.host, 0, MPI.COMM_SELF)
+        _do(self.loading)
 
     def store(self) -> None:
         """Unpack from `host`; bytes in the gaps stay what they were."""
-        if self._store:
-            self._whole.Unpack(self.host, 0, self._at, MPI.COMM_SELF)
+        _do(self.storing)
+
+    def _pack(self) -> None:
+        self._whole.Pack(self._at, self.host, 0, MPI.COMM_SELF)
+
+    def _unpack(self) -> None:
+        self._whole.Unpack(self.host, 0, self._at, MPI.COMM_SELF)
 
     def free(self) -> None:
         """Give back the datatype."""
         self._whole.free()
+
+
+def _do(calls: Calls) -> None:
+    for call in calls:
+        if isinstance(call, Wait):
+            call.wait()
+        else:
+            call()
 
 
 class Owned(MPI.Datatype):
@@ -111,18 +136,15 @@ class Owned(MPI.Datatype):
 
 
 class OnDevice:
-    """Device memory, copied through pinned host memory on the stream that the user's library works on.
+    """Device memory, copied through pinned host memory, in the order of the stream that the user's library works on.
 
     Blocks that follow each other travel as one copy. Elements with gaps are packed on the host, from a copy
     of all that they span; storing them fetches the span again, so that the gaps come back unchanged.
     """
 
-    __slots__ = ("_address", "_device", "_load", "_mirror", "_owner", "_packed", "_runs", "_store", "host")
+    __slots__ = ("_address", "_device", "_mirror", "_packed", "_runs", "host", "loading", "storing")
 
     def __init__(self, buffer: Buffer, load: bool, store: bool) -> None:
-        busy = buffer.nbytes > 0
-        self._load, self._store = load and busy, store and busy
-        self._owner = buffer.owner
         self._device = device_of(buffer.owner)
         self._packed: Packed | None = None
         if buffer.contiguous:
@@ -139,23 +161,20 @@ class OnDevice:
             mirrored.owner = self._mirror
             self._packed = Packed(mirrored, load, store)
             self.host = self._packed.host
+        inner, busy = self._packed, buffer.nbytes > 0
+        follow, ended = partial(self._device.follow, buffer.owner), self._device.ended
+        fetch: Calls = [follow, self._fetch, ended]
+        self.loading: Calls = [*fetch, *(inner.loading if inner else ())] if load and busy else []
+        before: Calls = [follow] if inner is None else [*fetch, *inner.storing]
+        self.storing: Calls = [*before, self._send_back, ended] if store and busy else []
 
     def load(self) -> None:
-        """Copy to the host and wait for the stream that the copy ran on."""
-        if self._load:
-            self._fetch()
-            if self._packed is not None:
-                self._packed.load()
+        """Copy to the host, after all that goes on with the array."""
+        _do(self.loading)
 
     def store(self) -> None:
-        """Copy to the device and wait for the stream that the copy ran on."""
-        if self._store:
-            if self._packed is not None:
-                self._fetch()
-                self._packed.store()
-            for there, here, nbytes in self._runs:
-                self._device.to_device(self._address + there, self._mirror[here : here + nbytes])
-            self._device.synchronize()
+        """Copy to the device, before all that the array is used for afterwards."""
+        _do(self.storing)
 
     def free(self) -> None:
         """Give back the datatype, if there is one; pinned memory goes with this object."""
@@ -165,7 +184,12 @@ class OnDevice:
     def _fetch(self) -> None:
         for there, here, nbytes in self._runs:
             self._device.to_host(self._mirror[here : here + nbytes], self._address + there)
-        self._device.synchronize()
+        self._device.mark()
+
+    def _send_back(self) -> None:
+        for there, here, nbytes in self._runs:
+            self._device.to_device(self._address + there, self._mirror[here : here + nbytes])
+        self._device.mark()
 
 
 _FIELDS = (
@@ -207,7 +231,41 @@ def _span(buffer: Buffer) -> tuple[int, int]:
 
 
 class Device(Protocol):
-    """What staging asks of an array library: four things, on the stream that the library works on now."""
+    """One device, and the stream on it that all that is begun here is put on, one piece after another.
+
+    No other stream is waited for: neither by the host, nor by the stream, but for those that `follow` names.
+
+    Attributes
+    ----------
+    number : int
+        Which device it is.
+    namespace : module
+        The array library, with functions by NumPy's names.
+    ended : Wait
+        For all that was on the stream at the last `mark`.
+    """
+
+    number: int
+    namespace: Any
+    ended: Wait
+
+    def holds(self, array: Any) -> bool:
+        """Whether the array lies on this device."""
+
+    def follow(self, *arrays: Any) -> None:
+        """Take the stream that the first array is on, behind what those of the others hold now."""
+
+    def mark(self) -> None:
+        """Remember what the stream holds now."""
+
+    def working(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call, what it has the array library begin put on the stream."""
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
+        """A new array on the device."""
+
+    def view(self, address: int, count: int, dtype: np.dtype[Any]) -> Any:
+        """An array of what lies there; whoever uses it keeps the memory alive."""
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Bytes of host memory that the device can copy to and from by itself."""
@@ -218,48 +276,89 @@ class Device(Protocol):
     def to_device(self, address: int, host: np.ndarray) -> None:
         """Begin to copy `host` into device memory at `address`."""
 
-    def synchronize(self) -> None:
-        """Wait for the copies begun, and for what ran before them on the same stream."""
-
-
-_factories: dict[type, Callable[[Any], Device]] = {}
-
-
-def register(array_type: type, factory: Callable[[Any], Device]) -> None:
-    """Tell how to reach the memory of arrays of a type: `factory` takes one and gives its `Device`."""
-    _factories[array_type] = factory
-
 
 def device_of(array: Any) -> Device:
-    """Find the device of an array by its type; CUDA through CuPy for those that are not registered."""
-    for ancestor in type(array).__mro__:
-        if ancestor in _factories:
-            return _factories[ancestor](array)
+    """The device that an array lies on, and the array's stream there."""
     return _Cuda(array)
+
+
+_LEGACY = 1
+"""The name by which other libraries are told of CUDA's default stream, which CuPy calls 0."""
 
 
 class _Cuda:
     """A CUDA device, by way of CuPy, which is imported here and nowhere else."""
 
-    __slots__ = ("_array", "_cuda")
+    __slots__ = ("_cuda", "_device", "_event", "_stream", "ended", "namespace", "number")
 
     def __init__(self, array: Any) -> None:
         try:
-            cuda = import_module("cupy").cuda
+            self.namespace = import_module("cupy")
         except ImportError as error:
             raise ImportError(
                 f"an array of type {type(array).__name__!r} lies on a device; reaching it needs CuPy: "
                 f"pip install cupy-cuda12x (or cupy-cuda13x)"
             ) from error
-        self._array, self._cuda = array, cuda
+        self._cuda = self.namespace.cuda
+        self.number = self._number(array)
+        self._device = self._cuda.Device(self.number)
+        with self._device:
+            self._event = self._cuda.Event(disable_timing=True)
+        self.ended = Wait(self._event.synchronize, lambda: self._event.done)
+        self.follow(array)
 
-    def _stream(self) -> Any:
+    def _number(self, array: Any) -> int:
+        if isinstance(array, self.namespace.ndarray):
+            return int(array.device.id)
+        interface = cuda_interface(array)
+        if interface is None:
+            return int(array.__dlpack_device__()[1])
+        pointer = interface["data"][0]
+        return int(self._cuda.runtime.pointerGetAttributes(pointer).device if pointer else self._cuda.Device().id)
+
+    def holds(self, array: Any) -> bool:
+        return self._number(array) == self.number
+
+    def follow(self, *arrays: Any) -> None:
+        with self._device:
+            self._stream, *others = [self._stream_of(array) for array in arrays]
+            for other in others:
+                if other != self._stream:
+                    self._stream.wait_event(other.record())
+
+    def _stream_of(self, array: Any) -> Any:
         """The stream that the array asks its consumers to follow, or else CuPy's current one."""
-        interface = getattr(self._array, "__cuda_array_interface__", None) or {}
+        current = self._cuda.get_current_stream()
+        interface = cuda_interface(array)
+        if interface is None:
+            array.__dlpack__(stream=current.ptr or _LEGACY)  # whose library has our stream wait for its own
+            return current
         pointer = interface.get("stream")
-        if pointer is None:
-            return self._cuda.get_current_stream()
+        if pointer is None or pointer == (current.ptr or _LEGACY):
+            return current
         return self._cuda.ExternalStream(pointer)
+
+    def mark(self) -> None:
+        with self._device:  # stream 0 is that of the current device
+            self._event.record(self._stream)
+
+    def working(self, call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            with self._device, self._stream:
+                call()
+
+        return run
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
+        with self._device:
+            return self.namespace.empty(count, dtype)
+
+    def view(self, address: int, count: int, dtype: np.dtype[Any]) -> Any:
+        nbytes = count * dtype.itemsize
+        if nbytes == 0:
+            return self.empty(0, dtype)
+        memory = self._cuda.UnownedMemory(address, nbytes, None, self.number)
+        return self.namespace.ndarray((count,), dtype, self._cuda.MemoryPointer(memory, 0))
 
     def pinned(self, nbytes: int) -> np.ndarray:
         if nbytes == 0:
@@ -273,7 +372,5 @@ class _Cuda:
         self._copy(address, MPI.Get_address(host), host.nbytes, self._cuda.runtime.memcpyHostToDevice)
 
     def _copy(self, target: int, source: int, nbytes: int, direction: int) -> None:
-        self._cuda.runtime.memcpyAsync(target, source, nbytes, direction, self._stream().ptr)
-
-    def synchronize(self) -> None:
-        self._stream().synchronize()
+        with self._device:
+            self._cuda.runtime.memcpyAsync(target, source, nbytes, direction, self._stream.ptr)

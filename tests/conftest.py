@@ -1,5 +1,7 @@
 """What all tests share: the harness for many ranks, and the communicators to test with."""
 
+import sys
+
 import pytest
 
 pytest_plugins = ["harness"]
@@ -19,3 +21,13 @@ def comm(world):
     from collectives import Communicator
 
     return Communicator(world)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A new GPU for the stand-in for CuPy, which takes CuPy's place."""
+    from standin import cupy
+
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy, "GPU", cupy._Gpu())
+    return cupy.GPU

@@ -25,3 +25,25 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.mpi)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def cupy():
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture(params=["staged", "direct"])
+def comm(request, world, cupy):
+    """A communicator that stages device arrays, and one that hands them over, if this MPI takes them."""
+    from collectives import Communicator
+    from collectives.transport.device import cuda_aware
+
+    direct = request.param == "direct"
+    reachable = getattr(getattr(cupy, "GPU", None), "private", True) is False  # the stand-in's memory, by any MPI
+    if direct and not (cuda_aware() or reachable):
+        pytest.skip("this MPI does not say that it is CUDA-aware")
+    made = Communicator(world, cuda_aware=direct)
+    yield made
+    made._close()

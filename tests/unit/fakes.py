@@ -1,93 +1,89 @@
-"""Stand-ins for what this machine may lack: a device whose memory nothing but its own copies can reach.
+"""Stand-ins for what this machine may lack: a GPU, and wires that say what goes over them.
 
-An address on the fake device is no address of this process, its arrays refuse the buffer protocol and
-`__array__`, and its copies happen only when the stream is synchronised, from and to memory that the device
-pinned itself. Whoever hands such memory to MPI or NumPy, or forgets to wait, fails at once.
+`cupy` is the stand-in of tests/standin, which the fixture `gpu` puts in CuPy's place for one test.
 """
 
-from typing import Any
+import ctypes
+from contextlib import nullcontext
 
 import numpy as np
+from standin import cupy
 
-from collectives import staging
+from collectives.transport.loopback import Hub
 
-
-class Device:
-    """Memory by address, pinned host memory, and one stream of copies that waits until it is synchronised."""
-
-    def __init__(self) -> None:
-        self._next = 1 << 62  # beyond what any process can map
-        self._memory: dict[int, np.ndarray] = {}
-        self._pinned: list[np.ndarray] = []
-        self._queue: list[tuple[np.ndarray, np.ndarray]] = []
-        self.log: list[tuple[str, int]] = []  # every copy with its bytes, and every wait
-
-    def allocate(self, nbytes: int) -> int:
-        address = self._next
-        self._memory[address] = np.zeros(nbytes, np.uint8)
-        self._next += nbytes + 4096
-        return address
-
-    def at(self, address: int, nbytes: int) -> np.ndarray:
-        """What lies there; a segmentation fault, as an exception, if nothing does."""
-        for start, memory in self._memory.items():
-            if start <= address and address + nbytes <= start + memory.nbytes:
-                return memory[address - start :][:nbytes]
-        raise RuntimeError(f"{nbytes} bytes at {address:#x} are not on this device")
-
-    def pinned(self, nbytes: int) -> np.ndarray:
-        self._pinned.append(np.full(nbytes, 0xAA, np.uint8))
-        return self._pinned[-1]
-
-    def to_host(self, host: np.ndarray, address: int) -> None:
-        self._copy("to_host", host, self.at(address, host.nbytes), host)
-
-    def to_device(self, address: int, host: np.ndarray) -> None:
-        self._copy("to_device", self.at(address, host.nbytes), host, host)
-
-    def _copy(self, kind: str, target: np.ndarray, source: np.ndarray, host: np.ndarray) -> None:
-        if host.nbytes and not any(np.shares_memory(host, pinned) for pinned in self._pinned):
-            raise RuntimeError("an asynchronous copy needs pinned memory")
-        self._queue.append((target, source))
-        self.log.append((kind, host.nbytes))
-
-    def synchronize(self) -> None:
-        for target, source in self._queue:
-            target[:] = source
-        self._queue.clear()
-        self.log.append(("synchronize", 0))
+__all__ = ["Foreign", "GpuHub", "NoInterface", "cupy"]
 
 
-class DeviceArray:
-    """Like a CuPy array, as far as a library that only asks for ``__cuda_array_interface__`` can tell."""
+class Foreign:
+    """Device memory as another library than CuPy shows it: by its interface only, and on a stream of its own."""
 
-    def __init__(self, values: Any, device: Device, *, strides: Any = None, readonly: bool = False) -> None:
-        values = np.asarray(values)
-        self.device, self.dtype, self.shape = device, values.dtype, values.shape
-        self._strides, self._readonly, self._nbytes = strides, readonly, values.nbytes
-        self._address = device.allocate(values.nbytes)
-        device.at(self._address, values.nbytes)[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    def __init__(self, array, *, dtype=None, stream=None, readonly=False, strides=None):
+        self._array = array
+        self.dtype = array.dtype if dtype is None else np.dtype(dtype)
+        self._own = {"data": (array.data.ptr, readonly), "stream": None if stream is None else stream.ptr}
+        if strides is not None:
+            self._own["strides"] = strides
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        data = (self._address, self._readonly)
-        return {
-            "version": 3,
-            "shape": self.shape,
-            "typestr": self.dtype.str,
-            "data": data,
-            "strides": self._strides,
-        }
-
-    def get(self) -> np.ndarray:
-        """The values, as the device itself sees them."""
-        return self.device.at(self._address, self._nbytes).copy().view(self.dtype).reshape(self.shape)
-
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        raise TypeError("implicit conversion of device memory to a NumPy array")
-
-    def __buffer__(self, flags: int) -> memoryview:
-        raise TypeError("device memory has no buffer")
+    def __cuda_array_interface__(self):
+        interface = {**self._array.__cuda_array_interface__, **self._own, "typestr": self.dtype.str}
+        if self.dtype != self._array.dtype:
+            interface["shape"] = (self._array.nbytes // self.dtype.itemsize,)
+        return interface
 
 
-staging.register(DeviceArray, lambda array: array.device)
+class NoInterface:
+    """Device memory that is shown by DLPack only."""
+
+    def __init__(self, array, stream=None):
+        self._array, self._stream = array, stream
+        self.asked = []  # the streams that were to be ordered behind its own
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        self.asked.append(options.get("stream"))
+        with self._stream or nullcontext():
+            return self._array.__dlpack__(**options)
+
+
+class GpuHub(Hub):
+    """A loopback that carries device memory as well, and refuses messages whose memory is still being worked on.
+
+    Attributes
+    ----------
+    carried : set of bool
+        Whether the pieces that were sent or received lay on the device: {True} says that all did.
+    """
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.carried = set()
+
+    def start(self, message):
+        for address, nbytes in message.pieces:
+            busy = cupy.GPU.touched(address, nbytes)
+            if busy:
+                raise RuntimeError(f"a message of pair {message.pair} starts while streams {busy} work on its memory")
+            if nbytes:
+                self.carried.add(address >= cupy.HIDDEN)
+        super().start(message)
+
+    def copy(self, source, target):
+        assert source.nbytes == target.nbytes, f"{source.nbytes} bytes met room for {target.nbytes}"
+        data = b"".join(_read(*piece) for piece in source.pieces)
+        for address, nbytes in target.pieces:
+            _write(address, data[:nbytes])
+            data = data[nbytes:]
+
+
+def _read(address, nbytes):
+    return cupy.GPU.at(address, nbytes).tobytes() if address >= cupy.HIDDEN else ctypes.string_at(address, nbytes)
+
+
+def _write(address, data):
+    if address >= cupy.HIDDEN:
+        cupy.GPU.at(address, len(data))[:] = np.frombuffer(data, np.uint8)
+    else:
+        ctypes.memmove(address, data, len(data))

@@ -1,0 +1,52 @@
+"""Whether the MPI underneath takes device memory: asked of the library itself, believed only if clear.
+
+There is no standard question. Open MPI and MPICH (and what derives from them) answer ``MPIX_Query_cuda_support``, MPICH
+also ``MPIX_GPU_query_support``. mpi4py exports neither in its wheels, so the library that it has loaded is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+_LIBRARY = re.compile(r"libmpi(ch|_abi|_ilp64)?\.so[.\d]*")
+_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+
+
+@cache
+def cuda_aware() -> bool:
+    """Whether messages may be sent from and received in CUDA device memory.
+
+    False where this cannot be found out: no Linux, no such library, libraries that disagree.
+    """
+    answers = [answer for path in loaded(Path("/proc/self/maps")) for answer in ask(path)]
+    return bool(answers) and all(answers)
+
+
+def loaded(maps: Path) -> list[str]:
+    """MPI libraries among the files that are mapped into this process."""
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(None, 5)[5] for line in lines if len(line.split(None, 5)) == 6}
+    return sorted(path for path in paths if _LIBRARY.fullmatch(os.path.basename(path)))
+
+
+def ask(path: str) -> list[bool]:
+    """What a library that is loaded already says to the questions that it understands."""
+    try:
+        library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except (OSError, AttributeError):  # mapped but not loaded as a library; a system without RTLD_NOLOAD
+        return []
+    answers = []
+    if hasattr(library, "MPIX_Query_cuda_support"):
+        answers.append(library.MPIX_Query_cuda_support() == 1)
+    if hasattr(library, "MPIX_GPU_query_support"):
+        supported = ctypes.c_int(0)
+        failed = library.MPIX_GPU_query_support(_CUDA, ctypes.byref(supported))
+        answers.append(not failed and supported.value == 1)
+    return answers

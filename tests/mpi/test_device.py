@@ -1,0 +1,80 @@
+"""Collectives on device arrays through the real MPI, which reaches the memory of a GPU that is none (tests/standin)."""
+
+import numpy as np
+import pytest
+from examples import EXAMPLES, check
+from fakes import cupy
+
+from collectives import Communicator, wait_all
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "staged"])
+def aware(request, gpu, world):
+    """A communicator that hands device memory to MPI, or does not."""
+    gpu.private = not request.param
+    comm = Communicator(world, cuda_aware=request.param)
+    yield comm
+    comm._close()
+
+
+def on_device(array):
+    return None if array is None else cupy.asarray(array)
+
+
+@pytest.mark.parametrize("form", ["blocking", "nonblocking", "persistent"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_collective(aware, name, form):
+    rank, size = aware.Get_rank(), aware.Get_size()
+    for n in (0, 5, 3000, 200_000 if name == "allreduce" else 7):
+        for in_place in (False, True):
+            example = EXAMPLES[name](rank, size, n, "f4", size - 1, in_place)
+            send, recv = on_device(example.send), on_device(example.recv)
+            arguments = example.arguments(send, recv)
+            request = None
+            if form == "persistent":
+                request = getattr(aware, example.method + "_init")(*arguments)
+            for _ in range(2):
+                stream = cupy.cuda.Stream(non_blocking=True)
+                with stream:
+                    for array, fresh in ((send, example.send), (recv, example.recv)):
+                        if array is not None:
+                            array[...] = cupy.asarray(fresh)
+                    if form == "blocking":
+                        getattr(aware, example.method)(*arguments)
+                    elif form == "nonblocking":
+                        getattr(aware, "I" + example.method.lower())(*arguments).Wait()
+                    else:
+                        request.Start()
+                        request.Wait()
+                    if recv is not None:
+                        check(recv.get(), example.expected)
+            if request is not None:
+                request.Free()
+
+
+def test_many_in_flight(aware):
+    """Each on a stream of its own, some of whose work is still to come."""
+    rank, size = aware.Get_rank(), aware.Get_size()
+    arrays, requests = [], []
+    for turn in range(20):
+        with cupy.cuda.Stream(non_blocking=True):
+            x, y = cupy.full(100, rank, "i4"), cupy.zeros(100, "i4")
+            x += turn
+            arrays.append((x, y))
+            requests.append(aware.Iallreduce(x, y))
+    wait_all(requests[::-1])
+    for turn, (_, y) in enumerate(arrays):
+        assert (y._seen() == size * turn + size * (size - 1) // 2).all()
+
+
+def test_host_and_device_in_one_call(aware):
+    rank, size = aware.Get_rank(), aware.Get_size()
+    x = np.arange(50.0) + rank
+    expected = size * np.arange(50.0) + size * (size - 1) / 2
+    for send, recv in ((x, cupy.zeros(50)), (cupy.asarray(x), np.zeros(50))):
+        aware.Allreduce(send, recv)
+        np.testing.assert_array_equal(cupy.asnumpy(recv), expected)
+    mine = cupy.asarray(x) if rank % 2 else x  # some ranks here, some there
+    total = np.zeros(50) if rank % 2 else cupy.zeros(50)
+    aware.Allreduce(mine, total)
+    np.testing.assert_array_equal(cupy.asnumpy(total), expected)

@@ -1,0 +1,419 @@
+"""A stand-in for CuPy, as much of it as Chorus and its GPU tests use, on a GPU made of host memory and good manners.
+
+It is stricter than a GPU where a mistake could pass unseen there:
+
+- nothing that was put on a stream happens until someone waits for that stream, or asks it again and again;
+- device arrays refuse the buffer protocol and ``__array__``, and with `GPU.private` (the default when imported by
+  tests) device addresses are no addresses of this process: whoever hands one to MPI or NumPy fails at once;
+- asynchronous copies take pinned memory only, kernels the arrays of the current device only.
+
+With ``GPU.private = False`` (or STANDIN_PRIVATE=0 in the environment) a real MPI can reach device memory, as a
+CUDA-aware one could. `GPU.log` tells who waited for which stream.
+``PYTHONPATH=tests/standin`` puts this in place of CuPy.
+"""
+
+import ctypes
+import os
+import threading
+import types
+import weakref
+from collections import defaultdict, deque
+
+import numpy as np
+
+__version__ = "stand-in"
+
+HIDDEN = 1 << 62  # beyond what any process can map
+
+
+class _Gpu:
+    """Memory by address, streams of work by number, and a log."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.private = os.environ.get("STANDIN_PRIVATE", "1") != "0"
+        self.memory = {}  # address -> (weak reference to the block's bytes, device)
+        self.pinned = []  # weak references
+        self.jobs = defaultdict(deque)  # stream -> (work, the ranges that it touches)
+        self.begun = defaultdict(int)
+        self.ended = defaultdict(int)
+        self.log = []  # ("wait" | "query" | "to_host" | "to_device" | "kernel", stream, bytes)
+        self._next = HIDDEN
+
+    def allocate(self, nbytes, device):
+        with self.lock:
+            block = np.full(max(nbytes, 1), 0xA5, np.uint8)
+            address = self._next if self.private else block.ctypes.data
+            self._next += nbytes + 4096
+            self.memory[address] = weakref.ref(block), device
+            self.memory = {at: entry for at, entry in self.memory.items() if entry[0]() is not None}
+            return address, block
+
+    def find(self, address, nbytes):
+        """(bytes, device) of what lies there; a segmentation fault, as an exception, if nothing does."""
+        with self.lock:
+            for start, (block, device) in self.memory.items():
+                whole = block()
+                if whole is not None and start <= address and address + nbytes <= start + whole.nbytes:
+                    return whole[address - start :][:nbytes], device
+        raise RuntimeError(f"{nbytes} bytes at {address:#x} are not on this device")
+
+    def at(self, address, nbytes):
+        return self.find(address, nbytes)[0]
+
+    def put(self, stream, work, ranges, note):
+        """Put work on a stream; it reads and writes the (address, bytes) of `ranges`."""
+        with self.lock:
+            self.jobs[stream].append((work, ranges))
+            self.begun[stream] += 1
+            self.log.append(note)
+
+    def run(self, stream, until):
+        """Do what is on the stream, up to the job of that number."""
+        with self.lock:
+            while self.ended[stream] < until:
+                work, _ = self.jobs[stream].popleft()
+                self.ended[stream] += 1
+                work()
+
+    def touched(self, address, nbytes):
+        """Streams that hold work on that memory which was not done yet."""
+        with self.lock:
+            return [
+                stream
+                for stream, jobs in self.jobs.items()
+                if any(a < address + nbytes and address < a + n for _, ranges in jobs for a, n in ranges)
+            ]
+
+
+GPU = _Gpu()
+
+
+# ------------------------------------------------------------------------------------------ streams and devices
+
+_here = threading.local()
+
+
+def _stack(name, first):
+    if not hasattr(_here, name):
+        setattr(_here, name, [first])
+    return getattr(_here, name)
+
+
+class _BaseStream:
+    def __init__(self, ptr):
+        self.ptr = ptr
+        self.number = 0 if ptr == 1 else ptr  # the legacy default stream has two names
+
+    def __eq__(self, other):
+        return isinstance(other, _BaseStream) and self.ptr == other.ptr
+
+    def __hash__(self):
+        return self.ptr
+
+    def __enter__(self):
+        _stack("streams", Stream.null).append(self)
+        return self
+
+    def __exit__(self, *_):
+        _here.streams.pop()
+
+    def synchronize(self):
+        GPU.log.append(("wait", self.number, 0))
+        GPU.run(self.number, GPU.begun[self.number])
+
+    def record(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        at = event.at
+        GPU.put(self.number, lambda: GPU.run(*at), [], ("wait_event", self.number, at[0]))
+
+
+class Stream(_BaseStream):
+    _count = 16
+
+    def __init__(self, null=False, non_blocking=False):
+        Stream._count += 0 if null else 1
+        super().__init__(0 if null else Stream._count)
+
+
+Stream.null = Stream(null=True)
+
+
+class ExternalStream(_BaseStream):
+    pass
+
+
+def get_current_stream():
+    return _stack("streams", Stream.null)[-1]
+
+
+class Event:
+    def __init__(self, block=False, disable_timing=False):
+        self.at = (0, 0)
+
+    def record(self, stream):
+        self.at = stream.number, GPU.begun[stream.number]
+
+    @property
+    def done(self):
+        """Whether it is reached; whoever asks makes the GPU go one step on."""
+        stream, until = self.at
+        GPU.log.append(("query", stream, 0))
+        if GPU.ended[stream] >= until:
+            return True
+        GPU.run(stream, GPU.ended[stream] + 1)
+        return False
+
+    def synchronize(self):
+        GPU.log.append(("wait", self.at[0], 0))
+        GPU.run(*self.at)
+
+
+class Device:
+    def __init__(self, device=None):
+        self.id = _stack("devices", 0)[-1] if device is None else device
+
+    def __enter__(self):
+        _stack("devices", 0).append(self.id)
+        return self
+
+    def __exit__(self, *_):
+        _here.devices.pop()
+
+
+class UnownedMemory:
+    def __init__(self, ptr, size, owner, device_id=-1):
+        self.ptr, self.keep = ptr, (GPU.at(ptr, size).size == size, owner)
+
+
+class MemoryPointer:
+    def __init__(self, mem, offset):
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+
+class _Owned:
+    def __init__(self, nbytes):
+        self.ptr, self.block = GPU.allocate(nbytes, Device().id)
+
+
+def alloc_pinned_memory(nbytes):
+    memory = np.full(nbytes, 0xAA, np.uint8)
+    with GPU.lock:
+        GPU.pinned = [ref for ref in GPU.pinned if ref() is not None] + [weakref.ref(memory)]
+    return memory
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+def _memcpy_async(target, source, nbytes, direction, stream):
+    there, here = (source, target) if direction == runtime.memcpyDeviceToHost else (target, source)
+    pinned = [memory for memory in [ref() for ref in GPU.pinned] if memory is not None]
+    if not any(at.ctypes.data <= here and here + nbytes <= at.ctypes.data + at.nbytes for at in pinned):
+        raise RuntimeError("an asynchronous copy needs pinned memory")
+    device = GPU.at(there, nbytes)
+
+    def work():
+        if direction == runtime.memcpyDeviceToHost:
+            ctypes.memmove(here, device.ctypes.data, nbytes)
+        else:
+            ctypes.memmove(device.ctypes.data, here, nbytes)
+
+    number = 0 if stream == 1 else stream
+    kind = "to_host" if direction == runtime.memcpyDeviceToHost else "to_device"
+    GPU.put(number, work, [(target, nbytes), (source, nbytes)], (kind, number, nbytes))
+
+
+runtime = types.SimpleNamespace(
+    memcpyHostToDevice=1,
+    memcpyDeviceToHost=2,
+    memcpyAsync=_memcpy_async,
+    CUDARuntimeError=CUDARuntimeError,
+    getDeviceCount=lambda: 1,
+    getDeviceProperties=lambda device: {"name": b"stand-in for a GPU"},
+    pointerGetAttributes=lambda pointer: types.SimpleNamespace(device=GPU.find(pointer, 0)[1]),
+)
+cuda = types.SimpleNamespace(
+    Device=Device,
+    Event=Event,
+    ExternalStream=ExternalStream,
+    MemoryPointer=MemoryPointer,
+    Stream=Stream,
+    UnownedMemory=UnownedMemory,
+    alloc_pinned_memory=alloc_pinned_memory,
+    get_current_stream=get_current_stream,
+    runtime=runtime,
+)
+
+
+# ------------------------------------------------------------------------------------------ arrays
+
+
+class ndarray:
+    """An array on the device. Everything that is done with it is put on the current stream."""
+
+    def __init__(self, shape, dtype=float, memptr=None, strides=None):
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.dtype = np.dtype(dtype)
+        if self.dtype.kind not in "biufc" or self.dtype.itemsize > 16 or self.dtype == np.longdouble:
+            raise TypeError(f"cupy has no dtype {self.dtype}")
+        self.strides = strides if strides is not None else np.empty(self.shape, self.dtype).strides
+        self.size = int(np.prod(self.shape))
+        self.nbytes = self.size * self.dtype.itemsize
+        self.data = MemoryPointer(_Owned(self.nbytes), 0) if memptr is None else memptr
+        self.device = Device(GPU.find(self.data.ptr, 0)[1])
+
+    def __array__(self, *_, **__):
+        raise TypeError("implicit conversion of device memory to a NumPy array")
+
+    def __buffer__(self, flags):
+        raise TypeError("device memory has no buffer")
+
+    def __len__(self):
+        return self.shape[0]
+
+    @property
+    def _range(self):
+        return self.data.ptr, self._reach
+
+    @property
+    def _reach(self):
+        if not self.size:
+            return 0
+        return sum((n - 1) * s for n, s in zip(self.shape, self.strides)) + self.dtype.itemsize
+
+    def _seen(self):
+        """What the device sees."""
+        return np.ndarray(self.shape, self.dtype, GPU.at(*self._range), 0, self.strides)
+
+    @property
+    def __cuda_array_interface__(self):
+        dense = self.strides == np.empty(self.shape, self.dtype).strides
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.data.ptr if self.size else 0, False),
+            "strides": None if dense else self.strides,
+            "stream": get_current_stream().ptr or 1,
+        }
+
+    def __dlpack_device__(self):
+        return 2, self.device.id
+
+    def __dlpack__(self, *, stream=None, max_version=None, copy=None):
+        if stream not in (None, -1) and ExternalStream(stream) != get_current_stream():
+            ExternalStream(stream).wait_event(get_current_stream().record())
+        capsule = self._seen().__dlpack__(max_version=(1, 0), copy=False)
+        from collectives import dlpack
+
+        tensor = dlpack._Versioned.from_address(dlpack._pointer(capsule, b"dltensor_versioned")).tensor
+        tensor.device.device_type, tensor.data = 2, self.data.ptr
+        return capsule
+
+    def __getitem__(self, key):
+        whole = self._seen()
+        part = whole[key if key is ... or isinstance(key, tuple) else (key, ...)]
+        offset = part.ctypes.data - whole.ctypes.data if part.size else 0
+        strides = part.strides
+        return ndarray(part.shape, self.dtype, MemoryPointer(_At(self.data, offset), 0), strides)
+
+    def __setitem__(self, key, value):
+        _kernel("copy", lambda x: x, [value], self[key])
+
+    def copy(self):
+        made = ndarray(self.shape, self.dtype)
+        made[...] = self
+        return made
+
+    def get(self):
+        """The values, once all on the current stream is done."""
+        stream = get_current_stream()
+        GPU.run(stream.number, GPU.begun[stream.number])
+        return self._seen().copy()
+
+    def __mul__(self, other):
+        return _kernel("multiply", np.multiply, [self, other], ndarray(self.shape, self.dtype))
+
+    def __imul__(self, other):
+        return _kernel("multiply", np.multiply, [self, other], self)
+
+    def __add__(self, other):
+        return _kernel("add", np.add, [self, other], ndarray(self.shape, self.dtype))
+
+    def __iadd__(self, other):
+        return _kernel("add", np.add, [self, other], self)
+
+
+class _At:
+    """A part of another array's memory, which it keeps."""
+
+    def __init__(self, base, offset):
+        self.base, self.ptr = base, base.ptr + offset
+
+
+def _kernel(name, function, operands, out):
+    if isinstance(out, np.ndarray) or any(isinstance(operand, np.ndarray) and operand.ndim for operand in operands):
+        raise TypeError("a kernel takes no NumPy arrays")
+    arrays = [operand for operand in [*operands, out] if isinstance(operand, ndarray)]
+    if any(array.device.id != Device().id for array in arrays):
+        raise ValueError("array device must be same as the current device")
+    stream = get_current_stream().number
+    if len(operands) > 1:  # as CuPy does
+        own = [isinstance(x, ndarray) and x is not out and x.data.ptr == out.data.ptr and x.size for x in operands]
+        if any(own):
+            GPU.log.append(("hidden copy", stream, out.nbytes))
+    seen = [operand._seen() if isinstance(operand, ndarray) else operand for operand in operands]
+    target = out._seen()
+
+    def work():
+        target[...] = function(*seen)
+
+    GPU.put(stream, work, [array._range for array in arrays], ("kernel", stream, out.nbytes))
+    return out
+
+
+def _ufunc(name):
+    function = getattr(np, name)
+
+    def ufunc(left, right, out=None):
+        return _kernel(name, function, [left, right], ndarray(left.shape, left.dtype) if out is None else out)
+
+    ufunc.__name__ = name
+    return ufunc
+
+
+add, multiply, maximum, minimum = map(_ufunc, ("add", "multiply", "maximum", "minimum"))
+logical_and, logical_or, logical_xor = map(_ufunc, ("logical_and", "logical_or", "logical_xor"))
+bitwise_and, bitwise_or, bitwise_xor = map(_ufunc, ("bitwise_and", "bitwise_or", "bitwise_xor"))
+
+
+def empty(shape, dtype=float):
+    return ndarray(shape, dtype)
+
+
+def full(shape, value, dtype=float):
+    made = ndarray(shape, dtype)
+    made[...] = value
+    return made
+
+
+def zeros(shape, dtype=float):
+    return full(shape, 0, dtype)
+
+
+def asarray(values):
+    """A copy of host memory, on the device when this returns."""
+    values = np.asarray(values)
+    made = ndarray(values.shape, values.dtype)
+    made._seen()[...] = values
+    return made
+
+
+def asnumpy(array):
+    return array.get() if isinstance(array, ndarray) else np.asarray(array)

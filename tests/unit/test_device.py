@@ -1,0 +1,431 @@
+"""Device memory, staged and handed over directly: every collective, every algorithm, one to five ranks, without a GPU.
+
+The stand-in for CuPy does nothing before someone waits for the stream, and its addresses belong to no process: results
+are right only if every wait is there, and nothing but its own copies and kernels can have touched the memory.
+"""
+
+import sys
+import threading
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+from examples import EXAMPLES, check
+from fakes import Foreign, GpuHub, NoInterface, cupy
+from mpi4py import MPI
+
+from collectives import Communicator, calls, catalog, plans, staging
+from collectives.buffers import vector
+from collectives.select import Choice
+from collectives.transport import device
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+BASE = {
+    "bcast": "broadcast",
+    "reduce_scatter_block": "reduce_scatter",
+    "scatterv": "scatter",
+    "gatherv": "gather",
+    "allgatherv": "allgather",
+}
+ALGORITHMS = [
+    (name, algorithm)
+    for name in EXAMPLES
+    for algorithm, entry in catalog.CATALOG[BASE.get(name, name)].items()
+    if entry.private or name not in ("scatterv", "gatherv")
+]
+
+
+def call_of(example, send, recv, rank, size):
+    make = getattr(calls, "broadcast" if example.method == "Bcast" else example.method.lower())
+    return make(*example.arguments(send, recv), rank, size)
+
+
+def alone(cuda_aware=None):
+    return Communicator(MPI.COMM_SELF.Dup(), cuda_aware=cuda_aware)
+
+
+def on_device(array):
+    return None if array is None else cupy.asarray(array)
+
+
+def blank(array):
+    return None if array is None else cupy.empty(array.shape, array.dtype)
+
+
+def everyone(size, part):
+    """Run ``part(rank)`` in a thread per rank, each with a stream of its own; raise what any raised."""
+    errors, streams = [], [cupy.cuda.Stream(non_blocking=True) for _ in range(size)]
+
+    def run(rank):
+        try:
+            with streams[rank]:
+                part(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [stream.number for stream in streams]
+
+
+def play(name, algorithm, size, n, hub, direct, dtype="f4", root=0, in_place=False, segments=1, forms=("run",)):
+    """All ranks do the collective: on the device itself where `direct` says so, through the host where not.
+
+    What they bring is still on its way on their streams when the collective begins.
+    """
+
+    def part(rank):
+        example = EXAMPLES[name](rank, size, n, dtype, root, in_place)
+        send, recv = blank(example.send), blank(example.recv)
+        call, lane = call_of(example, send, recv, rank, size), None
+        if direct(rank):
+            call, lane = plans.direct(call)
+        program = plans.bound(call, Choice(algorithm, segments), rank, size, hub.wire(rank), lane)
+        for form in forms:
+            for array, fresh in ((send, example.send), (recv, example.recv)):
+                if array is not None:
+                    array[...] = cupy.asarray(fresh)
+            if lane is not None:
+                lane.follow(*(array for array in (send, recv) if array is not None))
+            if form == "run":
+                program.run()
+            else:
+                program.start()
+                while not program.advance():
+                    pass
+            if example.expected is not None:
+                assert n == 0 or not cupy.GPU.touched(*recv._range)
+                cupy.get_current_stream().synchronize() if n == 0 else None
+                check(recv._seen(), example.expected)
+        program.free()
+
+    return everyone(size, part)
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+@pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
+def test_direct(gpu, name, algorithm, size):
+    """Only device addresses reach the wire, and nothing reaches the host."""
+    for n in (0, 1, 3, 23):
+        for root in {0, size - 1}:
+            for in_place in (False, True):
+                hub = GpuHub(size)
+                play(name, algorithm, size, n, hub, lambda rank: True, root=root, in_place=in_place)
+                assert hub.carried <= {True}
+    assert {kind for kind, *_ in gpu.log} <= {"kernel", "wait", "query", "wait_event"}
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+@pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
+def test_staged(gpu, name, algorithm, size):
+    """No device address reaches the wire, and no kernel runs but those of the test itself."""
+    for n in (0, 1, 3, 23):
+        for in_place in (False, True):
+            hub = GpuHub(size)
+            play(name, algorithm, size, n, hub, lambda rank: False, root=size - 1, in_place=in_place)
+            assert hub.carried <= {False}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_some_ranks_direct_and_some_staged(name):
+    """Messages are the same bytes either way, so no rank need know what the others do."""
+    for algorithm in [algorithm for collective, algorithm in ALGORITHMS if collective == name]:
+        play(name, algorithm, 4, 23, GpuHub(4), lambda rank: rank % 2 == 0, dtype="i4")
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_again_and_again_blocking_and_not(name, way):
+    """A program bound once serves new data every time, run through or advanced step by step."""
+    for algorithm in [algorithm for collective, algorithm in ALGORITHMS if collective == name]:
+        forms = ("run", "advance", "run", "advance")
+        play(name, algorithm, 3, 11, GpuHub(3), lambda rank: way == "direct", forms=forms, in_place=True)
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize("algorithm", list(catalog.CATALOG["allreduce"]))
+def test_messages_that_are_cut(monkeypatch, algorithm, way):
+    """Parts are combined while others arrive, in landing slots that are used again: not before they are free."""
+    monkeypatch.setattr(plans, "SEGMENT", 16)
+    for size in (2, 3, 4):
+        for segments in (1, 3):
+            play(
+                "allreduce", algorithm, size, 203, GpuHub(size), lambda rank: way == "direct", segments=segments
+            )
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_only_the_stream_of_the_arrays_is_waited_for(gpu, way):
+    other = cupy.cuda.Stream(non_blocking=True)
+    with other:
+        elsewhere = cupy.zeros(3)  # stays under way for ever
+    streams = play("allreduce", "ring", 3, 50, GpuHub(3), lambda rank: way == "direct")
+    assert {stream for kind, stream, _ in gpu.log if kind in ("wait", "query")} == set(streams)
+    assert gpu.touched(*elsewhere._range) == [other.number]
+
+
+def test_no_wait_without_need(gpu):
+    """Before the first message and after the last; in between only where a message follows a sum."""
+
+    def waits(name, algorithm, size):
+        gpu.log.clear()
+        play(name, algorithm, size, 8, GpuHub(size), lambda rank: True)
+        return sum(kind == "wait" for kind, *_ in gpu.log) / size
+
+    assert waits("bcast", "mst", 1) == 1
+    assert waits("allgather", "ring", 4) == 2  # for what was there before, and for one's own block on its way home
+    assert waits("allreduce", "ring", 4) == 1 + 3  # three sums, each sent on
+
+
+def test_the_test_would_see_a_missing_wait(monkeypatch):
+    class Careless(staging._Cuda):
+        def mark(self):
+            pass
+
+    monkeypatch.setattr(staging, "_Cuda", Careless)
+    with pytest.raises((RuntimeError, AssertionError)):
+        play("allreduce", "recursive_doubling", 2, 8, GpuHub(2), lambda rank: True)
+
+
+def test_scratch_lies_on_the_device(gpu):
+    x = cupy.asarray(np.ones(40, "f4"))
+    call, lane = plans.direct(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
+    program = plans.bound(call, Choice("mst"), 2, 4, GpuHub(4).wire(2), lane)
+    assert program.nbytes > 0
+    memories = program._kept[0]
+    assert all(isinstance(memory.array, cupy.ndarray) for memory in memories)
+    assert sum(memory.array.nbytes for memory in memories[2:]) == program.nbytes
+
+
+def test_sums_in_place_need_no_copy(gpu):
+    play("allreduce", "ring", 3, 50, GpuHub(3), lambda rank: True, in_place=True)
+    assert "hidden copy" not in {kind for kind, *_ in gpu.log}
+
+
+@pytest.mark.parametrize("op", ["SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR"])
+def test_every_operation_with_a_kernel(op):
+    x, y = cupy.asarray(np.arange(6, dtype="i4")), cupy.asarray(np.zeros(6, "i4"))
+    found = plans.direct(calls.allreduce(x, y, getattr(MPI, op), 0, 2))
+    kernel = found[0].combine
+    left, right = np.array([0, 1, 2, 3], "i4"), np.array([2, 1, 0, 3], "i4")
+    here, there, out = cupy.asarray(left), cupy.asarray(right), cupy.zeros(4, "i4")
+    kernel.bind(here, there, out)()
+    expected = np.zeros(4, "i4")
+    calls.combine(getattr(MPI, op), left.dtype, MPI.INT)(left, right, expected)
+    np.testing.assert_array_equal(out.get(), expected)
+
+
+def test_what_the_device_cannot_do_is_staged():
+    user = MPI.Op.Create(lambda x, y, datatype: None)
+    small = Foreign(cupy.zeros(8, "u1"), dtype=ml_dtypes.bfloat16)
+    x = cupy.zeros(4, "i4")
+    for send, op in ((small, MPI.SUM), (x, user), (x, MPI.REPLACE)):
+        assert plans.direct(calls.allreduce(send, send, op, 0, 2)) is None
+    assert plans.direct(calls.broadcast(small, 0, 0, 2)) is not None  # bytes are bytes
+    assert plans.direct(calls.barrier()) is None
+    user.Free()
+
+
+def test_memory_in_two_places_is_staged():
+    here, there = cupy.zeros(4), np.zeros(4)
+    assert plans.direct(calls.allreduce(here, there, MPI.SUM, 0, 2)) is None
+    assert plans.direct(calls.allreduce(there, here, MPI.SUM, 0, 2)) is None
+    with cupy.cuda.Device(1):
+        second = cupy.empty(4)
+    assert plans.direct(calls.allreduce(here, second, MPI.SUM, 0, 2)) is None
+    assert plans.direct(calls.allreduce(here, here, MPI.SUM, 0, 2)) is not None
+
+
+def test_the_second_device_is_worked_on_from_the_first(gpu):
+    with cupy.cuda.Device(1):
+        x, y = cupy.asarray(np.arange(5.0)), cupy.asarray(np.zeros(5))
+    call, lane = plans.direct(calls.allreduce(x, y, MPI.SUM, 0, 1))
+    assert lane.number == 1
+    plans.bound(call, Choice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
+    assert y._seen().tolist() == [0, 1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------ streams
+
+
+def test_the_stream_that_an_array_names(gpu):
+    stream, mine = cupy.cuda.Stream(), cupy.cuda.Stream()
+    with stream:
+        memory = cupy.zeros(3)
+        memory += 1  # still to come
+    array = Foreign(memory, stream=stream)
+    staged = staging.stage(vector(array, "x"), load=True, store=True)
+    with mine:
+        staged.load()
+    assert staged.host.view("f8").tolist() == [1, 1, 1]
+    assert {number for kind, number, _ in gpu.log if kind in ("wait", "to_host")} == {stream.number}
+
+
+@pytest.mark.parametrize("pointer", [1, 0])
+def test_the_default_stream_has_two_names(gpu, pointer):
+    memory = cupy.zeros(3)
+    array = Foreign(memory, stream=cupy.cuda.ExternalStream(1) if pointer else cupy.cuda.Stream.null)
+    assert staging.device_of(array)._stream.number == 0
+
+
+def test_streams_of_two_arrays_are_ordered_on_the_device(gpu):
+    one, other = cupy.cuda.Stream(), cupy.cuda.Stream()
+    with one:
+        x = cupy.zeros(3)
+        x += 1
+    with other:
+        y = cupy.zeros(3)
+        y += 5  # would come after the result if nobody minded
+    sender, receiver = Foreign(x, stream=one), Foreign(y, stream=other)
+    call, lane = plans.direct(calls.allreduce(sender, receiver, MPI.SUM, 0, 1))
+    gpu.log.clear()
+    lane.follow(sender, receiver)
+    plans.bound(call, Choice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
+    assert y._seen().tolist() == [1, 1, 1]
+    assert {number for kind, number, _ in gpu.log if kind == "wait"} == {one.number}
+
+
+def test_dlpack_orders_the_producer_first(gpu):
+    theirs, ours = cupy.cuda.Stream(), cupy.cuda.Stream()
+    with theirs:
+        memory = cupy.zeros(3)
+        memory += 2
+    array = NoInterface(memory, theirs)
+    with ours:
+        staged = staging.stage(vector(array, "x"), load=True, store=False)
+        staged.load()
+    assert array.asked[-1] == ours.ptr
+    assert staged.host.view("f8").tolist() == [2, 2, 2]
+    assert {number for kind, number, _ in gpu.log if kind == "wait"} == {ours.number}
+
+
+def test_a_later_call_follows_the_stream_of_its_own_time(gpu):
+    """The program is kept for the same memory; the stream is the caller's at each call."""
+    comm = alone(True)
+    x, y = cupy.zeros(2000, "f4"), cupy.zeros(2000, "f4")
+    both = x, y
+    bound = comm.Allreduce_init(x, y)
+
+    def again():
+        bound.Start()
+        bound.Wait()
+
+    for turn, work in enumerate([partial(comm.Allreduce, x, y), lambda: comm.Iallreduce(*both).Wait(), again] * 2):
+        stream = cupy.cuda.Stream()
+        with stream:
+            cupy.GPU.run(0, gpu.begun[0])
+            x += 1
+            gpu.log.clear()
+            work()
+            waited = {number for kind, number, _ in gpu.log if kind in ("wait", "query")}
+            assert waited == {stream.number}
+            assert (y._seen() == turn + 1).all()
+    bound.Free()
+    kept = comm._plans
+    assert len(kept._bound) == 1 and sum(map(len, kept._idle.values())) == 1
+    comm.Free()
+
+
+# ------------------------------------------------------------------------------------------ the communicator's part
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("cuda_aware", [True, False])
+def test_on_one_rank(name, cuda_aware):
+    comm = alone(cuda_aware)
+    for n in (0, 5, 3000):
+        for in_place in (False, True):
+            example = EXAMPLES[name](0, 1, n, "f4", 0, in_place)
+            send, recv = on_device(example.send), on_device(example.recv)
+            getattr(comm, example.method)(*example.arguments(send, recv))
+            check(recv.get(), example.expected)
+    comm.Free()
+
+
+def test_new_communicators_inherit_the_setting():
+    for setting in (True, False, None):
+        comm = alone(setting)
+        others = [comm.Dup(), comm.Split(0), comm.Clone(), comm.Split_type(MPI.COMM_TYPE_SHARED)]
+        assert [other._plans.aware for other in others] == [setting] * 4
+        for made in (*others, comm):
+            made.Free()
+
+
+def test_the_mpi_is_asked_when_the_first_device_array_comes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(plans, "cuda_aware", lambda: bool(asked.append(None)))
+    comm = alone()
+    x, y = np.ones(3), cupy.zeros(3)
+    comm.Allreduce(x, x.copy())
+    assert not asked
+    for _ in range(2):
+        comm.Allreduce(x, y)
+        assert len(asked) == 1
+    assert y.get().tolist() == [1, 1, 1]
+    comm.Free()
+
+
+@pytest.mark.parametrize("cuda_aware", [True, False])
+def test_arrays_of_one_memory_overlap(cuda_aware):
+    comm = alone(cuda_aware)
+    x = cupy.zeros(10)
+    for method in (comm.Allreduce, comm.Iallreduce, comm.Allreduce_init):
+        with pytest.raises(ValueError, match="overlap"):
+            method(x[:8], x[2:])
+    comm.Free()
+
+
+def test_without_cupy_the_error_says_what_to_install(monkeypatch):
+    comm = alone()
+    x = cupy.zeros(3)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match=r"array of type 'ndarray' lies on a device.*pip install cupy-cuda12x"):
+        comm.Allreduce(MPI.IN_PLACE, x)
+    comm.Free()
+
+
+# ------------------------------------------------------------------------------------------ asking the MPI
+
+
+def test_the_mpi_of_this_process_is_found_and_asked():
+    """The wheels that these tests run with are built without CUDA; another MPI may say what it likes."""
+    assert device.cuda_aware() in (True, False)
+
+
+MAPS = """\
+7f1c-7f1d r-xp 00000000 08:01 11 /opt/lib/libmpi.so.12.0.0
+7f1e-7f1f r--p 00000000 08:01 11 /opt/lib/libmpi.so.12.0.0
+7f20-7f21 r--p 00000000 08:01 12 /opt/my libs/libmpi_abi.so.1
+7f22-7f23 r--p 00000000 08:01 13 /opt/lib/libmpifort.so.12
+7f24-7f25 r--p 00000000 08:01 14 /opt/lib/python/mpi4py/libmpi.cfg
+7f26-7f27 rw-p 00000000 00:00 0
+7f28-7f29 r--p 00000000 08:01 15 /opt/lib/libmpi.so.40 (deleted)
+"""
+
+
+def test_libraries_in_the_list_of_mapped_files(tmp_path):
+    (tmp_path / "maps").write_text(MAPS)
+    assert device.loaded(tmp_path / "maps") == ["/opt/lib/libmpi.so.12.0.0", "/opt/my libs/libmpi_abi.so.1"]
+    assert device.loaded(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "aware"),
+    [([[True]], True), ([[True, True]], True), ([[True, False]], False), ([[True], [False]], False), ([[]], False)],
+)
+def test_only_clear_answers_count(monkeypatch, answers, aware):
+    left = list(answers)
+    monkeypatch.setattr(device, "loaded", lambda maps: ["libmpi.so"] * len(answers))
+    monkeypatch.setattr(device, "ask", lambda path: left.pop(0))
+    assert device.cuda_aware.__wrapped__() is aware
+
+
+def test_a_library_that_is_not_loaded_is_not_asked():
+    assert device.ask("/nowhere/libmpi.so.12") == []
