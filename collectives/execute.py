@@ -340,19 +340,14 @@ class _Binder:
         """Begin these messages, when the work before them has ended."""
         if messages:
             self.join()
-            self.do(self.wire.starting(messages))
+            for call in self.wire.starting(messages):
+                self.do(call)
 
     def wait(self, messages: Sequence[Any]) -> None:
         """Go on when these messages have ended."""
         if messages:
-            for wait, test in self.wire.waiting(messages):
-                self.calls.append(wait)
-                self.tests.append(test)
-
-    def start(self, messages: Sequence[Any]) -> None:
-        """Begin these messages."""
-        for call in self.wire.starting(messages) if messages else ():
-            self.do(call)
+            for wait in self.wire.waiting(messages):
+                self.do(wait)
 
     def rounds(self) -> None:
         """All rounds. Chunks that stay as they were brought are copied home while the first messages fly."""
