@@ -89,17 +89,6 @@ def staged(buffer: Buffer) -> bool:
     return buffer.device or not buffer.contiguous
 
 
-def placed(call: Call) -> Call:
-    """The call with its blocks where they lie in the user's memory, though that be one which could be staged."""
-
-    def places(buffer: Buffer | None, blocks: Blocks) -> Blocks:
-        if buffer is None or buffer.displs is None:
-            return blocks
-        return {block: buffer.displs[block] * buffer.itemsize for block in blocks}
-
-    return call._replace(brings=places(call.source, call.brings), takes=places(call.target, call.takes))
-
-
 def _root(root: Any, size: int) -> int:
     if not isinstance(root, (int, np.integer)):
         raise InvalidType(MPI.ERR_ROOT, f"root: expected a rank, found {root!r}")
@@ -142,7 +131,7 @@ def _block_bytes(buffer: Buffer) -> tuple[int, ...]:
 def _starts(buffer: Buffer) -> tuple[int, ...]:
     """Where each block of a v-form begins, in bytes of the memory that the program sees."""
     assert buffer.counts is not None and buffer.displs is not None
-    if staged(buffer):
+    if not buffer.contiguous:  # packed without gaps
         return tuple(accumulate(_block_bytes(buffer)[:-1], initial=0))
     return tuple(displ * buffer.itemsize for displ in buffer.displs)
 

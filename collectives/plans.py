@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from collectives import buffers
 from collectives.buffers import Buffer
-from collectives.calls import Blocks, Call, placed, staged
+from collectives.calls import Blocks, Call, staged
 from collectives.catalog import blocks, build
 from collectives.chunks import Layout, Place, even
 from collectives.errors import InvalidArgument
@@ -93,7 +93,7 @@ class _Ends(NamedTuple):
 
 def _span(call: Call, blocks: Blocks) -> int:
     """Units from the beginning of a buffer to the end of its last block."""
-    return max((start + call.lengths[block] for block, start in blocks.items()), default=0)
+    return max((start + call.lengths[block] for block, start in blocks.items() if call.lengths[block]), default=0)
 
 
 def _spans(call: Call) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def _check_apart(call: Call) -> None:
         return
     if not (call.brings and call.takes and source.contiguous and target.contiguous):
         return
-    ends = [span * call.unit.itemsize for span in _spans(placed(call))]
+    ends = [span * call.unit.itemsize for span in _spans(call)]
     if all(ends) and source.address < target.address + ends[1] and target.address < source.address + ends[0]:
         raise InvalidArgument(MPI.ERR_BUFFER, "sendbuf and recvbuf overlap; to work in place pass MPI.IN_PLACE")
 
@@ -144,8 +144,9 @@ def _ends(call: Call, device: Device | None) -> _Ends:
         source = target = memory(call.target, spans[1], bool(call.brings), stores)
     elif call.snapshot:
         target = memory(call.target, spans[1], True, stores)
-        source = Memory.allocate(spans[0], call.unit)
-        first.append(partial(np.copyto, source.array, target.array[: spans[0]]))
+        source = Memory.allocate(spans[0], call.unit, device or np)
+        copy = partial(source.array.__setitem__, slice(None), target.array[: spans[0]])
+        first.append(copy if device is None else device.working(copy))
     else:
         source = memory(call.source, spans[0], bool(call.brings), False)
         target = memory(call.target, spans[1], False, stores)
@@ -173,7 +174,7 @@ def direct(call: Call) -> tuple[Call, Device] | None:
         kernel = on_device(kernel, call.unit, device)
         if kernel is None:
             return None
-    return placed(call)._replace(combine=kernel), device
+    return call._replace(combine=kernel), device
 
 
 def _owners(call: Call) -> list[Any]:

@@ -22,7 +22,6 @@ Device memory that need not be staged is worked on where it is, by way of the sa
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,8 +42,9 @@ class Staging(Protocol):
     Attributes
     ----------
     host : numpy.ndarray
-        Bytes, one-dimensional, ``buffer.nbytes`` long: the packed elements without gaps, block after block
-        (so the displacements of a v-form become the running sum of its counts).
+        Bytes, one-dimensional. Elements that lie dense keep their places: the blocks of a v-form are where their
+        displacements say, and what is between them means nothing. All others are packed, block after block, so
+        that the displacements of a v-form become the running sum of its counts.
     loading, storing : sequence of calls and waits
         What `load` and `store` do.
     """
@@ -149,13 +149,13 @@ class OnDevice:
         self._packed: Packed | None = None
         if buffer.contiguous:
             self._address = buffer.address
-            self.host = self._mirror = self._device.pinned(buffer.nbytes)
             self._runs = _runs(buffer)
+            self.host = self._mirror = self._device.pinned(max(map(sum, self._runs), default=0))
         else:
             low, high = _span(buffer)
             self._address = buffer.address + low
             self._mirror = self._device.pinned(high - low)
-            self._runs = [(0, 0, high - low)]
+            self._runs = [(0, high - low)]
             mirrored = Buffer(*(getattr(buffer, slot) for slot in _FIELDS))
             mirrored.address = MPI.Get_address(self._mirror) - low
             mirrored.owner = self._mirror
@@ -182,13 +182,13 @@ class OnDevice:
             self._packed.free()
 
     def _fetch(self) -> None:
-        for there, here, nbytes in self._runs:
-            self._device.to_host(self._mirror[here : here + nbytes], self._address + there)
+        for start, nbytes in self._runs:
+            self._device.to_host(self._mirror[start : start + nbytes], self._address + start)
         self._device.mark()
 
     def _send_back(self) -> None:
-        for there, here, nbytes in self._runs:
-            self._device.to_device(self._address + there, self._mirror[here : here + nbytes])
+        for start, nbytes in self._runs:
+            self._device.to_device(self._address + start, self._mirror[start : start + nbytes])
         self._device.mark()
 
 
@@ -198,18 +198,17 @@ _FIELDS = (
 )
 
 
-def _runs(buffer: Buffer) -> list[tuple[int, int, int]]:
-    """Copies that bring all blocks together: (offset on the device, offset on the host, bytes)."""
+def _runs(buffer: Buffer) -> list[tuple[int, int]]:
+    """Copies that bring all blocks over: (offset, bytes)."""
     if buffer.counts is None or buffer.displs is None:
-        return [(0, 0, buffer.nbytes)]
-    runs: list[tuple[int, int, int]] = []
-    size = buffer.itemsize
-    for count, displ, start in zip(buffer.counts, buffer.displs, accumulate(buffer.counts, initial=0), strict=False):
-        there, here, nbytes = displ * size, start * size, count * size
-        if runs and runs[-1][0] + runs[-1][2] == there:
-            there, here, nbytes = runs[-1][0], runs[-1][1], runs.pop()[2] + nbytes
+        return [(0, buffer.nbytes)]
+    runs: list[tuple[int, int]] = []
+    for count, displ in zip(buffer.counts, buffer.displs, strict=True):
+        start, nbytes = displ * buffer.itemsize, count * buffer.itemsize
+        if runs and sum(runs[-1]) == start:
+            start, nbytes = runs[-1][0], runs.pop()[1] + nbytes
         if nbytes:
-            runs.append((there, here, nbytes))
+            runs.append((start, nbytes))
     return runs
 
 

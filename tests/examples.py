@@ -166,6 +166,43 @@ def allgatherv(rank, size, n, dtype, root, in_place):
     return Example(mine, _empty(len(array), dtype), array, "Allgatherv", form)
 
 
+def alltoall(rank, size, n, dtype, root, in_place):
+    out = np.concatenate([values(rank + peer, n, dtype) for peer in range(size)])  # the same for either direction
+    if in_place:
+        return Example(None, out, out, "Alltoall", lambda send, recv: (MPI.IN_PLACE, recv))
+    return Example(out, _empty(n * size, dtype), out, "Alltoall", lambda send, recv: (send, recv))
+
+
+def alltoallv(rank, size, n, dtype, root, in_place):
+    """Between two ranks go as many elements as the two numbers together say, with a gap after each block."""
+    counts = [(n + rank + peer) % 5 if n else 0 for peer in range(size)]
+    displs = [sum(counts[:peer]) + peer for peer in range(size)]
+    out = _empty(sum(counts) + size, dtype)
+    for peer in range(size):
+        out[displs[peer] : displs[peer] + counts[peer]] = values(rank + peer, counts[peer], dtype)
+    if in_place:
+        form = lambda send, recv: (MPI.IN_PLACE, [recv, (counts, displs)])  # noqa: E731
+        return Example(None, out, out, "Alltoallv", form)
+    form = lambda send, recv: ([send, (counts, displs)], [recv, (counts, displs)])  # noqa: E731
+    return Example(out, _empty(len(out), dtype), out, "Alltoallv", form)
+
+
+def scan(rank, size, n, dtype, root, in_place):
+    mine, total = values(rank, n, dtype), _total(rank + 1, n, dtype)
+    if in_place:
+        return Example(None, mine, total, "Scan", lambda send, recv: (MPI.IN_PLACE, recv, MPI.SUM))
+    return Example(mine, _empty(n, dtype), total, "Scan", lambda send, recv: (send, recv, MPI.SUM))
+
+
+def exscan(rank, size, n, dtype, root, in_place):
+    mine = values(rank, n, dtype)
+    there = mine if in_place else _empty(n, dtype)
+    total = _total(rank, n, dtype) if rank else there
+    if in_place:
+        return Example(None, there, total, "Exscan", lambda send, recv: (MPI.IN_PLACE, recv, MPI.SUM))
+    return Example(mine, there, total, "Exscan", lambda send, recv: (send, recv, MPI.SUM))
+
+
 EXAMPLES = {
     "bcast": bcast,
     "reduce": reduce_,
@@ -175,9 +212,13 @@ EXAMPLES = {
     "allgather": allgather,
     "reduce_scatter_block": reduce_scatter_block,
     "reduce_scatter": reduce_scatter,
+    "alltoall": alltoall,
+    "scan": scan,
+    "exscan": exscan,
     "scatterv": scatterv,
     "gatherv": gatherv,
     "allgatherv": allgatherv,
+    "alltoallv": alltoallv,
 }
 """collective -> (rank, size, n, dtype, root, in_place) -> `Example`."""
 
