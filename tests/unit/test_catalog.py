@@ -133,7 +133,7 @@ def test_docstrings_tell_the_idea_then_rounds_and_cost(collective, name):
 @every_entry
 def test_one_rank_has_nothing_to_say(collective, name):
     (proof,) = proofs(collective, name, 1)
-    assert proof == (True, 0, 0, (0,), (0,), (0,))
+    assert proof == (True, True, 0, 0, (0,), (0,), (0,))
 
 
 # What the literature says, with nothing taken from the catalogue's own formulas: rounds, volume, combined.
