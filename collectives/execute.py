@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -239,12 +240,14 @@ class _Sent(NamedTuple):
 
 
 class _Action(NamedTuple):
-    """Local work: `message` must have come first (None: all of the round); then `following` may start."""
+    """Local work of the step at `place`: `message` must have come first (None: all of the round); then `following` may
+    start."""
 
     message: Any
     calls: list[Callable[[], object]]
     onto: list[Place]
     following: Any = None
+    place: int = 0
 
 
 class _Binder:
@@ -310,7 +313,7 @@ class _Binder:
         """
         arrivals = [step for step in steps if isinstance(step, RecvReduce)]
         slots = [len(self._cuts(step.chunks)) for step in arrivals]
-        if slots and sum(step.peer == arrivals[0].peer for step in arrivals) == 1:
+        if slots and sum(isinstance(s, (Recv, RecvReduce)) and s.peer == arrivals[0].peer for s in steps) == 1:
             slots[0] = min(slots[0], SLOTS)
         return slots
 
@@ -368,13 +371,20 @@ class _Binder:
     def _round(self, steps: Sequence[Step], meanwhile: Iterable[Callable[[], object]]) -> None:
         """Receives and sends start at once; what must be combined is, part by part, as it comes."""
         sends = [sent for step in steps if isinstance(step, Send) for sent in self._sent(step)]
-        receives = [message for step in steps if isinstance(step, Recv) for message in self._received(step)]
+        receives = [
+            (place, message)
+            for place, step in enumerate(steps)
+            if isinstance(step, Recv)
+            for message in self._received(step)
+        ]
         actions = self._actions(steps)
-        arrivals = [action.message for action in actions if action.message is not None]
+        arrivals = [(action.place, action.message) for action in actions if action.message is not None]
+        # As listed, whatever becomes of them: of several from one peer the k-th receive meets the k-th send.
+        come = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]
         leave = [sent.message for sent in sends]
-        messages = [*receives, *arrivals, *leave]
+        messages = [*come, *leave]
         if sum(self._piece(place).nbytes for sent in sends for place in sent.places) <= SHORT:
-            messages = [*leave, *receives, *arrivals]  # they leave at once, so let them leave first
+            messages = [*leave, *come]  # they leave at once, so let them leave first
         following = {id(action.following) for action in actions}
         self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:
@@ -419,10 +429,11 @@ class _Binder:
         """The local work of a round in the order in which it must take effect."""
         actions: list[_Action] = []
         landing, room = 0, iter(self._slots(steps))
-        for step in steps:
+        for place, step in enumerate(steps):
             if isinstance(step, RecvReduce):
                 cuts, slots = self._cuts(step.chunks), next(room)
-                actions.extend(self._arrivals(step, cuts, slots, landing))
+                parts = self._arrivals(step, cuts, slots, landing)
+                actions.extend(part._replace(place=place) for part in parts)
                 landing += slots * max(cuts, default=0)
             elif isinstance(step, Reduce):
                 calls, goals = self._reducing(self._homes(step.source), step.target, step.side)
