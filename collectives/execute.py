@@ -247,6 +247,7 @@ class _Action(NamedTuple):
     calls: list[Callable[[], object]]
     onto: list[Place]
     following: Any = None
+    place: int = 0
 
 
 class _Binder:
