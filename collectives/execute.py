@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -239,12 +240,14 @@ class _Sent(NamedTuple):
 
 
 class _Action(NamedTuple):
-    """Local work: `message` must have come first (None: all of the round); then `following` may start."""
+    """Local work of a step: `message` must have come first (None: all of the round); then `following` may start."""
 
+    step: int
     message: Any
     calls: list[Callable[[], object]]
     onto: list[Place]
     following: Any = None
+    place: int = 0
 
 
 class _Binder:
@@ -310,7 +313,8 @@ class _Binder:
         """
         arrivals = [step for step in steps if isinstance(step, RecvReduce)]
         slots = [len(self._cuts(step.chunks)) for step in arrivals]
-        if slots and sum(step.peer == arrivals[0].peer for step in arrivals) == 1:
+        senders = [step.peer for step in steps if isinstance(step, (Recv, RecvReduce))]
+        if slots and senders.count(arrivals[0].peer) == 1:
             slots[0] = min(slots[0], SLOTS)
         return slots
 
@@ -363,13 +367,18 @@ class _Binder:
     def _round(self, steps: Sequence[Step], meanwhile: Iterable[Callable[[], object]]) -> None:
         """Receives and sends start at once; what must be combined is, part by part, as it comes."""
         sends = [sent for step in steps if isinstance(step, Send) for sent in self._sent(step)]
-        receives = [message for step in steps if isinstance(step, Recv) for message in self._received(step)]
+        receives = [
+            (index, message)
+            for index, step in enumerate(steps)
+            if isinstance(step, Recv)
+            for message in self._received(step)
+        ]
         actions = self._actions(steps)
-        arrivals = [action.message for action in actions if action.message is not None]
+        arrivals = [(action.step, action.message) for action in actions if action.message is not None]
+        come = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]  # as they are listed
         leave = [sent.message for sent in sends]
-        messages = [*receives, *arrivals, *leave]
-        if sum(self._piece(place).nbytes for sent in sends for place in sent.places) <= SHORT:
-            messages = [*leave, *receives, *arrivals]  # they leave at once, so let them leave first
+        short = sum(self._piece(place).nbytes for sent in sends for place in sent.places) <= SHORT
+        messages = [*leave, *come] if short else [*come, *leave]  # what leaves at once may as well leave first
         following = {id(action.following) for action in actions}
         self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:
@@ -414,21 +423,21 @@ class _Binder:
         """The local work of a round in the order in which it must take effect."""
         actions: list[_Action] = []
         landing, room = 0, iter(self._slots(steps))
-        for step in steps:
+        for index, step in enumerate(steps):
             if isinstance(step, RecvReduce):
                 cuts, slots = self._cuts(step.chunks), next(room)
-                actions.extend(self._arrivals(step, cuts, slots, landing))
+                actions.extend(self._arrivals(index, step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
             elif isinstance(step, Reduce):
                 calls, goals = self._reducing(self._homes(step.source), step.target, step.side)
-                actions.append(_Action(None, calls, goals))
+                actions.append(_Action(index, None, calls, goals))
             elif isinstance(step, Copy):
                 goals = self._goals(step.target)
-                actions.append(_Action(None, self._copying(self._homes(step.source), goals), goals))
+                actions.append(_Action(index, None, self._copying(self._homes(step.source), goals), goals))
                 self.home.update(zip(numbers(step.target), goals, strict=True))
         return actions
 
-    def _arrivals(self, step: RecvReduce, cuts: Sequence[int], slots: int, landing: int) -> list[_Action]:
+    def _arrivals(self, place: int, step: RecvReduce, cuts: Sequence[int], slots: int, landing: int) -> list[_Action]:
         """The parts of one message: each lands in a slot and is combined from there."""
         homes, goals = self._homes(step.chunks), self._goals(step.chunks)
         self.home.update(zip(numbers(step.chunks), goals, strict=True))
@@ -443,7 +452,7 @@ class _Binder:
                 onto.append(goal)
                 start += length
             message = self.wire.receive(step.peer, [self._piece(slot)] if cuts[index] else [])
-            actions.append(_Action(message, calls, onto))
+            actions.append(_Action(place, message, calls, onto))
         return [
             action._replace(following=actions[index + slots].message if index + slots < len(actions) else None)
             for index, action in enumerate(actions)

@@ -262,8 +262,8 @@ class Again(NamedTuple):
     """A blocking call with the very same arguments.
 
     `calls` are the program's; `load` and `store` its slots in the arrays' own shape. Where the last call would combine
-    into the slot it is left out, and `finish` combines into the user's array at once. A `mortal` operation may have been
-    freed since.
+    into the slot it is left out, and `finish` combines into the user's array at once. A `mortal` operation may have
+    been freed since.
     """
 
     calls: tuple[Callable[[], object], ...]

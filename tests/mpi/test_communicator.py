@@ -156,7 +156,7 @@ def test_topologies_and_attributes(comm):
 
 
 def test_our_messages_never_meet_the_user_s(comm):
-    """Receives from anyone with any tag are posted before collectives of every kind, and get only the user's message."""
+    """Receives from anyone with any tag, posted before collectives of every kind, get only the user's message."""
     rank, size = comm.Get_rank(), comm.Get_size()
     left, right = (rank - 1) % size, (rank + 1) % size
     boxes = [np.full(300, -1.0) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""With debug=True or CHORUS_DEBUG=1 ranks that do not agree all get one error, which names two calls and their lines."""
+"""With debug=True or CHORUS_DEBUG=1 ranks that do not agree all get an error that names two calls and their lines."""
 
 import inspect
 

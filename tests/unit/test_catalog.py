@@ -78,6 +78,12 @@ def test_rank_order_is_kept_where_the_line_says_so_and_only_there(collective, na
     assert kept == CATALOG[collective][name].ordered
 
 
+@pytest.mark.parametrize(("collective", "name"), REDUCING)
+def test_ranks_get_the_same_bits_where_the_line_says_so_and_only_there(collective, name):
+    alike = all(proof.alike for size in range(1, LARGEST + 1) for proof in proofs(collective, name, size))
+    assert alike == CATALOG[collective][name].alike
+
+
 @pytest.mark.parametrize("collective", [c for c in CATALOG if MEANINGS[c].reduces])
 def test_every_reduction_has_an_algorithm_that_keeps_rank_order(collective):
     assert any(entry.ordered for entry in CATALOG[collective].values())
@@ -133,7 +139,7 @@ def test_docstrings_tell_the_idea_then_rounds_and_cost(collective, name):
 @every_entry
 def test_one_rank_has_nothing_to_say(collective, name):
     (proof,) = proofs(collective, name, 1)
-    assert proof == (True, 0, 0, (0,), (0,), (0,))
+    assert proof == (True, True, 0, 0, (0,), (0,), (0,))
 
 
 # What the literature says, with nothing taken from the catalogue's own formulas: rounds, volume, combined.

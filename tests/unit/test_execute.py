@@ -388,6 +388,18 @@ def test_a_round_reads_before_it_writes():
     assert play(overwrite, [(0, 1), ()], [(0, 1), (0,)]) == [[1, 1], [0, POISON]]
 
 
+def test_messages_from_one_peer_come_as_they_are_listed():
+    """One is added and the other one is put down: neither may overtake, whole or in parts."""
+    for cut in (0, 8):
+        for lengths in ((6, 3), (3, 3)):
+            schedules = [[[RecvReduce(1, one(0)), Recv(1, one(1))]], [[Send(0, one(0)), Send(0, one(1))]]]
+            assert play(schedules, [(0, 1), (0, 1)], [(0, 1), ()], lengths, cut)[0] == [0 + 10, 11]
+            schedules = [[[Recv(1, one(1)), RecvReduce(1, one(0))]], [[Send(0, one(1)), Send(0, one(0))]]]
+            assert play(schedules, [(0, 1), (0, 1)], [(0, 1), ()], lengths, cut)[0] == [0 + 10, 11]
+            schedules = [[[RecvReduce(1, one(0)), RecvReduce(1, one(1))]], [[Send(0, one(0)), Send(0, one(1))]]]
+            assert play(schedules, [(0, 1), (0, 1)], [(0, 1), ()], lengths, cut)[0] == [0 + 10, 1 + 11]
+
+
 def test_local_steps_take_effect_in_the_order_listed():
     steps = [Copy(one(0), one(2)), Reduce(one(1), one(0)), Copy(one(2), one(1))]
     assert play([[steps]], [(0, 1)], [(0, 1)]) == [[1, 0]]

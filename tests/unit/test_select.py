@@ -6,7 +6,7 @@ from collectives import catalog, select
 from collectives.chunks import Layout, even
 from collectives.errors import InvalidArgument
 from collectives.select import BUILT_IN, choose
-from collectives.semantics import MEANINGS
+from collectives.semantics import MEANINGS, vector
 from collectives.walk import price
 
 COLLECTIVES = list(catalog.CATALOG)
@@ -17,7 +17,7 @@ COLLECTIVES = list(catalog.CATALOG)
 def test_nothing_that_can_do_it_is_cheaper(collective, ordered):
     for size in (1, 2, 3, 8, 64):
         for nbytes in (0, 8, 4096, 1 << 20, 1 << 28):
-            able = {n: e for n, e in catalog.CATALOG[collective].items() if e.ordered or not ordered}
+            able = {n: e for n, e in catalog.CATALOG[collective].items() if e.alike and (e.ordered or not ordered)}
             if not able:
                 continue
             chosen = able[choose(collective, size, nbytes, ordered).algorithm]
@@ -43,7 +43,7 @@ def test_where_lengths_are_private_bytes_do_not_matter(collective):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_short_messages_take_few_rounds_and_long_ones_little_volume(collective):
     for size in (8, 13, 64):
-        entries = catalog.CATALOG[collective]
+        entries = {n: e for n, e in catalog.CATALOG[collective].items() if e.alike}
         short, long = (entries[choose(collective, size, nbytes).algorithm] for nbytes in (8, 1 << 34))
         fewest = min(catalog.evaluate(entry.rounds, size) for entry in entries.values())
         least = min(catalog.evaluate(entry.beta or entry.volume, size) for entry in entries.values())
@@ -81,7 +81,8 @@ def test_what_can_be_done_is_not():
 def test_predictions_are_the_clock_s(collective):
     for name in catalog.names(collective):
         for size, nbytes in ((1, 8), (3, 1000), (4, 1 << 20)):
-            layout = Layout.packed(even(nbytes, catalog.blocks(collective, name, size)))
+            blocks = catalog.blocks(collective, name, size)
+            layout = Layout.packed(even(nbytes * blocks // vector(collective, size, blocks), blocks))
             found = select.predict(collective, name, size, nbytes)
             assert found == price(catalog.build_all(collective, name, size), layout, 1, BUILT_IN).seconds
             assert (found > 0) == (size > 1)
