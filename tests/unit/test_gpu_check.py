@@ -29,9 +29,9 @@ def gpu_check(*arguments, **environment):
 
 @needs_mpiexec
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("private", ["0", "1"], ids=["staged and direct", "staged only"])
-def test_all_of_it(private):
-    done = gpu_check("--ranks", "2", "--sizes", "4K", "--", "tests/gpu", STANDIN_PRIVATE=private)
+@pytest.mark.parametrize(("private", "some"), [("0", "test"), ("1", "stream")], ids=["both ways", "staged"])
+def test_it_all_runs(private, some):
+    done = gpu_check("--ranks", "2", "--sizes", "4K", "--", "tests/gpu", "-k", some, STANDIN_PRIVATE=private)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CuPy stand-in on stand-in for a GPU" in done.stdout
     assert "failed" not in done.stdout and " passed" in done.stdout
