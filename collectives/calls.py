@@ -7,7 +7,7 @@ the same data differently; those that reduce count in elements.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from itertools import accumulate
 from math import isqrt
 from types import MappingProxyType
@@ -92,12 +92,20 @@ def staged(buffer: Buffer) -> bool:
 def placed(call: Call) -> Call:
     """The call with its blocks where they lie in the user's memory, though that be one which could be staged."""
 
-    def places(buffer: Buffer | None, blocks: Blocks) -> Blocks:
+    size = isqrt(len(call.lengths))
+
+    def places(buffer: Buffer | None, blocks: Blocks, peer: Callable[[int], int]) -> Blocks:
         if buffer is None or buffer.displs is None:
             return blocks
-        return {block: buffer.displs[block] * buffer.itemsize for block in blocks}
+        return {block: buffer.displs[peer(block)] * buffer.itemsize for block in blocks}
 
-    return call._replace(brings=places(call.source, call.brings), takes=places(call.target, call.takes))
+    def target(block: int) -> int:
+        return block % size if call.collective == "alltoall" else block
+
+    def source(block: int) -> int:
+        return block // size if call.collective == "alltoall" else block
+
+    return call._replace(brings=places(call.source, call.brings, target), takes=places(call.target, call.takes, source))
 
 
 def _root(root: Any, size: int) -> int:
