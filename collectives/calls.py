@@ -7,7 +7,7 @@ the same data differently; those that reduce count in elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from itertools import accumulate
 from math import isqrt
 from types import MappingProxyType

@@ -18,7 +18,7 @@ import numpy as np
 
 from collectives.chunks import Place, aligned, even, joined, split
 from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Side, Step, numbers
-from collectives.transport.wire import Piece, Wait, Wire
+from collectives.transport.wire import Piece, Swapping, Wait, Wire
 
 SOURCE, TARGET, SCRATCH, LANDING = range(4)
 """The memories that places name: the user's two buffers, room for chunks that are only passing through, and room for
@@ -128,7 +128,11 @@ class Program:
         Memory that the program holds besides the user's.
     lane : Lane or None
         Where its local work goes on.
+    swap : Swapping or None
+        All that it does, if that is no more than a message for a message.
     """
+
+    swap: Swapping | None = None
 
     def __init__(
         self,
@@ -232,7 +236,9 @@ def bind(
     for call in last:
         binder.work(call)
     binder.join()
-    return Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, lane)
+    program = Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, lane)
+    program.swap = binder.swap()
+    return program
 
 
 class _Sent(NamedTuple):
@@ -265,6 +271,7 @@ class _Binder:
         self.tests: list[Callable[[], bool] | None] = []
         self.home: dict[int, Place] = dict(task.source)
         self.written = _written(task.schedule)
+        self.exchanges: list[list[Any]] = []
         self.scratch: dict[int, Place] = {}
         room = 0
         for chunk in sorted(self.written.difference(task.target)):
@@ -381,6 +388,15 @@ class _Binder:
             for wait in self.wire.waiting(messages):
                 self.do(wait)
 
+    def swap(self) -> Swapping | None:
+        """All that was emitted as one swap, if it is no more than a single round's messages."""
+        if len(self.exchanges) != 1:
+            return None
+        messages = self.exchanges[0]
+        if len(self.calls) != len(self.wire.starting(messages)) + len(self.wire.waiting(messages)):
+            return None
+        return self.wire.swap(messages)
+
     def rounds(self) -> None:
         """All rounds. Chunks that stay as they were brought are copied home while the first messages fly."""
         kept = [c for c in sorted(self.task.target) if c in self.home and c not in self.written]
@@ -407,6 +423,7 @@ class _Binder:
         leave = [sent.message for sent in sends]
         short = sum(self._piece(place).nbytes for sent in sends for place in sent.places) <= SHORT
         messages = [*leave, *come] if short else [*come, *leave]  # what leaves at once may as well leave first
+        self.exchanges.append(messages)
         following = {id(action.following) for action in actions}
         self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:

@@ -255,28 +255,26 @@ def drive(program: Program) -> None:
 
 
 class Origin(NamedTuple):
-    """What a known call comes from: its program, under which key it is bound, and the operation, kept alive so that
-    its id stays its own."""
+    """What a known call comes from: its program, and under which key it is bound."""
 
     program: Program
     bound: Hashable
-    op: MPI.Op
 
 
 class Again(NamedTuple):
     """A blocking call with the very same arguments.
 
     `calls` are the program's; `load` and `store` its slots in the arrays' own shape. Where the last call would combine
-    into the slot it is left out, and `finish` combines into the user's array at once. A `mortal` operation may have
-    been freed since.
+    into the slot it is left out, and `finish` combines into the user's array at once. Where a message for a message is
+    all there is, `swap` does that between the user's arrays.
     """
 
+    swap: Callable[[Any, Any], None] | None
     calls: tuple[Callable[[], object], ...]
     load: np.ndarray | None
     store: np.ndarray | None
     finish: Callable[[np.ndarray], object] | None
     origin: Origin
-    mortal: bool
 
 
 NEW: tuple[Any, ...] = (None,)
@@ -367,10 +365,11 @@ class Plans:
                 return NEW
         if known is None:
             return key
-        calls, load, store, finish, origin, mortal = known
-        if mortal and op == MPI.OP_NULL:  # freed since
-            return NEW
+        swap, calls, load, store, finish, origin = known
         try:
+            if swap is not None and not under_way:
+                swap(sendbuf, recvbuf)
+                return ()
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
             if under_way:
@@ -395,20 +394,23 @@ class Plans:
             return
         if (len(known) >= _LARGE) == isinstance(kept, Slots):
             return  # known by shape only, but bound to an address; or the other way round
-        mortal = not op.is_predefined
+        if not op.is_predefined:
+            return  # it may be freed, and another get its id
         if not isinstance(kept, Slots):
-            self._again[known] = Again(kept.calls, None, None, None, Origin(kept, bound, op), mortal)
+            self._again[known] = Again(None, kept.calls, None, None, None, Origin(kept, bound))
             return
         if any(type(array) is _ndarray and not array.flags.c_contiguous for array in (sendbuf, recvbuf)):
             return
         sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
         load = _in_shape(kept.source, sent) if kept.loads else None
         store = _in_shape(kept.target, recvbuf) if kept.stores else None
-        calls = kept.program.calls
-        finish = _finisher(calls, store)
+        program, swap = kept.program, None
+        if program.swap is not None and type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
+            swap = program.swap.between(kept.source, kept.target, sendbuf, recvbuf)
+        calls, finish = program.calls, _finisher(program.calls, store)
         if finish is not None:
             calls = calls[:-1]
-        self._again[known] = Again(calls, load, store, finish, Origin(kept.program, bound, op), mortal)
+        self._again[known] = Again(swap, calls, load, store, finish, Origin(program, bound))
 
     def run(
         self,

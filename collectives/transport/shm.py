@@ -166,6 +166,14 @@ class Edge:
         """Wait until the slot that this message takes is free again."""
         self.acknowledged(number - SLOTS)
 
+    def arrived(self, at: int, wanted: int) -> None:
+        """Wait until the flag is set."""
+        theirs, spins = self.theirs, self.spins
+        while theirs[at] < wanted:
+            spins -= 1
+            if spins < 0:
+                os.sched_yield()
+
     def acknowledged(self, number: int) -> None:
         """Wait until the peer has taken the message."""
         theirs, at, spins = self.theirs, self.their_ack, self.spins
@@ -189,13 +197,14 @@ class Edge:
 class _Copied:
     """A message that is copied into its slot; it has left when it has started."""
 
-    __slots__ = ("_copies", "_edge", "_fence", "_flags")
+    __slots__ = ("_copies", "_fence", "_pieces", "edge", "flags")
 
     def __init__(self, edge: Edge, place: int, pieces: Sequence[Piece]) -> None:
         nbytes = sum(piece.nbytes for piece in pieces)
         memory = edge.node.bytes[place]
-        self._edge, self._fence = edge, edge.node.fence
-        self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
+        self.edge, self._fence = edge, edge.node.fence
+        self.flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
+        self._pieces = list(pieces)
         self._copies = []
         for slot in range(SLOTS):
             start, copies = edge.slot_out(slot, nbytes), []
@@ -205,7 +214,7 @@ class _Copied:
             self._copies.append(copies)
 
     def start(self) -> None:
-        edge = self._edge
+        edge = self.edge
         number = edge.sent = edge.sent + 1
         if number - edge.acked > SLOTS:
             edge.room(number)
@@ -214,7 +223,16 @@ class _Copied:
             target[...] = source
         if self._fence is not None:
             self._fence()
-        edge.mine[self._flags[slot]] = number * KIND
+        edge.mine[self.flags[slot]] = number * KIND
+
+    def outgoing(self, source: np.ndarray, like: np.ndarray) -> list[np.ndarray] | None:
+        """What the message fills in each slot, as arrays like the given one; None if it is not all of `source`."""
+        nbytes = source.nbytes
+        if self._pieces != [Piece(MPI.Get_address(source), nbytes)] or like.nbytes != nbytes or not nbytes:
+            return None
+        memory, edge = self.edge.node.bytes[self.edge.node.place], self.edge
+        starts = [edge.slot_out(slot, nbytes) for slot in range(SLOTS)]
+        return [memory[start : start + nbytes].view(like.dtype).reshape(like.shape) for start in starts]
 
 
 class _Told:
@@ -267,27 +285,23 @@ class _Told:
 class _Arriving:
     """A message to come. `takes[slot]` are the calls that take its data out of a slot; `fetch` takes it by address."""
 
-    __slots__ = ("_edge", "_fence", "_fetch", "_flags", "_takes")
+    __slots__ = ("_fence", "_fetch", "_takes", "edge", "flags")
 
     def __init__(
         self, edge: Edge, takes: Sequence[Sequence[Callable[[], object]]], fetch: Callable[[list[Piece]], None]
     ) -> None:
-        self._edge, self._takes, self._fetch, self._fence = edge, takes, fetch, edge.node.fence
-        self._flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
+        self.edge, self._takes, self._fetch, self._fence = edge, takes, fetch, edge.node.fence
+        self.flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
 
     def wait(self) -> None:
-        edge = self._edge
+        edge = self.edge
         number = edge.got = edge.got + 1
         slot = number & MASK
-        words, at, wanted = edge.theirs, self._flags[slot], number * KIND
+        words, at, wanted = edge.theirs, self.flags[slot], number * KIND
         flag = words[at]
         if flag < wanted:
-            spins = edge.spins
-            while flag < wanted:
-                spins -= 1
-                if spins < 0:
-                    os.sched_yield()
-                flag = words[at]
+            edge.arrived(at, wanted)
+            flag = words[at]
         if self._fence is not None:
             self._fence()
         if flag == wanted:
@@ -299,15 +313,116 @@ class _Arriving:
         edge.mine[edge.my_ack] = number
 
     def test(self) -> bool:
-        edge = self._edge
+        edge = self.edge
         number = edge.got + 1
-        if edge.theirs[self._flags[number & MASK]] < number * KIND:
+        if edge.theirs[self.flags[number & MASK]] < number * KIND:
             return False
         self.wait()
         return True
 
+    def incoming(
+        self, source: np.ndarray, target: np.ndarray, like: np.ndarray
+    ) -> tuple[list[np.ndarray], Any, bool] | None:
+        """What arrives in each slot, as arrays like the given one; the ufunc that joins it to all of `source`, or None
+        if it is copied; and whether it stands on the right. None if not all of `target` is written, and at once."""
+        arrays: list[np.ndarray] = []
+        ufunc, mine_first = None, False
+        for takes in self._takes:
+            take = takes[0] if len(takes) == 1 else None
+            if not isinstance(take, partial) or take.keywords or like.nbytes != target.nbytes or not target.nbytes:
+                return None
+            if take.func is np.copyto:
+                out, array = take.args
+            elif isinstance(take.func, np.ufunc) and len(take.args) == 3:
+                left, right, out = take.args
+                ufunc, mine_first = take.func, _is(left, source)
+                array = right if mine_first else left
+                if not _is(left if mine_first else right, source):
+                    return None
+            else:
+                return None
+            if not _is(out, target):
+                return None
+            arrays.append(array.view(np.uint8).view(like.dtype).reshape(like.shape))
+        return arrays, ufunc, mine_first
+
+
+class Swap:
+    """At most one short message out and one in, which is all that some programs do."""
+
+    def __init__(self, out: _Copied | None, into: _Arriving | None) -> None:
+        self._out, self._into = out, into
+
+    def between(
+        self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
+    ) -> Callable[[np.ndarray, np.ndarray], None] | None:
+        """The swap straight between the user's arrays, in place of the program's own memory.
+
+        Parameters
+        ----------
+        source, target : numpy.ndarray
+            The memory that the program is bound to; all of it must be sent, and all of it written.
+        sent, received : numpy.ndarray
+            Arrays of the shapes and dtypes that the swap will be called with.
+
+        Returns
+        -------
+        callable or None
+            ``swap(sendbuf, recvbuf)``; None if the program does more than that.
+        """
+        if self._out is None and self._into is None:
+            return None
+        outgoing = None if self._out is None else self._out.outgoing(source, sent)
+        incoming = None if self._into is None else self._into.incoming(source, target, received)
+        if (self._out is not None and outgoing is None) or (self._into is not None and incoming is None):
+            return None
+        return _swapping(self._out, outgoing, self._into, incoming)
+
+
+def _swapping(
+    out: _Copied | None, outgoing: Any, into: _Arriving | None, incoming: Any
+) -> Callable[[np.ndarray, np.ndarray], None]:
+    """The swap with everything at hand that it needs; the same steps as `start` and `wait` of its messages."""
+    there = None if out is None else out.edge
+    here = None if into is None else into.edge
+    flags_out = () if out is None else out.flags
+    flags_in = () if into is None else into.flags
+    arrays, ufunc, mine_first = incoming if incoming is not None else ((), None, False)
+    mine = (there or here).mine  # type: ignore[union-attr]
+    theirs = (here or there).theirs  # type: ignore[union-attr]
+    my_ack = 0 if here is None else here.my_ack
+
+    def swap(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        if there is not None:
+            number = there.sent = there.sent + 1
+            if number - there.acked > SLOTS:
+                there.room(number)
+            slot = number & MASK
+            outgoing[slot][...] = sendbuf
+            mine[flags_out[slot]] = number * KIND
+        if here is not None:
+            number = here.got = here.got + 1
+            slot = number & MASK
+            at, wanted = flags_in[slot], number * KIND
+            if theirs[at] < wanted:
+                here.arrived(at, wanted)
+            if ufunc is None:
+                recvbuf[...] = arrays[slot]
+            elif mine_first:
+                ufunc(sendbuf, arrays[slot], recvbuf)
+            else:
+                ufunc(arrays[slot], sendbuf, recvbuf)
+            mine[my_ack] = number
+
+    return swap
+
 
 _BYTE = np.dtype(np.uint8)
+
+
+def _is(array: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays are the same run of memory."""
+    return array.nbytes == other.nbytes and MPI.Get_address(array) == MPI.Get_address(other)
 
 
 def _words(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -439,6 +554,14 @@ class Shared:
         told = [message for message in messages if isinstance(message, _Told)]
         return [Wait(message.wait, message.test) for message in (*arriving, *told)]
 
+    def swap(self, messages: Sequence[Any]) -> Swap | None:
+        """All of the messages as one swap, if they are no more than that."""
+        out = [message for message in messages if isinstance(message, _Copied)]
+        into = [message for message in messages if isinstance(message, _Arriving)]
+        if self._node.fence is not None or len(out) + len(into) < len(messages) or len(out) > 1 or len(into) > 1:
+            return None
+        return Swap(out[0] if out else None, into[0] if into else None)
+
     def free(self) -> None:
         """The mailboxes are the node's."""
 
@@ -483,6 +606,10 @@ class Nearest:
         if not (near and far):
             return self._far.waiting(far) if far else self._shared.waiting(near)
         return [_together([*self._far.waiting(far), *self._shared.waiting(near)])]
+
+    def swap(self, messages: Sequence[Any]) -> Swap | None:
+        near, far = self._split(messages)
+        return None if far else self._shared.swap(near)
 
     def free(self) -> None:
         self._far.free()

@@ -65,8 +65,20 @@ class Wire(Protocol):
         """
         ...
 
+    def swap(self, messages: Sequence[Any]) -> Swapping | None:
+        """The messages as one swap of a message for a message, if the wire has a shorter way for that."""
+        ...
+
     def free(self) -> None:
         """Give back whatever the bound messages hold. None of them may be under way."""
+        ...
+
+
+class Swapping(Protocol):
+    """A message out and a message in, to be done between arrays that are only known when it is called."""
+
+    def between(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None] | None:
+        """``swap(sendbuf, recvbuf)`` for arrays like `sent` and `received`, in place of the bound memory; or None."""
         ...
 
 
@@ -86,3 +98,6 @@ class Apart:
     ) -> Any:
         """Not here: see `shares`."""
         raise NotImplementedError("nothing is shared on this wire")
+
+    def swap(self, messages: Sequence[Any]) -> None:
+        """No shorter way."""
