@@ -146,8 +146,8 @@ class Edge:
     """Both directions between this rank and a neighbour on one channel: where their words lie, and how far they are."""
 
     __slots__ = (
-        *("acked", "cell", "cells_in", "cells_out", "got", "inbox", "mine", "my_ack", "node", "outbox", "pid", "sent"),
-        *("spins", "their_ack", "theirs"),
+        *("acked", "ahead", "cell", "cells_in", "cells_out", "got", "inbox", "mine", "my_ack", "node", "outbox", "pid"),
+        *("sent", "spins", "taken", "their_ack", "theirs"),
     )
 
     def __init__(self, node: Node, channel: int, peer: int) -> None:
@@ -160,7 +160,9 @@ class Edge:
         self.cells_out = [cells + (peer * SLOTS + slot) * cell for slot in range(SLOTS)]
         self.cells_in = [cells + (place * SLOTS + slot) * cell for slot in range(SLOTS)]
         self.cell, self.pid, self.spins = cell, node.pids[peer], node.spins
-        self.sent = self.acked = self.got = 0
+        self.sent = self.acked = 0  # messages to the peer: begun, and known to be taken
+        self.got = self.taken = 0  # messages from the peer: awaited, and taken without a gap
+        self.ahead: set[int] = set()  # taken before others that are still awaited
 
     def room(self, number: int) -> None:
         """Wait until the slot that this message takes is free again."""
@@ -173,6 +175,16 @@ class Edge:
             spins -= 1
             if spins < 0:
                 os.sched_yield()
+
+    def take(self, number: int) -> None:
+        """A message was taken: tell the peer how far all are."""
+        if number != self.taken + 1:
+            self.ahead.add(number)
+            return
+        while number + 1 in self.ahead:
+            number += 1
+            self.ahead.remove(number)
+        self.taken = self.mine[self.my_ack] = number
 
     def acknowledged(self, number: int) -> None:
         """Wait until the peer has taken the message."""
@@ -285,37 +297,42 @@ class _Told:
 class _Arriving:
     """A message to come. `takes[slot]` are the calls that take its data out of a slot; `fetch` takes it by address."""
 
-    __slots__ = ("_fence", "_fetch", "_takes", "edge", "flags")
+    __slots__ = ("_fence", "_fetch", "_number", "_takes", "edge", "flags")
 
     def __init__(
         self, edge: Edge, takes: Sequence[Sequence[Callable[[], object]]], fetch: Callable[[list[Piece]], None]
     ) -> None:
         self.edge, self._takes, self._fetch, self._fence = edge, takes, fetch, edge.node.fence
+        self._number = 0
         self.flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
 
-    def wait(self) -> None:
+    def start(self) -> None:
         edge = self.edge
-        number = edge.got = edge.got + 1
+        self._number = edge.got = edge.got + 1
+
+    def wait(self) -> None:
+        edge, number = self.edge, self._number
+        if not number:
+            return  # it is over
         slot = number & MASK
         words, at, wanted = edge.theirs, self.flags[slot], number * KIND
-        flag = words[at]
-        if flag < wanted:
+        if words[at] < wanted:
             edge.arrived(at, wanted)
-            flag = words[at]
         if self._fence is not None:
             self._fence()
+        flag = words[at]
         if flag == wanted:
             for take in self._takes[slot]:
                 take()
         else:
             told = range(at + 1, at + 1 + 2 * (flag - wanted), 2)
             self._fetch([Piece(words[i], words[i + 1]) for i in told])
-        edge.mine[edge.my_ack] = number
+        self._number = 0
+        edge.take(number)
 
     def test(self) -> bool:
-        edge = self.edge
-        number = edge.got + 1
-        if edge.theirs[self.flags[number & MASK]] < number * KIND:
+        number = self._number
+        if number and self.edge.theirs[self.flags[number & MASK]] < number * KIND:
             return False
         self.wait()
         return True
@@ -401,7 +418,7 @@ def _swapping(
             outgoing[slot][...] = sendbuf
             mine[flags_out[slot]] = number * KIND
         if here is not None:
-            number = here.got = here.got + 1
+            number = here.got = here.taken = here.got + 1
             slot = number & MASK
             at, wanted = flags_in[slot], number * KIND
             if theirs[at] < wanted:
@@ -547,7 +564,7 @@ class Shared:
         return nbytes <= self._node.cells[self._channel]
 
     def starting(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        return [message.start for message in messages if not isinstance(message, _Arriving)]
+        return [message.start for message in messages]
 
     def waiting(self, messages: Sequence[Any]) -> Sequence[Wait]:
         arriving: list[_Arriving | _Told] = [message for message in messages if isinstance(message, _Arriving)]
