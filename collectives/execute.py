@@ -18,7 +18,7 @@ import numpy as np
 
 from collectives.chunks import Place, aligned, even, joined, split
 from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Side, Step, numbers
-from collectives.transport.wire import Piece, Wait, Wire
+from collectives.transport.wire import Piece, Swapping, Wait, Wire
 
 SOURCE, TARGET, SCRATCH, LANDING = range(4)
 """The memories that places name: the user's two buffers, room for chunks that are only passing through, and room for
@@ -30,6 +30,9 @@ SLOTS = 3
 
 SHORT = 4096
 """Bytes up to which messages need no receiver to be on their way: any MPI buffers them."""
+
+
+_NO_OPERATION = "the schedule combines, but no operation was given"
 
 
 class Combining(Protocol):
@@ -125,7 +128,11 @@ class Program:
         Memory that the program holds besides the user's.
     lane : Lane or None
         Where its local work goes on.
+    swap : Swapping or None
+        All that it does, if that is no more than a message for a message.
     """
+
+    swap: Swapping | None = None
 
     def __init__(
         self,
@@ -229,7 +236,9 @@ def bind(
     for call in last:
         binder.work(call)
     binder.join()
-    return Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, lane)
+    program = Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, lane)
+    program.swap = binder.swap()
+    return program
 
 
 class _Sent(NamedTuple):
@@ -262,6 +271,7 @@ class _Binder:
         self.tests: list[Callable[[], bool] | None] = []
         self.home: dict[int, Place] = dict(task.source)
         self.written = _written(task.schedule)
+        self.exchanges: list[list[Any]] = []
         self.scratch: dict[int, Place] = {}
         room = 0
         for chunk in sorted(self.written.difference(task.target)):
@@ -293,16 +303,18 @@ class _Binder:
         address = self.memories[place.memory].address + place.start * size
         return Piece(address, (place.stop - place.start) * size)
 
-    def _cuts(self, chunks: Chunks) -> Sequence[int]:
+    def _cuts(self, step: Send | Recv | RecvReduce) -> Sequence[int]:
         """Elements in each part of a message: none if it would be empty, one or several by its length."""
-        elements = sum(map(self._length, numbers(chunks)))
+        elements = sum(map(self._length, numbers(step.chunks)))
         if not elements:
-            return () if chunks else (0,)
+            return () if step.chunks else (0,)
+        if self.wire.shares(step.peer, elements * self.task.itemsize):
+            return (elements,)
         segment = max(1, self.task.segment // self.task.itemsize) if self.task.segment else elements
         return even(elements, -(-elements // segment))
 
     def _landing_room(self, steps: Sequence[Step]) -> int:
-        arrivals = [self._cuts(step.chunks) for step in steps if isinstance(step, RecvReduce)]
+        arrivals = [self._cuts(step) for step in steps if isinstance(step, RecvReduce)]
         return sum(slots * max(cuts, default=0) for slots, cuts in zip(self._slots(steps), arrivals, strict=True))
 
     def _slots(self, steps: Sequence[Step]) -> list[int]:
@@ -312,11 +324,34 @@ class _Binder:
         Those of further peers may not wait for the first: what it sends may hang on theirs.
         """
         arrivals = [step for step in steps if isinstance(step, RecvReduce)]
-        slots = [len(self._cuts(step.chunks)) for step in arrivals]
+        if self._straight(steps):
+            return [0] * len(arrivals)
+        slots = [len(self._cuts(step)) for step in arrivals]
         senders = [step.peer for step in steps if isinstance(step, (Recv, RecvReduce))]
         if slots and senders.count(arrivals[0].peer) == 1:
             slots[0] = min(slots[0], SLOTS)
         return slots
+
+    def _straight(self, steps: Sequence[Step]) -> bool:
+        """Whether what a round combines is combined straight from where its senders put it, as it is awaited.
+
+        Not if another step must take effect first, and not if what changes may still be on its way out.
+        """
+        arrivals = [step for step in steps if isinstance(step, RecvReduce)]
+        first = next((index for index, step in enumerate(steps) if isinstance(step, (Reduce, Copy))), len(steps))
+        if self.lane is not None or any(isinstance(step, RecvReduce) for step in steps[first:]):
+            return False
+        if not all(self.wire.shares(step.peer, self._bytes(step.chunks)) for step in arrivals):
+            return False
+        changed = {chunk for step in arrivals for chunk in numbers(step.chunks)}
+        return all(
+            self.wire.leaves(step.peer, self._bytes(step.chunks))
+            for step in steps
+            if isinstance(step, Send) and not changed.isdisjoint(numbers(step.chunks))
+        )
+
+    def _bytes(self, chunks: Chunks) -> int:
+        return sum(map(self._length, numbers(chunks))) * self.task.itemsize
 
     # -------------------------------------------------------------------------------- emitting calls
 
@@ -353,6 +388,15 @@ class _Binder:
             for wait in self.wire.waiting(messages):
                 self.do(wait)
 
+    def swap(self) -> Swapping | None:
+        """All that was emitted as one swap, if it is no more than a single round's messages."""
+        if len(self.exchanges) != 1:
+            return None
+        messages = self.exchanges[0]
+        if len(self.calls) != len(self.wire.starting(messages)) + len(self.wire.waiting(messages)):
+            return None
+        return self.wire.swap(messages)
+
     def rounds(self) -> None:
         """All rounds. Chunks that stay as they were brought are copied home while the first messages fly."""
         kept = [c for c in sorted(self.task.target) if c in self.home and c not in self.written]
@@ -379,6 +423,7 @@ class _Binder:
         leave = [sent.message for sent in sends]
         short = sum(self._piece(place).nbytes for sent in sends for place in sent.places) <= SHORT
         messages = [*leave, *come] if short else [*come, *leave]  # what leaves at once may as well leave first
+        self.exchanges.append(messages)
         following = {id(action.following) for action in actions}
         self.start([message for message in messages if id(message) not in following])
         for call in meanwhile:
@@ -409,23 +454,26 @@ class _Binder:
         self.wait([pending.pop(id(message)) for message in messages if id(message) in pending])
 
     def _sent(self, step: Send) -> Iterator[_Sent]:
-        for rows in split(aligned(self._homes(step.chunks)), self._cuts(step.chunks)):
+        for rows in split(aligned(self._homes(step.chunks)), self._cuts(step)):
             places = [place for (place,) in rows]
             yield _Sent(self.wire.send(step.peer, list(map(self._piece, places))), places)
 
     def _received(self, step: Recv) -> Iterator[Any]:
         goals = self._goals(step.chunks)
         self.home.update(zip(numbers(step.chunks), goals, strict=True))
-        for rows in split(aligned(goals), self._cuts(step.chunks)):
+        for rows in split(aligned(goals), self._cuts(step)):
             yield self.wire.receive(step.peer, [self._piece(place) for (place,) in rows])
 
     def _actions(self, steps: Sequence[Step]) -> list[_Action]:
         """The local work of a round in the order in which it must take effect."""
         actions: list[_Action] = []
-        landing, room = 0, iter(self._slots(steps))
+        landing, room, straight = 0, iter(self._slots(steps)), self._straight(steps)
         for index, step in enumerate(steps):
             if isinstance(step, RecvReduce):
-                cuts, slots = self._cuts(step.chunks), next(room)
+                cuts, slots = self._cuts(step), next(room)
+                if straight:
+                    actions.extend(_Action(index, self._straightly(step), [], []) for _ in cuts)
+                    continue
                 actions.extend(self._arrivals(index, step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
             elif isinstance(step, Reduce):
@@ -458,6 +506,20 @@ class _Binder:
             for index, action in enumerate(actions)
         ]
 
+    def _straightly(self, step: RecvReduce) -> Any:
+        """A message that is combined where it lies."""
+        if self.combining is None:
+            raise ValueError(_NO_OPERATION)
+        homes, goals = self._homes(step.chunks), self._goals(step.chunks)
+        self.home.update(zip(numbers(step.chunks), goals, strict=True))
+        rows = [(self._array(home), self._array(goal)) for home, goal in aligned(homes, goals)]
+        bind, left = self.combining.bind, step.side == "left"
+
+        def combine(incoming: Any, mine: Any, out: Any) -> Callable[[], object]:
+            return bind(incoming, mine, out) if left else bind(mine, incoming, out)
+
+        return self.wire.combine(step.peer, rows, combine)
+
     def _reducing(
         self, sources: list[Place], target: Chunks, side: Side
     ) -> tuple[list[Callable[[], object]], list[Place]]:
@@ -468,7 +530,7 @@ class _Binder:
 
     def _combine(self, incoming: Place, mine: Place, goal: Place, side: Side) -> Callable[[], object]:
         if self.combining is None:
-            raise ValueError("the schedule combines, but no operation was given")
+            raise ValueError(_NO_OPERATION)
         left, right = (incoming, mine) if side == "left" else (mine, incoming)
         return self.combining.bind(self._array(left), self._array(right), self._array(goal))
 

@@ -6,6 +6,7 @@ address; larger ones are bound to the user's own memory, and nothing is copied t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from collectives.semantics import MEANINGS
 from collectives.staging import Device, device_of, stage
 from collectives.transport.device import cuda_aware
 from collectives.transport.mpi import Immediate, Persistent
+from collectives.transport.shm import CHANNELS, Edge, Nearest, Node, Shared
 from collectives.transport.wire import Wait, Wire
 
 SLOT = 4096
@@ -48,6 +50,9 @@ _READY = 0x0401
 """NumPy's flags of an array that is C-contiguous and writeable."""
 
 _ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
+
+BLOCKING_CHANNEL = 0
+"""The channel of the node's mailboxes for the same calls."""
 
 BLOCKING_TAG = 0
 """The tag of blocking calls, of which a communicator has one at a time; all others have one of their own."""
@@ -250,28 +255,26 @@ def drive(program: Program) -> None:
 
 
 class Origin(NamedTuple):
-    """What a known call comes from: its program, under which key it is bound, and the operation, kept alive so that
-    its id stays its own."""
+    """What a known call comes from: its program, and under which key it is bound."""
 
     program: Program
     bound: Hashable
-    op: MPI.Op
 
 
 class Again(NamedTuple):
     """A blocking call with the very same arguments.
 
     `calls` are the program's; `load` and `store` its slots in the arrays' own shape. Where the last call would combine
-    into the slot it is left out, and `finish` combines into the user's array at once. A `mortal` operation may have
-    been freed since.
+    into the slot it is left out, and `finish` combines into the user's array at once. Where a message for a message is
+    all there is, `swap` does that between the user's arrays.
     """
 
+    swap: Callable[[Any, Any], None] | None
     calls: tuple[Callable[[], object], ...]
     load: np.ndarray | None
     store: np.ndarray | None
     finish: Callable[[np.ndarray], object] | None
     origin: Origin
-    mortal: bool
 
 
 NEW: tuple[Any, ...] = (None,)
@@ -308,10 +311,14 @@ class Plans:
         Used for nothing else, so that messages never meet the user's. `free` frees it.
     aware : bool or None
         Whether its messages may lie in device memory; None asks the MPI.
+    shared : bool
+        Whether ranks of one node talk through shared memory.
     """
 
-    def __init__(self, comm: MPI.Intracomm, aware: bool | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm, aware: bool | None = None, shared: bool = True) -> None:
         self.comm = comm
+        self.node = Node(comm) if shared else None
+        self._edges: dict[int, dict[int, Edge]] = defaultdict(dict)
         self.aware = aware
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._bound: dict[Hashable, Program | Slots] = {}
@@ -358,10 +365,11 @@ class Plans:
                 return NEW
         if known is None:
             return key
-        calls, load, store, finish, origin, mortal = known
-        if mortal and op == MPI.OP_NULL:  # freed since
-            return NEW
+        swap, calls, load, store, finish, origin = known
         try:
+            if swap is not None and not under_way:
+                swap(sendbuf, recvbuf)
+                return ()
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
             if under_way:
@@ -386,20 +394,23 @@ class Plans:
             return
         if (len(known) >= _LARGE) == isinstance(kept, Slots):
             return  # known by shape only, but bound to an address; or the other way round
-        mortal = not op.is_predefined
+        if not op.is_predefined:
+            return  # it may be freed, and another get its id
         if not isinstance(kept, Slots):
-            self._again[known] = Again(kept.calls, None, None, None, Origin(kept, bound, op), mortal)
+            self._again[known] = Again(None, kept.calls, None, None, None, Origin(kept, bound))
             return
         if any(type(array) is _ndarray and not array.flags.c_contiguous for array in (sendbuf, recvbuf)):
             return
         sent = sendbuf if type(sendbuf) is _ndarray else recvbuf
         load = _in_shape(kept.source, sent) if kept.loads else None
         store = _in_shape(kept.target, recvbuf) if kept.stores else None
-        calls = kept.program.calls
-        finish = _finisher(calls, store)
+        program, swap = kept.program, None
+        if program.swap is not None and type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
+            swap = program.swap.between(kept.source, kept.target, sendbuf, recvbuf)
+        calls, finish = program.calls, _finisher(program.calls, store)
         if finish is not None:
             calls = calls[:-1]
-        self._again[known] = Again(calls, load, store, finish, Origin(kept.program, bound, op), mortal)
+        self._again[known] = Again(swap, calls, load, store, finish, Origin(program, bound))
 
     def run(
         self,
@@ -436,7 +447,7 @@ class Plans:
         _check_apart(call)
         call, device = self._where(call)
         if device is None:
-            program = self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG))
+            program = self._bind(call, choice, self._wire(BLOCKING_TAG, BLOCKING_CHANNEL))
             drive(program)
             program.free()
             return
@@ -496,10 +507,11 @@ class Plans:
         """Bind a persistent call."""
         _check_apart(call)
         self._inits += 1
-        wire = Persistent(self.comm, self._tags + self._inits % self._tags)
+        channel = self._inits if self._inits < CHANNELS else None
         call, device = self._where(call)
         first = [] if device is None else [partial(device.follow, *_owners(call))]
-        program = self._bind(call, choice, wire, device, first)
+        tag = self._tags + self._inits % self._tags
+        program = self._bind(call, choice, self._wire(tag, channel if device is None else None), device, first)
         request = Request(call.collective, program, self._return, call, persistent=True)
         self._lent.add(request)
         return request
@@ -516,6 +528,8 @@ class Plans:
         self._again.clear()
         self._idle.clear()
         self._lent.clear()
+        if self.node is not None:
+            self.node.free()
         self.comm.Free()
 
     @property
@@ -524,6 +538,13 @@ class Plans:
         return sum(request.active for request in self._lent)
 
     # -------------------------------------------------------------------------------- binding and keeping
+
+    def _wire(self, tag: int, channel: int | None) -> Wire:
+        """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes."""
+        far = Persistent(self.comm, tag)
+        if self.node is None or channel is None:
+            return far
+        return Nearest(Shared(self.node, channel, self._edges[channel]), far)
 
     def _bind(
         self,
@@ -536,7 +557,8 @@ class Plans:
         return bound(call, choice, self.rank, self.size, wire, device, first)
 
     def _blocking(self, call: Call, choice: Choice, device: Device | None = None) -> Program:
-        return self._bind(call, choice, Persistent(self.comm, BLOCKING_TAG), device)
+        channel = BLOCKING_CHANNEL if device is None else None
+        return self._bind(call, choice, self._wire(BLOCKING_TAG, channel), device)
 
     def _fits_slots(self, call: Call) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
@@ -550,7 +572,7 @@ class Plans:
         spans = _spans(call)
         source = Memory.allocate(spans[0], call.unit)
         target = source if call.source is call.target else Memory.allocate(spans[1], call.unit)
-        wire = Persistent(self.comm, BLOCKING_TAG)
+        wire = self._wire(BLOCKING_TAG, BLOCKING_CHANNEL)
         program = bind(task(call, choice, self.rank, self.size), source, target, wire, _combining(call))
         return Slots(program, source.array, target.array, bool(call.brings), _stores(call))
 

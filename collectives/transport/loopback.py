@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from collectives.transport.wire import Piece, Wait
+from collectives.transport.wire import Apart, Piece, Wait
 
 
 class _Message:
@@ -66,7 +66,7 @@ def _copy(source: _Message, target: _Message) -> None:
         data = data[nbytes:]
 
 
-class Loopback:
+class Loopback(Apart):
     """One rank's end of the hub."""
 
     def __init__(self, hub: Hub, rank: int) -> None:

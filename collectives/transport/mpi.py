@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.transport.wire import Piece, Wait
+from collectives.transport.wire import Apart, Piece, Wait
 
 _Specification = list[Any]
 
@@ -40,7 +40,7 @@ class _Messages:
         self._datatypes.clear()
 
 
-class Persistent:
+class Persistent(Apart):
     """Every message a persistent request, bound once: what blocking and persistent collectives run on."""
 
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
@@ -86,7 +86,7 @@ class _Posted:
         self.request = MPI.REQUEST_NULL
 
 
-class Immediate:
+class Immediate(Apart):
     """Every message posted when its round begins, under the tag of the call: what non-blocking collectives run on.
 
     `tag` is set before each start, so that any number of calls may be in flight.

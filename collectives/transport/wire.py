@@ -44,6 +44,60 @@ class Wire(Protocol):
         """The calls that return when all the messages have ended, each with one that only asks."""
         ...
 
+    def shares(self, peer: int, nbytes: int) -> bool:
+        """Whether `peer` and this rank can reach a message of so many bytes where its sender put it.
+
+        Such a message is not cut, and what is combined is combined by `combine`, straight from there.
+        """
+        ...
+
+    def leaves(self, peer: int, nbytes: int) -> bool:
+        """Whether a message of so many bytes has left as soon as it has started, so that its memory may change."""
+        ...
+
+    def combine(
+        self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
+    ) -> Any:
+        """A shared message from `peer` whose end is that it was combined.
+
+        `rows` are pairs of arrays, what the elements are combined with and where the results go, one after another;
+        ``bind(incoming, mine, out)`` gives the call that combines a run of them.
+        """
+        ...
+
+    def swap(self, messages: Sequence[Any]) -> Swapping | None:
+        """The messages as one swap of a message for a message, if the wire has a shorter way for that."""
+        ...
+
     def free(self) -> None:
         """Give back whatever the bound messages hold. None of them may be under way."""
         ...
+
+
+class Swapping(Protocol):
+    """A message out and a message in, to be done between arrays that are only known when it is called."""
+
+    def between(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None] | None:
+        """``swap(sendbuf, recvbuf)`` for arrays like `sent` and `received`, in place of the bound memory; or None."""
+        ...
+
+
+class Apart:
+    """What wires have in common on which sender and receiver share no memory."""
+
+    def shares(self, peer: int, nbytes: int) -> bool:
+        """Never."""
+        return False
+
+    def leaves(self, peer: int, nbytes: int) -> bool:
+        """Nobody can tell."""
+        return False
+
+    def combine(
+        self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
+    ) -> Any:
+        """Not here: see `shares`."""
+        raise NotImplementedError("nothing is shared on this wire")
+
+    def swap(self, messages: Sequence[Any]) -> None:
+        """No shorter way."""

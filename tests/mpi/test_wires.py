@@ -4,10 +4,12 @@ import pytest
 from wires import CONTRACT
 
 from collectives.transport.mpi import Immediate, Persistent
+from collectives.transport.shm import Nearest, Node, Shared
 
 WIRES = {
-    "persistent": lambda comm: Persistent(comm, 3),
-    "immediate": lambda comm: Immediate(comm),
+    "persistent": lambda comm, node: Persistent(comm, 3),
+    "immediate": lambda comm, node: Immediate(comm),
+    "shared": lambda comm, node: Nearest(Shared(node, 1, {}), Persistent(comm, 3)),
 }
 
 
@@ -15,7 +17,9 @@ WIRES = {
 @pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
 def test_contract(world, kind, program):
     own = world.Dup()
-    wire = WIRES[kind](own)
+    node = Node(own)
+    wire = WIRES[kind](own, node)
     program(world.rank, world.size, wire)
     wire.free()
+    node.free()
     own.Free()
