@@ -308,10 +308,10 @@ class _Binder:
         elements = sum(map(self._length, numbers(step.chunks)))
         if not elements:
             return () if step.chunks else (0,)
-        if self.wire.shares(step.peer, elements * self.task.itemsize):
-            return (elements,)
-        segment = max(1, self.task.segment // self.task.itemsize) if self.task.segment else elements
-        return even(elements, -(-elements // segment))
+        grain = self.wire.grain(step.peer, elements * self.task.itemsize)
+        limit = self.task.segment if grain is None else grain
+        part = max(1, limit // self.task.itemsize) if limit else elements
+        return even(elements, -(-elements // part))
 
     def _landing_room(self, steps: Sequence[Step]) -> int:
         arrivals = [self._cuts(step) for step in steps if isinstance(step, RecvReduce)]
@@ -328,9 +328,15 @@ class _Binder:
             return [0] * len(arrivals)
         slots = [len(self._cuts(step)) for step in arrivals]
         senders = [step.peer for step in steps if isinstance(step, (Recv, RecvReduce))]
-        if slots and senders.count(arrivals[0].peer) == 1:
+        if slots and senders.count(arrivals[0].peer) == 1 and self._takes_turns(arrivals[0]):
             slots[0] = min(slots[0], SLOTS)
         return slots
+
+    def _takes_turns(self, step: Step) -> bool:
+        """Whether parts of a message are combined one by one while others are on their way over a network."""
+        if not isinstance(step, RecvReduce) or len(self._cuts(step)) < 2:
+            return False
+        return self.wire.grain(step.peer, self._bytes(step.chunks)) is None
 
     def _straight(self, steps: Sequence[Step]) -> bool:
         """Whether what a round combines is combined straight from where its senders put it, as it is awaited.
@@ -341,14 +347,20 @@ class _Binder:
         first = next((index for index, step in enumerate(steps) if isinstance(step, (Reduce, Copy))), len(steps))
         if self.lane is not None or any(isinstance(step, RecvReduce) for step in steps[first:]):
             return False
-        if not all(self.wire.shares(step.peer, self._bytes(step.chunks)) for step in arrivals):
+        sizes = [(step.peer, self._bytes(step.chunks)) for step in arrivals]
+        if any(self.wire.grain(peer, nbytes) is None for peer, nbytes in sizes):
             return False
+        if len(arrivals) > 1 and any(len(self._cuts(step)) > 1 for step in arrivals):
+            return False  # parts of several messages would have to take turns
         changed = {chunk for step in arrivals for chunk in numbers(step.chunks)}
-        return all(
-            self.wire.leaves(step.peer, self._bytes(step.chunks))
-            for step in steps
-            if isinstance(step, Send) and not changed.isdisjoint(numbers(step.chunks))
-        )
+        sent: list[int] = []
+        for step in steps:
+            if isinstance(step, Send):
+                leaves = self.wire.leaves(step.peer, self._bytes(step.chunks), sent.count(step.peer))
+                if not leaves and not changed.isdisjoint(numbers(step.chunks)):
+                    return False
+                sent.append(step.peer)
+        return True
 
     def _bytes(self, chunks: Chunks) -> int:
         return sum(map(self._length, numbers(chunks))) * self.task.itemsize
@@ -429,8 +441,8 @@ class _Binder:
         for call in meanwhile:
             self.work(call)
         pending = {id(message): message for message in messages}
-        if len(arrivals) <= sum(isinstance(step, RecvReduce) for step in steps):
-            self._settle(pending, messages)  # nothing was cut: one wait for all costs least
+        if not any(self._takes_turns(step) for step in steps):
+            self._settle(pending, messages)  # one wait for all costs least, and a stream wants it
         changing = joined(place for action in actions for place in action.onto)
         leaving = [sent for sent in sends if _overlap(sent.places, changing)]
         for action in actions:
@@ -472,7 +484,7 @@ class _Binder:
             if isinstance(step, RecvReduce):
                 cuts, slots = self._cuts(step), next(room)
                 if straight:
-                    actions.extend(_Action(index, self._straightly(step), [], []) for _ in cuts)
+                    actions.extend(_Action(index, part, [], []) for part in self._straightly(step, cuts))
                     continue
                 actions.extend(self._arrivals(index, step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
@@ -506,19 +518,20 @@ class _Binder:
             for index, action in enumerate(actions)
         ]
 
-    def _straightly(self, step: RecvReduce) -> Any:
-        """A message that is combined where it lies."""
+    def _straightly(self, step: RecvReduce, cuts: Sequence[int]) -> Iterator[Any]:
+        """The parts of a message that is combined where it lies."""
         if self.combining is None:
             raise ValueError(_NO_OPERATION)
         homes, goals = self._homes(step.chunks), self._goals(step.chunks)
         self.home.update(zip(numbers(step.chunks), goals, strict=True))
-        rows = [(self._array(home), self._array(goal)) for home, goal in aligned(homes, goals)]
         bind, left = self.combining.bind, step.side == "left"
 
         def combine(incoming: Any, mine: Any, out: Any) -> Callable[[], object]:
             return bind(incoming, mine, out) if left else bind(mine, incoming, out)
 
-        return self.wire.combine(step.peer, rows, combine)
+        for rows in split(aligned(homes, goals), cuts):
+            arrays = [(self._array(home), self._array(goal)) for home, goal in rows]
+            yield self.wire.combine(step.peer, arrays, combine)
 
     def _reducing(
         self, sources: list[Place], target: Chunks, side: Side

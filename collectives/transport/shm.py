@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from collectives.transport.wire import Piece, Wait
 
 LINE = 64
 SLOTS = 4
+CELLS = 2
 INLINE = 56
 """Bytes that fit beside a flag."""
 
@@ -45,6 +47,12 @@ KIND = 8
 
 ADDRESSES = 3
 """Pieces of memory that fit in a slot as (address, bytes)."""
+
+CELL = 1 << 18
+"""Bytes of a cell, where the budget allows: messages are cut to fit, so that one part is taken while the next comes."""
+
+STREAMED = 1 << 25
+"""Bytes up to which messages go through cells; longer ones are read where they lie, if ranks may do that."""
 
 CHUNK = 1 << 18
 """Bytes of a long message that are read and combined at a time."""
@@ -87,12 +95,12 @@ class Node:
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.pids = [pid for _, pid in neighbours]
         self.spins = 4000 if len(os.sched_getaffinity(0)) >= self.size else 30
-        self.cells = [min(1 << 15, max(256, BUDGET // (SLOTS * self.size) // LINE * LINE))]
+        self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
         self.cells += [min(1 << 10, self.cells[0])] * (CHANNELS - 1)
         self.box = LINE * (SLOTS + 1)
         offsets = [0]
         for cell in self.cells:
-            offsets.append(offsets[-1] + self.size * (self.box + SLOTS * cell))
+            offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell))
         self.offsets = offsets
         self.window = MPI.Win.Allocate_shared(offsets[-1], 1, comm=self.comm)
         memories: list[Any] = [self.window.Shared_query(place)[0] for place in range(self.size)]
@@ -128,10 +136,6 @@ class Node:
         """Whether the rank is on this node."""
         return rank in self.places
 
-    def takes(self, rank: int, nbytes: int, channel: int) -> bool:
-        """Whether a message of so many bytes can go this way. Both its ends give the same answer."""
-        return rank in self.places and (self.read is not None or nbytes <= self.cells[channel])
-
     def free(self) -> None:
         """Give the memory back."""
         for words in self.words:
@@ -157,16 +161,23 @@ class Edge:
         self.mine, self.theirs = node.words[place], node.words[peer]
         self.outbox, self.inbox = (base + peer * box) // 8, (base + place * box) // 8
         self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
-        self.cells_out = [cells + (peer * SLOTS + slot) * cell for slot in range(SLOTS)]
-        self.cells_in = [cells + (place * SLOTS + slot) * cell for slot in range(SLOTS)]
+        self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
+        self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cell, self.pid, self.spins = cell, node.pids[peer], node.spins
         self.sent = self.acked = 0  # messages to the peer: begun, and known to be taken
         self.got = self.taken = 0  # messages from the peer: awaited, and taken without a gap
         self.ahead: set[int] = set()  # taken before others that are still awaited
 
+    def has_room(self) -> bool:
+        """Whether the slot and the cell of the next message are free."""
+        if self.sent - self.acked < CELLS:
+            return True
+        self.acked = self.theirs[self.their_ack]
+        return self.sent - self.acked < CELLS
+
     def room(self, number: int) -> None:
-        """Wait until the slot that this message takes is free again."""
-        self.acknowledged(number - SLOTS)
+        """Wait until the slot and the cell that this message takes are free again."""
+        self.acknowledged(number - CELLS)
 
     def arrived(self, at: int, wanted: int) -> None:
         """Wait until the flag is set."""
@@ -209,13 +220,14 @@ class Edge:
 class _Copied:
     """A message that is copied into its slot; it has left when it has started."""
 
-    __slots__ = ("_copies", "_fence", "_pieces", "edge", "flags")
+    __slots__ = ("_copies", "_fence", "_pieces", "edge", "flags", "late")
 
     def __init__(self, edge: Edge, place: int, pieces: Sequence[Piece]) -> None:
         nbytes = sum(piece.nbytes for piece in pieces)
         memory = edge.node.bytes[place]
         self.edge, self._fence = edge, edge.node.fence
         self.flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
+        self.late = False
         self._pieces = list(pieces)
         self._copies = []
         for slot in range(SLOTS):
@@ -228,7 +240,7 @@ class _Copied:
     def start(self) -> None:
         edge = self.edge
         number = edge.sent = edge.sent + 1
-        if number - edge.acked > SLOTS:
+        if number - edge.acked > CELLS:
             edge.room(number)
         slot = number & MASK
         for target, source in self._copies[slot]:
@@ -250,11 +262,12 @@ class _Copied:
 class _Told:
     """A message of which only the address is told; it has left when the receiver says so."""
 
-    __slots__ = ("_edge", "_flags", "_number", "_pack", "_pieces")
+    __slots__ = ("_flags", "_number", "_pack", "_pieces", "edge", "late")
 
     def __init__(self, edge: Edge, pieces: Sequence[Piece]) -> None:
-        self._edge = edge
+        self.edge = edge
         self._number = 0
+        self.late = False
         self._flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         self._pack: list[tuple[np.ndarray, np.ndarray]] = []
         if len(pieces) > ADDRESSES:
@@ -267,9 +280,9 @@ class _Told:
         self._pieces = list(pieces)
 
     def start(self) -> None:
-        edge = self._edge
+        edge = self.edge
         number = self._number = edge.sent = edge.sent + 1
-        if number - edge.acked > SLOTS:
+        if number - edge.acked > CELLS:
             edge.room(number)
         for target, source in self._pack:
             target[...] = source
@@ -284,10 +297,10 @@ class _Told:
         words[flag] = number * KIND + len(self._pieces)
 
     def wait(self) -> None:
-        self._edge.acknowledged(self._number)
+        self.edge.acknowledged(self._number)
 
     def test(self) -> bool:
-        edge = self._edge
+        edge = self.edge
         if edge.theirs[edge.their_ack] < self._number:
             return False
         self.wait()
@@ -412,7 +425,7 @@ def _swapping(
     def swap(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
         if there is not None:
             number = there.sent = there.sent + 1
-            if number - there.acked > SLOTS:
+            if number - there.acked > CELLS:
                 there.room(number)
             slot = number & MASK
             outgoing[slot][...] = sendbuf
@@ -557,18 +570,31 @@ class Shared:
     def _unexpected(self, told: list[Piece]) -> None:
         raise AssertionError("a short message came by address")
 
-    def shares(self, peer: int, nbytes: int) -> bool:
-        return self._node.takes(peer, nbytes, self._channel)
+    def grain(self, peer: int, nbytes: int) -> int | None:
+        if not self._node.reaches(peer):
+            return None
+        cell = self._node.cells[self._channel]
+        whole = nbytes <= cell or (nbytes > STREAMED and self._node.read is not None)
+        return 0 if whole else cell
 
-    def leaves(self, peer: int, nbytes: int) -> bool:
-        return nbytes <= self._node.cells[self._channel]
+    def leaves(self, peer: int, nbytes: int, before: int) -> bool:
+        return nbytes <= self._node.cells[self._channel] and before < CELLS
 
     def starting(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        return [message.start for message in messages]
+        """Of the messages to a peer the first ones find room at once; the others start while all are awaited."""
+        ahead: dict[Edge, int] = defaultdict(int)
+        for message in messages:
+            if not isinstance(message, _Arriving):
+                message.late = ahead[message.edge] >= CELLS
+                ahead[message.edge] += 1
+        return [message.start for message in messages if isinstance(message, _Arriving) or not message.late]
 
     def waiting(self, messages: Sequence[Any]) -> Sequence[Wait]:
         arriving: list[_Arriving | _Told] = [message for message in messages if isinstance(message, _Arriving)]
-        told = [message for message in messages if isinstance(message, _Told)]
+        told: list[_Arriving | _Told] = [message for message in messages if isinstance(message, _Told)]
+        late = [message for message in messages if not isinstance(message, _Arriving) and message.late]
+        if late:
+            return [_streaming(late, arriving, told)]
         return [Wait(message.wait, message.test) for message in (*arriving, *told)]
 
     def swap(self, messages: Sequence[Any]) -> Swap | None:
@@ -583,27 +609,65 @@ class Shared:
         """The mailboxes are the node's."""
 
 
+def _streaming(late: Sequence[Any], arriving: Sequence[Any], told: Sequence[Any]) -> Wait:
+    """One wait for a stream of parts: whatever finds room starts, and whatever has come is taken, peer by peer."""
+    state: list[list[Any]] = []
+
+    def queues(messages: Sequence[Any]) -> list[Any]:
+        by_edge: dict[Edge, list[Any]] = defaultdict(list)
+        for message in reversed(messages):
+            by_edge[message.edge].append(message)
+        return list(by_edge.values())
+
+    def test() -> bool:
+        if not state:
+            state.extend([queues(late), queues(arriving)])
+        moved = True
+        while moved:
+            moved = False
+            for queue in state[0]:
+                if queue and queue[-1].edge.has_room():
+                    queue.pop().start()
+                    moved = True
+            for queue in state[1]:
+                if queue and queue[-1].test():
+                    queue.pop()
+                    moved = True
+        if any(map(any, state)) or not all([message.test() for message in told]):
+            return False
+        state.clear()
+        return True
+
+    def wait() -> None:
+        spins = (late[0].edge).spins
+        while not test():
+            spins -= 1
+            if spins < 0:
+                os.sched_yield()
+
+    return Wait(wait, test)
+
+
 class Nearest:
     """Each edge over the best wire that both of its ends have: shared memory within the node, MPI to other nodes."""
 
     def __init__(self, shared: Shared, far: Persistent) -> None:
         self._shared, self._far = shared, far
 
-    def _wire(self, peer: int, pieces: Sequence[Piece]) -> Shared | Persistent:
-        near = self._shared.shares(peer, sum(piece.nbytes for piece in pieces))
-        return self._shared if near else self._far
+    def _wire(self, peer: int) -> Shared | Persistent:
+        return self._shared if self._shared.grain(peer, 0) is not None else self._far
 
     def send(self, peer: int, pieces: Sequence[Piece]) -> Any:
-        return self._wire(peer, pieces).send(peer, pieces)
+        return self._wire(peer).send(peer, pieces)
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> Any:
-        return self._wire(peer, pieces).receive(peer, pieces)
+        return self._wire(peer).receive(peer, pieces)
 
-    def shares(self, peer: int, nbytes: int) -> bool:
-        return self._shared.shares(peer, nbytes)
+    def grain(self, peer: int, nbytes: int) -> int | None:
+        return self._shared.grain(peer, nbytes)
 
-    def leaves(self, peer: int, nbytes: int) -> bool:
-        return self._shared.shares(peer, nbytes) and self._shared.leaves(peer, nbytes)
+    def leaves(self, peer: int, nbytes: int, before: int) -> bool:
+        return self.grain(peer, nbytes) is not None and self._shared.leaves(peer, nbytes, before)
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]

@@ -44,15 +44,18 @@ class Wire(Protocol):
         """The calls that return when all the messages have ended, each with one that only asks."""
         ...
 
-    def shares(self, peer: int, nbytes: int) -> bool:
-        """Whether `peer` and this rank can reach a message of so many bytes where its sender put it.
+    def grain(self, peer: int, nbytes: int) -> int | None:
+        """In parts of how many bytes a message of so many travels, if the two ranks share memory; 0 for all at once.
 
-        Such a message is not cut, and what is combined is combined by `combine`, straight from there.
+        None if they do not. What such parts bring to be combined is combined by `combine`, straight from where it is.
         """
         ...
 
-    def leaves(self, peer: int, nbytes: int) -> bool:
-        """Whether a message of so many bytes has left as soon as it has started, so that its memory may change."""
+    def leaves(self, peer: int, nbytes: int, before: int) -> bool:
+        """Whether a message has left as soon as it is started, `before` others to the peer ahead of it in its round.
+
+        Its memory may then change at once.
+        """
         ...
 
     def combine(
@@ -85,18 +88,17 @@ class Swapping(Protocol):
 class Apart:
     """What wires have in common on which sender and receiver share no memory."""
 
-    def shares(self, peer: int, nbytes: int) -> bool:
-        """Never."""
-        return False
+    def grain(self, peer: int, nbytes: int) -> None:
+        """No memory is shared."""
 
-    def leaves(self, peer: int, nbytes: int) -> bool:
+    def leaves(self, peer: int, nbytes: int, before: int) -> bool:
         """Nobody can tell."""
         return False
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
     ) -> Any:
-        """Not here: see `shares`."""
+        """Not here: see `grain`."""
         raise NotImplementedError("nothing is shared on this wire")
 
     def swap(self, messages: Sequence[Any]) -> None:
