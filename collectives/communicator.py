@@ -58,7 +58,8 @@ class Communicator(PointToPoint):
         default the environment's ``CHORUS_DEBUG`` decides.
     cuda_aware : bool, optional
         Whether arrays on a GPU are handed to MPI as they are; if not, they travel through host memory. By default only
-        where the MPI says that it can take them.
+        where the MPI says that it can take them, on all ranks. All messages are then MPI's, also those of arrays that
+        are not on a GPU and would have travelled through the node's shared memory.
 
     Notes
     -----

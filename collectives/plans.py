@@ -310,16 +310,17 @@ class Plans:
     comm : MPI.Intracomm
         Used for nothing else, so that messages never meet the user's. `free` frees it.
     aware : bool or None
-        Whether its messages may lie in device memory; None asks the MPI.
+        Whether its messages may lie in device memory, if all ranks say so; None asks the MPI.
     shared : bool
-        Whether ranks of one node talk through shared memory.
+        Whether ranks of one node talk through shared memory. Not where messages may lie in device memory: no rank
+        knows whether those of its peers do, and both ends of a message must take the same wire.
     """
 
     def __init__(self, comm: MPI.Intracomm, aware: bool | None = None, shared: bool = True) -> None:
         self.comm = comm
-        self.node = Node(comm) if shared else None
+        self.aware = bool(comm.allreduce(cuda_aware() if aware is None else aware, MPI.LAND))
+        self.node = Node(comm) if shared and not self.aware else None
         self._edges: dict[int, dict[int, Edge]] = defaultdict(dict)
-        self.aware = aware
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._bound: dict[Hashable, Program | Slots] = {}
         self._again: dict[tuple[Any, ...], Again] = {}
@@ -466,12 +467,7 @@ class Plans:
 
     def _where(self, call: Call) -> tuple[Call, Device | None]:
         """The call as it is to be bound, and the device on which, if it need not be staged."""
-        if any(buffer is not None and buffer.device for buffer in (call.source, call.target)):
-            if self.aware is None:
-                self.aware = cuda_aware()
-            if self.aware:
-                return direct(call) or (call, None)
-        return call, None
+        return (direct(call) if self.aware else None) or (call, None)
 
     def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
         """Begin a non-blocking call."""
@@ -511,7 +507,7 @@ class Plans:
         call, device = self._where(call)
         first = [] if device is None else [partial(device.follow, *_owners(call))]
         tag = self._tags + self._inits % self._tags
-        program = self._bind(call, choice, self._wire(tag, channel if device is None else None), device, first)
+        program = self._bind(call, choice, self._wire(tag, channel), device, first)
         request = Request(call.collective, program, self._return, call, persistent=True)
         self._lent.add(request)
         return request
@@ -557,8 +553,7 @@ class Plans:
         return bound(call, choice, self.rank, self.size, wire, device, first)
 
     def _blocking(self, call: Call, choice: Choice, device: Device | None = None) -> Program:
-        channel = BLOCKING_CHANNEL if device is None else None
-        return self._bind(call, choice, self._wire(BLOCKING_TAG, channel), device)
+        return self._bind(call, choice, self._wire(BLOCKING_TAG, BLOCKING_CHANNEL), device)
 
     def _fits_slots(self, call: Call) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""

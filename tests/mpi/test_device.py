@@ -74,7 +74,23 @@ def test_host_and_device_in_one_call(aware):
     for send, recv in ((x, cupy.zeros(50)), (cupy.asarray(x), np.zeros(50))):
         aware.Allreduce(send, recv)
         np.testing.assert_array_equal(cupy.asnumpy(recv), expected)
-    mine = cupy.asarray(x) if rank % 2 else x  # some ranks here, some there
-    total = np.zeros(50) if rank % 2 else cupy.zeros(50)
-    aware.Allreduce(mine, total)
-    np.testing.assert_array_equal(cupy.asnumpy(total), expected)
+
+
+@pytest.mark.parametrize("form", ["blocking", "nonblocking", "persistent"])
+def test_ranks_with_host_and_ranks_with_device_arrays(aware, form):
+    """Each rank goes its own way, and messages between them must not care."""
+    rank, size = aware.Get_rank(), aware.Get_size()
+    for n in (5, 3000, 200_000):
+        x = np.arange(n, dtype="i4") + rank
+        mine, total = (cupy.asarray(x), cupy.zeros(n, "i4")) if rank % 2 else (x, np.zeros(n, "i4"))
+        if form == "blocking":
+            aware.Allreduce(mine, total)
+        elif form == "nonblocking":
+            aware.Iallreduce(mine, total).Wait()
+        else:
+            request = aware.Allreduce_init(mine, total)
+            request.Start()
+            request.Wait()
+            request.Free()
+        expected = size * np.arange(n) + size * (size - 1) // 2
+        np.testing.assert_array_equal(cupy.asnumpy(total), expected)

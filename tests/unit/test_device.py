@@ -355,23 +355,17 @@ def test_new_communicators_inherit_the_setting():
     for setting in (True, False, None):
         comm = alone(setting)
         others = [comm.Dup(), comm.Split(0), comm.Clone(), comm.Split_type(MPI.COMM_TYPE_SHARED)]
-        assert [other._plans.aware for other in others] == [setting] * 4
+        assert [other._plans.aware for other in others] == [device.cuda_aware() if setting is None else setting] * 4
         for made in (*others, comm):
             made.Free()
 
 
-def test_the_mpi_is_asked_when_the_first_device_array_comes(monkeypatch):
-    asked = []
-    monkeypatch.setattr(plans, "cuda_aware", lambda: bool(asked.append(None)))
-    comm = alone()
-    x, y = np.ones(3), cupy.zeros(3)
-    comm.Allreduce(x, x.copy())
-    assert not asked
-    for _ in range(2):
-        comm.Allreduce(x, y)
-        assert len(asked) == 1
-    assert y.get().tolist() == [1, 1, 1]
-    comm.Free()
+def test_by_default_the_mpi_decides(monkeypatch):
+    for answer in (True, False):
+        monkeypatch.setattr(plans, "cuda_aware", lambda answer=answer: answer)
+        comm = alone()
+        assert comm._plans.aware is answer
+        comm.Free()
 
 
 @pytest.mark.parametrize("cuda_aware", [True, False])
