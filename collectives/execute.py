@@ -236,8 +236,15 @@ def bind(
     for call in last:
         binder.work(call)
     binder.join()
+    swap = binder.swap()
+    halves = None if swap is None else swap.halves(source.array, target.array)
+    if halves is not None:
+        binder.calls, binder.tests = [], []
+        for half in halves:
+            if half is not None:
+                binder.do(half)
     program = Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, lane)
-    program.swap = binder.swap()
+    program.swap = swap
     return program
 
 

@@ -400,42 +400,90 @@ class Swap:
         callable or None
             ``swap(sendbuf, recvbuf)``; None if the program does more than that.
         """
+        ends = self._ends(source, target, sent, received)
+        if ends is None:
+            return None
+        begin, last = ends.begin(), ends.end()
+        if last is None:
+            assert begin is not None
+            return lambda sendbuf, recvbuf: begin(sendbuf)
+        end, _ = last
+        if begin is None:
+            return end
+
+        def swap(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+            begin(sendbuf)
+            end(sendbuf, recvbuf)
+
+        return swap
+
+    def halves(self, source: np.ndarray, target: np.ndarray) -> tuple[Callable[[], object] | None, Wait | None] | None:
+        """What begins the swap of the program's own memory, and what ends it; None if it is no such swap."""
+        ends = self._ends(source, target, source, target)
+        if ends is None:
+            return None
+        begin, last = ends.begin(), ends.end()
+        first = None if begin is None else partial(begin, source)
+        if last is None:
+            return first, None
+        end, there = last
+
+        def test() -> bool:
+            if not there():
+                return False
+            end(source, target)
+            return True
+
+        return first, Wait(partial(end, source, target), test)
+
+    def _ends(self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray) -> _Ends | None:
         if self._out is None and self._into is None:
             return None
         outgoing = None if self._out is None else self._out.outgoing(source, sent)
         incoming = None if self._into is None else self._into.incoming(source, target, received)
         if (self._out is not None and outgoing is None) or (self._into is not None and incoming is None):
             return None
-        return _swapping(self._out, outgoing, self._into, incoming)
+        return _Ends(self._out, outgoing, self._into, incoming)
 
 
-def _swapping(
-    out: _Copied | None, outgoing: Any, into: _Arriving | None, incoming: Any
-) -> Callable[[np.ndarray, np.ndarray], None]:
-    """The swap with everything at hand that it needs; the same steps as `start` and `wait` of its messages."""
-    there = None if out is None else out.edge
-    here = None if into is None else into.edge
-    flags_out = () if out is None else out.flags
-    flags_in = () if into is None else into.flags
-    arrays, ufunc, mine_first = incoming if incoming is not None else ((), None, False)
-    mine = (there or here).mine  # type: ignore[union-attr]
-    theirs = (here or there).theirs  # type: ignore[union-attr]
-    my_ack = 0 if here is None else here.my_ack
+class _Ends:
+    """Both ends of a swap with everything at hand that they need: the same steps as `start` and `wait` of messages."""
 
-    def swap(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-        if there is not None:
-            number = there.sent = there.sent + 1
-            if number - there.acked > CELLS:
-                there.room(number)
+    def __init__(self, out: _Copied | None, outgoing: Any, into: _Arriving | None, incoming: Any) -> None:
+        self._out, self._outgoing = out, outgoing
+        self._into, self._incoming = into, incoming
+
+    def begin(self) -> Callable[[np.ndarray], None] | None:
+        """``begin(sendbuf)`` sends."""
+        if self._out is None:
+            return None
+        edge, flags, outgoing = self._out.edge, self._out.flags, self._outgoing
+        mine = edge.mine
+
+        def begin(sendbuf: np.ndarray) -> None:
+            number = edge.sent = edge.sent + 1
+            if number - edge.acked > CELLS:
+                edge.room(number)
             slot = number & MASK
             outgoing[slot][...] = sendbuf
-            mine[flags_out[slot]] = number * KIND
-        if here is not None:
-            number = here.got = here.taken = here.got + 1
+            mine[flags[slot]] = number * KIND
+
+        return begin
+
+    def end(self) -> tuple[Callable[[np.ndarray, np.ndarray], None], Callable[[], bool]] | None:
+        """``end(sendbuf, recvbuf)`` waits and takes what comes; the other says whether it is there."""
+        if self._into is None:
+            return None
+        edge, flags = self._into.edge, self._into.flags
+        arrays, ufunc, mine_first = self._incoming
+        mine, theirs, my_ack = edge.mine, edge.theirs, edge.my_ack
+
+        def end(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+            number = edge.got = edge.taken = edge.got + 1
             slot = number & MASK
-            at, wanted = flags_in[slot], number * KIND
+            at, wanted = flags[slot], number * KIND
             if theirs[at] < wanted:
-                here.arrived(at, wanted)
+                edge.arrived(at, wanted)
             if ufunc is None:
                 recvbuf[...] = arrays[slot]
             elif mine_first:
@@ -444,7 +492,11 @@ def _swapping(
                 ufunc(arrays[slot], sendbuf, recvbuf)
             mine[my_ack] = number
 
-    return swap
+        def there() -> bool:
+            number = edge.got + 1
+            return theirs[flags[number & MASK]] >= number * KIND
+
+        return end, there
 
 
 _BYTE = np.dtype(np.uint8)

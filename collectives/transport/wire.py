@@ -84,6 +84,10 @@ class Swapping(Protocol):
         """``swap(sendbuf, recvbuf)`` for arrays like `sent` and `received`, in place of the bound memory; or None."""
         ...
 
+    def halves(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait | None] | None:
+        """What begins the swap of the bound memory and what ends it; or None."""
+        ...
+
 
 class Apart:
     """What wires have in common on which sender and receiver share no memory."""

@@ -1,6 +1,7 @@
 """Every schedule of the catalogue does on real memory what its collective means, over the loopback wire."""
 
 import random
+from copy import copy as copy_of
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -243,7 +244,8 @@ def log(monkeypatch):
                 first, *others = wire.starting(messages)
                 return [told("start", first), *others]
 
-            watched = SimpleNamespace(send=wire.send, receive=wire.receive, starting=starting, waiting=wire.waiting)
+            watched = copy_of(wire)
+            watched.starting = starting
             combining = Joining() if self.ordered else Adding()
             bound = combining.bind
             combining = SimpleNamespace(bind=lambda *views: told("combine", bound(*views)))
