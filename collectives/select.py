@@ -17,6 +17,15 @@ BUILT_IN = Uniform(alpha=1.5e-6, beta=1 / 9e9, gamma=1 / 20e9)
 """Seconds a message, a byte, a combined byte, of ranks on one node, where nothing was measured."""
 
 
+WORTH_CUTTING = 1 << 23
+"""Bytes from which an allreduce around a ring is pipelined in segments."""
+
+SEGMENT = 1 << 18
+"""Bytes that a block of a segment must have at least."""
+
+MOST_SEGMENTS = 8
+
+
 class Choice(NamedTuple):
     """An algorithm's name, and in how many segments the data is pipelined through it."""
 
@@ -43,7 +52,15 @@ def choose(collective: str, size: int, nbytes: int, ordered: bool = False, priva
     able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, private)}
     if private:
         return Choice(next(iter(able)))
-    return Choice(min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN)))
+    name = min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN))
+    return Choice(name, _segments(collective, name, size, nbytes))
+
+
+def _segments(collective: str, name: str, size: int, nbytes: int) -> int:
+    """Into how many segments to cut: a sum is sent on while it is still in the cache, if blocks are long enough."""
+    if (collective, name) != ("allreduce", "ring") or nbytes < WORTH_CUTTING:
+        return 1
+    return max(1, min(MOST_SEGMENTS, nbytes // (size * SEGMENT)))
 
 
 def check(collective: str, algorithm: str, ordered: bool = False, private: bool = False) -> None:

@@ -48,10 +48,10 @@ KIND = 8
 ADDRESSES = 3
 """Pieces of memory that fit in a slot as (address, bytes)."""
 
-CELL = 1 << 18
+CELL = 1 << 19
 """Bytes of a cell, where the budget allows: messages are cut to fit, so that one part is taken while the next comes."""
 
-STREAMED = 1 << 25
+STREAMED = 1 << 22
 """Bytes up to which messages go through cells; longer ones are read where they lie, if ranks may do that."""
 
 CHUNK = 1 << 18
