@@ -60,6 +60,9 @@ class Communicator(PointToPoint):
         Whether arrays on a GPU are handed to MPI as they are; if not, they travel through host memory. By default only
         where the MPI says that it can take them, on all ranks. All messages are then MPI's, also those of arrays that
         are not on a GPU and would have travelled through the node's shared memory.
+    shared : bool, optional
+        Whether ranks of one node talk through memory that they share, which is the default; if not, all messages are
+        MPI's.
 
     Notes
     -----
@@ -92,12 +95,22 @@ class Communicator(PointToPoint):
     _again: Callable[..., tuple[Any, ...]] = staticmethod(_nothing_again)
 
     def __new__(
-        cls, comm: MPI.Intracomm | None = None, *, debug: bool | None = None, cuda_aware: bool | None = None
+        cls,
+        comm: MPI.Intracomm | None = None,
+        *,
+        debug: bool | None = None,
+        cuda_aware: bool | None = None,
+        shared: bool = True,
     ) -> Self:
         return super().__new__(cls, comm)
 
     def __init__(
-        self, comm: MPI.Intracomm | None = None, *, debug: bool | None = None, cuda_aware: bool | None = None
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        debug: bool | None = None,
+        cuda_aware: bool | None = None,
+        shared: bool = True,
     ) -> None:
         if comm is None or not isinstance(comm, MPI.Intracomm):
             raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
@@ -106,8 +119,8 @@ class Communicator(PointToPoint):
         if debug is None:
             debug = os.environ.get("CHORUS_DEBUG", "0") not in ("", "0")
         plain = MPI.Intracomm(comm)
-        self._plans = Plans(plain.Dup(), cuda_aware)
-        self._cuda_aware = cuda_aware
+        self._plans = Plans(plain.Dup(), cuda_aware, shared)
+        self._cuda_aware, self._shared = cuda_aware, shared
         self._checker = Checker(plain) if debug else None
         if self._checker is None:
             self._again = self._plans.again
@@ -969,7 +982,8 @@ class Communicator(PointToPoint):
         """A new communicator as one of ours, with the same settings; MPI.COMM_NULL as it is."""
         if comm == MPI.COMM_NULL:
             return comm
-        return type(self)(comm, debug=self._checker is not None, cuda_aware=self._cuda_aware)
+        debug = self._checker is not None
+        return type(self)(comm, debug=debug, cuda_aware=self._cuda_aware, shared=self._shared)
 
     def Clone(self) -> Any:
         """As mpi4py's; gives a `Communicator`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
 from collectives.execute import Program
+from collectives.transport.wire import pause
 
 under_way: list[Request] = []
 """Every operation of this process that was begun and is not over."""
@@ -32,7 +32,7 @@ def until(done: Callable[[], bool]) -> None:
         progress()
         if done():
             return
-        os.sched_yield()
+        pause()
 
 
 class Request:
@@ -189,7 +189,7 @@ def wait_all(requests: Iterable[Request | MPI.Request]) -> None:
     """
     pending = list(requests)
     while not test_all(pending):
-        os.sched_yield()
+        pause()
 
 
 def test_all(requests: Sequence[Request | MPI.Request]) -> bool:

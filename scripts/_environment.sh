@@ -5,6 +5,8 @@
 export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Open MPI: root is welcome, and so are more ranks than cores (4.x reads the OMPI_MCA name, 5.x the PRTE_MCA one).
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+# Without ucx among the one-sided components, which says an error that is none whenever a window is made.
+export OMPI_MCA_osc="${OMPI_MCA_osc-^ucx}"
 export OMPI_MCA_rmaps_base_oversubscribe="${OMPI_MCA_rmaps_base_oversubscribe-1}"
 export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}"
 

@@ -15,12 +15,18 @@ def world():
     return MPI.COMM_WORLD
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--apart", action="store_true", help="test communicators whose ranks share no memory: MPI carries all messages"
+    )
+
+
 @pytest.fixture(scope="session")
-def comm(world):
+def comm(world, request):
     """The same ranks as a `collectives.Communicator`: what is tested."""
     from collectives import Communicator
 
-    return Communicator(world)
+    return Communicator(world, shared=not request.config.getoption("--apart"))
 
 
 @pytest.fixture

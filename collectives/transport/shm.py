@@ -32,7 +32,7 @@ from mpi4py import MPI
 
 from collectives.buffers import view
 from collectives.transport.mpi import Persistent
-from collectives.transport.wire import Piece, Wait
+from collectives.transport.wire import Piece, Wait, pause
 
 LINE = 64
 SLOTS = 4
@@ -62,6 +62,15 @@ CHANNELS = 32
 
 BUDGET = 1 << 24
 """Bytes of mailboxes that a rank may own."""
+
+
+SPINS = 4000
+"""How often a flag is looked at before others may run, where every rank has a core of its own."""
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Iov(ctypes.Structure):
@@ -94,7 +103,7 @@ class Node:
         neighbours = self.comm.allgather((comm.Get_rank(), os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.pids = [pid for _, pid in neighbours]
-        self.spins = 4000 if len(os.sched_getaffinity(0)) >= self.size else 30
+        self.spins = SPINS if _cores() >= self.size else 30
         self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
         self.cells += [min(1 << 10, self.cells[0])] * (CHANNELS - 1)
         self.box = LINE * (SLOTS + 1)
@@ -185,7 +194,7 @@ class Edge:
         while theirs[at] < wanted:
             spins -= 1
             if spins < 0:
-                os.sched_yield()
+                pause()
 
     def take(self, number: int) -> None:
         """A message was taken: tell the peer how far all are."""
@@ -204,7 +213,7 @@ class Edge:
         while acked < number:
             spins -= 1
             if spins < 0:
-                os.sched_yield()
+                pause()
             acked = theirs[at]
         self.acked = acked
 
@@ -695,7 +704,7 @@ def _streaming(late: Sequence[Any], arriving: Sequence[Any], told: Sequence[Any]
         while not test():
             spins -= 1
             if spins < 0:
-                os.sched_yield()
+                pause()
 
     return Wait(wait, test)
 
@@ -761,6 +770,6 @@ def _together(waits: Sequence[Wait]) -> Wait:
 
     def wait() -> None:
         while not test():
-            os.sched_yield()
+            pause()
 
     return Wait(wait, test)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
+
+pause: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
+"""Lets another process run: what everyone does who has asked in vain for a while."""
 
 
 class Piece(NamedTuple):
