@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -32,7 +33,11 @@ def _close_all() -> None:
     """At exit give back what is still held, so that MPI ends without leaks."""
     if not MPI.Is_finalized():
         for comm in list(_open.values()):
-            comm._close()
+            try:
+                comm._close()
+            except InvalidArgument:  # tell, and give back the rest: the other ranks are at it too
+                sys.excepthook(*sys.exc_info())
+                comm._close(whatever=True)
 
 
 atexit.register(_close_all)
@@ -1053,10 +1058,10 @@ class Communicator(PointToPoint):
         self._close()
         super().Disconnect()
 
-    def _close(self) -> None:
+    def _close(self, whatever: bool = False) -> None:
         if self._plans is None:
             return
-        if self._plans.under_way:
+        if self._plans.under_way and not whatever:
             raise InvalidArgument(MPI.ERR_PENDING, f"{self._plans.under_way} collectives are still under way")
         self._plans.free()
         self._plans = None

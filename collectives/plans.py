@@ -513,13 +513,14 @@ class Plans:
         return request
 
     def free(self) -> None:
-        """Give everything back: programs, requests, and the private communicator. Collective."""
+        """Give everything back: programs, idle requests, shared memory, and the private communicator. Collective."""
         for kept in self._bound.values():
             _program(kept).free()
         for program in [program for programs in self._idle.values() for program in programs]:
             program.free()
         for request in tuple(self._lent):
-            request.Free()
+            if not request.active:
+                request.Free()
         self._bound.clear()
         self._again.clear()
         self._idle.clear()

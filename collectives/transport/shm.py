@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -124,6 +124,7 @@ class Node:
         if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
             self.fence = self.window.Sync
         self.window.Lock_all(MPI.MODE_NOCHECK)
+        self.backlog: set[Edge] = set()
         self.read = _reader()
         self._probe()
 
@@ -140,6 +141,11 @@ class Node:
             able = bool(got == 8 and found[0] == peer + 1)
         if not self.comm.allreduce(able, MPI.LAND):  # also a barrier: all flags are clean, `mine` was read
             self.read = None
+
+    def flush(self) -> None:
+        """Let leave what has queued for room, to whomever."""
+        for edge in tuple(self.backlog):
+            edge.flush()
 
     def reaches(self, rank: int) -> bool:
         """Whether the rank is on this node."""
@@ -159,8 +165,21 @@ class Edge:
     """Both directions between this rank and a neighbour on one channel: where their words lie, and how far they are."""
 
     __slots__ = (
-        *("acked", "ahead", "cell", "cells_in", "cells_out", "got", "inbox", "mine", "my_ack", "node", "outbox", "pid"),
-        *("sent", "spins", "taken", "their_ack", "theirs"),
+        *(
+            "acked",
+            "awaited",
+            "cell",
+            "cells_in",
+            "cells_out",
+            "got",
+            "inbox",
+            "mine",
+            "my_ack",
+            "node",
+            "outbox",
+            "pid",
+        ),
+        *("queue", "sent", "spins", "their_ack", "theirs"),
     )
 
     def __init__(self, node: Node, channel: int, peer: int) -> None:
@@ -174,8 +193,9 @@ class Edge:
         self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cell, self.pid, self.spins = cell, node.pids[peer], node.spins
         self.sent = self.acked = 0  # messages to the peer: begun, and known to be taken
-        self.got = self.taken = 0  # messages from the peer: awaited, and taken without a gap
-        self.ahead: set[int] = set()  # taken before others that are still awaited
+        self.got = 0  # messages from the peer that are awaited or were taken
+        self.awaited: deque[_Arriving] = deque()  # those that were not, in the order in which they come
+        self.queue: deque[_Copied | _Told] = deque()  # started, but there was no room yet
 
     def has_room(self) -> bool:
         """Whether the slot and the cell of the next message are free."""
@@ -184,33 +204,52 @@ class Edge:
         self.acked = self.theirs[self.their_ack]
         return self.sent - self.acked < CELLS
 
+    def enter(self, message: _Copied | _Told) -> None:
+        """A message leaves if there is room and none before it waits for some; otherwise it queues."""
+        if self.queue or not self.has_room():
+            self.queue.append(message)
+            self.node.backlog.add(self)
+        else:
+            message.leave()
+
+    def flush(self) -> None:
+        """Let leave what has queued."""
+        queue = self.queue
+        while queue and self.has_room():
+            queue.popleft().leave()
+        if not queue:
+            self.node.backlog.discard(self)
+
+    def left(self, message: _Copied | _Told) -> None:
+        """Wait until a message that has queued is gone."""
+        spins = self.spins
+        while message in self.queue:
+            self.node.flush()
+            spins -= 1
+            if spins < 0:
+                pause()
+
     def room(self, number: int) -> None:
         """Wait until the slot and the cell that this message takes are free again."""
         self.acknowledged(number - CELLS)
 
     def arrived(self, at: int, wanted: int) -> None:
-        """Wait until the flag is set."""
-        theirs, spins = self.theirs, self.spins
+        """Wait until the flag is set, while others' room is filled with what has queued for it."""
+        theirs, spins, backlog = self.theirs, self.spins, self.node.backlog
         while theirs[at] < wanted:
+            if backlog:
+                self.node.flush()
             spins -= 1
             if spins < 0:
                 pause()
 
-    def take(self, number: int) -> None:
-        """A message was taken: tell the peer how far all are."""
-        if number != self.taken + 1:
-            self.ahead.add(number)
-            return
-        while number + 1 in self.ahead:
-            number += 1
-            self.ahead.remove(number)
-        self.taken = self.mine[self.my_ack] = number
-
     def acknowledged(self, number: int) -> None:
         """Wait until the peer has taken the message."""
-        theirs, at, spins = self.theirs, self.their_ack, self.spins
+        theirs, at, spins, backlog = self.theirs, self.their_ack, self.spins, self.node.backlog
         acked = theirs[at]
         while acked < number:
+            if backlog:
+                self.node.flush()
             spins -= 1
             if spins < 0:
                 pause()
@@ -229,7 +268,7 @@ class Edge:
 class _Copied:
     """A message that is copied into its slot; it has left when it has started."""
 
-    __slots__ = ("_copies", "_fence", "_pieces", "edge", "flags", "late")
+    __slots__ = ("_copies", "_fence", "_number", "_pieces", "edge", "flags", "late")
 
     def __init__(self, edge: Edge, place: int, pieces: Sequence[Piece]) -> None:
         nbytes = sum(piece.nbytes for piece in pieces)
@@ -237,6 +276,7 @@ class _Copied:
         self.edge, self._fence = edge, edge.node.fence
         self.flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         self.late = False
+        self._number = 0
         self._pieces = list(pieces)
         self._copies = []
         for slot in range(SLOTS):
@@ -247,16 +287,28 @@ class _Copied:
             self._copies.append(copies)
 
     def start(self) -> None:
+        self._number = -1
+        self.edge.enter(self)
+
+    def leave(self) -> None:
+        """Fill the next slot, which is free."""
         edge = self.edge
-        number = edge.sent = edge.sent + 1
-        if number - edge.acked > CELLS:
-            edge.room(number)
+        number = self._number = edge.sent = edge.sent + 1
         slot = number & MASK
         for target, source in self._copies[slot]:
             target[...] = source
         if self._fence is not None:
             self._fence()
         edge.mine[self.flags[slot]] = number * KIND
+
+    def wait(self) -> None:
+        if self._number < 0:
+            self.edge.left(self)
+
+    def test(self) -> bool:
+        if self._number < 0:
+            self.edge.flush()
+        return self._number >= 0
 
     def outgoing(self, source: np.ndarray, like: np.ndarray) -> list[np.ndarray] | None:
         """What the message fills in each slot, as arrays like the given one; None if it is not all of `source`."""
@@ -289,10 +341,13 @@ class _Told:
         self._pieces = list(pieces)
 
     def start(self) -> None:
+        self._number = -1
+        self.edge.enter(self)
+
+    def leave(self) -> None:
+        """Fill the next slot, which is free."""
         edge = self.edge
         number = self._number = edge.sent = edge.sent + 1
-        if number - edge.acked > CELLS:
-            edge.room(number)
         for target, source in self._pack:
             target[...] = source
         words, flag = edge.mine, self._flags[number & MASK]
@@ -306,36 +361,61 @@ class _Told:
         words[flag] = number * KIND + len(self._pieces)
 
     def wait(self) -> None:
+        if self._number < 0:
+            self.edge.left(self)
         self.edge.acknowledged(self._number)
 
     def test(self) -> bool:
         edge = self.edge
-        if edge.theirs[edge.their_ack] < self._number:
+        if self._number < 0:
+            edge.flush()
+        if self._number < 0 or edge.theirs[edge.their_ack] < self._number:
             return False
-        self.wait()
+        edge.acknowledged(self._number)
         return True
 
 
 class _Arriving:
     """A message to come. `takes[slot]` are the calls that take its data out of a slot; `fetch` takes it by address."""
 
-    __slots__ = ("_fence", "_fetch", "_number", "_takes", "edge", "flags")
+    __slots__ = ("_fence", "_fetch", "_number", "_takes", "combines", "edge", "flags")
 
     def __init__(
-        self, edge: Edge, takes: Sequence[Sequence[Callable[[], object]]], fetch: Callable[[list[Piece]], None]
+        self,
+        edge: Edge,
+        takes: Sequence[Sequence[Callable[[], object]]],
+        fetch: Callable[[list[Piece]], None],
+        combines: bool = False,
     ) -> None:
         self.edge, self._takes, self._fetch, self._fence = edge, takes, fetch, edge.node.fence
+        self.combines = combines
         self._number = 0
         self.flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
 
     def start(self) -> None:
         edge = self.edge
         self._number = edge.got = edge.got + 1
+        edge.awaited.append(self)
 
     def wait(self) -> None:
+        awaited = self.edge.awaited
+        while self._number:  # those before it come before it
+            awaited[0].take()
+
+    def test(self) -> bool:
+        awaited = self.edge.awaited
+        while self._number and awaited[0].is_there():
+            awaited[0].take()
+        return not self._number
+
+    def is_there(self) -> bool:
+        """Whether the message can be taken at once."""
+        number = self._number
+        return self.edge.theirs[self.flags[number & MASK]] >= number * KIND
+
+    def take(self) -> None:
+        """Wait for the message, which is the next of its edge, and take it."""
         edge, number = self.edge, self._number
-        if not number:
-            return  # it is over
         slot = number & MASK
         words, at, wanted = edge.theirs, self.flags[slot], number * KIND
         if words[at] < wanted:
@@ -350,14 +430,8 @@ class _Arriving:
             told = range(at + 1, at + 1 + 2 * (flag - wanted), 2)
             self._fetch([Piece(words[i], words[i + 1]) for i in told])
         self._number = 0
-        edge.take(number)
-
-    def test(self) -> bool:
-        number = self._number
-        if number and self.edge.theirs[self.flags[number & MASK]] < number * KIND:
-            return False
-        self.wait()
-        return True
+        edge.awaited.popleft()
+        edge.mine[edge.my_ack] = number
 
     def incoming(
         self, source: np.ndarray, target: np.ndarray, like: np.ndarray
@@ -488,7 +562,7 @@ class _Ends:
         mine, theirs, my_ack = edge.mine, edge.theirs, edge.my_ack
 
         def end(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-            number = edge.got = edge.taken = edge.got + 1
+            number = edge.got = edge.got + 1
             slot = number & MASK
             at, wanted = flags[slot], number * KIND
             if theirs[at] < wanted:
@@ -584,8 +658,9 @@ class Shared:
                     incoming = memory[start : start + mine.nbytes].view(dtype)
                     calls.append(bind(incoming, mine, out))
                     start += mine.nbytes
-            return _Arriving(edge, takes, self._unexpected)
-        return _Arriving(edge, takes, partial(self._read_and_combine, edge.pid, self._steps(rows, dtype, bind)))
+            return _Arriving(edge, takes, self._unexpected, combines=True)
+        fetch = partial(self._read_and_combine, edge.pid, self._steps(rows, dtype, bind))
+        return _Arriving(edge, takes, fetch, combines=True)
 
     def _steps(
         self, rows: Sequence[tuple[Any, Any]], dtype: Any, bind: Callable[[Any, Any, Any], Callable[[], object]]
@@ -651,12 +726,16 @@ class Shared:
         return [message.start for message in messages if isinstance(message, _Arriving) or not message.late]
 
     def waiting(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        arriving: list[_Arriving | _Told] = [message for message in messages if isinstance(message, _Arriving)]
-        told: list[_Arriving | _Told] = [message for message in messages if isinstance(message, _Told)]
-        late = [message for message in messages if not isinstance(message, _Arriving) and message.late]
+        arriving = [message for message in messages if isinstance(message, _Arriving)]
+        leaving = [message for message in messages if not isinstance(message, _Arriving)]
+        late = [message for message in leaving if message.late]
         if late:
-            return [_streaming(late, arriving, told)]
-        return [Wait(message.wait, message.test) for message in (*arriving, *told)]
+            return [_streaming(late, arriving, leaving)]
+        copied: list[Any] = [message for message in leaving if isinstance(message, _Copied)]
+        told = [message for message in leaving if isinstance(message, _Told)]
+        if any(message.combines for message in arriving):  # into memory that must have left before
+            return [Wait(message.wait, message.test) for message in (*copied, *arriving, *told)]
+        return [Wait(message.wait, message.test) for message in (*arriving, *copied, *told)]
 
     def swap(self, messages: Sequence[Any]) -> Swap | None:
         """All of the messages as one swap, if they are no more than that."""
@@ -670,7 +749,7 @@ class Shared:
         """The mailboxes are the node's."""
 
 
-def _streaming(late: Sequence[Any], arriving: Sequence[Any], told: Sequence[Any]) -> Wait:
+def _streaming(late: Sequence[Any], arriving: Sequence[Any], leaving: Sequence[Any]) -> Wait:
     """One wait for a stream of parts: whatever finds room starts, and whatever has come is taken, peer by peer."""
     state: list[list[Any]] = []
 
@@ -686,15 +765,16 @@ def _streaming(late: Sequence[Any], arriving: Sequence[Any], told: Sequence[Any]
         moved = True
         while moved:
             moved = False
+            late[0].edge.node.flush()
             for queue in state[0]:
-                if queue and queue[-1].edge.has_room():
+                if queue and not queue[-1].edge.queue and queue[-1].edge.has_room():
                     queue.pop().start()
                     moved = True
             for queue in state[1]:
                 if queue and queue[-1].test():
                     queue.pop()
                     moved = True
-        if any(map(any, state)) or not all([message.test() for message in told]):
+        if any(map(any, state)) or not all([message.test() for message in leaving]):
             return False
         state.clear()
         return True

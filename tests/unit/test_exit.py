@@ -44,7 +44,7 @@ def noting(function, what):
 
 mpi.Persistent._bound = noting(mpi.Persistent._bound, lambda arguments, result: result)
 plans.Plans.__init__ = noting(plans.Plans.__init__, lambda arguments, result: arguments[1])
-comm = Communicator(MPI.COMM_WORLD)
+comm = Communicator(MPI.COMM_WORLD, shared=SHARED)
 n = comm.Get_size()
 small, large, total = np.ones(4), np.ones(100_000), np.zeros(4)
 """
@@ -112,25 +112,28 @@ comm.Allreduce(np.ones(5, ml_dtypes.bfloat16), np.ones(5, ml_dtypes.bfloat16))
 }
 
 
-def run(source, ranks=2, **more):
+def run(source, ranks=2, shared=True, **more):
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "MPIR_CVAR_ENABLE_LEAK_CHECK": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_osc": "^ucx",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
+    program = START.replace("SHARED", str(shared)) + source
     return subprocess.run(
-        [MPIEXEC, "-n", str(ranks), sys.executable, "-X", "dev", "-W", "error", "-c", START + source],
+        [MPIEXEC, "-n", str(ranks), sys.executable, "-X", "dev", "-W", "error", "-c", program],
         env=environment | more, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, timeout=60, check=False,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_program_ends_in_silence(ending):
-    done = run(ENDINGS[ending])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
+def test_a_program_ends_in_silence(ending, shared):
+    done = run(ENDINGS[ending], shared=shared)
     assert done.returncode == 0, done.stdout
     assert done.stdout.strip() == ""
 
@@ -143,7 +146,8 @@ def test_what_is_left_under_way_is_told_and_the_program_ends():
 
 def test_the_last_look_sees_what_is_left():
     done = run(
-        "comm.Allreduce(large, large.copy())\natexit.unregister(Communicator.__init__.__globals__['_close_all'])\n"
+        "comm.Allreduce(large, large.copy())\natexit.unregister(Communicator.__init__.__globals__['_close_all'])\n",
+        shared=False,
     )
     assert done.stdout.count("left: <mpi4py.MPI.Prequest") >= 2
     assert done.stdout.count("left: <mpi4py.MPI.Intracomm") == 2
