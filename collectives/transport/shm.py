@@ -229,10 +229,6 @@ class Edge:
             if spins < 0:
                 pause()
 
-    def room(self, number: int) -> None:
-        """Wait until the slot and the cell that this message takes are free again."""
-        self.acknowledged(number - CELLS)
-
     def arrived(self, at: int, wanted: int) -> None:
         """Wait until the flag is set, while others' room is filled with what has queued for it."""
         theirs, spins, backlog = self.theirs, self.spins, self.node.backlog
@@ -541,12 +537,12 @@ class _Ends:
         if self._out is None:
             return None
         edge, flags, outgoing = self._out.edge, self._out.flags, self._outgoing
-        mine = edge.mine
+        mine, ahead = edge.mine, SLOTS if outgoing[0].nbytes <= INLINE else CELLS
 
         def begin(sendbuf: np.ndarray) -> None:
             number = edge.sent = edge.sent + 1
-            if number - edge.acked > CELLS:
-                edge.room(number)
+            if number - edge.acked > ahead:
+                edge.acknowledged(number - ahead)
             slot = number & MASK
             outgoing[slot][...] = sendbuf
             mine[flags[slot]] = number * KIND
