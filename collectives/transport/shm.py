@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -60,8 +61,8 @@ CHUNK = 1 << 18
 CHANNELS = 32
 """Streams with mailboxes of their own: the first for blocking calls, the others for persistent ones."""
 
-BUDGET = 1 << 24
-"""Bytes of mailboxes that a rank may own."""
+BUDGET = 1 << 22
+"""Bytes of cells that a rank may own; fewer where the node has little shared memory."""
 
 
 SPINS = 4000
@@ -71,6 +72,14 @@ SPINS = 4000
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _shared_memory() -> int:
+    """Bytes of shared memory that are left on the node; containers are often given little."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 4 * BUDGET  # not a system where that can be told
 
 
 class _Iov(ctypes.Structure):
@@ -104,7 +113,8 @@ class Node:
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.pids = [pid for _, pid in neighbours]
         self.spins = SPINS if _cores() >= self.size else 30
-        self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
+        budget = self.comm.allreduce(min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
+        self.cells = [min(CELL, max(256, budget // (CELLS * self.size) // LINE * LINE))]
         self.cells += [min(1 << 10, self.cells[0])] * (CHANNELS - 1)
         self.box = LINE * (SLOTS + 1)
         offsets = [0]
