@@ -152,6 +152,11 @@ class Node:
         if not self.comm.allreduce(able, MPI.LAND):  # also a barrier: all flags are clean, `mine` was read
             self.read = None
 
+    def yielding(self) -> None:
+        """Let other processes run, and let MPI go on: others may hang on what this rank gave it to send."""
+        self.comm.Iprobe()
+        pause()
+
     def flush(self) -> None:
         """Let leave what has queued for room, to whomever."""
         for edge in tuple(self.backlog):
@@ -237,7 +242,7 @@ class Edge:
             self.node.flush()
             spins -= 1
             if spins < 0:
-                pause()
+                self.node.yielding()
 
     def arrived(self, at: int, wanted: int) -> None:
         """Wait until the flag is set, while others' room is filled with what has queued for it."""
@@ -247,7 +252,7 @@ class Edge:
                 self.node.flush()
             spins -= 1
             if spins < 0:
-                pause()
+                self.node.yielding()
 
     def acknowledged(self, number: int) -> None:
         """Wait until the peer has taken the message."""
@@ -258,7 +263,7 @@ class Edge:
                 self.node.flush()
             spins -= 1
             if spins < 0:
-                pause()
+                self.node.yielding()
             acked = theirs[at]
         self.acked = acked
 
@@ -786,11 +791,11 @@ def _streaming(late: Sequence[Any], arriving: Sequence[Any], leaving: Sequence[A
         return True
 
     def wait() -> None:
-        spins = (late[0].edge).spins
+        spins, node = late[0].edge.spins, late[0].edge.node
         while not test():
             spins -= 1
             if spins < 0:
-                pause()
+                node.yielding()
 
     return Wait(wait, test)
 
