@@ -330,7 +330,9 @@ class Communicator(PointToPoint):
         algorithm: str = "auto",
         segments: int | None = None,
     ) -> None:
-        """Combine everyone's vectors, element by element, into everyone's `recvbuf`: the same bits on all ranks.
+        """Combine everyone's vectors, element by element, into everyone's `recvbuf`.
+
+        All ranks get the same bits, unless the algorithm that is asked for says otherwise (``"census"``).
 
         Parameters
         ----------

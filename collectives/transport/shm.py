@@ -7,10 +7,11 @@ flag says which it was:
 
 - a short message lies beside the flag, in the same cache line;
 - a middle one in the slot's cell: the sender copies in, the receiver copies or combines straight out;
-- of a long one only the address: the receiver reads the sender's memory itself, in place where the two share it, by the
-  kernel's `process_vm_readv` where not, and the sender may change it when the acknowledgement has come.
+- of a long one only the address: the receiver reads the sender's memory itself, by the kernel's `process_vm_readv`, and
+  the sender may change it when the acknowledgement has come.
 
-Nobody ever waits with work left to do for others, so waiting for one message after another cannot deadlock.
+A message that finds no free slot queues. Whoever waits lets its queued messages leave, takes what comes in the order in
+which it comes, and lets MPI go on, so that no rank waits with work left that others need.
 
 Flags are 8-byte words that Python stores and loads whole. Processors of the x86 family keep stores in order and loads
 in order, so the flag needs no fence there; on others `MPI.Win.Sync` is called before a flag is set and after one is
