@@ -8,7 +8,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from operator import index
 from typing import Any, Self
 
@@ -237,6 +238,48 @@ class Communicator(PointToPoint):
         ordered = MEANINGS[base].reduces and not is_commutative(op)
         chosen = select.choose(base, self._size, nbytes, ordered, private, self.nodes)
         return chosen.algorithm, chosen.segments
+
+    # -------------------------------------------------------------------------------- memory that neighbours see
+
+    def empty(self, shape: Any, dtype: Any = float) -> np.ndarray:
+        """An array that the ranks of the node read where it lies, instead of getting copies. Collective.
+
+        It is an ordinary NumPy array in memory that this rank shares with its neighbours; collectives on such arrays
+        move less data. Its memory is free again when the last array on it is gone (``del``). Where a system lets
+        ranks share no memory, it is memory like any other.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+            Ranks may ask for different shapes.
+        dtype : dtype, optional
+
+        Raises
+        ------
+        OutOfMemory
+            On all ranks, if one of them cannot have its share.
+        """
+        dtype = np.dtype(dtype)
+        shape = tuple(map(index, shape)) if isinstance(shape, Iterable) else (index(shape),)
+        if min(shape, default=0) < 0:
+            raise InvalidArgument(MPI.ERR_ARG, f"shape: expected no negative lengths, found {shape}")
+        nbytes = prod(shape) * dtype.itemsize
+        return self._living().heap.allocate(nbytes).view(dtype).reshape(shape)
+
+    def zeros(self, shape: Any, dtype: Any = float) -> np.ndarray:
+        """As `empty`, filled with zeros."""
+        return self.full(shape, 0, dtype)
+
+    def full(self, shape: Any, fill_value: Any, dtype: Any = None) -> np.ndarray:
+        """As `empty`, filled with a value, whose type is the array's unless another is given."""
+        array = self.empty(shape, np.asarray(fill_value).dtype if dtype is None else dtype)
+        array[...] = fill_value
+        return array
+
+    def like(self, array: Any) -> np.ndarray:
+        """As `empty`, with the shape, the type and the values of an array."""
+        array = np.asarray(array)
+        return self.full(array.shape, array, array.dtype)
 
     # -------------------------------------------------------------------------------- Barrier
 

@@ -14,7 +14,7 @@ root: expected 0 <= root < 4, found 7 True
 
 from mpi4py import MPI
 
-__all__ = ["Invalid", "InvalidArgument", "InvalidBuffer", "InvalidType", "UnknownDatatype"]
+__all__ = ["Invalid", "InvalidArgument", "InvalidBuffer", "InvalidType", "OutOfMemory", "UnknownDatatype"]
 
 
 class Invalid(MPI.Exception):
@@ -55,3 +55,7 @@ class UnknownDatatype(InvalidType, KeyError):
     """An element type that has no meaning here: an unknown typecode, an object or structured dtype."""
 
     __str__ = Invalid.__str__  # KeyError would quote it
+
+
+class OutOfMemory(Invalid, MemoryError):
+    """Memory that cannot be had; nothing was taken on any rank."""

@@ -266,6 +266,27 @@ class _Action(NamedTuple):
     place: int = 0
 
 
+class _Shape(NamedTuple):
+    """How a round combines what arrives.
+
+    Attributes
+    ----------
+    straight : bool
+        From where the senders put it, as it is awaited; otherwise it lands first.
+    slots : list of int
+        How many parts of each message have a landing place of their own.
+    landing : int
+        Elements of room for all these.
+    changing : list of Place
+        Where the results go.
+    """
+
+    straight: bool
+    slots: list[int]
+    landing: int
+    changing: list[Place]
+
+
 class _Binder:
     """Emits the calls of one program, with the places of all chunks as they move."""
 
@@ -284,7 +305,12 @@ class _Binder:
         for chunk in sorted(self.written.difference(task.target)):
             self.scratch[chunk] = Place(SCRATCH, room, room + self._length(chunk))
             room += self._length(chunk)
-        landing = max((self._landing_room(steps) for steps in task.schedule), default=0)
+        self.shapes: list[_Shape] = []
+        for steps in task.schedule:
+            self.shapes.append(self._shape(steps))
+            self._written_by(steps)
+        self.home = dict(task.source)
+        landing = max((shape.landing for shape in self.shapes), default=0)
         dtype = memories[0].array.dtype
         self.memories = [*memories, *(Memory.allocate(count, dtype, lane or np) for count in (room, landing))]
         self.nbytes = (room + landing) * task.itemsize
@@ -320,24 +346,31 @@ class _Binder:
         part = max(1, limit // self.task.itemsize) if limit else elements
         return even(elements, -(-elements // part))
 
-    def _landing_room(self, steps: Sequence[Step]) -> int:
-        arrivals = [self._cuts(step) for step in steps if isinstance(step, RecvReduce)]
-        return sum(slots * max(cuts, default=0) for slots, cuts in zip(self._slots(steps), arrivals, strict=True))
+    def _written_by(self, steps: Sequence[Step]) -> None:
+        """Where chunks lie after the round."""
+        for step in steps:
+            if not isinstance(step, Send):
+                chunks = step.chunks if isinstance(step, (Recv, RecvReduce)) else step.target
+                self.home.update(zip(numbers(chunks), self._goals(chunks), strict=True))
 
-    def _slots(self, steps: Sequence[Step]) -> list[int]:
-        """How many parts of each message that is combined have a landing place of their own.
+    def _shape(self, steps: Sequence[Step]) -> _Shape:
+        """How the round combines what arrives, with chunks where they lie before it.
 
-        Those of the first message take turns, unless its sender sends another, which would overtake the last of them.
-        Those of further peers may not wait for the first: what it sends may hang on theirs.
+        Of a message that is not combined straight, the parts take turns in a few landing places if it is the first,
+        unless its sender sends another, which would overtake the last of them. Those of further peers may not wait
+        for the first: what it sends may hang on theirs.
         """
         arrivals = [step for step in steps if isinstance(step, RecvReduce)]
-        if self._straight(steps):
-            return [0] * len(arrivals)
-        slots = [len(self._cuts(step)) for step in arrivals]
+        changing = joined(goal for step in arrivals for goal in self._goals(step.chunks))
+        if self._straight(steps, arrivals, changing):
+            return _Shape(True, [0] * len(arrivals), 0, changing)
+        cuts = [self._cuts(step) for step in arrivals]
+        slots = [len(parts) for parts in cuts]
         senders = [step.peer for step in steps if isinstance(step, (Recv, RecvReduce))]
         if slots and senders.count(arrivals[0].peer) == 1 and self._takes_turns(arrivals[0]):
             slots[0] = min(slots[0], SLOTS)
-        return slots
+        room = sum(count * max(parts, default=0) for count, parts in zip(slots, cuts, strict=True))
+        return _Shape(False, slots, room, changing)
 
     def _takes_turns(self, step: Step) -> bool:
         """Whether parts of a message are combined one by one while others are on their way over a network."""
@@ -345,12 +378,11 @@ class _Binder:
             return False
         return self.wire.grain(step.peer, self._bytes(step.chunks)) is None
 
-    def _straight(self, steps: Sequence[Step]) -> bool:
+    def _straight(self, steps: Sequence[Step], arrivals: Sequence[RecvReduce], changing: list[Place]) -> bool:
         """Whether what a round combines is combined straight from where its senders put it, as it is awaited.
 
         Not if another step must take effect first, and not if what changes may still be on its way out.
         """
-        arrivals = [step for step in steps if isinstance(step, RecvReduce)]
         first = next((index for index, step in enumerate(steps) if isinstance(step, (Reduce, Copy))), len(steps))
         if self.lane is not None or any(isinstance(step, RecvReduce) for step in steps[first:]):
             return False
@@ -359,12 +391,11 @@ class _Binder:
             return False
         if len(arrivals) > 1 and any(len(self._cuts(step)) > 1 for step in arrivals):
             return False  # parts of several messages would have to take turns
-        changed = {chunk for step in arrivals for chunk in numbers(step.chunks)}
         sent: list[int] = []
         for step in steps:
             if isinstance(step, Send):
                 leaves = self.wire.leaves(step.peer, self._bytes(step.chunks), sent.count(step.peer))
-                if not leaves and not changed.isdisjoint(numbers(step.chunks)):
+                if not leaves and _overlap(self._homes(step.chunks), changing):
                     return False
                 sent.append(step.peer)
         return True
@@ -420,23 +451,23 @@ class _Binder:
         """All rounds. Chunks that stay as they were brought are copied home while the first messages fly."""
         kept = [c for c in sorted(self.task.target) if c in self.home and c not in self.written]
         copies = self._copying([self.home[c] for c in kept], [self.task.target[c] for c in kept])
-        for steps in self.task.schedule:
+        for steps, shape in zip(self.task.schedule, self.shapes, strict=True):
             if steps:
-                self._round(steps, copies)
+                self._round(steps, shape, copies)
                 copies = []
         for copy in copies:
             self.work(copy)
 
-    def _round(self, steps: Sequence[Step], meanwhile: Iterable[Callable[[], object]]) -> None:
+    def _round(self, steps: Sequence[Step], shape: _Shape, meanwhile: Iterable[Callable[[], object]]) -> None:
         """Receives and sends start at once; what must be combined is, part by part, as it comes."""
-        sends = [sent for step in steps if isinstance(step, Send) for sent in self._sent(step)]
+        sends = [sent for step in steps if isinstance(step, Send) for sent in self._sent(step, shape.changing)]
         receives = [
             (index, message)
             for index, step in enumerate(steps)
             if isinstance(step, Recv)
             for message in self._received(step)
         ]
-        actions = self._actions(steps)
+        actions = self._actions(steps, shape)
         arrivals = [(action.step, action.message) for action in actions if action.message is not None]
         come = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]  # as they are listed
         leave = [sent.message for sent in sends]
@@ -472,10 +503,11 @@ class _Binder:
         """Wait for those of the messages that are still pending."""
         self.wait([pending.pop(id(message)) for message in messages if id(message) in pending])
 
-    def _sent(self, step: Send) -> Iterator[_Sent]:
+    def _sent(self, step: Send, changing: list[Place]) -> Iterator[_Sent]:
         for rows in split(aligned(self._homes(step.chunks)), self._cuts(step)):
             places = [place for (place,) in rows]
-            yield _Sent(self.wire.send(step.peer, list(map(self._piece, places))), places)
+            stays = not _overlap(places, changing)
+            yield _Sent(self.wire.send(step.peer, list(map(self._piece, places)), stays), places)
 
     def _received(self, step: Recv) -> Iterator[Any]:
         goals = self._goals(step.chunks)
@@ -483,14 +515,14 @@ class _Binder:
         for rows in split(aligned(goals), self._cuts(step)):
             yield self.wire.receive(step.peer, [self._piece(place) for (place,) in rows])
 
-    def _actions(self, steps: Sequence[Step]) -> list[_Action]:
+    def _actions(self, steps: Sequence[Step], shape: _Shape) -> list[_Action]:
         """The local work of a round in the order in which it must take effect."""
         actions: list[_Action] = []
-        landing, room, straight = 0, iter(self._slots(steps)), self._straight(steps)
+        landing, room = 0, iter(shape.slots)
         for index, step in enumerate(steps):
             if isinstance(step, RecvReduce):
                 cuts, slots = self._cuts(step), next(room)
-                if straight:
+                if shape.straight:
                     actions.extend(_Action(index, part, [], []) for part in self._straightly(step, cuts))
                     continue
                 actions.extend(self._arrivals(index, step, cuts, slots, landing))

@@ -28,6 +28,7 @@ from collectives.select import Choice
 from collectives.semantics import MEANINGS
 from collectives.staging import Device, device_of, stage
 from collectives.transport.device import cuda_aware
+from collectives.transport.heap import Heap
 from collectives.transport.mpi import Immediate, Persistent
 from collectives.transport.shm import CHANNELS, Edge, Nearest, Node, Shared
 from collectives.transport.wire import Wait, Wire
@@ -348,7 +349,9 @@ class Plans:
         neighbours = _neighbours(comm, named)
         self.nodes = named if nodes is not None else numbered(comm.allgather(neighbours.bcast(comm.Get_rank())))
         self.aware = bool(comm.allreduce(cuda_aware() if aware is None else aware, MPI.LAND))
-        self.node = Node(neighbours, comm.Get_rank()) if shared and not self.aware else None
+        shares = shared and not self.aware
+        self.heap = Heap(comm, neighbours if shares else None)
+        self.node = Node(neighbours, comm.Get_rank(), self.heap) if shares else None
         if self.node is None:
             neighbours.Free()
         self._edges: dict[int, dict[int, Edge]] = defaultdict(dict)
@@ -556,6 +559,7 @@ class Plans:
         self._again.clear()
         self._idle.clear()
         self._lent.clear()
+        self.heap.free()
         if self.node is not None:
             self.node.free()
         self.comm.Free()

@@ -73,7 +73,7 @@ class Loopback(Apart):
         self._hub = hub
         self._rank = rank
 
-    def send(self, peer: int, pieces: Sequence[Piece]) -> _Message:
+    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> _Message:
         return _Message(self._rank, peer, pieces, sends=True)
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> _Message:

@@ -48,7 +48,7 @@ class Persistent(Apart):
         self._tag = tag
         self._requests: list[MPI.Prequest] = []
 
-    def send(self, peer: int, pieces: Sequence[Piece]) -> MPI.Prequest:
+    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> MPI.Prequest:
         return self._bound(self._messages.comm.Send_init(self._messages.specify(pieces), peer, self._tag))
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> MPI.Prequest:
@@ -96,7 +96,7 @@ class Immediate(Apart):
         self._messages = _Messages(comm)
         self.tag = 0
 
-    def send(self, peer: int, pieces: Sequence[Piece]) -> _Posted:
+    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> _Posted:
         return _Posted(partial(self._messages.comm.Isend, self._messages.specify(pieces), peer))
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> _Posted:

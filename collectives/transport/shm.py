@@ -7,8 +7,9 @@ flag says which it was:
 
 - a short message lies beside the flag, in the same cache line;
 - a middle one in the slot's cell: the sender copies in, the receiver copies or combines straight out;
-- of a long one only the address: the receiver reads the sender's memory itself, by the kernel's `process_vm_readv`, and
-  the sender may change it when the acknowledgement has come.
+- of a long one only the address, and also of a middle one that lies in memory which the receiver sees (`heap`): the
+  receiver takes it from there, or reads the sender's memory itself (`reader`), and the sender may change it when the
+  acknowledgement has come.
 
 A message that finds no free slot queues. Whoever waits lets its queued messages leave, takes what comes in the order in
 which it comes, and lets MPI go on, so that no rank waits with work left that others need.
@@ -20,20 +21,22 @@ seen.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers import view
+from collectives.transport.heap import Heap
 from collectives.transport.mpi import Persistent
+from collectives.transport.reader import Reader
 from collectives.transport.wire import Piece, Wait, pause
 
 LINE = 64
@@ -47,17 +50,23 @@ MASK = SLOTS - 1
 KIND = 8
 """Flags are the message's number times this, plus how many addresses the slot holds (0: the data itself)."""
 
+FEW_TOLD = 8
+"""Addresses of one message for which the calls are remembered: it mostly comes from the same one."""
+
 ADDRESSES = 3
 """Pieces of memory that fit in a slot as (address, bytes)."""
 
-CELL = 1 << 19
+CELL = 1 << 18
 """Bytes of a cell, where the budget allows: messages are cut to fit, so that one part is taken while the next comes."""
 
-STREAMED = 1 << 22
+STREAMED = 1 << 19
 """Bytes up to which messages go through cells; longer ones are read where they lie, if ranks may do that."""
 
+SEEN = 4096
+"""Bytes from which a message out of memory that the receiver sees is told by its address: it need not be copied."""
+
 CHUNK = 1 << 18
-"""Bytes of a long message that are read and combined at a time."""
+"""Bytes of a long message that are read and combined at a time, so that they are combined while in the cache."""
 
 CHANNELS = 32
 """Streams with mailboxes of their own: the first for blocking calls, the others for persistent ones."""
@@ -83,21 +92,6 @@ def _shared_memory() -> int:
         return 4 * BUDGET  # not a system where that can be told
 
 
-class _Iov(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-def _reader() -> Any:
-    """The C library's process_vm_readv, or None where there is none."""
-    try:
-        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_ssize_t
-    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
-    return function
-
-
 class Node:
     """The shared memory of the ranks of a communicator that are on one node. Making and `free` are collective.
 
@@ -107,18 +101,20 @@ class Node:
         The ranks of this node, for this node's use alone; `free` frees it.
     rank : int
         The number by which other ranks, of this node and others, know this one.
+    heap : Heap
+        The arrays of these ranks that all of them see.
     """
 
-    def __init__(self, comm: MPI.Intracomm, rank: int) -> None:
-        self.comm = comm
+    def __init__(self, comm: MPI.Intracomm, rank: int, heap: Heap) -> None:
+        self.comm, self.heap = comm, heap
         self.place, self.size = self.comm.Get_rank(), self.comm.Get_size()
         neighbours = self.comm.allgather((rank, os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
-        self.pids = [pid for _, pid in neighbours]
+        self.readers = [Reader(pid) for _, pid in neighbours]
         self.spins = SPINS if _cores() >= self.size else 30
         budget = self.comm.allreduce(min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
         self.cells = [min(CELL, max(256, budget // (CELLS * self.size) // LINE * LINE))]
-        self.cells += [min(1 << 10, self.cells[0])] * (CHANNELS - 1)
+        self.cells += [max(256, budget // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
         self.box = LINE * (SLOTS + 1)
         offsets = [0]
         for cell in self.cells:
@@ -138,22 +134,15 @@ class Node:
             self.fence = self.window.Sync
         self.window.Lock_all(MPI.MODE_NOCHECK)
         self.backlog: set[Edge] = set()
-        self.read = _reader()
-        self._probe()
+        self.reads = self._reads()
 
-    def _probe(self) -> None:
-        """Find out whether ranks may read each other's memory, all of them or none."""
-        mine = np.array([self.place + 1], np.int64)
+    def _reads(self) -> bool:
+        """Whether ranks may read each other's memory: all of them or none."""
+        mine, found = np.array([self.place + 1], np.int64), np.zeros(1, np.int64)
         addresses = self.comm.allgather(MPI.Get_address(mine))
         peer = (self.place + 1) % self.size
-        able = self.read is not None
-        if able and self.size > 1:
-            found = np.zeros(1, np.int64)
-            local, remote = _Iov(MPI.Get_address(found), 8), _Iov(addresses[peer], 8)
-            got = self.read(self.pids[peer], ctypes.addressof(local), 1, ctypes.addressof(remote), 1, 0)
-            able = bool(got == 8 and found[0] == peer + 1)
-        if not self.comm.allreduce(able, MPI.LAND):  # also a barrier: all flags are clean, `mine` was read
-            self.read = None
+        able = self.readers[peer].able(MPI.Get_address(found), addresses[peer], 8) and found[0] == peer + 1
+        return bool(self.comm.allreduce(bool(able), MPI.LAND))  # also a barrier: all flags are clean, `mine` was read
 
     def yielding(self) -> None:
         """Let other processes run, and let MPI go on: others may hang on what this rank gave it to send."""
@@ -195,7 +184,7 @@ class Edge:
             "my_ack",
             "node",
             "outbox",
-            "pid",
+            "place",
         ),
         *("queue", "sent", "spins", "their_ack", "theirs"),
     )
@@ -209,7 +198,7 @@ class Edge:
         self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
         self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
-        self.cell, self.pid, self.spins = cell, node.pids[peer], node.spins
+        self.cell, self.place, self.spins = cell, peer, node.spins
         self.sent = self.acked = 0  # messages to the peer: begun, and known to be taken
         self.got = 0  # messages from the peer that are awaited or were taken
         self.awaited: deque[_Arriving] = deque()  # those that were not, in the order in which they come
@@ -390,7 +379,8 @@ class _Told:
 
 
 class _Arriving:
-    """A message to come. `takes[slot]` are the calls that take its data out of a slot; `fetch` takes it by address."""
+    """A message to come. `takes[slot]` are the calls that take its data out of a slot; `fetch` gives those that take it
+    by what was told of it."""
 
     __slots__ = ("_fence", "_fetch", "_number", "_takes", "combines", "edge", "flags")
 
@@ -398,7 +388,7 @@ class _Arriving:
         self,
         edge: Edge,
         takes: Sequence[Sequence[Callable[[], object]]],
-        fetch: Callable[[list[Piece]], None],
+        fetch: Callable[[tuple[int, ...]], Sequence[Callable[[], object]]],
         combines: bool = False,
     ) -> None:
         self.edge, self._takes, self._fetch, self._fence = edge, takes, fetch, edge.node.fence
@@ -441,8 +431,8 @@ class _Arriving:
             for take in self._takes[slot]:
                 take()
         else:
-            told = range(at + 1, at + 1 + 2 * (flag - wanted), 2)
-            self._fetch([Piece(words[i], words[i + 1]) for i in told])
+            for take in self._fetch(tuple(words[at + 1 : at + 1 + 2 * (flag - wanted)])):
+                take()
         self._number = 0
         edge.awaited.popleft()
         edge.mine[edge.my_ack] = number
@@ -611,16 +601,73 @@ def _words(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return target, source
 
 
-def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """The part of a message from byte `start` to `stop`."""
-    parts = []
-    for address, nbytes in pieces:
-        low, high = max(start, 0), min(stop, nbytes)
-        if low < high:
-            parts.append(Piece(address + low, high - low))
-        start -= nbytes
-        stop -= nbytes
-    return parts
+class _Combination(NamedTuple):
+    """What to do with elements that arrive: pairs of (mine, out) one after another, and how a run of them is bound."""
+
+    rows: Sequence[tuple[Any, Any]]
+    bind: Callable[[Any, Any, Any], Callable[[], object]]
+
+
+class _Fetch:
+    """The calls that take a message of which the address was told: `fetch(told)`, remembered for the next time.
+
+    What lies in memory that this rank sees is taken straight from there; all else is read from its owner, in parts
+    that are combined while they are in the cache. They are read to where the result goes, unless a term lies there.
+    """
+
+    def __init__(self, edge: Edge, targets: Sequence[np.ndarray], combination: _Combination | None) -> None:
+        self._edge, self._targets, self._combination = edge, targets, combination
+        self._known: dict[tuple[int, ...], list[Callable[[], object]]] = {}
+
+    def __call__(self, told: tuple[int, ...]) -> Sequence[Callable[[], object]]:
+        """What takes the message told as (address, bytes, address, bytes ...)."""
+        calls = self._known.get(told)
+        if calls is None:
+            if len(self._known) >= FEW_TOLD:
+                self._known.clear()
+            calls = self._known[told] = [call for run in self._runs(told) for call in self._taking(*run)]
+        return calls
+
+    def _runs(self, told: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+        """What is a run of memory at both ends: (address, number of the target, its first byte and the one after)."""
+        pieces = [Piece(*told[i : i + 2]) for i in range(0, len(told), 2)]
+        targets = [Piece(0, target.nbytes) for target in self._targets]
+        ends = sorted({*accumulate(piece.nbytes for piece in pieces), *accumulate(t.nbytes for t in targets)})
+        piece = target = low = used = filled = 0
+        for high in ends:
+            length = high - low
+            if length:
+                while used == pieces[piece].nbytes:
+                    piece, used = piece + 1, 0
+                while filled == targets[target].nbytes:
+                    target, filled = target + 1, 0
+                yield pieces[piece].address + used, target, filled, filled + length
+                used, filled, low = used + length, filled + length, high
+
+    def _taking(self, address: int, target: int, start: int, stop: int) -> Iterator[Callable[[], object]]:
+        edge, node = self._edge, self._edge.node
+        seen = node.heap.seen(edge.place, address, stop - start)
+        read = node.readers[edge.place].read
+        if self._combination is None:
+            into = self._targets[target].view(np.uint8)[start:stop]
+            if seen is not None:
+                yield partial(np.copyto, *_words(into, seen))
+            else:
+                yield partial(read, MPI.Get_address(into), address, stop - start)
+            return
+        (mine, out), bind = self._combination.rows[target], self._combination.bind
+        size = out.dtype.itemsize
+        mine, out = mine[start // size : stop // size], out[start // size : stop // size]
+        if seen is not None:
+            yield bind(seen.view(out.dtype), mine, out)
+            return
+        step = max(1, CHUNK // size)
+        landing = np.empty(min(step, len(out)), out.dtype) if np.may_share_memory(mine, out) else None
+        for first in range(0, len(out), step):
+            part = out[first : first + step]
+            incoming = part if landing is None else landing[: len(part)]
+            yield partial(read, MPI.Get_address(incoming), address + first * size, part.nbytes)
+            yield bind(incoming, mine[first : first + step], part)
 
 
 class Shared:
@@ -628,7 +675,6 @@ class Shared:
 
     def __init__(self, node: Node, channel: int, edges: dict[int, Edge]) -> None:
         self._node, self._channel, self._edges = node, channel, edges
-        self._landing: np.ndarray | None = None
 
     def _edge(self, peer: int) -> Edge:
         edge = self._edges.get(peer)
@@ -636,95 +682,52 @@ class Shared:
             edge = self._edges[peer] = Edge(self._node, self._channel, self._node.places[peer])
         return edge
 
-    def send(self, peer: int, pieces: Sequence[Piece]) -> _Copied | _Told:
+    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> _Copied | _Told:
         edge = self._edge(peer)
-        if sum(piece.nbytes for piece in pieces) <= edge.cell:
-            return _Copied(edge, self._node.place, pieces)
-        return _Told(edge, pieces)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        if nbytes > edge.cell or (nbytes >= SEEN and stays and self._shown(pieces)):
+            return _Told(edge, pieces)
+        return _Copied(edge, self._node.place, pieces)
+
+    def _shown(self, pieces: Sequence[Piece]) -> bool:
+        """Whether the neighbours see all of the pieces where they lie."""
+        return len(pieces) <= ADDRESSES and all(self._node.heap.shows(*piece) for piece in pieces)
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> _Arriving:
-        edge, pieces = self._edge(peer), list(pieces)
-        nbytes = sum(piece.nbytes for piece in pieces)
-        memory = self._node.bytes[self._node.places[peer]]
-        takes: list[list[Callable[[], object]]] = [[] for _ in range(SLOTS)]
-        if nbytes <= edge.cell:
-            for slot, calls in enumerate(takes):
-                start = edge.slot_in(slot, nbytes)
-                for address, length in pieces:
-                    target, source = _words(view(address, length, _BYTE), memory[start : start + length])
-                    calls.append(partial(np.copyto, target, source))
-                    start += length
-        return _Arriving(edge, takes, partial(self._read, edge.pid, pieces))
+        edge = self._edge(peer)
+        targets = [view(*piece, _BYTE) for piece in pieces]
+        takes = self._takes(edge, targets, lambda index, source: partial(np.copyto, *_words(targets[index], source)))
+        return _Arriving(edge, takes, _Fetch(edge, targets, None))
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
     ) -> _Arriving:
         """A message whose elements are combined with `rows` of (mine, out) as they lie, or as they are read."""
-        edge = self._edge(peer)
-        dtype = rows[0][0].dtype
-        nbytes = sum(mine.nbytes for mine, _ in rows)
-        memory = self._node.bytes[self._node.places[peer]]
+        edge, dtype = self._edge(peer), rows[0][0].dtype
+        outs = [out for _, out in rows]
+        takes = self._takes(edge, outs, lambda index, source: bind(source.view(dtype), *rows[index]))
+        return _Arriving(edge, takes, _Fetch(edge, outs, _Combination(rows, bind)), combines=True)
+
+    def _takes(
+        self, edge: Edge, targets: Sequence[np.ndarray], take: Callable[[int, Any], Callable[[], object]]
+    ) -> list[list[Callable[[], object]]]:
+        """For every slot the calls ``take(number of the target, its data)``; none if it is longer."""
         takes: list[list[Callable[[], object]]] = [[] for _ in range(SLOTS)]
+        nbytes = sum(target.nbytes for target in targets)
         if nbytes <= edge.cell:
+            memory = self._node.bytes[edge.place]
             for slot, calls in enumerate(takes):
                 start = edge.slot_in(slot, nbytes)
-                for mine, out in rows:
-                    incoming = memory[start : start + mine.nbytes].view(dtype)
-                    calls.append(bind(incoming, mine, out))
-                    start += mine.nbytes
-            return _Arriving(edge, takes, self._unexpected, combines=True)
-        fetch = partial(self._read_and_combine, edge.pid, self._steps(rows, dtype, bind))
-        return _Arriving(edge, takes, fetch, combines=True)
-
-    def _steps(
-        self, rows: Sequence[tuple[Any, Any]], dtype: Any, bind: Callable[[Any, Any, Any], Callable[[], object]]
-    ) -> list[tuple[_Iov, int, Callable[[], object]]]:
-        """A long combination in steps: where to read to, how much, and the call that combines it."""
-        room = max(CHUNK, dtype.itemsize)
-        if self._landing is None:
-            self._landing = np.empty(room + LINE, np.uint8)
-        skew = -MPI.Get_address(self._landing) % LINE
-        landing = self._landing[skew : skew + room]
-        address, elements = MPI.Get_address(landing), room // dtype.itemsize
-        steps = []
-        for mine, out in rows:
-            for start in range(0, len(mine), elements):
-                part = mine[start : start + elements]
-                incoming = landing[: part.nbytes].view(dtype)
-                call = bind(incoming, part, out[start : start + elements])
-                steps.append((_Iov(address, part.nbytes), part.nbytes, call))
-        return steps
-
-    def _read_and_combine(
-        self, pid: int, steps: Sequence[tuple[_Iov, int, Callable[[], object]]], told: list[Piece]
-    ) -> None:
-        start = 0
-        for local, nbytes, combine in steps:
-            self._fetch(pid, [local], _cut(told, start, start + nbytes), nbytes)
-            combine()
-            start += nbytes
-
-    def _read(self, pid: int, pieces: Sequence[Piece], told: list[Piece]) -> None:
-        local = [_Iov(piece.address, piece.nbytes) for piece in pieces]
-        self._fetch(pid, local, told, sum(piece.nbytes for piece in told))
-
-    def _fetch(self, pid: int, local: Sequence[_Iov], told: Sequence[Piece], nbytes: int) -> None:
-        """Read the pieces of another rank's memory."""
-        into = (_Iov * len(local))(*local)
-        remote = (_Iov * len(told))(*(_Iov(piece.address, piece.nbytes) for piece in told))
-        got = self._node.read(pid, ctypes.addressof(into), len(into), ctypes.addressof(remote), len(remote), 0)
-        if got != nbytes:
-            error = ctypes.get_errno()
-            raise OSError(error, f"reading {nbytes} bytes of process {pid} gave {got}: {os.strerror(error)}")
-
-    def _unexpected(self, told: list[Piece]) -> None:
-        raise AssertionError("a short message came by address")
+                for index, target in enumerate(targets):
+                    calls.append(take(index, memory[start : start + target.nbytes]))
+                    start += target.nbytes
+        return takes
 
     def grain(self, peer: int, nbytes: int) -> int | None:
         if not self._node.reaches(peer):
             return None
         cell = self._node.cells[self._channel]
-        whole = nbytes <= cell or (nbytes > STREAMED and self._node.read is not None)
+        whole = nbytes <= cell or (nbytes > STREAMED and self._node.reads)
         return 0 if whole else cell
 
     def leaves(self, peer: int, nbytes: int, before: int) -> bool:
@@ -812,8 +815,8 @@ class Nearest:
     def _wire(self, peer: int) -> Shared | Persistent:
         return self._shared if self._shared.grain(peer, 0) is not None else self._far
 
-    def send(self, peer: int, pieces: Sequence[Piece]) -> Any:
-        return self._wire(peer).send(peer, pieces)
+    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> Any:
+        return self._wire(peer).send(peer, pieces, stays)
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> Any:
         return self._wire(peer).receive(peer, pieces)

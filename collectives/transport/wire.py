@@ -34,8 +34,8 @@ class Wire(Protocol):
     bound and give back the calls that run every time, so that nothing is looked up on the way.
     """
 
-    def send(self, peer: int, pieces: Sequence[Piece]) -> Any:
-        """A message to `peer` out of the pieces."""
+    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> Any:
+        """A message to `peer` out of the pieces; `stays` says whether they stay as they are until it has left."""
         ...
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> Any:

@@ -4,6 +4,7 @@ import pytest
 from mpi4py import MPI
 from wires import CONTRACT
 
+from collectives.transport.heap import Heap
 from collectives.transport.mpi import Immediate, Persistent
 from collectives.transport.shm import Nearest, Node, Shared
 
@@ -18,7 +19,8 @@ WIRES = {
 @pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
 def test_contract(world, kind, program):
     own = world.Dup()
-    node = Node(MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED)), own.Get_rank())
+    neighbours = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED))
+    node = Node(neighbours, own.Get_rank(), Heap(own, neighbours))
     wire = WIRES[kind](own, node)
     program(world.rank, world.size, wire)
     wire.free()

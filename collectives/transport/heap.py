@@ -1,0 +1,255 @@
+"""Memory that all ranks of a node see: arrays of one rank that its neighbours read where they lie.
+
+The memory of every rank comes in segments, each a file without a name (Linux's memfd) that the rank makes and its
+neighbours map. A file without a name is gone with the last process that maps it, however that ends. Where there is no
+such thing, or ranks may not map each other's, the heap gives ordinary memory: all works, with one more copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.errors import OutOfMemory
+
+LINE = 128
+"""Arrays begin at multiples of this many bytes: no two of them share a cache line, or a pair that is fetched as one."""
+
+PAGE = 1 << 21
+"""Segments are multiples of a huge page."""
+
+POPULATE = 23
+"""Linux's MADV_POPULATE_WRITE: get all pages now, or say that there are not enough."""
+
+
+class Segment(NamedTuple):
+    """A run of a rank's shared memory as this process sees it: where it begins in its owner's address space, and it."""
+
+    base: int
+    memory: np.ndarray
+
+    def view(self, address: int, nbytes: int) -> np.ndarray | None:
+        """The bytes that their owner has at this address; None if they are not all in here."""
+        start = address - self.base
+        return self.memory[start : start + nbytes] if 0 <= start <= self.memory.size - nbytes else None
+
+
+class _Gaps:
+    """What is free of a segment, as sorted runs (start, stop): first fit, and neighbours grow together again."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._runs = [(0, nbytes)]
+
+    def take(self, nbytes: int) -> int | None:
+        """The start of a run of so many bytes, now taken; None if there is none."""
+        for index, (start, stop) in enumerate(self._runs):
+            if stop - start >= nbytes:
+                self._runs[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
+                return start
+        return None
+
+    def give(self, start: int, nbytes: int) -> None:
+        """The run is free again."""
+        joined: list[tuple[int, int]] = []
+        for low, high in sorted([*self._runs, (start, start + nbytes)]):
+            if joined and joined[-1][1] == low:
+                joined[-1] = (joined[-1][0], high)
+            else:
+                joined.append((low, high))
+        self._runs = joined
+
+
+def _available() -> int | None:
+    """Bytes of memory that the system could still give, or None where it does not say."""
+    limits = []
+    try:
+        with open("/proc/meminfo") as lines:
+            limits = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+        most, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
+        limits.append(int(most) - int(used))
+    except (OSError, ValueError):
+        return min(limits, default=None)  # no limit for this container, or not a system with such files
+    return min(limits)
+
+
+def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
+    """Have all pages there, so that none can be missing later.
+
+    Raises
+    ------
+    OSError
+        If there are too few.
+    """
+    try:
+        memory.madvise(POPULATE)
+    except OSError as error:
+        if error.errno != 22:  # EINVAL: a kernel that does not know it
+            raise
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+
+class Heap:
+    """The shared memory that arrays of this rank lie in, and its neighbours' as this rank sees it.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        All ranks that allocate together.
+    neighbours : MPI.Intracomm or None
+        Those of them that are on this node; None where nothing is to be shared.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, neighbours: MPI.Intracomm | None) -> None:
+        self._comm, self._neighbours = comm, neighbours
+        self._place = 0 if neighbours is None else neighbours.Get_rank()
+        self._mine: list[Segment] = []
+        self._gaps: list[_Gaps] = []
+        self._seen: list[list[Segment]] = [[] for _ in range(1 if neighbours is None else neighbours.Get_size())]
+        self._arrays: dict[tuple[int, int], weakref.ref[np.ndarray]] = {}  # by segment and start in it
+
+    def seen(self, place: int, address: int, nbytes: int) -> np.ndarray | None:
+        """What the neighbour has at the address, if it lies in memory that this rank sees."""
+        for segment in self._seen[place]:
+            view = segment.view(address, nbytes)
+            if view is not None:
+                return view
+        return None
+
+    def shows(self, address: int, nbytes: int) -> bool:
+        """Whether the neighbours see this memory of this rank."""
+        return self.seen(self._place, address, nbytes) is not None
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """`nbytes` bytes of this rank, free again when the last array on them is gone. Collective.
+
+        Ranks may ask for different numbers of bytes.
+
+        Raises
+        ------
+        OutOfMemory
+            On all ranks, if one of them cannot have its share.
+        """
+        room = -(-nbytes // LINE) * LINE
+        found = self._fit(room)
+        wanted = self._comm.allreduce(0 if found is not None else room, MPI.MAX)
+        if wanted:
+            try:
+                self._grow(max(wanted, min(self._size, 1 << 28)))
+            except OutOfMemory:
+                if found is not None:
+                    self._gaps[found[0]].give(found[1], room)
+                raise
+            found = found or self._fit(room)
+        assert found is not None
+        index, start = found
+        array: np.ndarray = np.frombuffer(self._mine[index].memory.data[start : start + nbytes], np.uint8)
+        self._arrays[found] = weakref.ref(array, partial(self._gone, index, start, room))
+        return array
+
+    @property
+    def _size(self) -> int:
+        return sum(segment.memory.size for segment in self._mine)
+
+    def _fit(self, room: int) -> tuple[int, int] | None:
+        for index, gaps in enumerate(self._gaps):
+            start = gaps.take(room)
+            if start is not None:
+                return index, start
+        return None
+
+    def _gone(self, index: int, start: int, room: int, _: object) -> None:
+        if self._arrays.pop((index, start), None) is not None:  # not after `free`
+            self._gaps[index].give(start, room)
+
+    def _grow(self, nbytes: int) -> None:
+        """A segment more for every rank."""
+        nbytes = -(-nbytes // PAGE) * PAGE
+        descriptor, memory, trouble = -1, None, self._too_much(nbytes)
+        if trouble is None:
+            try:
+                descriptor, memory = _make(nbytes)
+            except (OSError, MemoryError, OverflowError, ValueError) as error:
+                trouble = str(error)
+        troubles = self._comm.allgather(trouble)
+        if any(troubles):
+            if descriptor >= 0:
+                os.close(descriptor)
+            rank = next(rank for rank, trouble in enumerate(troubles) if trouble)
+            raise OutOfMemory(MPI.ERR_NO_MEM, f"{nbytes} bytes of shared memory for each rank: rank {rank} cannot have "
+                              f"them, {troubles[rank]}")  # fmt: skip
+        assert memory is not None
+        whole: np.ndarray = np.frombuffer(memory, np.uint8)
+        segment = Segment(MPI.Get_address(whole), whole)
+        self._mine.append(segment)
+        self._gaps.append(_Gaps(nbytes))
+        self._share(descriptor, segment)
+
+    def _too_much(self, nbytes: int) -> str | None:
+        """What is wrong with so many bytes for every rank of the node."""
+        ranks = len(self._seen)
+        available = _available()
+        if available is None or nbytes * ranks <= available:
+            return None
+        return f"its node has {available} bytes left for {ranks} ranks"
+
+    def _share(self, descriptor: int, segment: Segment) -> None:
+        """Let the neighbours map the segment, and map theirs: all of them, or nobody's is seen any more."""
+        if self._neighbours is None:
+            return
+        token = secrets.token_bytes(16)
+        segment.memory[:16] = np.frombuffer(token, np.uint8)
+        told = self._neighbours.allgather((os.getpid(), descriptor, segment.base, token))
+        theirs: list[Segment] = []
+        for pid, number, base, sign in told:
+            mapped = _map(pid, number, segment.memory.size) if number >= 0 else None
+            if mapped is None or mapped[:16].tobytes() != sign:
+                break
+            theirs.append(Segment(base, mapped))
+        if self._neighbours.allreduce(len(theirs) == len(told), MPI.LAND):
+            for seen, other in zip(self._seen, theirs, strict=True):
+                seen.append(other)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def free(self) -> None:
+        """Give the memory back; what arrays still lie in stays until they are gone. Not collective."""
+        self._gaps, self._mine = [], []
+        self._seen = [[] for _ in self._seen]
+        self._arrays.clear()
+
+
+def _make(nbytes: int) -> tuple[int, mmap.mmap]:
+    """New memory that others can map by the descriptor; -1 where there is no such thing."""
+    if not hasattr(os, "memfd_create"):
+        return -1, mmap.mmap(-1, nbytes)
+    descriptor = os.memfd_create("chorus")
+    try:
+        os.ftruncate(descriptor, nbytes)
+        memory = mmap.mmap(descriptor, nbytes)
+        _populate(memory, descriptor, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, memory
+
+
+def _map(pid: int, number: int, nbytes: int) -> np.ndarray | None:
+    """The memory behind another process's descriptor; None if it may not be had."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
