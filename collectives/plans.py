@@ -27,14 +27,21 @@ from collectives.requests import Request, under_way, until
 from collectives.select import Choice
 from collectives.semantics import MEANINGS
 from collectives.staging import Device, device_of, stage
+from collectives.steps import Recv, RecvReduce, Send
+from collectives.transport import compiled
 from collectives.transport.device import cuda_aware
 from collectives.transport.heap import Heap
+from collectives.transport.mailbox import CHANNELS, Edge, Node
 from collectives.transport.mpi import Immediate, Persistent
-from collectives.transport.shm import CHANNELS, Edge, Nearest, Node, Shared
+from collectives.transport.shm import Nearest, Shared
+from collectives.transport.swap import Compiled
 from collectives.transport.wire import Wait, Wire
 
 SLOT = 4096
 """Bytes up to which a blocking call passes through slots."""
+
+SWAPPED = 1 << 15
+"""The same, of a call that only swaps a message for a message: it goes straight between the user's arrays."""
 
 SEGMENT = 1 << 18
 """Bytes in which a long message that is to be combined travels: a few fit the second-level cache."""
@@ -293,7 +300,12 @@ class Again(NamedTuple):
 NEW: tuple[Any, ...] = (None,)
 """What `Plans.again` gives for arguments that it cannot know again."""
 
-_LARGE = 13
+_DONE, _LATE = compiled.DONE, compiled.LATE
+
+WORTH_COMPILING = 1000
+"""Swaps of short messages after which they are compiled: it takes a second, or less if it was done before."""
+
+_SMALL, _LARGE = 9, 13
 """Length of the key of a call that is known by its addresses too."""
 
 
@@ -358,6 +370,9 @@ class Plans:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._bound: dict[Hashable, Program | Slots] = {}
         self._again: dict[tuple[Any, ...], Again] = {}
+        self._quick: dict[tuple[Any, ...], Compiled] = {}
+        self._quickly: dict[tuple[Any, ...], Program] = {}
+        self._swaps = 0
         self._idle: dict[Hashable, list[Program]] = {}
         self._lent: set[Request] = set()
         self._held = self._resting = self._calls = self._inits = 0
@@ -376,6 +391,18 @@ class Plans:
         """
         key: tuple[Any, ...]
         if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
+            if self._quick and not under_way:
+                try:
+                    quick = self._quick.get((name, id(op), root, algorithm, segments, sendbuf.nbytes))
+                    if quick is not None:
+                        said = quick[0](sendbuf, recvbuf, quick[1], quick[2])
+                        if said == _DONE:
+                            return ()
+                        if said == _LATE:
+                            quick.finish(sendbuf, recvbuf)
+                            return ()
+                except TypeError:  # something that cannot be looked up, or other arrays than were compiled for
+                    pass
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
             try:
@@ -404,6 +431,9 @@ class Plans:
         try:
             if swap is not None and not under_way:
                 swap(sendbuf, recvbuf)
+                self._swaps += 1
+                if self._swaps == WORTH_COMPILING and compiled.available():
+                    self._again = {key: again for key, again in self._again.items() if again.swap is None}
                 return ()
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
@@ -427,8 +457,10 @@ class Plans:
         kept = self._bound.get(bound)
         if known is NEW or kept is None or len(self._again) >= 4 * KEPT:
             return
-        if (len(known) >= _LARGE) == isinstance(kept, Slots):
-            return  # known by shape only, but bound to an address; or the other way round
+        if isinstance(kept, Slots):
+            known = known[:_SMALL] if len(known) >= _LARGE else known  # wherever the arrays lie
+        elif len(known) < _LARGE:
+            return  # known by shape only, but bound to an address
         if not op.is_predefined:
             return  # it may be freed, and another get its id
         if not isinstance(kept, Slots):
@@ -442,6 +474,11 @@ class Plans:
         program, swap = kept.program, None
         if program.swap is not None and type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
             swap = program.swap.between(kept.source, kept.target, sendbuf, recvbuf)
+            if self._swaps >= WORTH_COMPILING and compiled.available():
+                quick = program.swap.compiled(kept.source, kept.target, sendbuf, recvbuf)
+                if quick is not None:
+                    self._quick[*known[:5], sendbuf.nbytes] = quick
+                    self._quickly[*known[:5], sendbuf.nbytes] = program
         calls, finish = program.calls, _finisher(program.calls, store)
         if finish is not None:
             calls = calls[:-1]
@@ -460,7 +497,7 @@ class Plans:
         if _needs_staging(call):
             self._run_elsewhere(call, choice)
             return
-        small = self._fits_slots(call)
+        small = self._fits_slots(call, choice)
         key = _key(call, choice, not small)
         kept = self._bound.get(key)
         _check_apart(call)
@@ -557,6 +594,8 @@ class Plans:
                 request.Free()
         self._bound.clear()
         self._again.clear()
+        self._quick.clear()
+        self._quickly.clear()
         self._idle.clear()
         self._lent.clear()
         self.heap.free()
@@ -591,13 +630,26 @@ class Plans:
     def _blocking(self, call: Call, choice: Choice, device: Device | None = None) -> Program:
         return self._bind(call, choice, self._wire(BLOCKING_TAG, BLOCKING_CHANNEL), device)
 
-    def _fits_slots(self, call: Call) -> bool:
+    def _fits_slots(self, call: Call, choice: Choice) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
-        if max(_spans(call)) * call.unit.itemsize > SLOT or call.moved >= 0 or call.snapshot:
+        nbytes = max(_spans(call)) * call.unit.itemsize
+        if nbytes > SWAPPED or call.moved >= 0 or call.snapshot:
+            return False
+        if nbytes > SLOT and not self._swaps_only(call, choice):
             return False
         return all(
             sum(call.lengths[block] for block in blocks) == _span(call, blocks) for blocks in (call.brings, call.takes)
         )
+
+    def _swaps_only(self, call: Call, choice: Choice) -> bool:
+        """Whether a message for a message is all that this rank does: then nothing passes through the slots."""
+        if self.node is None or call.source is call.target:
+            return False
+        algorithm, segments = choice
+        rounds = build(call.collective, algorithm, self.rank, self.size, call.root, segments, self.nodes)
+        steps = [step for steps in rounds for step in steps]
+        kinds = [isinstance(step, Send) for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
+        return len(kinds) == len(steps) and kinds.count(True) <= 1 and kinds.count(False) <= 1
 
     def _bind_slots(self, call: Call, choice: Choice) -> Slots:
         spans = _spans(call)
@@ -619,6 +671,8 @@ class Plans:
         self._held -= program.nbytes
         for known in [known for known, again in self._again.items() if again.origin.program is program]:
             del self._again[known]
+        for known in [known for known, its in self._quickly.items() if its is program]:
+            del self._quick[known], self._quickly[known]
         return program
 
     def _rest(self, key: Hashable, request: Request, program: Program) -> None:

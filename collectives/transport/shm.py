@@ -1,9 +1,7 @@
 """Messages through memory that the ranks of a node share: no system call for short ones, one copy for long ones.
 
-Every ordered pair of ranks has a mailbox of a few slots. To send, a rank fills the next slot and then sets the slot's
-flag to the number of the message; the receiver watches the flag, takes what is there, and writes the number to its
-acknowledgement, which frees the slot. What a slot holds is the sender's choice, made from what it alone knows, and the
-flag says which it was:
+Messages pass through mailboxes (`mailbox`). What a slot of one holds is the sender's choice, made from what it alone
+knows, and its flag says which it was:
 
 - a short message lies beside the flag, in the same cache line;
 - a middle one in the slot's cell: the sender copies in, the receiver copies or combines straight out;
@@ -13,18 +11,11 @@ flag says which it was:
 
 A message that finds no free slot queues. Whoever waits lets its queued messages leave, takes what comes in the order in
 which it comes, and lets MPI go on, so that no rank waits with work left that others need.
-
-Flags are 8-byte words that Python stores and loads whole. Processors of the x86 family keep stores in order and loads
-in order, so the flag needs no fence there; on others `MPI.Win.Sync` is called before a flag is set and after one is
-seen.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -34,238 +25,33 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers import view
-from collectives.transport.heap import Heap
+from collectives.transport.mailbox import (
+    ADDRESSES,
+    CELLS,
+    GOT,
+    KIND,
+    MASK,
+    SENT,
+    SLOTS,
+    WORDS,
+    Edge,
+    Node,
+)  # fmt: skip
 from collectives.transport.mpi import Persistent
-from collectives.transport.reader import Reader
+from collectives.transport.swap import Swap
 from collectives.transport.wire import Piece, Wait, pause
-
-LINE = 64
-SLOTS = 4
-CELLS = 2
-INLINE = 56
-"""Bytes that fit beside a flag."""
-
-WORDS = LINE // 8
-MASK = SLOTS - 1
-KIND = 8
-"""Flags are the message's number times this, plus how many addresses the slot holds (0: the data itself)."""
-
-FEW_TOLD = 8
-"""Addresses of one message for which the calls are remembered: it mostly comes from the same one."""
-
-ADDRESSES = 3
-"""Pieces of memory that fit in a slot as (address, bytes)."""
-
-CELL = 1 << 18
-"""Bytes of a cell, where the budget allows: messages are cut to fit, so that one part is taken while the next comes."""
 
 STREAMED = 1 << 19
 """Bytes up to which messages go through cells; longer ones are read where they lie, if ranks may do that."""
 
-SEEN = 4096
+SEEN = 1 << 13
 """Bytes from which a message out of memory that the receiver sees is told by its address: it need not be copied."""
 
 CHUNK = 1 << 18
 """Bytes of a long message that are read and combined at a time, so that they are combined while in the cache."""
 
-CHANNELS = 32
-"""Streams with mailboxes of their own: the first for blocking calls, the others for persistent ones."""
-
-BUDGET = 1 << 22
-"""Bytes of cells that a rank may own; fewer where the node has little shared memory."""
-
-
-SPINS = 4000
-"""How often a flag is looked at before others may run, where every rank has a core of its own."""
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _shared_memory() -> int:
-    """Bytes of shared memory that are left on the node; containers are often given little."""
-    try:
-        return shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return 4 * BUDGET  # not a system where that can be told
-
-
-class Node:
-    """The shared memory of the ranks of a communicator that are on one node. Making and `free` are collective.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks of this node, for this node's use alone; `free` frees it.
-    rank : int
-        The number by which other ranks, of this node and others, know this one.
-    heap : Heap
-        The arrays of these ranks that all of them see.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, rank: int, heap: Heap) -> None:
-        self.comm, self.heap = comm, heap
-        self.place, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        neighbours = self.comm.allgather((rank, os.getpid()))
-        self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
-        self.readers = [Reader(pid) for _, pid in neighbours]
-        self.spins = SPINS if _cores() >= self.size else 30
-        budget = self.comm.allreduce(min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
-        self.cells = [min(CELL, max(256, budget // (CELLS * self.size) // LINE * LINE))]
-        self.cells += [max(256, budget // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
-        self.box = LINE * (SLOTS + 1)
-        offsets = [0]
-        for cell in self.cells:
-            offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell))
-        self.offsets = offsets
-        self.window = MPI.Win.Allocate_shared(offsets[-1], 1, comm=self.comm)
-        memories: list[Any] = [self.window.Shared_query(place)[0] for place in range(self.size)]
-        self.addresses = [MPI.Get_address(memory) for memory in memories]
-        self.words = [memoryview(memory).cast("B").cast("q") for memory in memories]
-        self.bytes = [np.frombuffer(memory, np.uint8) for memory in memories]
-        self.bytes[self.place][: offsets[1]] = 0
-        for channel in range(CHANNELS):  # flags and acknowledgements only: cells stay untouched until they are used
-            start = offsets[channel]
-            self.bytes[self.place][start : start + self.size * self.box] = 0
-        self.fence: Callable[[], object] | None = None
-        if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
-            self.fence = self.window.Sync
-        self.window.Lock_all(MPI.MODE_NOCHECK)
-        self.backlog: set[Edge] = set()
-        self.reads = self._reads()
-
-    def _reads(self) -> bool:
-        """Whether ranks may read each other's memory: all of them or none."""
-        mine, found = np.array([self.place + 1], np.int64), np.zeros(1, np.int64)
-        addresses = self.comm.allgather(MPI.Get_address(mine))
-        peer = (self.place + 1) % self.size
-        able = self.readers[peer].able(MPI.Get_address(found), addresses[peer], 8) and found[0] == peer + 1
-        return bool(self.comm.allreduce(bool(able), MPI.LAND))  # also a barrier: all flags are clean, `mine` was read
-
-    def yielding(self) -> None:
-        """Let other processes run, and let MPI go on: others may hang on what this rank gave it to send."""
-        self.comm.Iprobe()
-        pause()
-
-    def flush(self) -> None:
-        """Let leave what has queued for room, to whomever."""
-        for edge in tuple(self.backlog):
-            edge.flush()
-
-    def reaches(self, rank: int) -> bool:
-        """Whether the rank is on this node."""
-        return rank in self.places
-
-    def free(self) -> None:
-        """Give the memory back."""
-        for words in self.words:
-            words.release()
-        self.words, self.bytes = [], []
-        self.window.Unlock_all()
-        self.window.Free()
-        self.comm.Free()
-
-
-class Edge:
-    """Both directions between this rank and a neighbour on one channel: where their words lie, and how far they are."""
-
-    __slots__ = (
-        *(
-            "acked",
-            "awaited",
-            "cell",
-            "cells_in",
-            "cells_out",
-            "got",
-            "inbox",
-            "mine",
-            "my_ack",
-            "node",
-            "outbox",
-            "place",
-        ),
-        *("queue", "sent", "spins", "their_ack", "theirs"),
-    )
-
-    def __init__(self, node: Node, channel: int, peer: int) -> None:
-        place, self.node = node.place, node
-        base, box, cell = node.offsets[channel], node.box, node.cells[channel]
-        cells = base + node.size * box
-        self.mine, self.theirs = node.words[place], node.words[peer]
-        self.outbox, self.inbox = (base + peer * box) // 8, (base + place * box) // 8
-        self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
-        self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
-        self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
-        self.cell, self.place, self.spins = cell, peer, node.spins
-        self.sent = self.acked = 0  # messages to the peer: begun, and known to be taken
-        self.got = 0  # messages from the peer that are awaited or were taken
-        self.awaited: deque[_Arriving] = deque()  # those that were not, in the order in which they come
-        self.queue: deque[_Copied | _Told] = deque()  # started, but there was no room yet
-
-    def has_room(self) -> bool:
-        """Whether the slot and the cell of the next message are free."""
-        if self.sent - self.acked < CELLS:
-            return True
-        self.acked = self.theirs[self.their_ack]
-        return self.sent - self.acked < CELLS
-
-    def enter(self, message: _Copied | _Told) -> None:
-        """A message leaves if there is room and none before it waits for some; otherwise it queues."""
-        if self.queue or not self.has_room():
-            self.queue.append(message)
-            self.node.backlog.add(self)
-        else:
-            message.leave()
-
-    def flush(self) -> None:
-        """Let leave what has queued."""
-        queue = self.queue
-        while queue and self.has_room():
-            queue.popleft().leave()
-        if not queue:
-            self.node.backlog.discard(self)
-
-    def left(self, message: _Copied | _Told) -> None:
-        """Wait until a message that has queued is gone."""
-        spins = self.spins
-        while message in self.queue:
-            self.node.flush()
-            spins -= 1
-            if spins < 0:
-                self.node.yielding()
-
-    def arrived(self, at: int, wanted: int) -> None:
-        """Wait until the flag is set, while others' room is filled with what has queued for it."""
-        theirs, spins, backlog = self.theirs, self.spins, self.node.backlog
-        while theirs[at] < wanted:
-            if backlog:
-                self.node.flush()
-            spins -= 1
-            if spins < 0:
-                self.node.yielding()
-
-    def acknowledged(self, number: int) -> None:
-        """Wait until the peer has taken the message."""
-        theirs, at, spins, backlog = self.theirs, self.their_ack, self.spins, self.node.backlog
-        acked = theirs[at]
-        while acked < number:
-            if backlog:
-                self.node.flush()
-            spins -= 1
-            if spins < 0:
-                self.node.yielding()
-            acked = theirs[at]
-        self.acked = acked
-
-    def slot_out(self, slot: int, nbytes: int) -> int:
-        """Where in this rank's memory the data of a message goes."""
-        return (self.outbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_out[slot]
-
-    def slot_in(self, slot: int, nbytes: int) -> int:
-        """Where in the peer's memory the data of a message lies."""
-        return (self.inbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_in[slot]
+FEW_TOLD = 8
+"""Addresses of one message for which the calls are remembered: it mostly comes from the same one."""
 
 
 class _Copied:
@@ -296,7 +82,7 @@ class _Copied:
     def leave(self) -> None:
         """Fill the next slot, which is free."""
         edge = self.edge
-        number = self._number = edge.sent = edge.sent + 1
+        number = self._number = edge.counts[SENT] = edge.counts[SENT] + 1
         slot = number & MASK
         for target, source in self._copies[slot]:
             target[...] = source
@@ -350,7 +136,7 @@ class _Told:
     def leave(self) -> None:
         """Fill the next slot, which is free."""
         edge = self.edge
-        number = self._number = edge.sent = edge.sent + 1
+        number = self._number = edge.counts[SENT] = edge.counts[SENT] + 1
         for target, source in self._pack:
             target[...] = source
         words, flag = edge.mine, self._flags[number & MASK]
@@ -382,23 +168,22 @@ class _Arriving:
     """A message to come. `takes[slot]` are the calls that take its data out of a slot; `fetch` gives those that take it
     by what was told of it."""
 
-    __slots__ = ("_fence", "_fetch", "_number", "_takes", "combines", "edge", "flags")
+    __slots__ = ("_fence", "_fetch", "_number", "_takes", "combines", "edge", "flags", "nbytes")
 
     def __init__(
         self,
         edge: Edge,
         takes: Sequence[Sequence[Callable[[], object]]],
-        fetch: Callable[[tuple[int, ...]], Sequence[Callable[[], object]]],
-        combines: bool = False,
+        fetch: _Fetch,
     ) -> None:
         self.edge, self._takes, self._fetch, self._fence = edge, takes, fetch, edge.node.fence
-        self.combines = combines
+        self.combines, self.nbytes = fetch.combines, fetch.nbytes
         self._number = 0
         self.flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
 
     def start(self) -> None:
         edge = self.edge
-        self._number = edge.got = edge.got + 1
+        self._number = edge.counts[GOT] = edge.counts[GOT] + 1
         edge.awaited.append(self)
 
     def wait(self) -> None:
@@ -464,128 +249,6 @@ class _Arriving:
         return arrays, ufunc, mine_first
 
 
-class Swap:
-    """At most one short message out and one in, which is all that some programs do."""
-
-    def __init__(self, out: _Copied | None, into: _Arriving | None) -> None:
-        self._out, self._into = out, into
-
-    def between(
-        self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
-    ) -> Callable[[np.ndarray, np.ndarray], None] | None:
-        """The swap straight between the user's arrays, in place of the program's own memory.
-
-        Parameters
-        ----------
-        source, target : numpy.ndarray
-            The memory that the program is bound to; all of it must be sent, and all of it written.
-        sent, received : numpy.ndarray
-            Arrays of the shapes and dtypes that the swap will be called with.
-
-        Returns
-        -------
-        callable or None
-            ``swap(sendbuf, recvbuf)``; None if the program does more than that.
-        """
-        ends = self._ends(source, target, sent, received)
-        if ends is None:
-            return None
-        begin, last = ends.begin(), ends.end()
-        if last is None:
-            assert begin is not None
-            return lambda sendbuf, recvbuf: begin(sendbuf)
-        end, _ = last
-        if begin is None:
-            return end
-
-        def swap(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-            begin(sendbuf)
-            end(sendbuf, recvbuf)
-
-        return swap
-
-    def halves(self, source: np.ndarray, target: np.ndarray) -> tuple[Callable[[], object] | None, Wait | None] | None:
-        """What begins the swap of the program's own memory, and what ends it; None if it is no such swap."""
-        ends = self._ends(source, target, source, target)
-        if ends is None:
-            return None
-        begin, last = ends.begin(), ends.end()
-        first = None if begin is None else partial(begin, source)
-        if last is None:
-            return first, None
-        end, there = last
-
-        def test() -> bool:
-            if not there():
-                return False
-            end(source, target)
-            return True
-
-        return first, Wait(partial(end, source, target), test)
-
-    def _ends(self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray) -> _Ends | None:
-        if self._out is None and self._into is None:
-            return None
-        outgoing = None if self._out is None else self._out.outgoing(source, sent)
-        incoming = None if self._into is None else self._into.incoming(source, target, received)
-        if (self._out is not None and outgoing is None) or (self._into is not None and incoming is None):
-            return None
-        return _Ends(self._out, outgoing, self._into, incoming)
-
-
-class _Ends:
-    """Both ends of a swap with everything at hand that they need: the same steps as `start` and `wait` of messages."""
-
-    def __init__(self, out: _Copied | None, outgoing: Any, into: _Arriving | None, incoming: Any) -> None:
-        self._out, self._outgoing = out, outgoing
-        self._into, self._incoming = into, incoming
-
-    def begin(self) -> Callable[[np.ndarray], None] | None:
-        """``begin(sendbuf)`` sends."""
-        if self._out is None:
-            return None
-        edge, flags, outgoing = self._out.edge, self._out.flags, self._outgoing
-        mine, ahead = edge.mine, SLOTS if outgoing[0].nbytes <= INLINE else CELLS
-
-        def begin(sendbuf: np.ndarray) -> None:
-            number = edge.sent = edge.sent + 1
-            if number - edge.acked > ahead:
-                edge.acknowledged(number - ahead)
-            slot = number & MASK
-            outgoing[slot][...] = sendbuf
-            mine[flags[slot]] = number * KIND
-
-        return begin
-
-    def end(self) -> tuple[Callable[[np.ndarray, np.ndarray], None], Callable[[], bool]] | None:
-        """``end(sendbuf, recvbuf)`` waits and takes what comes; the other says whether it is there."""
-        if self._into is None:
-            return None
-        edge, flags = self._into.edge, self._into.flags
-        arrays, ufunc, mine_first = self._incoming
-        mine, theirs, my_ack = edge.mine, edge.theirs, edge.my_ack
-
-        def end(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-            number = edge.got = edge.got + 1
-            slot = number & MASK
-            at, wanted = flags[slot], number * KIND
-            if theirs[at] < wanted:
-                edge.arrived(at, wanted)
-            if ufunc is None:
-                recvbuf[...] = arrays[slot]
-            elif mine_first:
-                ufunc(sendbuf, arrays[slot], recvbuf)
-            else:
-                ufunc(arrays[slot], sendbuf, recvbuf)
-            mine[my_ack] = number
-
-        def there() -> bool:
-            number = edge.got + 1
-            return theirs[flags[number & MASK]] >= number * KIND
-
-        return end, there
-
-
 _BYTE = np.dtype(np.uint8)
 
 
@@ -617,6 +280,7 @@ class _Fetch:
 
     def __init__(self, edge: Edge, targets: Sequence[np.ndarray], combination: _Combination | None) -> None:
         self._edge, self._targets, self._combination = edge, targets, combination
+        self.combines, self.nbytes = combination is not None, sum(target.nbytes for target in targets)
         self._known: dict[tuple[int, ...], list[Callable[[], object]]] = {}
 
     def __call__(self, told: tuple[int, ...]) -> Sequence[Callable[[], object]]:
@@ -706,7 +370,7 @@ class Shared:
         edge, dtype = self._edge(peer), rows[0][0].dtype
         outs = [out for _, out in rows]
         takes = self._takes(edge, outs, lambda index, source: bind(source.view(dtype), *rows[index]))
-        return _Arriving(edge, takes, _Fetch(edge, outs, _Combination(rows, bind)), combines=True)
+        return _Arriving(edge, takes, _Fetch(edge, outs, _Combination(rows, bind)))
 
     def _takes(
         self, edge: Edge, targets: Sequence[np.ndarray], take: Callable[[int, Any], Callable[[], object]]

@@ -5,8 +5,9 @@ from mpi4py import MPI
 from wires import CONTRACT
 
 from collectives.transport.heap import Heap
+from collectives.transport.mailbox import Node
 from collectives.transport.mpi import Immediate, Persistent
-from collectives.transport.shm import Nearest, Node, Shared
+from collectives.transport.shm import Nearest, Shared
 
 WIRES = {
     "persistent": lambda comm, node: Persistent(comm, 3),

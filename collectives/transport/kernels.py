@@ -1,0 +1,155 @@
+"""The compiled functions of `compiled`: needs numba."""
+
+# mypy: ignore-errors
+# What numba makes of these functions has other types than Python sees.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from platform import machine
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, from_dtype, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from collectives.transport.compiled import DONE, LATE, MINE_FIRST, NO, RECEIVES, SENDS
+from collectives.transport.mailbox import (
+    ACKED,
+    AWAKE,
+    CELLS,
+    CELLS_IN,
+    CELLS_OUT,
+    GOT,
+    INBOX,
+    INLINE,
+    KIND,
+    LINE,
+    MASK,
+    MY_ACK,
+    OUTBOX,
+    SENT,
+    SLOTS,
+    THEIR_ACK,
+)
+
+
+def _compile(function: Callable[..., Any]) -> Any:
+    """Compiled, and kept on disk for the next process where there is a place to keep it."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        return njit(function)
+
+
+@intrinsic
+def _load(_, address):
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _store(_, address, value):
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(arguments[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _pointer(_, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _relax(_):
+    def generate(context, builder, signature, arguments):
+        if machine().lower() in ("x86_64", "amd64"):
+            hint = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_compile
+def _end(sendbuf, recvbuf, numbers, how):
+    number, operation, nbytes = numbers[GOT] + 1, how >> 3 & 31, how >> 8
+    slot = number & MASK
+    at = numbers[INBOX] + slot * LINE
+    if _load(at) != number * KIND:
+        return LATE
+    numbers[GOT] = number
+    data = at + 8 if nbytes <= INLINE else numbers[CELLS_IN + slot % CELLS]
+    count = sendbuf.size
+    came = carray(_pointer(data), (count,), sendbuf.dtype)
+    left, right = (sendbuf, came) if how & MINE_FIRST else (came, sendbuf)
+    if operation == 0:
+        for i in range(count):
+            recvbuf[i] = came[i]
+    elif operation == 1:
+        for i in range(count):
+            recvbuf[i] = left[i] + right[i]
+    elif operation == 2:
+        for i in range(count):
+            recvbuf[i] = left[i] * right[i]
+    elif operation == 3:
+        for i in range(count):
+            recvbuf[i] = left[i] if left[i] >= right[i] or left[i] != left[i] else right[i]
+    else:
+        for i in range(count):
+            recvbuf[i] = left[i] if left[i] <= right[i] or left[i] != left[i] else right[i]
+    _store(numbers[MY_ACK], number)
+    return DONE
+
+
+@_compile
+def _begin(sendbuf, recvbuf, numbers, how):
+    nbytes = how >> 8
+    if sendbuf.size * sendbuf.itemsize != nbytes or recvbuf.size != sendbuf.size:
+        return NO
+    if how & SENDS:
+        number = numbers[SENT] + 1
+        taken = number - (SLOTS if nbytes <= INLINE else CELLS)
+        if numbers[ACKED] < taken:
+            numbers[ACKED] = _load(numbers[THEIR_ACK])
+            if numbers[ACKED] < taken:
+                return NO
+        numbers[SENT] = number
+        slot = number & MASK
+        at = numbers[OUTBOX] + slot * LINE
+        data = at + 8 if nbytes <= INLINE else numbers[CELLS_OUT + slot % CELLS]
+        leaving = carray(_pointer(data), (sendbuf.size,), sendbuf.dtype)
+        for i in range(sendbuf.size):
+            leaving[i] = sendbuf[i]
+        _store(at, number * KIND)
+    if not how & RECEIVES:
+        return DONE
+    number, looks = numbers[GOT] + 1, numbers[AWAKE]
+    at = numbers[INBOX] + (number & MASK) * LINE
+    while _load(at) < number * KIND:
+        _relax()
+        looks -= 1
+        if looks < 0:
+            return LATE
+    return _end(sendbuf, recvbuf, numbers, how)
+
+
+def compiled(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
+    """(begin, end) for arrays of the dtype: see `compiled.swap`."""
+    array, numbers = types.Array(from_dtype(dtype), 1, "C"), types.Array(types.int64, 1, "C")
+    for function in (_end, _begin):
+        function.disable_compile(False)
+        function.compile((array, array, numbers, types.int64))
+        function.disable_compile()
+    return _begin, _end

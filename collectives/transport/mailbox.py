@@ -1,0 +1,261 @@
+"""Where the ranks of a node leave messages for each other: slots with flags in one shared window.
+
+Every ordered pair of ranks has a mailbox of a few slots. To send, a rank fills the next slot and then sets the slot's
+flag to the number of the message; the receiver watches the flag, takes what is there, and writes the number to its
+acknowledgement, which frees the slot.
+
+Flags are 8-byte words that Python stores and loads whole. Processors of the x86 family keep stores in order and loads
+in order, so the flag needs no fence there; on others `MPI.Win.Sync` is called before a flag is set and after one is
+seen.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.transport.heap import Heap
+from collectives.transport.reader import Reader
+from collectives.transport.wire import pause
+
+LINE = 64
+SLOTS = 4
+CELLS = 2
+INLINE = 56
+"""Bytes that fit beside a flag."""
+
+WORDS = LINE // 8
+MASK = SLOTS - 1
+KIND = 8
+"""Flags are the message's number times this, plus how many addresses the slot holds (0: the data itself)."""
+
+ADDRESSES = 3
+"""Pieces of memory that fit in a slot as (address, bytes)."""
+
+SENT, ACKED, GOT, AWAKE, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELLS_OUT, CELLS_IN = *range(8), 8, 8 + CELLS
+"""What an edge keeps as numbers, by place: messages to the peer, begun and known to be taken; messages from it that are
+awaited or were taken; how often to look for one; the addresses of mailboxes, acknowledgements and cells."""
+
+CELL = 1 << 18
+"""Bytes of a cell, where the budget allows: messages are cut to fit, so that one part is taken while the next comes."""
+
+CHANNELS = 32
+"""Streams with mailboxes of their own: the first for blocking calls, the others for persistent ones."""
+
+BUDGET = 1 << 22
+"""Bytes of cells that a rank may own; fewer where the node has little shared memory."""
+
+
+SPINS = 4000
+"""How often a flag is looked at before others may run, where every rank has a core of its own."""
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _shared_memory() -> int:
+    """Bytes of shared memory that are left on the node; containers are often given little."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 4 * BUDGET  # not a system where that can be told
+
+
+class Node:
+    """The shared memory of the ranks of a communicator that are on one node. Making and `free` are collective.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The ranks of this node, for this node's use alone; `free` frees it.
+    rank : int
+        The number by which other ranks, of this node and others, know this one.
+    heap : Heap
+        The arrays of these ranks that all of them see.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, rank: int, heap: Heap) -> None:
+        self.comm, self.heap = comm, heap
+        self.place, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        neighbours = self.comm.allgather((rank, os.getpid()))
+        self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
+        self.readers = [Reader(pid) for _, pid in neighbours]
+        self.spins = SPINS if _cores() >= self.size else 30
+        budget = self.comm.allreduce(min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
+        self.cells = [min(CELL, max(256, budget // (CELLS * self.size) // LINE * LINE))]
+        self.cells += [max(256, budget // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
+        self.box = LINE * (SLOTS + 1)
+        offsets = [0]
+        for cell in self.cells:
+            offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell))
+        self.offsets = offsets
+        self.window = MPI.Win.Allocate_shared(offsets[-1], 1, comm=self.comm)
+        memories: list[Any] = [self.window.Shared_query(place)[0] for place in range(self.size)]
+        self.addresses = [MPI.Get_address(memory) for memory in memories]
+        self.words = [memoryview(memory).cast("B").cast("q") for memory in memories]
+        self.bytes = [np.frombuffer(memory, np.uint8) for memory in memories]
+        self.bytes[self.place][: offsets[1]] = 0
+        for channel in range(CHANNELS):  # flags and acknowledgements only: cells stay untouched until they are used
+            start = offsets[channel]
+            self.bytes[self.place][start : start + self.size * self.box] = 0
+        self.fence: Callable[[], object] | None = None
+        if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
+            self.fence = self.window.Sync
+        self.window.Lock_all(MPI.MODE_NOCHECK)
+        self.backlog: set[Edge] = set()
+        self.reads = self._reads()
+
+    def _reads(self) -> bool:
+        """Whether ranks may read each other's memory: all of them or none."""
+        mine, found = np.array([self.place + 1], np.int64), np.zeros(1, np.int64)
+        addresses = self.comm.allgather(MPI.Get_address(mine))
+        peer = (self.place + 1) % self.size
+        able = self.readers[peer].able(MPI.Get_address(found), addresses[peer], 8) and found[0] == peer + 1
+        return bool(self.comm.allreduce(bool(able), MPI.LAND))  # also a barrier: all flags are clean, `mine` was read
+
+    def yielding(self) -> None:
+        """Let other processes run, and let MPI go on: others may hang on what this rank gave it to send."""
+        self.comm.Iprobe()
+        pause()
+
+    def flush(self) -> None:
+        """Let leave what has queued for room, to whomever."""
+        for edge in tuple(self.backlog):
+            edge.flush()
+
+    def reaches(self, rank: int) -> bool:
+        """Whether the rank is on this node."""
+        return rank in self.places
+
+    def free(self) -> None:
+        """Give the memory back."""
+        for words in self.words:
+            words.release()
+        self.words, self.bytes = [], []
+        self.window.Unlock_all()
+        self.window.Free()
+        self.comm.Free()
+
+
+class Edge:
+    """Both directions between this rank and a neighbour on one channel: where their words lie, and how far they are."""
+
+    __slots__ = (
+        *(
+            "awaited",
+            "cell",
+            "cells_in",
+            "cells_out",
+            "counts",
+            "inbox",
+            "mine",
+            "my_ack",
+            "node",
+            "numbers",
+            "outbox",
+            "place",
+        ),
+        *("queue", "spins", "their_ack", "theirs"),
+    )
+
+    def __init__(self, node: Node, channel: int, peer: int) -> None:
+        place, self.node = node.place, node
+        base, box, cell = node.offsets[channel], node.box, node.cells[channel]
+        cells = base + node.size * box
+        self.mine, self.theirs = node.words[place], node.words[peer]
+        self.outbox, self.inbox = (base + peer * box) // 8, (base + place * box) // 8
+        self.my_ack, self.their_ack = self.outbox + SLOTS * WORDS, self.inbox + SLOTS * WORDS
+        self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
+        self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
+        self.cell, self.place, self.spins = cell, peer, node.spins
+        self.numbers = np.zeros(CELLS_IN + CELLS, np.int64)
+        self.counts = self.numbers.data  # the same, which Python reads faster
+        here, there = node.addresses[place], node.addresses[peer]
+        self.numbers[AWAKE:CELLS_OUT] = (
+            node.spins * 8,  # compiled code looks that much faster
+            here + self.outbox * 8,
+            there + self.inbox * 8,
+            here + self.my_ack * 8,
+            there + self.their_ack * 8,
+        )
+        self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out[:CELLS]]
+        self.numbers[CELLS_IN:] = [there + at for at in self.cells_in[:CELLS]]
+        self.awaited: deque[Any] = deque()  # messages that come and were not taken, in the order in which they come
+        self.queue: deque[Any] = deque()  # messages that were started when there was no room
+
+    def has_room(self) -> bool:
+        """Whether the slot and the cell of the next message are free."""
+        counts = self.counts
+        if counts[SENT] - counts[ACKED] < CELLS:
+            return True
+        counts[ACKED] = self.theirs[self.their_ack]
+        return counts[SENT] - counts[ACKED] < CELLS
+
+    def enter(self, message: Any) -> None:
+        """A message leaves if there is room and none before it waits for some; otherwise it queues."""
+        if self.queue or not self.has_room():
+            self.queue.append(message)
+            self.node.backlog.add(self)
+        else:
+            message.leave()
+
+    def flush(self) -> None:
+        """Let leave what has queued."""
+        queue = self.queue
+        while queue and self.has_room():
+            queue.popleft().leave()
+        if not queue:
+            self.node.backlog.discard(self)
+
+    def left(self, message: Any) -> None:
+        """Wait until a message that has queued is gone."""
+        spins = self.spins
+        while message in self.queue:
+            self.node.flush()
+            spins -= 1
+            if spins < 0:
+                self.node.yielding()
+
+    def arrived(self, at: int, wanted: int) -> None:
+        """Wait until the flag is set, while others' room is filled with what has queued for it."""
+        theirs, spins, backlog = self.theirs, self.spins, self.node.backlog
+        while theirs[at] < wanted:
+            if backlog:
+                self.node.flush()
+            spins -= 1
+            if spins < 0:
+                self.node.yielding()
+
+    def acknowledged(self, number: int) -> None:
+        """Wait until the peer has taken the message."""
+        theirs, at, spins, backlog = self.theirs, self.their_ack, self.spins, self.node.backlog
+        acked = theirs[at]
+        while acked < number:
+            if backlog:
+                self.node.flush()
+            spins -= 1
+            if spins < 0:
+                self.node.yielding()
+            acked = theirs[at]
+        self.counts[ACKED] = acked
+
+    def slot_out(self, slot: int, nbytes: int) -> int:
+        """Where in this rank's memory the data of a message goes."""
+        return (self.outbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_out[slot]
+
+    def holds(self, array: np.ndarray) -> bool:
+        """Whether the array is what arrives in the first slot."""
+        return bool(MPI.Get_address(array) == self.node.addresses[self.place] + self.slot_in(0, array.nbytes))
+
+    def slot_in(self, slot: int, nbytes: int) -> int:
+        """Where in the peer's memory the data of a message lies."""
+        return (self.inbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_in[slot]

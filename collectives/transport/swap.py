@@ -1,0 +1,272 @@
+"""A short message for a message: all that an allreduce of two ranks is, straight between the user's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from collectives.transport import compiled
+from collectives.transport.mailbox import ACKED, CELLS, GOT, INLINE, KIND, MASK, SENT, SLOTS, WORDS, Edge
+from collectives.transport.wire import Wait
+
+
+class Leaving(Protocol):
+    """A message that is copied into its slot."""
+
+    edge: Edge
+    flags: list[int]
+
+    def outgoing(self, source: np.ndarray, like: np.ndarray) -> list[np.ndarray] | None:
+        """What the message fills in each slot, as arrays like the given one; None if it is not all of `source`."""
+        ...
+
+
+class Arriving(Protocol):
+    """A message that is taken out of its slot."""
+
+    edge: Edge
+    flags: list[int]
+
+    def incoming(
+        self, source: np.ndarray, target: np.ndarray, like: np.ndarray
+    ) -> tuple[list[np.ndarray], Any, bool] | None:
+        """What arrives in each slot, as arrays like the given one; the ufunc that joins it to all of `source`, or None
+        if it is copied; and whether it stands on the right. None if not all of `target` is written, and at once."""
+        ...
+
+    def start(self) -> None:
+        """Await it, as the next message of its edge."""
+        ...
+
+    def wait(self) -> None:
+        """Take it, in whatever way it comes."""
+        ...
+
+
+class Swap:
+    """At most one short message out and one in, which is all that some programs do."""
+
+    def __init__(self, out: Leaving | None, into: Arriving | None) -> None:
+        self._out, self._into = out, into
+
+    def between(
+        self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
+    ) -> Callable[[np.ndarray, np.ndarray], None] | None:
+        """The swap straight between the user's arrays, in place of the program's own memory.
+
+        Parameters
+        ----------
+        source, target : numpy.ndarray
+            The memory that the program is bound to; all of it must be sent, and all of it written.
+        sent, received : numpy.ndarray
+            Arrays of the shapes and dtypes that the swap will be called with.
+
+        Returns
+        -------
+        callable or None
+            ``swap(sendbuf, recvbuf)``; None if the program does more than that.
+        """
+        ends = self._ends(source, target, sent, received)
+        if ends is None:
+            return None
+        begin, last = ends.begin(), ends.end()
+        if last is None:
+            assert begin is not None
+            return lambda sendbuf, recvbuf: begin(sendbuf)
+        end, _ = last
+        if begin is None:
+            return end
+
+        def swap(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+            begin(sendbuf)
+            end(sendbuf, recvbuf)
+
+        return swap
+
+    def compiled(
+        self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
+    ) -> Compiled | None:
+        """As `between`, but in one compiled call; None if there is none for such arrays."""
+        ends = self._ends(source, target, sent, received)
+        return None if ends is None else ends.compiled(sent, received)
+
+    def halves(self, source: np.ndarray, target: np.ndarray) -> tuple[Callable[[], object] | None, Wait | None] | None:
+        """What begins the swap of the program's own memory, and what ends it; None if it is no such swap."""
+        ends = self._ends(source, target, source, target)
+        if ends is None:
+            return None
+        quick = ends.compiled(source, target) if compiled.available() else None
+        if quick is not None:
+            return quick.halves(source, target)
+        begin, last = ends.begin(), ends.end()
+        first = None if begin is None else partial(begin, source)
+        if last is None:
+            return first, None
+        end, there = last
+
+        def test() -> bool:
+            if not there():
+                return False
+            end(source, target)
+            return True
+
+        return first, Wait(partial(end, source, target), test)
+
+    def _ends(self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray) -> _Ends | None:
+        if self._out is None and self._into is None:
+            return None
+        outgoing = None if self._out is None else self._out.outgoing(source, sent)
+        incoming = None if self._into is None else self._into.incoming(source, target, received)
+        if (self._out is not None and outgoing is None) or (self._into is not None and incoming is None):
+            return None
+        told = None if self._into is None else _Told(self._into, source, target)
+        return _Ends(self._out, outgoing, self._into, incoming, told)
+
+
+class _Told(NamedTuple):
+    """A message that came by its address and not in the slot: it is taken by way of the program's own memory."""
+
+    message: Arriving
+    source: np.ndarray
+    target: np.ndarray
+
+    def take(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        """Take it as the next message of its edge."""
+        source, target = (array.view(np.uint8) for array in (self.source, self.target))
+        source.view(sendbuf.dtype).reshape(sendbuf.shape)[...] = sendbuf
+        self.message.start()
+        self.message.wait()
+        recvbuf[...] = target.view(recvbuf.dtype).reshape(recvbuf.shape)
+
+
+class Compiled(NamedTuple):
+    """A swap as a compiled call: ``begin(sendbuf, recvbuf, numbers, how)``, and `finish` if that comes out as LATE."""
+
+    begin: Callable[..., int]
+    numbers: np.ndarray
+    how: int
+    edge: Edge
+    end: Callable[..., int]
+    told: _Told | None
+
+    def finish(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        """Wait for the message and take it."""
+        edge, number = self.edge, self.edge.counts[GOT] + 1
+        edge.arrived(edge.inbox + (number & MASK) * WORDS, number * KIND)
+        if self.end(sendbuf, recvbuf, self.numbers, self.how) != compiled.DONE:
+            assert self.told is not None
+            self.told.take(sendbuf, recvbuf)
+
+    def halves(self, source: np.ndarray, target: np.ndarray) -> tuple[Callable[[], object] | None, Wait | None]:
+        """What begins the swap between these arrays, and what ends it."""
+        first: Callable[[], object] | None = None
+        last: Wait | None = None
+        sends, receives = self.how & ~compiled.RECEIVES, self.how & ~compiled.SENDS
+        if self.how & compiled.SENDS:
+            begin, room = partial(self.begin, source, target, self.numbers, sends), self._room
+
+            def when_there_is_room() -> None:
+                while begin() == compiled.NO:
+                    room()
+
+            # Who swaps has had the peer's last message, so the one before it was taken, and there is always room.
+            first = begin if self.how & compiled.RECEIVES else when_there_is_room
+        if self.how & compiled.RECEIVES:
+            end, finish = partial(self.begin, source, target, self.numbers, receives), self.finish
+
+            def wait() -> None:
+                if end() != compiled.DONE:
+                    finish(source, target)
+
+            def test() -> bool:
+                edge, number = self.edge, self.edge.counts[GOT] + 1
+                if edge.theirs[edge.inbox + (number & MASK) * WORDS] < number * KIND:
+                    return False
+                finish(source, target)
+                return True
+
+            last = Wait(wait, test)
+        return first, last
+
+    def _room(self) -> None:
+        """Wait until the slot and the cell of the next message are free."""
+        edge, nbytes = self.edge, self.how >> 8
+        edge.acknowledged(edge.counts[SENT] + 1 - (SLOTS if nbytes <= INLINE else CELLS))
+
+
+class _Ends:
+    """Both ends of a swap with everything at hand that they need: the same steps as `start` and `wait` of messages."""
+
+    def __init__(
+        self, out: Leaving | None, outgoing: Any, into: Arriving | None, incoming: Any, told: _Told | None
+    ) -> None:
+        self._out, self._outgoing = out, outgoing
+        self._into, self._incoming, self._told = into, incoming, told
+
+    def compiled(self, sent: np.ndarray, received: np.ndarray) -> Compiled | None:
+        """All of it in one compiled call, between such arrays."""
+        edges = {message.edge for message in (self._out, self._into) if message is not None}
+        _, ufunc, mine_first = ([], None, False) if self._into is None else self._incoming
+        alike = sent.dtype == received.dtype and sent.shape == received.shape and sent.ndim == 1
+        if len(edges) > 1 or not alike or sent.dtype not in compiled.DTYPES or ufunc not in compiled.OPERATIONS:
+            return None
+        if self._into is not None and not self._into.edge.holds(self._incoming[0][0]):
+            return None  # MPI.NO_OP, which takes one's own term for what comes
+        does = (self._out is not None) * compiled.SENDS + (self._into is not None) * compiled.RECEIVES
+        how = compiled.describe(does + mine_first * compiled.MINE_FIRST, compiled.OPERATIONS.index(ufunc), sent.nbytes)
+        begin, end = compiled.swap(sent.dtype)
+        (edge,) = edges
+        return Compiled(begin, edge.numbers, how, edge, end, self._told)
+
+    def begin(self) -> Callable[[np.ndarray], None] | None:
+        """``begin(sendbuf)`` sends."""
+        if self._out is None:
+            return None
+        edge, flags, outgoing = self._out.edge, self._out.flags, self._outgoing
+        counts, mine, ahead = edge.counts, edge.mine, SLOTS if outgoing[0].nbytes <= INLINE else CELLS
+
+        def begin(sendbuf: np.ndarray) -> None:
+            number = counts[SENT] = counts[SENT] + 1
+            if number - counts[ACKED] > ahead:
+                edge.acknowledged(number - ahead)
+            slot = number & MASK
+            outgoing[slot][...] = sendbuf
+            mine[flags[slot]] = number * KIND
+
+        return begin
+
+    def end(self) -> tuple[Callable[[np.ndarray, np.ndarray], None], Callable[[], bool]] | None:
+        """``end(sendbuf, recvbuf)`` waits and takes what comes; the other says whether it is there."""
+        if self._into is None:
+            return None
+        edge, flags = self._into.edge, self._into.flags
+        (arrays, ufunc, mine_first), told = self._incoming, self._told
+        counts, mine, theirs, my_ack = edge.counts, edge.mine, edge.theirs, edge.my_ack
+
+        def end(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+            number = counts[GOT] + 1
+            slot = number & MASK
+            at, wanted = flags[slot], number * KIND
+            if theirs[at] < wanted:
+                edge.arrived(at, wanted)
+            if theirs[at] != wanted:
+                assert told is not None
+                told.take(sendbuf, recvbuf)
+                return
+            counts[GOT] = number
+            if ufunc is None:
+                recvbuf[...] = arrays[slot]
+            elif mine_first:
+                ufunc(sendbuf, arrays[slot], recvbuf)
+            else:
+                ufunc(arrays[slot], sendbuf, recvbuf)
+            mine[my_ack] = number
+
+        def there() -> bool:
+            number = counts[GOT] + 1
+            return theirs[flags[number & MASK]] >= number * KIND
+
+        return end, there
