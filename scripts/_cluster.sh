@@ -1,5 +1,5 @@
 # The inside of scripts/cluster, the first process in namespaces of its own: _cluster.sh MPI MPIEXEC PYTHON RATE DELAY
-# "RANKS RANKS ..." program...
+# "RANKS RANKS ..." program... (its standard error comes as 3, since 2 would show what unshare says of being killed)
 #
 # A bridge is the switch. A host is a network namespace that holds one end of a veth pair, whose other end is a port of
 # the bridge; it has its own host name and shared memory, System V's and POSIX's, so that no MPI takes two hosts for one.
@@ -9,6 +9,7 @@ set -Eeuo pipefail
 mpi="$1" mpiexec="$2" python="$3" rate="$4" delay="$5"
 read -ra ranks <<<"$6"
 shift 6
+exec 2>&3 3>&-
 network=10.77.0 head=254 room=/run/chorus
 
 failed() { printf 'scripts/cluster: the cluster could not be set up%s.\n' "${1-, see above}" >&2; exit 1; }
@@ -78,8 +79,10 @@ trap - ERR
 case "$mpi" in
     mpich) start=(-launcher ssh -launcher-exec "$room/on" -iface eth0 -f "$room/hostfile") ;;
     openmpi)
-        # One way through a network: TCP. Not bound to cores, of which every host would take the first.
+        # TCP is the only way through this network. Ranks are not bound to cores, of which every host would take the
+        # first; and as no host knows that others use its cores too, who waits is told to yield.
         export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp OMPI_MCA_btl_tcp_if_include="$network.0/24"
+        export OMPI_MCA_mpi_yield_when_idle="${OMPI_MCA_mpi_yield_when_idle-1}"
         export PRTE_MCA_plm_ssh_agent="$room/on" PRTE_MCA_prte_if_include="$network.0/24"
         export PRTE_MCA_prte_tmpdir_base="$room/daemons"
         start=(--hostfile "$room/hostfile" --map-by slot:oversubscribe --bind-to none)
