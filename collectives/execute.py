@@ -28,8 +28,8 @@ SLOTS = 3
 """Segments of one message that may be on their way at a time: one lands while another is combined."""
 
 WINDOW = 2
-"""Segments of one message that are sent over a network before one has come from there. What is under way beyond what the
-network holds fills its queues, and delays the receipts that keep TCP going."""
+"""Segments of one message that are sent over a network before one has come. What is under way beyond what the network
+holds fills its queues, and delays the receipts that keep TCP going."""
 
 SHORT = 4096
 """Bytes up to which messages need no receiver to be on their way: any MPI buffers them."""
