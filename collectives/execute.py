@@ -35,6 +35,8 @@ SHORT = 4096
 """Bytes up to which messages need no receiver to be on their way: any MPI buffers them."""
 
 
+_NOTHING: list[Callable[[], object]] = []
+
 _NO_OPERATION = "the schedule combines, but no operation was given"
 
 
@@ -489,8 +491,8 @@ class _Binder:
 
         That is safe since rounds are aligned: nobody is further than a peer lets it be, part by part.
         """
-        leave = [[(sent.message, []) for sent in self._sent(step)] for step in steps if isinstance(step, Send)]
-        come = [[(message, []) for message in self._received(step)] for step in steps if isinstance(step, Recv)]
+        leave = [[(sent.message, _NOTHING) for sent in self._sent(step)] for step in steps if isinstance(step, Send)]
+        come = [[(message, _NOTHING) for message in self._received(step)] for step in steps if isinstance(step, Recv)]
         slots, actions = self._slots(steps), self._actions(steps)
         land = [
             [(action.message, action.calls) for action in actions if action.step == index]
