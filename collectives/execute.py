@@ -27,10 +27,15 @@ what has arrived and waits to be combined."""
 SLOTS = 3
 """Segments of one message that may be on their way at a time: one lands while another is combined."""
 
+WINDOW = 2
+"""Segments of one message that are sent over a network before one has come. What is under way beyond what the network
+holds fills its queues, and delays the receipts that keep TCP going."""
 
 SHORT = 4096
 """Bytes up to which messages need no receiver to be on their way: any MPI buffers them."""
 
+
+_NOTHING: list[Callable[[], object]] = []
 
 _NO_OPERATION = "the schedule combines, but no operation was given"
 
@@ -453,7 +458,7 @@ class _Binder:
         copies = self._copying([self.home[c] for c in kept], [self.task.target[c] for c in kept])
         for steps, shape in zip(self.task.schedule, self.shapes, strict=True):
             if steps:
-                self._round(steps, shape, copies)
+                (self._paced if self._long(steps) else self._round)(steps, shape, copies)
                 copies = []
         for copy in copies:
             self.work(copy)
@@ -498,6 +503,47 @@ class _Binder:
             if action.following is not None:
                 self.start([action.following])
         self._settle(pending, messages)
+
+    def _long(self, steps: Sequence[Step]) -> bool:
+        """Whether a round is nothing but messages over a network, of chunks of their own, some of them long."""
+        messages = [step for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
+        if len(messages) < len(steps) or all(len(self._cuts(step)) <= WINDOW for step in messages):
+            return False
+        if any(self.wire.grain(step.peer, self._bytes(step.chunks)) is not None for step in messages):
+            return False
+        ways = {(step.peer, isinstance(step, Send)) for step in messages}
+        changing = [chunk for step in messages if isinstance(step, RecvReduce) for chunk in numbers(step.chunks)]
+        leaving = {chunk for step in messages if isinstance(step, Send) for chunk in numbers(step.chunks)}
+        apart = len(set(changing)) == len(changing) and leaving.isdisjoint(changing)
+        return apart and len(ways) == len(messages)
+
+    def _paced(self, steps: Sequence[Step], shape: _Shape, meanwhile: Iterable[Callable[[], object]]) -> None:
+        """The messages advance side by side, part by part: more is sent when as much has come.
+
+        That is safe since rounds are aligned: nobody is further than a peer lets it be, part by part.
+        """
+        sends = [step for step in steps if isinstance(step, Send)]
+        leave = [[(sent.message, _NOTHING) for sent in self._sent(step, shape.changing)] for step in sends]
+        come = [[(message, _NOTHING) for message in self._received(step)] for step in steps if isinstance(step, Recv)]
+        slots, actions = shape.slots, self._actions(steps, shape)
+        land = [
+            [(action.message, action.calls) for action in actions if action.step == index]
+            for index, step in enumerate(steps)
+            if isinstance(step, RecvReduce)
+        ]
+        ahead = [*map(len, come), *slots, *(WINDOW for _ in leave)]
+        streams = [*come, *land, *leave]
+        self.start([message for parts, few in zip(streams, ahead) for message, _ in parts[:few]])
+        for call in meanwhile:
+            self.work(call)
+        for index in range(max(map(len, streams))):
+            for parts, few in zip(streams, ahead):
+                if index < len(parts):
+                    message, calls = parts[index]
+                    self.wait([message])
+                    for call in calls:
+                        self.work(call)
+                    self.start([message for message, _ in parts[index + few : index + few + 1]])
 
     def _settle(self, pending: dict[int, Any], messages: Iterable[Any]) -> None:
         """Wait for those of the messages that are still pending."""

@@ -331,6 +331,67 @@ def test_parts_are_added_while_others_come(log):
     assert case.programs[1].nbytes == 0
 
 
+@pytest.mark.parametrize("name", ["ring", "rabenseifner"])
+def test_no_more_is_sent_ahead_than_has_come(name, monkeypatch):
+    """Of a message in many parts, part i + WINDOW leaves when part i of what comes meanwhile is there."""
+    size, part = 4, 16
+    hub, parts = Hub(size), 5
+    ahead = [0] * size
+    furthest = [0] * size
+    start, wire = hub.start, hub.wire
+
+    def counting(message):
+        if message.sends:
+            rank = message.pair[0]
+            ahead[rank] += 1
+            furthest[rank] = max(furthest[rank], ahead[rank])
+        start(message)
+
+    def watched(rank):
+        watched = wire(rank)
+        waiting = watched.waiting
+
+        def told(messages):
+            (wait,) = waiting(messages)
+            come = sum(not message.sends for message in messages)
+
+            def test():
+                if not wait.test():
+                    return False
+                ahead[rank] -= come
+                return True
+
+            return [wait._replace(test=test)]
+
+        watched.waiting = told
+        return watched
+
+    monkeypatch.setattr(hub, "start", counting)
+    monkeypatch.setattr(hub, "wire", watched)
+    case = Case("allreduce", name, size, size * parts * part // words.DTYPE.itemsize, cut=part, hub=hub)
+    case.fill()
+    case.step_by_step()
+    case.check()
+    assert furthest == [execute.WINDOW] * size
+    assert ahead == [0] * size
+
+
+@every_entry
+@pytest.mark.parametrize("segments", [1, 3])
+def test_rounds_are_aligned(collective, name, segments):
+    """What is sent in a round is received in the same round: long messages over a network are paced by that."""
+    for size in range(1, 10):
+        for root in places(collective, size):
+            flying = {True: [], False: []}
+            for rank in range(size):
+                for index, steps in enumerate(catalog.build(collective, name, rank, size, root, segments)):
+                    for step in steps:
+                        if isinstance(step, (Send, Recv, RecvReduce)):
+                            sends = isinstance(step, Send)
+                            flying[sends].append((index, (rank, step.peer) if sends else (step.peer, rank)))
+            assert sorted(flying[True]) == sorted(flying[False]), (size, root)
+
+
 def test_scratch_is_as_large_as_what_passes_through():
     """A ring's reduce-scatter holds sums of all chunks but its own, and one chunk that lands; in place nothing less."""
     case = Case("reduce_scatter", "ring", 4, 40)

@@ -1,0 +1,95 @@
+# The inside of scripts/cluster, the first process in namespaces of its own: _cluster.sh MPI MPIEXEC PYTHON RATE DELAY
+# "RANKS RANKS ..." program... (its standard error comes as 3, since 2 would show what unshare says of being killed)
+#
+# A bridge is the switch. A host is a network namespace that holds one end of a veth pair, whose other end is a port of
+# the bridge; it has its own host name and shared memory, System V's and POSIX's, so that no MPI takes two hosts for one.
+# Both ends of a pair send at the given rate. mpiexec runs beside the bridge, on none of the hosts.
+set -Eeuo pipefail
+
+mpi="$1" mpiexec="$2" python="$3" rate="$4" delay="$5"
+read -ra ranks <<<"$6"
+shift 6
+exec 2>&3 3>&-
+network=10.77.0 head=254 room=/run/chorus
+
+failed() { printf 'scripts/cluster: the cluster could not be set up%s.\n' "${1-, see above}" >&2; exit 1; }
+trap failed ERR
+
+# A /run of its own, for the launch agent and what daemons write. The MPI's own programs are seen there too: no MPI
+# quotes the paths that it gives to an agent, so they may hold no spaces.
+mount -t tmpfs -o mode=755 tmpfs /run
+mkdir -p "$room/mpi" "$room/hosts" "$room/daemons"
+mount --bind "$(dirname "$mpiexec")/.." "$room/mpi"
+
+{
+    printf '127.0.0.1 localhost\n%s.%d head\n' "$network" "$head"
+    for ((host = 1; host <= ${#ranks[@]}; host++)); do printf '%s.%d node%d\n' "$network" "$host" "$host"; done
+} >"$room/names"
+mount --bind "$room/names" /etc/hosts
+
+# shape INTERFACE [way into a host]: whatever leaves through it takes its time.
+shape() {
+    "${@:2}" tc qdisc add dev "$1" root handle 1: tbf rate "$rate" burst 256kb latency 100ms
+    [ -z "$delay" ] || "${@:2}" tc qdisc add dev "$1" parent 1: netem delay "$delay" limit 100000 ||
+        failed ": --delay needs a time, like 100us, and netem (the module sch_netem), which is not in every kernel"
+}
+
+# up ADDRESS [way into a host]: the network there, all of it IPv4.
+up() {
+    "${@:2}" sh -c '[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6'
+    "${@:2}" ip link set lo up
+    "${@:2}" ip address add "$1/24" dev eth0
+    "${@:2}" ip link set eth0 up
+}
+
+# on HOST command...: runs it there, like ssh, which takes options before the host and makes one line of the command.
+cat >"$room/on" <<'AGENT'
+#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+read -r process <"/run/chorus/hosts/$1"
+shift
+exec nsenter --target "$process" --net --mount --uts --ipc sh -c "$*"
+AGENT
+chmod +x "$room/on"
+
+hostname head
+ip link add eth0 type bridge
+up "$network.$head"
+for ((host = 1; host <= ${#ranks[@]}; host++)); do
+    # A process that sleeps keeps the host's namespaces; the host is there when it has said its number.
+    exec {there}< <(exec unshare --net --mount --uts --ipc bash -c 'echo $$; exec sleep infinity')
+    read -r process <&"$there"
+    echo "$process" >"$room/hosts/node$host"
+    inside=(nsenter --target "$process" --net --mount --uts --ipc)
+    "${inside[@]}" hostname "node$host"
+    "${inside[@]}" mount -t sysfs sysfs /sys
+    "${inside[@]}" mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+    ip link add "node$host" type veth peer name eth0 netns "$process"
+    shape "node$host"
+    shape eth0 "${inside[@]}"
+    ip link set "node$host" master eth0 up
+    up "$network.$host" "${inside[@]}"
+    case "$mpi" in
+        mpich) echo "node$host:${ranks[host - 1]}" ;;
+        openmpi) echo "node$host slots=${ranks[host - 1]}" ;;
+    esac >>"$room/hostfile"
+done
+trap - ERR
+
+case "$mpi" in
+    mpich) start=(-launcher ssh -launcher-exec "$room/on" -iface eth0 -f "$room/hostfile") ;;
+    openmpi)
+        # TCP is the only way through this network. Ranks are not bound to cores, of which every host would take the
+        # first; and as no host knows that others use its cores too, who waits is told to yield.
+        export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp OMPI_MCA_btl_tcp_if_include="$network.0/24"
+        export OMPI_MCA_mpi_yield_when_idle="${OMPI_MCA_mpi_yield_when_idle-1}"
+        export PRTE_MCA_plm_ssh_agent="$room/on" PRTE_MCA_prte_if_include="$network.0/24"
+        export PRTE_MCA_prte_tmpdir_base="$room/daemons"
+        start=(--hostfile "$room/hostfile" --map-by slot:oversubscribe --bind-to none)
+        ;;
+esac
+PATH="$(dirname "$python"):$PATH"
+[ "$1" != python ] || set -- "$python" "${@:2}"
+status=0
+"$room/mpi/bin/mpiexec" "${start[@]}" -n "$((${ranks[*]/%/ +} 0))" "$@" || status=$?
+exit "$status"
