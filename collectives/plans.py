@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives import buffers
+from collectives import buffers, native
 from collectives.buffers import Buffer
 from collectives.calls import Blocks, Call, staged
 from collectives.catalog import blocks, build
@@ -24,7 +24,8 @@ from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task
 from collectives.ops import on_device
 from collectives.placement import Nodes, numbered
 from collectives.requests import Request, under_way, until
-from collectives.select import Choice
+from collectives.measured import NATIVE, Choice
+from collectives.native import Form
 from collectives.semantics import MEANINGS
 from collectives.staging import Device, device_of, stage
 from collectives.transport.device import cuda_aware
@@ -462,7 +463,7 @@ class Plans:
         kept = self._bound.get(key)
         _check_apart(call)
         if kept is None:
-            kept = self._bind_slots(call, choice) if small else self._blocking(call, choice)
+            kept = self._bind_slots(call, choice) if small else self._bind(call, choice, "blocking")
             self._keep(key, kept)
         try:
             if isinstance(kept, Slots):
@@ -477,16 +478,16 @@ class Plans:
     def _run_elsewhere(self, call: Call, choice: Choice) -> None:
         """Do a blocking call on data that is not dense host memory."""
         _check_apart(call)
-        call, device = self._where(call)
+        call, device = self._where(call, choice)
         if device is None:
-            program = self._bind(call, choice, self._wire(BLOCKING_TAG, BLOCKING_CHANNEL))
+            program = self._bind(call, choice, "blocking")
             drive(program)
             program.free()
             return
         key = _key(call, choice, True, device)
         kept = self._bound.get(key)
         if kept is None:
-            kept = self._blocking(call, choice, device)
+            kept = self._bind(call, choice, "blocking", device)
             self._keep(key, kept)
         assert isinstance(kept, Program) and kept.lane is not None
         try:
@@ -496,15 +497,15 @@ class Plans:
             self._forget(key)
             raise
 
-    def _where(self, call: Call) -> tuple[Call, Device | None]:
+    def _where(self, call: Call, choice: Choice) -> tuple[Call, Device | None]:
         """The call as it is to be bound, and the device on which, if it need not be staged."""
-        return (direct(call) if self.aware else None) or (call, None)
+        return (direct(call) if self.aware and choice.algorithm != NATIVE else None) or (call, None)
 
     def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
         """Begin a non-blocking call."""
         device = None
         if _needs_staging(call):
-            call, device = self._where(call)
+            call, device = self._where(call, choice)
         key = None if _needs_staging(call) and device is None else _key(call, choice, True, device)
         idle = self._idle.get(key)
         if idle:
@@ -514,13 +515,12 @@ class Plans:
                 del self._idle[key]
         else:
             _check_apart(call)
-            program = self._bind(call, choice, Immediate(self.comm), device)
+            program = self._bind(call, choice, "nonblocking", device)
         if program.lane is not None:
             program.lane.follow(*_owners(call))
-        wire = program.wire
-        assert isinstance(wire, Immediate)
         self._calls += 1  # only now that nothing can be refused: the ranks must count alike
-        wire.tag = 1 + self._calls % (self._tags - 1)
+        if isinstance(program.wire, Immediate):
+            program.wire.tag = 1 + self._calls % (self._tags - 1)
         request = Request(call.collective, program, partial(self._rest, key), call)
         self._lent.add(request)
         request.begin(gate)
@@ -534,11 +534,9 @@ class Plans:
         """Bind a persistent call."""
         _check_apart(call)
         self._inits += 1
-        channel = self._inits if self._inits < CHANNELS else None
-        call, device = self._where(call)
+        call, device = self._where(call, choice)
         first = [] if device is None else [partial(device.follow, *_owners(call))]
-        tag = self._tags + self._inits % self._tags
-        program = self._bind(call, choice, self._wire(tag, channel), device, first)
+        program = self._bind(call, choice, "persistent", device, first)
         request = Request(call.collective, program, self._return, call, persistent=True)
         self._lent.add(request)
         return request
@@ -567,10 +565,15 @@ class Plans:
 
     # -------------------------------------------------------------------------------- binding and keeping
 
-    def _wire(self, tag: int, channel: int | None) -> Wire:
+    def _wire(self, form: Form) -> Wire:
         """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes."""
+        if form == "nonblocking":
+            return Immediate(self.comm)
+        tag, channel = BLOCKING_TAG, BLOCKING_CHANNEL
+        if form == "persistent":
+            tag, channel = self._tags + self._inits % self._tags, self._inits
         far = Persistent(self.comm, tag)
-        if self.node is None or channel is None:
+        if self.node is None or channel >= CHANNELS:
             return far
         return Nearest(Shared(self.node, channel, self._edges[channel]), far)
 
@@ -578,14 +581,18 @@ class Plans:
         self,
         call: Call,
         choice: Choice,
-        wire: Wire,
+        form: Form,
         device: Device | None = None,
         first: Sequence[Callable[[], object]] = (),
     ) -> Program:
-        return bound(call, choice, self.rank, self.size, wire, device, first, self.nodes)
-
-    def _blocking(self, call: Call, choice: Choice, device: Device | None = None) -> Program:
-        return self._bind(call, choice, self._wire(BLOCKING_TAG, BLOCKING_CHANNEL), device)
+        if choice.algorithm != NATIVE:
+            return bound(call, choice, self.rank, self.size, self._wire(form), device, first, self.nodes)
+        call = native.settled(call)
+        ends = _ends(call, None)
+        steps = [*first, *ends.first], ends.last
+        program = native.program(self.comm, call, form, ends.source.array, ends.target.array, *steps)
+        program.keep(ends.keep)
+        return program
 
     def _fits_slots(self, call: Call) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
@@ -599,9 +606,11 @@ class Plans:
         spans = _spans(call)
         source = Memory.allocate(spans[0], call.unit)
         target = source if call.source is call.target else Memory.allocate(spans[1], call.unit)
-        wire = self._wire(BLOCKING_TAG, BLOCKING_CHANNEL)
-        schedule = task(call, choice, self.rank, self.size, self.nodes)
-        program = bind(schedule, source, target, wire, _combining(call))
+        if choice.algorithm == NATIVE:
+            program = native.program(self.comm, call, "blocking", source.array, target.array)
+        else:
+            schedule = task(call, choice, self.rank, self.size, self.nodes)
+            program = bind(schedule, source, target, self._wire("blocking"), _combining(call))
         return Slots(program, source.array, target.array, bool(call.brings), _stores(call))
 
     def _keep(self, key: Hashable, kept: Program | Slots) -> None:
@@ -669,4 +678,4 @@ def _key(call: Call, choice: Choice, addresses: bool, device: Device | None = No
     if addresses:
         where += tuple(None if b is None else b.address for b in (call.source, call.target))
     blocks = tuple(call.brings.items()), tuple(call.takes.items())
-    return (call.collective, choice, call.lengths, call.unit, call.root, call.op, call.moved, blocks, where)
+    return (call.collective, call.uneven, choice, call.lengths, call.unit, call.root, call.op, call.moved, blocks, where)

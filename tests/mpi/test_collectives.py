@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import words
-from exchanges import ENTRIES, FORMS, TABLE, Question, perform
+from exchanges import ENTRIES, FORMS, TABLE, Question, ours, perform
 from mpi4py import MPI
 
-from collectives import Communicator, algorithms, catalog
+from collectives import Communicator, catalog
 
 DTYPES = [*"bhilqBHILQ", *"efdg", *"FDG", "?", ml_dtypes.bfloat16]
 METHODS = [method for method in TABLE if method != "Barrier"]
@@ -68,7 +68,7 @@ def test_long_vectors(comm, method, algorithm, form):
 @pytest.mark.parametrize("method", ROOTED)
 def test_every_root(comm, method):
     size = comm.Get_size()
-    for algorithm in algorithms(TABLE[method].collective):
+    for algorithm in ours(TABLE[method].collective):
         for root in range(size):
             for in_place in {False, TABLE[method].in_place}:
                 asked = question(comm, size + 1, "i", root, in_place)
@@ -117,7 +117,7 @@ def letters(rank, count, dtype, turn):
 @pytest.mark.parametrize("method", REDUCING)
 def test_operations_that_do_not_commute_take_ranks_in_order(comm, joining, method, form):
     line, size = TABLE[method], comm.Get_size()
-    able = [name for name in algorithms(line.collective) if catalog.find(line.collective, name).ordered]
+    able = [name for name in ours(line.collective) if catalog.find(line.collective, name).ordered]
     for algorithm in ["auto", *able]:
         for number, n in enumerate((0, 1, size + 1, 1000)):
             in_place = number % 2 == 1
@@ -132,7 +132,7 @@ def test_long_words_too(comm, joining, method):
     """320 kB of words: cut in parts, each of which must keep its order."""
     line, size = TABLE[method], comm.Get_size()
     n = 40_000 if line.collective != "reduce_scatter" else 40_000 // size
-    for algorithm in ["auto", algorithms(line.collective)[0]]:
+    for algorithm in ["auto", ours(line.collective)[0]]:
         asked = question(comm, n, words.DTYPE, size - 1, op=joining, function=words.join, values=letters)
         perform(comm, "blocking", method, line.make(asked), turns=1, algorithm=algorithm)
 
@@ -140,7 +140,7 @@ def test_long_words_too(comm, joining, method):
 @every_form
 @pytest.mark.parametrize("method", REDUCING)
 def test_operations_of_one_s_own(comm, adding, method, form):
-    for name in ["auto", *algorithms(TABLE[method].collective)]:
+    for name in ["auto", *ours(TABLE[method].collective)]:
         asked = question(comm, 30, "i8", comm.Get_size() - 1, op=adding)
         perform(comm, form, method, TABLE[method].make(asked), algorithm=name)
 
@@ -219,7 +219,7 @@ def test_keeping_the_first_or_the_last(comm):
 def test_all_ranks_get_the_same_bits(comm):
     """Sums of floats depend on the order; no two ranks may see different ones."""
     mine = (0.1 + comm.Get_rank()) ** np.arange(1, 60)
-    alike = [name for name in algorithms("allreduce") if catalog.find("allreduce", name).alike]
+    alike = [name for name in ours("allreduce") if catalog.find("allreduce", name).alike]
     for algorithm in ["auto", *alike]:
         total = np.zeros_like(mine)
         comm.Allreduce(mine, total, algorithm=algorithm)

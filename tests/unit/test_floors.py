@@ -12,9 +12,9 @@ FLOORS = {
     1: "collectives.transforms",
     2: "collectives.algorithms",
     3: "collectives.catalog collectives.walk collectives.draw collectives.transport collectives.ops "
-    "collectives.staging collectives.buffers collectives.dlpack collectives.errors",
+    "collectives.staging collectives.costs collectives.tuning collectives.buffers collectives.dlpack collectives.errors",
     4: "collectives.execute collectives.select collectives.calls",
-    5: "collectives.requests collectives.plans collectives.debug collectives.point_to_point collectives.communicator",
+    5: "collectives.requests collectives.native collectives.plans collectives.debug collectives.point_to_point collectives.communicator",
     6: "collectives parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
