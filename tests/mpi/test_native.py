@@ -18,14 +18,20 @@ def question(comm, n, dtype, root=0, in_place=False, **more):
     return Question(comm.Get_rank(), comm.Get_size(), root, n, np.dtype(dtype), in_place, **more)
 
 
+def questions(comm, line):
+    """A few of all: counts, dtypes, roots, places."""
+    size = comm.Get_size()
+    for number, n in enumerate((0, 1, size - 1, size + 1, 1000, 100_000)):
+        for in_place in (False, True)[: 1 + line.in_place]:
+            yield question(comm, n, "ifd"[number % 3], number % size, in_place)
+
+
 def right(world, form, method):
     """Whether this MPI has the persistent form, and performs it right: some accept it and give wrong results."""
-    if form != "persistent":
-        return True
-    line, good = TABLE[method], True
-    for in_place in {False, line.in_place}:
+    good = True
+    for asked in questions(world, TABLE[method]) if form == "persistent" else ():
         try:
-            perform(world, form, method, line.make(question(world, 5, "i", 0, in_place)), turns=1)
+            perform(world, form, method, TABLE[method].make(asked), turns=1)
         except (NotImplementedError, AssertionError, MPI.Exception):
             good = False
     return world.allreduce(good, MPI.LAND)
@@ -36,11 +42,8 @@ def right(world, form, method):
 def test_every_form(world, comm, method, form):
     if not right(world, form, method):
         pytest.skip(f"this MPI's {form} {method} is not right")
-    line, size = TABLE[method], comm.Get_size()
-    for number, n in enumerate((0, 1, size - 1, size + 1, 1000, 100_000)):
-        for in_place in {False, line.in_place}:
-            asked = question(comm, n, "ifd"[number % 3], number % size, in_place)
-            perform(comm, form, method, line.make(asked), turns=4, algorithm="native")
+    for asked in questions(comm, TABLE[method]):
+        perform(comm, form, method, TABLE[method].make(asked), turns=4, algorithm="native")
 
 
 @pytest.mark.parametrize("method", METHODS)
