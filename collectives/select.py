@@ -126,13 +126,20 @@ class Selector:
                 able = {
                     choice: seconds
                     for choice, seconds in measured.items()
-                    if _may(collective, choice, ordered, private, native and trusted)
+                    if self._may(collective, choice, ordered, private, native and trusted)
                 }
                 if able:
                     best = min(able, key=able.__getitem__)
                     return Decision(*best, able[best], "measured")
         choice, seconds = _cheapest(collective, self.size, nbytes, ordered, private, self.nodes, self.costs)
         return Decision(*choice, seconds, "model")
+
+    def _may(self, collective: str, choice: Choice, ordered: bool, private: bool, native: bool) -> bool:
+        """Whether a measured algorithm may be taken; the catalogue may have changed since."""
+        if choice.algorithm == NATIVE:
+            return native
+        entry = catalog.CATALOG[collective].get(choice.algorithm)
+        return entry is not None and entry.alike and _fits(entry, ordered, private, self.nodes)
 
 
 def graded(nbytes: int) -> int:
@@ -143,14 +150,6 @@ def graded(nbytes: int) -> int:
     """
     grain = nbytes.bit_length() - 3
     return nbytes >> grain << grain if grain > 0 else nbytes
-
-
-def _may(collective: str, choice: Choice, ordered: bool, private: bool, native: bool) -> bool:
-    """Whether a measured algorithm may be taken; the catalogue may have changed since."""
-    if choice.algorithm == NATIVE:
-        return native
-    entry = catalog.CATALOG[collective].get(choice.algorithm)
-    return entry is not None and entry.alike and _fits(entry, ordered, private)
 
 
 def choose(
@@ -180,8 +179,8 @@ def check(
         entry = catalog.find(collective, algorithm)
     except ValueError as error:
         raise InvalidArgument(MPI.ERR_ARG, f"algorithm: {error}, {NATIVE}") from None
-    if not _fits(entry, ordered, private):
-        able = [n for n, e in catalog.CATALOG[collective].items() if _fits(e, ordered, private)]
+    if not _fits(entry, ordered, private, nodes):
+        able = [n for n, e in catalog.CATALOG[collective].items() if _fits(e, ordered, private, nodes)]
         why = (
             "needs to know the lengths of all blocks, which only the root does"
             if private and not entry.private
@@ -190,8 +189,8 @@ def check(
         raise InvalidArgument(MPI.ERR_ARG, f"algorithm: {algorithm!r} for {collective} {why}; able: {', '.join(able)}")
 
 
-def _fits(entry: catalog.Algorithm, ordered: bool, private: bool) -> bool:
-    return (entry.ordered or not ordered) and (entry.private or not private)
+def _fits(entry: catalog.Algorithm, ordered: bool, private: bool, nodes: Nodes | None) -> bool:
+    return (entry.keeps_order(nodes) or not ordered) and (entry.private or not private)
 
 
 # ------------------------------------------------------------------------------------------ the model
@@ -206,7 +205,7 @@ def _cheapest(
     """
     wire = alike(nodes, costs)
     entries = catalog.CATALOG[collective].items()
-    able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, private)}
+    able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, private, nodes)}
     part = nodes if nodes is None or wire is not None else sample(nodes, WALKED)
     ranks = size if part is None else len(part)
     most = 1 if private else MOST_SEGMENTS
@@ -252,7 +251,7 @@ def _in_segments(seconds: Callable[[int], float], most: int) -> tuple[int, float
 
 
 class _Factors(NamedTuple):
-    """An algorithm's formulas for one number of ranks: what it must wait for, and what the busiest rank does."""
+    """An algorithm's formulas as numbers: factors of alpha, n beta and n gamma, and what the busiest rank does."""
 
     rounds: float
     beta: float
@@ -262,16 +261,16 @@ class _Factors(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _factors(entry: catalog.Algorithm, size: int) -> _Factors:
+def _factors(entry: catalog.Algorithm, size: int, segments: int) -> _Factors:
     of = (entry.rounds, entry.beta or entry.volume, entry.gamma or entry.combined, entry.volume, entry.combined)
-    return _Factors(*(float(catalog.evaluate(each, size)) for each in of))
+    return _Factors(*(float(catalog.evaluate(each, size, segments)) for each in of))
 
 
 def formula(collective: str, name: str, size: int, nbytes: int, segments: int, wire: Uniform) -> float:
     """Seconds by the catalogue's formulas, where all edges are alike.
 
-    Segments follow one another through the busiest rank: each after the first costs its messages once more, and only
-    the first has to wait its whole way.
+    Those of an algorithm that cuts the data itself count segments. In all others segments follow one another through
+    the busiest rank: each after the first costs its messages once more, and only the first has to wait its whole way.
 
     Parameters
     ----------
@@ -282,11 +281,17 @@ def formula(collective: str, name: str, size: int, nbytes: int, segments: int, w
     wire : Uniform
         The costs of every edge.
     """
-    f = _factors(catalog.find(collective, name), size)
-    messages = f.rounds * f.volume / f.beta if f.beta else f.rounds
-    moved = f.volume + (f.beta - f.volume) / segments
-    added = f.combined + (f.gamma - f.combined) / segments
-    waited = f.rounds + (segments - 1) * messages
+    entry = catalog.find(collective, name)
+    if size == 1:
+        return 0.0
+    if entry.cuts:
+        waited, moved, added, *_ = _factors(entry, size, segments)
+    else:
+        f = _factors(entry, size, 1)
+        messages = f.rounds * f.volume / f.beta if f.beta else f.rounds
+        waited = f.rounds + (segments - 1) * messages
+        moved = f.volume + (f.beta - f.volume) / segments
+        added = f.combined + (f.gamma - f.combined) / segments
     return waited * wire.alpha + nbytes * (moved * wire.beta + added * wire.gamma)
 
 

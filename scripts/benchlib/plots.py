@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,7 @@ def plot_winners(path: str | Path, table: Table) -> None:
         for axis in list(axes.flat)[len(series) :]:
             axis.axis("off")
         handles = [Patch(color=colours[name], label=name) for name in names]
+        figure.supxlabel("message size (bytes); in the cells: time / the MPI's own, and segments", fontsize=9)
         figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), fontsize=9)
         figure.suptitle(f"The fastest algorithm, {mpi_name()}", fontsize=13, fontweight="bold", x=0.02, ha="left")
         figure.savefig(path, dpi=110)
@@ -257,22 +259,37 @@ def _winner(row: Mapping[Choice, float]) -> Choice:
 def _winners(axis: Axes, collective: str, entries: dict[Key, Rows], colours: dict[str, Any]) -> None:
     sizes = sorted({nbytes for rows in entries.values() for nbytes in rows})
     for y, rows in enumerate(entries.values()):
-        for nbytes, row in rows.items():
-            best, x = _winner(row), sizes.index(nbytes)
-            axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=colours[best.algorithm], lw=0))
+        for (nbytes, row), (left, right) in zip(rows.items(), _cells(list(rows)), strict=True):
+            best = _winner(row)
+            axis.add_patch(
+                Rectangle((left, y - 0.5), right - left, 1, facecolor=colours[best.algorithm], edgecolor="white")
+            )
             native = row.get(Choice(MPI_S_OWN))
             ratio = "" if native is None or best.algorithm == MPI_S_OWN else f"{row[best] / native:.2f}"
             cut = f"x{best.segments}" if best.segments > 1 else ""
             text = "\n".join(line for line in (ratio, cut) if line)
             light = sum(to_rgb(colours[best.algorithm])) > 1.5
-            axis.text(x, y, text, ha="center", va="center", fontsize=7.5, color="black" if light else "white")
-    axis.set_xlim(-0.5, len(sizes) - 0.5)
+            axis.text(
+                _octave(nbytes), y, text, ha="center", va="center", fontsize=7.5, color="black" if light else "white"
+            )
+    low, high = _octave(sizes[0]) - 1.5, _octave(sizes[-1]) + 1.5
+    axis.set_xlim(low, high)
     axis.set_ylim(-0.5, len(entries) - 0.5)
-    every = max(1, math.ceil(len(sizes) / 10))
-    axis.set_xticks(range(0, len(sizes), every), [format_size(nbytes) for nbytes in sizes[::every]])
+    ticks = [power for power in range(0, 40, 4 if high - low > 14 else 2) if low <= power <= high]
+    axis.set_xticks(ticks or [0], [format_size(1 << power) for power in ticks] or ["0"])
     axis.set_yticks(range(len(entries)), [_series_name(key) for key in entries])
-    axis.set_xlabel("message size (bytes); in the cells: time / the MPI's own, segments")
     axis.set_title(collective.replace("_", "-"), loc="left")
+
+
+def _octave(nbytes: int) -> float:
+    return math.log2(max(1, nbytes))
+
+
+def _cells(sizes: list[int]) -> list[tuple[float, float]]:
+    """From where to where each size's cell reaches on a logarithmic axis: half way to its neighbours."""
+    at = [_octave(nbytes) for nbytes in sizes]
+    middles = [(low + high) / 2 for low, high in pairwise(at)]
+    return list(zip([at[0] - 1.5, *middles], [*middles, at[-1] + 1.5], strict=True))
 
 
 def _series_name(key: Key) -> str:

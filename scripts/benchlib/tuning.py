@@ -30,6 +30,9 @@ LONG = 1 << 16
 
 MOST_SEGMENTS = 64
 
+SMALL = 8
+"""Ranks up to which algorithms may well come to the same schedules."""
+
 
 # ------------------------------------------------------------------------------------------ the wires
 
@@ -144,7 +147,20 @@ def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, cos
             powers, key=lambda k: formula(base(collective), name, size, nbytes, k, wire or costs.network)
         )
         found += [Choice(name, segments) for segments in {best, max(1, best // 4), 4} if segments > 1]
-    return [*sorted(set(found)), Choice(NATIVE)]
+    return [*_different(base(collective), sorted(set(found)), size, nodes), Choice(NATIVE)]
+
+
+def _different(collective: str, choices: list[Choice], size: int, nodes: Nodes | None) -> list[Choice]:
+    """The first of those that are the same schedules: on two ranks most algorithms are."""
+    if size > SMALL:
+        return choices
+    seen: dict[object, Choice] = {}
+    for name, segments in choices:
+        built = tuple(
+            tuple(catalog.build_all(collective, name, size, root, segments, nodes)) for root in {0, size - 1}
+        )
+        seen.setdefault((catalog.blocks(collective, name, size) * segments, built), Choice(name, segments))
+    return list(seen.values())
 
 
 def contest(
