@@ -19,8 +19,7 @@ from collectives import buffers, calls, catalog, native, select
 from collectives.calls import Call
 from collectives.debug import Checker
 from collectives.errors import InvalidArgument, InvalidType
-from collectives.measured import BLOCKING, NATIVE, Choice, Table
-from collectives.native import Form
+from collectives.measured import BLOCKING, NATIVE, Choice, Form, Table
 from collectives.ops import is_commutative
 from collectives.plans import NEW, Plans
 from collectives.point_to_point import PointToPoint
@@ -1071,7 +1070,8 @@ class Communicator(PointToPoint):
             nodes = [self._named[rank] for rank in group.Translate_ranks(None, mine)]
             group.Free()
             mine.Free()
-        return type(self)(comm, debug=debug, cuda_aware=self._cuda_aware, shared=self._shared, nodes=nodes, tuning=table)
+        aware, shared = self._cuda_aware, self._shared
+        return type(self)(comm, debug=debug, cuda_aware=aware, shared=shared, nodes=nodes, tuning=table)
 
     def Clone(self) -> Any:
         """As mpi4py's; gives a `Communicator`."""

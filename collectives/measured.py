@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from collectives.costs import BUILT_IN, Costs
 from collectives.placement import Nodes
@@ -15,7 +15,9 @@ from collectives.placement import Nodes
 NATIVE = "native"
 """The name of the MPI's own collective among the algorithms."""
 
-BLOCKING = "blocking"
+Form: TypeAlias = Literal["blocking", "nonblocking", "persistent"]
+
+BLOCKING: Form = "blocking"
 
 NEAR = 1.5
 """By which factor another number of ranks may differ, so that what was measured there is still taken."""
@@ -71,7 +73,7 @@ class Table(NamedTuple):
     """
 
     costs: Costs = BUILT_IN
-    entries: Mapping[Key, Rows] = {}  # noqa: RUF012
+    entries: Mapping[Key, Rows] = {}
 
     def rows(
         self, collective: str, form: str, uneven: bool, ranks: int, nodes: Nodes | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -16,11 +16,10 @@ from mpi4py import MPI
 from collectives.calls import Blocks, Call
 from collectives.errors import InvalidArgument
 from collectives.execute import Program
+from collectives.measured import Form
 from collectives.requests import accompanied
 from collectives.semantics import MEANINGS
 from collectives.transport.wire import Wait
-
-Form: TypeAlias = Literal["blocking", "nonblocking", "persistent"]
 
 METHODS = {
     "barrier": ("Barrier", "Barrier"),
@@ -99,22 +98,18 @@ def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, siz
         counts = (call.lengths,) if call.collective == "reduce_scatter" and call.uneven else ()
         if call.collective == "exscan" and rank == 0 and not here:
             target = np.empty_like(source)  # not looked at, but it must be there
-        sent = MPI.IN_PLACE if here else source
-        return sent, target if call.target is not None else None, *counts, call.operation, *root
-    holds = {"scatter": (rank == call.root, False), "gather": (False, rank == call.root)}
-    spread, gathered = holds.get(call.collective, (call.collective == "alltoall", True))
-    sent = _side(source, call, call.brings, rank, size, spread)
-    received = _side(target, call, call.takes, rank, size, gathered)
+        received = None if call.target is None else target
+        return MPI.IN_PLACE if here else source, received, *counts, call.operation, *root
+    spread, gathered = call.collective in ("scatter", "alltoall"), call.collective != "scatter"
+    sent, received = _side(source, call, call.brings, spread), _side(target, call, call.takes, gathered)
     if call.collective == "scatter":
-        if rank != call.root:
-            sent = None
-        return sent, MPI.IN_PLACE if here else received, *root
+        return sent if rank == call.root else None, MPI.IN_PLACE if here else received, *root
     if call.collective == "gather" and rank != call.root:
-        received = None
+        return sent, None, *root
     return MPI.IN_PLACE if here else sent, received, *root
 
 
-def _side(array: np.ndarray, call: Call, blocks: Blocks, rank: int, size: int, several: bool) -> Any:
+def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
     """One buffer as mpi4py takes it; `several` is whether it has a block for everyone."""
     if not (several and call.uneven):
         return [array, MPI.BYTE]
@@ -136,9 +131,8 @@ class _Blocking(Program):
 class _Bound:
     """A request of MPI that is bound for many starts."""
 
-    def __init__(self, request: MPI.Request) -> None:
+    def __init__(self, request: MPI.Prequest) -> None:
         self.request = request
-        self.starts = [request.Start]
 
     def free(self) -> None:
         """Give it back."""
@@ -150,10 +144,18 @@ class _Begun:
 
     def __init__(self, begin: Callable[[], MPI.Request]) -> None:
         self.request, self._begin = MPI.REQUEST_NULL, begin
-        self.starts = [self._again]
 
-    def _again(self) -> None:
+    def start(self) -> None:
+        """Begin another."""
         self.request = self._begin()
+
+    def wait(self) -> None:
+        """Return when it is over."""
+        self.request.Wait()
+
+    def test(self) -> bool:
+        """Whether it is over."""
+        return self.request.Test()
 
     def free(self) -> None:
         """MPI gives back a request that has ended."""
@@ -169,10 +171,10 @@ class _Nothing:
 class Straight(NamedTuple):
     """The call done between arrays that are only known when it is called: see `transport.wire.Swapping`."""
 
-    method: Callable[..., object]
+    method: Callable[..., None]
     call: Call
 
-    def between(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], object] | None:
+    def between(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None]:
         """``swap(sendbuf, recvbuf)`` without a copy on the way."""
         method, op, byte = self.method, self.call.operation, MPI.BYTE
         root = (self.call.root,) if MEANINGS[self.call.collective].rooted else ()
@@ -220,14 +222,15 @@ def program(
     positional = arguments(call, source, target, comm.Get_rank(), comm.Get_size())
     keep = (source, target)
     held: Any
+    middle: list[Callable[[], object] | Wait]
     if form == "blocking":
         held, middle = _Nothing(), [partial(getattr(comm, method), *positional)]
     elif form == "persistent":
         held = _Bound(_initialised(comm, method, positional))
-        middle = [*held.starts, Wait(held.request.Wait, held.request.Test)]
+        middle = [held.request.Start, Wait(held.request.Wait, held.request.Test)]
     else:
         held = _Begun(partial(getattr(comm, f"I{method[0].lower()}{method[1:]}"), *positional))
-        middle = [*held.starts, Wait(lambda: held.request.Wait(), lambda: held.request.Test())]
+        middle = [held.start, Wait(held.wait, held.test)]
     steps = [*first, *middle, *last]
     calls = [step.wait if isinstance(step, Wait) else step for step in steps]
     tests = [step.test if isinstance(step, Wait) else None for step in steps]
@@ -237,7 +240,7 @@ def program(
     return made
 
 
-def _initialised(comm: MPI.Intracomm, method: str, positional: tuple[Any, ...]) -> MPI.Request:
+def _initialised(comm: MPI.Intracomm, method: str, positional: tuple[Any, ...]) -> MPI.Prequest:
     try:
         return getattr(comm, f"{method}_init")(*positional)
     except NotImplementedError:  # an MPI of a standard before 4.0

@@ -21,11 +21,10 @@ from collectives.catalog import blocks, build
 from collectives.chunks import Layout, Place, even
 from collectives.errors import InvalidArgument
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
+from collectives.measured import NATIVE, Choice, Form
 from collectives.ops import on_device
 from collectives.placement import Nodes, numbered
 from collectives.requests import Request, under_way, until
-from collectives.measured import NATIVE, Choice
-from collectives.native import Form
 from collectives.semantics import MEANINGS
 from collectives.staging import Device, device_of, stage
 from collectives.transport.device import cuda_aware
@@ -678,4 +677,5 @@ def _key(call: Call, choice: Choice, addresses: bool, device: Device | None = No
     if addresses:
         where += tuple(None if b is None else b.address for b in (call.source, call.target))
     blocks = tuple(call.brings.items()), tuple(call.takes.items())
-    return (call.collective, call.uneven, choice, call.lengths, call.unit, call.root, call.op, call.moved, blocks, where)
+    what = call.collective, call.uneven, choice
+    return (*what, call.lengths, call.unit, call.root, call.op, call.moved, blocks, where)

@@ -7,7 +7,7 @@ a table that all of them got from one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -211,14 +211,11 @@ def _cheapest(
     most = 1 if private else MOST_SEGMENTS
     found: dict[Choice, float] = {}
     for name, entry in able.items():
+        told = collective, name, ranks, nbytes
         if not entry.placed:
-            segments, seconds = _in_segments(
-                lambda k, name=name: formula(collective, name, ranks, nbytes, k, wire or costs.network), most
-            )
+            segments, seconds = _in_segments(partial(formula, *told, wire=wire or costs.network), most)
         elif wire is None:
-            segments, seconds = _in_segments(
-                lambda k, name=name: predict(collective, name, ranks, nbytes, k, part, costs), most
-            )
+            segments, seconds = _in_segments(partial(predict, *told, nodes=part, costs=costs), most)
         else:
             continue
         found[Choice(name, segments)] = seconds

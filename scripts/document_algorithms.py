@@ -18,6 +18,7 @@ from pathlib import Path
 
 from collectives import Communicator, algorithms, draw
 from collectives.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
+from collectives.measured import NATIVE
 from collectives.semantics import MEANINGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,7 +202,8 @@ def readme(text: str) -> str:
     methods: dict[tuple[str, ...], list[str]] = {}
     for collective in CATALOG:
         for method in METHODS[collective]:
-            named = algorithms(method.lower() if method.endswith("v") else collective)
+            asked = algorithms(method.lower() if method.endswith("v") else collective)
+            named = [name for name in asked if name != NATIVE]
             methods.setdefault((collective, *named), []).append(f"`{method}`")
     lines = [
         [", ".join(together), ", ".join(f"`{name}`" for name in named)] for (_, *named), together in methods.items()

@@ -42,7 +42,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--collective", type=collective_list, default=EVEN, metavar="NAME,...", help="names, or all (default: no v-forms)")
+    add(
+        "--collective",
+        type=collective_list,
+        default=EVEN,
+        metavar="NAME,...",
+        help="names, or all (default: even ones)",
+    )
     add("--sizes", type=parse_sizes, default="8:32M:8", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:32M:8)")
     add("--form", type=form_list, default="blocking", metavar="NAME,...", help=f"of {', '.join(MODES)}")
     add("--dtype", type=dtype_list, default="float32", metavar="NAME", help=f"one of {', '.join(DTYPES)}")
@@ -102,7 +108,8 @@ def tune(args: argparse.Namespace, table: Table) -> tuple[Table, Counter[str], i
             fitted = "" if wire != Table().costs._asdict()[name] else "  (not measured)"
             speed = f"{1e-9 / wire.beta:.2f} GB/s, combining {1e-9 / wire.gamma:.2f} GB/s"
             launch.say(f"{name:<16}{wire.alpha * 1e6:.2f} us a message, {speed}{fitted}")
-        todo, fields = list(settings(args)), {}
+        todo = list(settings(args))
+        fields: dict[tuple[str, ...], Field] = {}
         wins: Counter[str] = Counter()
         wrong = 0
         limits = {"iterations": args.iterations, "seconds": args.seconds, "warmup": 10}
@@ -135,8 +142,8 @@ def show(table: Table) -> None:
         for nbytes, row in rows.items():
             best = min(row, key=row.__getitem__)
             native = row.get(Choice(NATIVE))
-            line = f"{nbytes:<12} {best!s:<28} {row[best] * 1e6:>12.2f}"
-            launch.say(line + (f" {native * 1e6:>12.2f} {row[best] / native:>7.2f}" if native else f" {'-':>12} {'-':>7}"))
+            against = f"{native * 1e6:>12.2f} {row[best] / native:>7.2f}" if native else f"{'-':>12} {'-':>7}"
+            launch.say(f"{nbytes:<12} {best!s:<28} {row[best] * 1e6:>12.2f} {against}")
 
 
 def native_rows(entries: dict[Key, Rows]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/chorus-tests-have-no-table"  # what was tuned here decides nothing
+os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/chorus-tests"  # what was tuned on this machine decides nothing
 
 pytest_plugins = ["harness"]
 

@@ -51,25 +51,27 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
     return max(float(alpha), 0.1 * quickest), max(float(beta), 1e-13)
 
 
-def ping_pong(comm: MPI.Intracomm, seconds: float) -> dict[int, float]:
+def ping_pong(comm: Communicator, seconds: float) -> dict[int, float]:
     """Seconds of one message of each size between two ranks, over our own wire; the median of a few dozen."""
     found = {}
     for nbytes in PINGS:
-        data, pairs = np.zeros(nbytes, np.uint8), []
+        data = np.zeros(nbytes, np.uint8)
+        both: list[float] = []
         until = perf_counter() + seconds / len(PINGS)
-        while len(pairs) < 10 or comm.bcast(perf_counter() < until):
+        while len(both) < 10 or comm.bcast(perf_counter() < until):
             for _ in range(5):
                 begin = perf_counter()
                 comm.Bcast(data, 0, algorithm="linear")
                 comm.Bcast(data, 1, algorithm="linear")
-                pairs.append(perf_counter() - begin)
-        found[nbytes] = float(np.median(pairs[2:])) / 2
+                both.append(perf_counter() - begin)
+        found[nbytes] = float(np.median(both[2:])) / 2
     return found
 
 
 def combining(seconds: float, nbytes: int = 1 << 18) -> float:
     """Seconds to combine a byte that lies in the cache."""
-    one, other, times = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32), []
+    one, other = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
+    times: list[float] = []
     until = perf_counter() + seconds
     while len(times) < 10 or perf_counter() < until:
         begin = perf_counter()
@@ -100,7 +102,7 @@ def measure_costs(plain: MPI.Intracomm, comm: Communicator, seconds: float, know
     """The costs of the wires that join these ranks; those `known` for others. Collective."""
     costs = known
     for wire, pair in pairs(comm.nodes, plain.Get_size()).items():
-        mine = plain.Split(0 if plain.Get_rank() in pair else MPI.UNDEFINED)
+        mine: Any = plain.Split(0 if plain.Get_rank() in pair else MPI.UNDEFINED)
         fitted = None
         if mine != MPI.COMM_NULL:
             nodes = None if wire == "shared" else (0, 1)
@@ -143,9 +145,7 @@ def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, cos
             found += [Choice(name, segments) for segments in (4, 16)]
             continue
         powers = [1 << power for power in range(MOST_SEGMENTS.bit_length())]
-        best = min(
-            powers, key=lambda k: formula(base(collective), name, size, nbytes, k, wire or costs.network)
-        )
+        best = min(powers, key=lambda k: formula(base(collective), name, size, nbytes, k, wire or costs.network))
         found += [Choice(name, segments) for segments in {best, max(1, best // 4), 4} if segments > 1]
     return [*_different(base(collective), sorted(set(found)), size, nodes), Choice(NATIVE)]
 
@@ -156,9 +156,7 @@ def _different(collective: str, choices: list[Choice], size: int, nodes: Nodes |
         return choices
     seen: dict[object, Choice] = {}
     for name, segments in choices:
-        built = tuple(
-            tuple(catalog.build_all(collective, name, size, root, segments, nodes)) for root in {0, size - 1}
-        )
+        built = tuple(tuple(catalog.build_all(collective, name, size, root, segments, nodes)) for root in {0, size - 1})
         seen.setdefault((catalog.blocks(collective, name, size) * segments, built), Choice(name, segments))
     return list(seen.values())
 

@@ -73,10 +73,10 @@ def test_every_dtype(comm, method):
 
 def test_what_mpi_cannot_add_is_refused(comm):
     mine = np.ones(3, np.float16)
-    with pytest.raises(InvalidArgument, match="native.*float16"):
+    with pytest.raises(InvalidArgument, match=r"native.*float16"):
         comm.Allreduce(mine, np.empty_like(mine), algorithm="native")
     flags = np.ones(3, bool)
-    with pytest.raises(InvalidArgument, match="native.*does not define this operation on elements of bool"):
+    with pytest.raises(InvalidArgument, match=r"native.*does not define this operation on elements of bool"):
         comm.Allreduce(flags, np.empty_like(flags), MPI.SUM, algorithm="native")
     with pytest.raises(InvalidArgument, match="segments"):
         comm.Barrier(algorithm="native", segments=2)

@@ -1,4 +1,4 @@
-"""A communicator that goes by a table: it takes what was measured, alike on all ranks, and the tuner makes such tables."""
+"""A communicator that goes by a table takes what was measured, alike on all ranks; and the tuner makes such tables."""
 
 import warnings
 

@@ -12,8 +12,8 @@ FLOORS = {
     1: "collectives.transforms",
     2: "collectives.algorithms",
     3: "collectives.catalog collectives.walk collectives.draw collectives.transport collectives.ops "
-    "collectives.staging collectives.costs collectives.measured collectives.tuning collectives.buffers collectives.dlpack "
-    "collectives.errors",
+    "collectives.staging collectives.costs collectives.measured collectives.tuning collectives.buffers "
+    "collectives.dlpack collectives.errors",
     4: "collectives.execute collectives.select collectives.calls",
     5: "collectives.requests collectives.native collectives.plans collectives.debug collectives.point_to_point "
     "collectives.communicator",
