@@ -175,7 +175,7 @@ class Communicator(PointToPoint):
         else:
             if not isinstance(algorithm, str):
                 raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
-            select.check(call.collective, algorithm, call.ordered, call.private, self.nodes)
+            select.check(call.collective, algorithm, call.ordered, self.nodes)
             choice = Choice(algorithm)
         if segments is None:
             return choice
@@ -1149,10 +1149,9 @@ def algorithms(collective: str) -> list[str]:
     Examples
     --------
     >>> algorithms("gatherv")
-    ['linear', 'direct']
+    ['linear', 'mst', 'direct', 'hierarchical', 'leaders']
     """
-    base, private = _base(collective)
-    return [name for name in catalog.names(base) if catalog.find(base, name).private or not private]
+    return catalog.names(_base(collective)[0])
 
 
 def predict(collective: str, algorithm: str, size: int, nbytes: int, segments: int | None = None) -> float:

@@ -59,9 +59,9 @@ def choose(
         Which ranks share a node. Not looked at yet: what is chosen does not depend on it.
     """
     entries = catalog.CATALOG[collective].items()
-    able = {n: e for n, e in entries if e.alike and not e.placed and _fits(e, ordered, private)}
+    able = {n: e for n, e in entries if e.alike and not e.placed and _fits(e, ordered, nodes)}
     if private:
-        return Choice(next(iter(able)))
+        return Choice(_blindly(able, size))
     name = min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN))
     return Choice(name, _segments(collective, name, size, nbytes))
 
@@ -73,30 +73,27 @@ def _segments(collective: str, name: str, size: int, nbytes: int) -> int:
     return max(1, min(MOST_SEGMENTS, nbytes // (size * SEGMENT)))
 
 
-def check(
-    collective: str,
-    algorithm: str,
-    ordered: bool = False,
-    private: bool = False,
-    nodes: Nodes | None = None,
-) -> None:
+def check(collective: str, algorithm: str, ordered: bool = False, nodes: Nodes | None = None) -> None:
     """Refuse an algorithm that the user named and that is unknown or cannot do the call."""
     try:
         entry = catalog.find(collective, algorithm)
     except ValueError as error:
         raise InvalidArgument(MPI.ERR_ARG, f"algorithm: {error}") from None
-    if not _fits(entry, ordered, private):
-        able = [n for n, e in catalog.CATALOG[collective].items() if _fits(e, ordered, private)]
-        why = (
-            "needs to know the lengths of all blocks, which only the root does"
-            if private and not entry.private
-            else "does not keep rank order, which an operation that does not commute needs"
-        )
+    if not _fits(entry, ordered, nodes):
+        able = [n for n, e in catalog.CATALOG[collective].items() if _fits(e, ordered, nodes)]
+        why = "does not keep rank order, which an operation that does not commute needs"
         raise InvalidArgument(MPI.ERR_ARG, f"algorithm: {algorithm!r} for {collective} {why}; able: {', '.join(able)}")
 
 
-def _fits(entry: catalog.Algorithm, ordered: bool, private: bool) -> bool:
-    return (entry.ordered or not ordered) and (entry.private or not private)
+def _fits(entry: catalog.Algorithm, ordered: bool, nodes: Nodes | None) -> bool:
+    return not ordered or entry.keeps_order(nodes)
+
+
+def _blindly(able: dict[str, catalog.Algorithm], size: int) -> str:
+    """The fewest rounds of those that move the least, as the bytes are not known; lengths sent ahead take as many."""
+    least = min(catalog.evaluate(entry.volume, size) for entry in able.values())
+    frugal = {n: e for n, e in able.items() if catalog.evaluate(e.volume, size) == least}
+    return min(frugal, key=lambda n: catalog.evaluate(frugal[n].rounds, size) * (1 if frugal[n].private else 2))
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -116,7 +116,7 @@ def _between(rank: int, here: House, rounds: Callable[[int, int], Rounds]) -> Ro
     """A schedule of (node, nodes) on every rail that the rank serves."""
     node, place = here.node[rank], here.place[rank]
     return _at_once(
-        on(lambda other, rail=rail: here.server(rail, other), rounds(node, len(here.members)), here.between(rail))
+        on(partial(here.server, rail), rounds(node, len(here.members)), here.between(rail))
         for rail in here.rails(node, range(place, place + 1))
     )
 
