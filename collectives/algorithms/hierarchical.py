@@ -8,7 +8,7 @@ needs of another crosses the network once. Allgather on nodes {0 1 2} and {3 4 5
     between   a d       b e       c f       a d       b e       c f       rails 0-3, 1-4, 2-5
     within    a d b e c f on all ranks of either node
 
-(Traff 2020, "Decomposing collectives for exploiting multi-lane communication"; Kuhnemann, Rauber, Runger 2004.)
+(Traff, Hunold 2020, "Decomposing MPI collectives for exploiting multi-lane communication".)
 """
 
 from __future__ import annotations
