@@ -192,7 +192,7 @@ class Communicator(PointToPoint):
             native.check(call)
             choice = Choice(NATIVE)
         else:
-            select.check(call.collective, algorithm, call.ordered, call.private, self.nodes)
+            select.check(call.collective, algorithm, call.ordered, self.nodes)
             choice = Choice(algorithm)
         if segments is None:
             return choice
@@ -1185,11 +1185,9 @@ def algorithms(collective: str) -> list[str]:
     Examples
     --------
     >>> algorithms("gatherv")
-    ['linear', 'direct', 'native']
+    ['linear', 'mst', 'direct', 'hierarchical', 'leaders', 'native']
     """
-    base, private = _base(collective)
-    ours = [name for name in catalog.names(base) if catalog.find(base, name).private or not private]
-    return [*ours, NATIVE]
+    return [*catalog.names(_base(collective)[0]), NATIVE]
 
 
 def predict(collective: str, algorithm: str, size: int, nbytes: int, segments: int | None = None) -> float:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from collectives import buffers, native
 from collectives.buffers import Buffer
 from collectives.calls import Blocks, Call, staged
-from collectives.catalog import blocks, build
+from collectives.catalog import blocks, build, find
 from collectives.chunks import Layout, Place, even
 from collectives.errors import InvalidArgument
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
@@ -239,6 +239,35 @@ def _neighbours(comm: MPI.Intracomm, nodes: Nodes | None) -> MPI.Intracomm:
     return together
 
 
+class Lengths(NamedTuple):
+    """A program that sends the lengths of private blocks along the ways that the blocks will go.
+
+    Whoever will pass a block on learns its length, so any schedule can do a call of which ranks know only their part.
+
+    Attributes
+    ----------
+    known : numpy.ndarray of int64
+        Units in every block, as far as this rank has to do with it.
+    program : Program
+        What makes it so, once `tell` has put in what the call says.
+    """
+
+    known: np.ndarray
+    program: Program
+
+    def tell(self, call: Call) -> None:
+        """Put in the lengths of the blocks that the rank brings."""
+        for block in call.brings:
+            self.known[block] = call.lengths[block]
+
+    def learned(self, call: Call) -> Call:
+        """The call with all lengths that matter here; those of the blocks that it takes the call says itself."""
+        lengths = self.known.tolist()
+        for block in call.takes:
+            lengths[block] = call.lengths[block]
+        return call._replace(lengths=tuple(lengths), private=False)
+
+
 class Slots(NamedTuple):
     """A program on memory of its own, to copy into before it runs and out of after."""
 
@@ -356,6 +385,7 @@ class Plans:
         self._bound: dict[Hashable, Program | Slots] = {}
         self._again: dict[tuple[Any, ...], Again] = {}
         self._idle: dict[Hashable, list[Program]] = {}
+        self._lengths: dict[Hashable, Lengths] = {}
         self._lent: set[Request] = set()
         self._held = self._resting = self._calls = self._inits = 0
         bound = comm.Get_attr(MPI.TAG_UB)
@@ -454,6 +484,8 @@ class Plans:
         op: MPI.Op = MPI.SUM,
     ) -> None:
         """Do a blocking call; `known` and the arguments are those of `again`, to remember it by."""
+        if _learns(call, choice):
+            call, known = self._learn(call, choice), NEW
         if _needs_staging(call):
             self._run_elsewhere(call, choice)
             return
@@ -505,7 +537,8 @@ class Plans:
         device = None
         if _needs_staging(call):
             call, device = self._where(call, choice)
-        key = None if _needs_staging(call) and device is None else _key(call, choice, True, device)
+        unlike = _learns(call, choice) or (_needs_staging(call) and device is None)
+        key = None if unlike else _key(call, choice, True, device)
         idle = self._idle.get(key)
         if idle:
             program = idle.pop()
@@ -546,12 +579,15 @@ class Plans:
             _program(kept).free()
         for program in [program for programs in self._idle.values() for program in programs]:
             program.free()
+        for lengths in self._lengths.values():
+            lengths.program.free()
         for request in tuple(self._lent):
             if not request.active:
                 request.Free()
         self._bound.clear()
         self._again.clear()
         self._idle.clear()
+        self._lengths.clear()
         self._lent.clear()
         if self.node is not None:
             self.node.free()
@@ -584,6 +620,8 @@ class Plans:
         device: Device | None = None,
         first: Sequence[Callable[[], object]] = (),
     ) -> Program:
+        if _learns(call, choice):
+            return self._bind_later(call, choice, self._wire(form), device, first)
         if choice.algorithm != NATIVE:
             return bound(call, choice, self.rank, self.size, self._wire(form), device, first, self.nodes)
         call = native.settled(call)
@@ -592,6 +630,55 @@ class Plans:
         program = native.program(self.comm, call, form, ends.source.array, ends.target.array, *steps)
         program.keep(ends.keep)
         return program
+
+    def _bind_later(
+        self, call: Call, choice: Choice, wire: Wire, device: Device | None, first: Sequence[Callable[[], object]]
+    ) -> Program:
+        """A program that asks for lengths and is bound when it knows them: where it starts again, once for all."""
+        lengths, later = self._asking(call, choice, wire), list[Program]()
+
+        def ask() -> None:
+            if not later:
+                lengths.tell(call)
+                lengths.program.start()
+
+        def begin() -> None:
+            if not later:
+                now = lengths.learned(call)
+                later.append(bound(now, choice, self.rank, self.size, wire, device, first, self.nodes))
+            later[0].start()
+
+        def await_lengths() -> None:
+            if not later:
+                lengths.program.finish()
+
+        calls = ask, await_lengths, begin, lambda: later[0].finish()
+        tests = None, lambda: bool(later) or lengths.program.advance(), None, lambda: later[0].advance()
+        return Program(calls, tests, wire, lengths.known.nbytes, lengths, device)
+
+    def _asking(self, call: Call, choice: Choice, wire: Wire) -> Lengths:
+        """The lengths of a call's blocks as a call of its own: a number for every block."""
+        count = len(call.lengths)
+        schedule = build(call.collective, choice.algorithm, self.rank, self.size, call.root, 1, self.nodes)
+        places = {block: Place(TARGET, block, block + 1) for block in range(count)}
+        brought = {block: places[block] for block in call.brings}
+        known = np.zeros(count, np.int64)
+        memory = Memory(known, MPI.Get_address(known))
+        task = Task(schedule, (1,) * count, brought, places, known.itemsize)
+        return Lengths(known, bind(task, memory, memory, wire))
+
+    def _learn(self, call: Call, choice: Choice) -> Call:
+        """Ask for the lengths of a blocking call, all ranks together."""
+        key = call.collective, choice.algorithm, call.root
+        lengths = self._lengths.pop(key, None)  # back when all went well: messages may still be under way if not
+        if lengths is None:
+            lengths = self._asking(call, choice, self._wire("blocking"))
+        lengths.tell(call)
+        drive(lengths.program)
+        self._lengths[key] = lengths
+        if len(self._lengths) > KEPT:
+            self._lengths.pop(next(iter(self._lengths))).program.free()
+        return lengths.learned(call)
 
     def _fits_slots(self, call: Call) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
@@ -665,6 +752,13 @@ def _finisher(
 
 def _program(kept: Program | Slots) -> Program:
     return kept.program if isinstance(kept, Slots) else kept
+
+
+def _learns(call: Call, choice: Choice) -> bool:
+    """Whether ranks must be told the lengths of blocks that they have to pass on."""
+    if not call.private or choice.algorithm == NATIVE:
+        return False
+    return not find(call.collective, choice.algorithm).private
 
 
 def _needs_staging(call: Call) -> bool:

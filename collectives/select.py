@@ -126,7 +126,7 @@ class Selector:
                 able = {
                     choice: seconds
                     for choice, seconds in measured.items()
-                    if self._may(collective, choice, ordered, private, native and trusted)
+                    if self._may(collective, choice, ordered, private and not trusted, native and trusted)
                 }
                 if able:
                     best = min(able, key=able.__getitem__)
@@ -139,7 +139,9 @@ class Selector:
         if choice.algorithm == NATIVE:
             return native
         entry = catalog.CATALOG[collective].get(choice.algorithm)
-        return entry is not None and entry.alike and _fits(entry, ordered, private, self.nodes)
+        if entry is None or (private and not entry.private):  # lengths that travel ahead were not measured
+            return False
+        return entry.alike and _fits(entry, ordered, self.nodes)
 
 
 def graded(nbytes: int) -> int:
@@ -167,30 +169,20 @@ def choose(
     return _cheapest(collective, size, nbytes, ordered, private, nodes, costs)[0]
 
 
-def check(
-    collective: str,
-    algorithm: str,
-    ordered: bool = False,
-    private: bool = False,
-    nodes: Nodes | None = None,
-) -> None:
+def check(collective: str, algorithm: str, ordered: bool = False, nodes: Nodes | None = None) -> None:
     """Refuse an algorithm that the user named and that is unknown or cannot do the call."""
     try:
         entry = catalog.find(collective, algorithm)
     except ValueError as error:
         raise InvalidArgument(MPI.ERR_ARG, f"algorithm: {error}, {NATIVE}") from None
-    if not _fits(entry, ordered, private, nodes):
-        able = [n for n, e in catalog.CATALOG[collective].items() if _fits(e, ordered, private, nodes)]
-        why = (
-            "needs to know the lengths of all blocks, which only the root does"
-            if private and not entry.private
-            else "does not keep rank order, which an operation that does not commute needs"
-        )
+    if not _fits(entry, ordered, nodes):
+        able = [n for n, e in catalog.CATALOG[collective].items() if _fits(e, ordered, nodes)]
+        why = "does not keep rank order, which an operation that does not commute needs"
         raise InvalidArgument(MPI.ERR_ARG, f"algorithm: {algorithm!r} for {collective} {why}; able: {', '.join(able)}")
 
 
-def _fits(entry: catalog.Algorithm, ordered: bool, private: bool, nodes: Nodes | None) -> bool:
-    return (entry.keeps_order(nodes) or not ordered) and (entry.private or not private)
+def _fits(entry: catalog.Algorithm, ordered: bool, nodes: Nodes | None) -> bool:
+    return not ordered or entry.keeps_order(nodes)
 
 
 # ------------------------------------------------------------------------------------------ the model
@@ -205,22 +197,31 @@ def _cheapest(
     """
     wire = alike(nodes, costs)
     entries = catalog.CATALOG[collective].items()
-    able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, private, nodes)}
+    able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, nodes)}
+    if private:
+        name = _blindly({name: entry for name, entry in able.items() if not entry.placed}, size)
+        return Choice(name), formula(collective, name, size, nbytes, 1, wire or costs.network)
     part = nodes if nodes is None or wire is not None else sample(nodes, WALKED)
     ranks = size if part is None else len(part)
-    most = 1 if private else MOST_SEGMENTS
     found: dict[Choice, float] = {}
     for name, entry in able.items():
         told = collective, name, ranks, nbytes
         if not entry.placed:
-            segments, seconds = _in_segments(partial(formula, *told, wire=wire or costs.network), most)
+            segments, seconds = _in_segments(partial(formula, *told, wire=wire or costs.network))
         elif wire is None:
-            segments, seconds = _in_segments(partial(predict, *told, nodes=part, costs=costs), most)
+            segments, seconds = _in_segments(partial(predict, *told, nodes=part, costs=costs))
         else:
             continue
         found[Choice(name, segments)] = seconds
     best = min(found, key=found.__getitem__)
     return best, found[best]
+
+
+def _blindly(able: dict[str, catalog.Algorithm], size: int) -> str:
+    """The fewest rounds of those that move the least, as the bytes are not known; lengths sent ahead take as many."""
+    least = min(catalog.evaluate(entry.volume, size) for entry in able.values())
+    frugal = {n: e for n, e in able.items() if catalog.evaluate(e.volume, size) == least}
+    return min(frugal, key=lambda n: catalog.evaluate(frugal[n].rounds, size) * (1 if frugal[n].private else 2))
 
 
 def sample(nodes: Nodes, most: int) -> Nodes:
@@ -236,7 +237,7 @@ def sample(nodes: Nodes, most: int) -> Nodes:
     return tuple(kept)
 
 
-def _in_segments(seconds: Callable[[int], float], most: int) -> tuple[int, float]:
+def _in_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) -> tuple[int, float]:
     """In how many segments it is fastest, and how fast: doubled for as long as that helps."""
     segments, best = 1, seconds(1)
     while 2 * segments <= most:

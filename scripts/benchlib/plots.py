@@ -149,11 +149,105 @@ def plot_race(path: str | Path, report: Report) -> None:
                 ratios.set_ylabel("ours / native")
         heading = f"Chorus against {report['mpi']}, {report['ranks']} ranks"
         figure.suptitle(heading, fontsize=13, fontweight="bold", x=0.02, ha="left")
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), fontsize=9)
-        figure.suptitle(
-            f"The fastest algorithm, {mpi_name()}; in the cells: time / the MPI's own, and segments",
-            fontsize=12, x=0.02, ha="left",
+        figure.supxlabel(report["machine"], fontsize=8.5, color="#666666", x=0.02, ha="left")
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def plot_training(
+    path: str | Path,
+    curves: dict[str, tuple[list[float], list[float]]],
+    templates: NDArray[np.float64],
+    goal: float,
+) -> None:
+    """Write training curves as a picture, and what the model looks for in each digit.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    curves
+        Per run, loss and test accuracy after each epoch.
+    templates
+        Per digit, an image of the learnt weights.
+    goal
+        Accuracy to mark with a line.
+    """
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=[3.2, 1])
+        above, below = halves
+        left, right = above.subplots(1, 2)
+        looks: tuple[dict[str, Any], ...] = (
+            {"lw": 4, "alpha": 0.45, "color": OURS[0]},
+            {"lw": 1.6, "ls": "--", "color": NATIVE},
+        )
+        for (name, (losses, accuracies)), look in zip(curves.items(), looks, strict=False):
+            epochs = range(1, len(losses) + 1)
+            marker = "o" if len(losses) == 1 else None  # a line of one point would not be seen
+            left.plot(epochs, losses, label=name, marker=marker, **look)
+            right.plot(epochs, accuracies, label=name, marker=marker, **look)
+        right.axhline(goal, color=OURS[2], lw=1, ls=":")
+        right.text(
+            1,
+            goal,
+            f"goal {goal:.0%}",
+            transform=right.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            color=OURS[2],
+        )
+        left.set_title("training loss", loc="left")
+        right.set_title("test accuracy", loc="left")
+        right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        for axis in (left, right):
+            axis.set_xlabel("epoch")
+            axis.legend(loc="best")
+        largest = float(np.abs(templates).max())
+        for digit, axis in enumerate(below.subplots(1, len(templates))):
+            axis.imshow(templates[digit], cmap="RdBu_r", vmin=-largest, vmax=largest)
+            axis.set_title(str(digit), fontsize=10)
+            axis.axis("off")
+        below.suptitle(
+            "the learnt weights (red: ink speaks for the digit, blue: against it)",
+            x=0.03,
+            ha="left",
+            fontsize=10,
+        )
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def plot_winners(path: str | Path, table: Table) -> None:
+    """Write a tuned table as a picture: per collective, the winner by message size and rank count.
+
+    Series of other forms than blocking, and of several placements, are rows of their own.
+    """
+    series: dict[str, dict[Key, Rows]] = {}
+    for key, rows in sorted(table.entries.items(), key=lambda item: item[0]):
+        series.setdefault(key.collective, {})[key] = rows
+    if not series:
+        return
+    names = sorted({_winner(row).algorithm for rows in table.entries.values() for row in rows.values()})
+    ours = [name for name in names if name != MPI_S_OWN]
+    palette = plt.get_cmap("tab20")
+    colours = {name: palette(i % 20) for i, name in enumerate(ours)} | {MPI_S_OWN: NATIVE}
+    across = min(len(series), MOST_COLUMNS)
+    down = math.ceil(len(series) / across)
+    tallest = max(map(len, series.values()))
+    with plt.rc_context(STYLE | {"axes.grid": False}):
+        figure, axes = plt.subplots(
+            down, across, squeeze=False, layout="constrained",
+            figsize=(max(7.0, 5.6 * across), down * (1.5 + 0.5 * tallest) + 1.0),
         )  # fmt: skip
+        for axis, (collective, entries) in zip(axes.flat, series.items(), strict=False):
+            _winners(axis, collective, entries, colours)
+        for axis in list(axes.flat)[len(series) :]:
+            axis.axis("off")
+        handles = [Patch(color=colours[name], label=name) for name in names]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), fontsize=9)
+        heading = f"The fastest algorithm, {mpi_name()}; in the cells: time / the MPI's own, and segments"
+        figure.suptitle(heading, fontsize=12, x=0.02, ha="left")
         figure.savefig(path, dpi=110)
         plt.close(figure)
 

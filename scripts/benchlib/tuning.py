@@ -136,7 +136,7 @@ def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, cos
     private = collective in ("scatterv", "gatherv", "alltoallv")
     found: list[Choice] = []
     for name, entry in catalog.CATALOG[base(collective)].items():
-        if not entry.alike or (private and not entry.private) or (entry.placed and wire is not None):
+        if not entry.alike or (entry.placed and wire is not None):
             continue
         found.append(Choice(name))
         if nbytes < LONG or private:

@@ -201,6 +201,6 @@ def test_candidates_are_what_auto_may_take():
     assert all(choice.segments == 1 for choice in short)
     assert any(choice.segments > 1 for choice in long)
     assert Choice("hierarchical") in candidates("allreduce", 8, 4, (0, 0, 1, 1), BUILT_IN)
-    assert {name for name, _ in candidates("gatherv", 1 << 24, 4, None, BUILT_IN)} <= {"linear", "direct", "native"}
+    assert all(choice.segments == 1 for choice in candidates("gatherv", 1 << 24, 4, None, BUILT_IN))
     pair = candidates("broadcast", 8, 2, None, BUILT_IN)
     assert len(pair) < 6, "on two ranks most algorithms are the same"
