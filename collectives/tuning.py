@@ -32,6 +32,10 @@ class TableError(ValueError):
     """A file that holds no table that can be used here; the message says which and why."""
 
 
+class DamagedTable(TableError):
+    """A file that holds nothing which could be of use to anyone."""
+
+
 def mpi_name() -> str:
     """The MPI library in a few words, such as ``MPICH 4.2.1``."""
     first = MPI.Get_library_version().split("\n")[0].split(",")[0]
@@ -101,7 +105,7 @@ def from_json(said: Any) -> Table:
             for entry in said["entries"]
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TableError(f"is damaged: {type(error).__name__}: {error}") from None
+        raise DamagedTable(f"is damaged: {type(error).__name__}: {error}") from None
     return Table(costs, entries)
 
 
@@ -123,11 +127,11 @@ def read(path: str | os.PathLike[str]) -> Table:
     try:
         said = json.loads(Path(path).read_bytes())
     except ValueError as error:  # no JSON, or no text at all
-        raise TableError(f"{path} is damaged: {error}") from None
+        raise DamagedTable(f"{path} is damaged: {error}") from None
     try:
         return from_json(said)
     except TableError as error:
-        raise TableError(f"{path} {error}") from None
+        raise type(error)(f"{path} {error}") from None
 
 
 def write(path: str | os.PathLike[str], table: Table) -> None:

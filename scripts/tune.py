@@ -25,7 +25,7 @@ from benchlib.timing import MODES
 from benchlib.tuning import Field, Setting, candidates, contest, measure_costs, say_row
 from collectives import Communicator, tuning
 from collectives.measured import NATIVE, Choice, Key, Rows, Table, shape
-from collectives.tuning import TableError
+from collectives.tuning import DamagedTable, TableError
 
 EVEN = [name for name in CASES if not name.endswith("v")]
 
@@ -82,9 +82,7 @@ def known(path: Path) -> tuple[Table, str | None]:
         return tuning.read(path), None
     except FileNotFoundError:
         return Table(), None
-    except TableError as error:
-        if "damaged" not in str(error):
-            raise
+    except DamagedTable as error:
         return Table(), f"{error}; it is begun anew"
 
 
@@ -171,8 +169,9 @@ def main() -> int:
     launch.say(f"# {args.table}")
     wrong = 0
     if args.dry_run:
+        with Communicator(plain, tuning=False) as comm:
+            nodes = comm.nodes
         for setting in settings(args):
-            nodes = None
             able = candidates(setting.collective, setting.nbytes, plain.Get_size(), nodes, table.costs)
             launch.say(f"{setting.collective:<16}{setting.form:<12}{setting.nbytes:>12}  {', '.join(map(str, able))}")
     elif args.show:
