@@ -13,7 +13,7 @@ from collectives.semantics import MEANINGS
 from collectives.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers
 from collectives.walk import prove
 
-LARGEST = 20
+LARGEST, LARGER = 17, 33
 ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]
 REDUCING = [(collective, name) for collective, name in ENTRIES if MEANINGS[collective].reduces]
 
@@ -82,15 +82,18 @@ def test_costs_in_segments_are_those_of_the_line(collective, name, segments):
         check_costs(collective, name, size, segments)
 
 
-@pytest.mark.parametrize("size", [21, 31, 32, 33])
-@pytest.mark.parametrize(("collective", "name"), [*CUTTING, *PLACED])
-def test_more_ranks_too(monkeypatch, collective, name, size):
-    """Beyond the next power of two, at a few roots, on one node and on unequal ones in no order."""
-    few = {0, size - 2} if MEANINGS[collective].rooted else {0}
-    monkeypatch.setitem(globals(), "roots", lambda collective, size: few)
+@every_entry
+def test_more_ranks_too(monkeypatch, collective, name):
+    """Entries of few rounds, at two roots; on one node and, where they look at that, on unequal ones in no order."""
     entry = CATALOG[collective][name]
-    check_costs(collective, name, size, 4 if entry.cuts else 1)
-    assert all(list(proofs(collective, name, size, 1, numbered(rank * rank % 7 % 4 for rank in range(size)))))
+    if catalog.evaluate(entry.rounds, LARGER) > 3 * q(LARGER):
+        return
+    for size in range(LARGEST + 1, LARGER + 1):
+        few = {0, size - 2} if MEANINGS[collective].rooted else {0}
+        monkeypatch.setitem(globals(), "roots", lambda collective, size, few=few: few)
+        check_costs(collective, name, size, size % 5 + 1 if entry.cuts else 1)
+        if entry.placed:
+            assert all(list(proofs(collective, name, size, 1, numbered(rank * rank % 7 % 4 for rank in range(size)))))
 
 
 @pytest.mark.parametrize(("collective", "name"), PLACED)
