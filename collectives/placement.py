@@ -20,3 +20,12 @@ def numbered(nodes: Iterable[Hashable]) -> Nodes | None:
     numbers: dict[Hashable, int] = {}
     placement = tuple(numbers.setdefault(node, len(numbers)) for node in nodes)
     return placement if len(numbers) > 1 else None
+
+
+def contiguous(nodes: Nodes | None) -> bool:
+    """Whether the ranks of every node are neighbours.
+
+    >>> contiguous((0, 0, 1)), contiguous((0, 1, 0)), contiguous(None)
+    (True, False, True)
+    """
+    return nodes is None or list(nodes) == sorted(nodes)

@@ -10,11 +10,10 @@ from benchlib import ours
 from benchlib.cases import CASES, DTYPES, Buffers, elements
 from benchlib.rows import Row, make_row
 from benchlib.timing import MODES, Contestant, make_call, race
+from collectives.measured import NATIVE
 
-NATIVE = "native"
 
-
-def _enter(
+def enter(
     plain: MPI.Intracomm,
     comm: MPI.Intracomm,
     name: str,
@@ -96,7 +95,7 @@ def measure(
     running: list[Contestant] = []
     absent: dict[str, str] = {}
     for algorithm in algorithms:
-        entry = _enter(plain, comm, algorithm, ours.keywords(algorithm, segments), mine, case.method, mode)
+        entry = enter(plain, comm, algorithm, ours.keywords(algorithm, segments), mine, case.method, mode)
         if isinstance(entry, str):
             absent[algorithm] = entry
         else:
@@ -105,7 +104,7 @@ def measure(
         theirs = mine
         if memory != "plain" or mine.unknown_to_mpi:
             theirs = Buffers(case, plain, n, kind, "plain", in_place, disguise=True)
-        entry = _enter(plain, plain, NATIVE, {}, theirs, case.method, mode)
+        entry = enter(plain, plain, NATIVE, {}, theirs, case.method, mode)
         if isinstance(entry, str):
             absent[NATIVE] = entry
         else:

@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 import collectives
 from benchlib.cases import CASES
+from collectives.measured import NATIVE
 
 
 def communicator(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -24,7 +25,7 @@ def known_collectives() -> list[str]:
 def _algorithms(collective: str) -> list[str]:
     for name in (collective, _even(collective)):
         try:
-            return list(collectives.algorithms(name))
+            return [each for each in collectives.algorithms(name) if each != NATIVE]  # whom we race anyway
         except (ValueError, KeyError):
             continue
     return []
@@ -60,12 +61,16 @@ def keywords(algorithm: str, segments: int | None) -> dict[str, Any]:
 
 def choice(comm: MPI.Intracomm, collective: str, nbytes: int) -> tuple[str, int]:
     """What ``auto`` picks: an algorithm and a number of segments."""
-    name, segments = comm.choice(collective, nbytes)  # type: ignore[attr-defined]
-    return name, segments
+    chosen = comm.choice(collective, nbytes)  # type: ignore[attr-defined]
+    return chosen.algorithm, chosen.segments
 
 
-def predicted_us(collective: str, algorithm: str, size: int, nbytes: int, segments: int | None) -> float:
-    """Microseconds that the alpha-beta-gamma model expects."""
+def predicted_us(
+    collective: str, algorithm: str, size: int, nbytes: int, segments: int | None
+) -> float | None:
+    """Microseconds that the alpha-beta-gamma model expects; it knows nothing of the MPI's own collectives."""
+    if algorithm == NATIVE:
+        return None
     return 1e6 * float(
         collectives.predict(_even(collective), algorithm, size, nbytes, segments=segments or 1)
     )

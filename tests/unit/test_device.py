@@ -111,7 +111,7 @@ def play(name, algorithm, size, n, hub, direct, dtype="f4", root=0, in_place=Fal
     return everyone(size, part)
 
 
-@pytest.mark.parametrize("size", range(1, 6))
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
 def test_direct(gpu, name, algorithm, size):
     """Only device addresses reach the wire, and nothing reaches the host."""
@@ -124,7 +124,7 @@ def test_direct(gpu, name, algorithm, size):
     assert {kind for kind, *_ in gpu.log} <= {"kernel", "wait", "query", "wait_event"}
 
 
-@pytest.mark.parametrize("size", range(1, 6))
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
 def test_staged(gpu, name, algorithm, size):
     """No device address reaches the wire, and no kernel runs but those of the test itself."""

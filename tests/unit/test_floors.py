@@ -12,14 +12,17 @@ FLOORS = {
     1: "collectives.transforms",
     2: "collectives.algorithms",
     3: "collectives.catalog collectives.walk collectives.draw collectives.transport collectives.ops "
-    "collectives.staging collectives.buffers collectives.dlpack collectives.errors",
+    "collectives.staging collectives.costs collectives.measured collectives.tuning collectives.buffers "
+    "collectives.dlpack collectives.errors",
     4: "collectives.execute collectives.select collectives.calls",
-    5: "collectives.requests collectives.plans collectives.debug collectives.point_to_point collectives.communicator",
+    5: "collectives.requests collectives.native collectives.plans collectives.debug collectives.point_to_point "
+    "collectives.communicator",
     6: "collectives parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 ROOMS = {"collectives": False, "parallel": True, "quant": True}  # package -> are its submodules on its floor?
-WITHOUT_MPI = ("collectives.catalog", "collectives.walk", "collectives.draw")  # besides everything on floors 0 to 2
+WITHOUT_MPI = tuple(f"collectives.{name}" for name in ("catalog", "walk", "draw", "costs", "measured"))
+"""Besides everything on floors 0 to 2."""
 
 
 def module_name(path):
