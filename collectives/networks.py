@@ -1,0 +1,130 @@
+"""What messages and additions cost: the clocks that schedules are priced with.
+
+A cost is a function from bytes to seconds: a `Line` is alpha + bytes * beta, a `Curve` goes through what was measured.
+All functions here take numbers or arrays of them.
+
+>>> import numpy as np
+>>> network = Clustered((0, 0, 1), inside=Line(1e-6, 1e-10), between=Line(2e-5, 1e-9), adding=Line(0, 1e-10))
+>>> float(network.message(0, 1, 10_000)), float(network.message(1, 2, 10_000))
+(2e-06, 3e-05)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+Cost: TypeAlias = Callable[[Any], Any]
+"""Seconds for so many bytes; numbers or arrays."""
+
+
+class Line(NamedTuple):
+    """`alpha` seconds for anything at all, `beta` seconds a byte."""
+
+    alpha: float
+    beta: float
+
+    def __call__(self, nbytes: Any) -> Any:
+        """Seconds for so many bytes."""
+        return self.alpha + nbytes * self.beta
+
+
+class Curve(NamedTuple):
+    """Straight from one measured length to the next, and on beyond the last; below the first all cost the same.
+
+    Attributes
+    ----------
+    lengths : tuple of float
+        Bytes, ascending.
+    seconds : tuple of float
+        What each of these lengths took.
+    """
+
+    lengths: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, nbytes: Any) -> Any:
+        """Seconds for so many bytes."""
+        known = np.interp(nbytes, self.lengths, self.seconds)
+        if len(self.lengths) < 2:
+            return known
+        (before, last), (low, high) = self.lengths[-2:], self.seconds[-2:]
+        return known + np.maximum(0, nbytes - last) * max(0.0, (high - low) / (last - before))
+
+
+class Network(Protocol):
+    """What a message and an addition cost, in bytes and seconds."""
+
+    @property
+    def nodes(self) -> Sequence[int] | None:
+        """The node of every rank, where the ranks of a node share one card to all others; None if nobody shares.
+
+        Ranks of a node that send over the card in the same round get equal shares of it, and so do those that receive:
+        a message of n bytes that is one of k costs what one of k n bytes would by itself.
+        """
+        ...
+
+    def message(self, source: Any, target: Any, nbytes: Any) -> Any:
+        """Seconds that a message from one rank to another takes."""
+        ...
+
+    def combine(self, nbytes: Any) -> Any:
+        """Seconds to combine so many bytes."""
+        ...
+
+
+class Uniform(NamedTuple):
+    """Every edge alike: `alpha` seconds a message, `beta` seconds a byte, `gamma` seconds to combine a byte."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    @property
+    def nodes(self) -> None:
+        """Nobody shares a card."""
+
+    def message(self, source: Any, target: Any, nbytes: Any) -> Any:
+        """The same for all ranks."""
+        return self.alpha + nbytes * self.beta
+
+    def combine(self, nbytes: Any) -> Any:
+        """The same for all ranks."""
+        return nbytes * self.gamma
+
+
+class Clustered(NamedTuple):
+    """Ranks on nodes: one cost within a node, another between nodes, where all ranks of a node share a card.
+
+    Attributes
+    ----------
+    nodes : tuple of int
+        The node of every rank.
+    inside, between, adding : Cost
+        Seconds for a message within a node, for one between nodes, and to combine.
+    """
+
+    nodes: tuple[int, ...]
+    inside: Cost
+    between: Cost
+    adding: Cost
+
+    def message(self, source: Any, target: Any, nbytes: Any) -> Any:
+        """By the wire that the two ranks share."""
+        nodes = np.asarray(self.nodes)
+        return np.where(nodes[source] == nodes[target], self.inside(nbytes), self.between(nbytes))
+
+    def combine(self, nbytes: Any) -> Any:
+        """The same for all ranks."""
+        return self.adding(nbytes)
+
+
+def regular(size: int, per_node: int) -> tuple[int, ...]:
+    """The node of every rank, neighbours filling one node after another.
+
+    >>> regular(5, 2)
+    (0, 0, 1, 1, 2)
+    """
+    return tuple(rank // per_node for rank in range(size))
