@@ -25,6 +25,7 @@ from collectives.algorithms import (
     ring,
     scan,
 )
+from collectives.placement import Nodes
 from collectives.semantics import MEANINGS
 from collectives.steps import Rounds, Schedule, freeze
 from collectives.transforms import segmented
@@ -35,8 +36,9 @@ class Algorithm(NamedTuple):
 
     Attributes
     ----------
-    generate : (rank, size) or (rank, size, root) -> rounds
-        The generator; its docstring tells the idea.
+    generate : (rank, size) -> rounds
+        The generator; its docstring tells the idea. After the size it takes the root, where the collective has one,
+        and at the end the placement, where it is `placed`.
     rounds : str
         Messages that wait for one another: the factor of alpha. A formula, see `evaluate`.
     volume : str
@@ -54,6 +56,8 @@ class Algorithm(NamedTuple):
         lengths.
     blocks : str
         In how many blocks it cuts a vector. A formula.
+    placed : bool
+        Whether it looks at which ranks share a node.
     """
 
     generate: Callable[..., Rounds]
@@ -66,6 +70,7 @@ class Algorithm(NamedTuple):
     alike: bool = True
     private: bool = False
     blocks: str = "p"
+    placed: bool = False
 
     @property
     def idea(self) -> str:
@@ -224,20 +229,36 @@ def _entries(collective: str) -> Mapping[str, Algorithm]:
 
 def blocks(collective: str, name: str, size: int) -> int:
     """In how many blocks the algorithm sees the data before it is cut in segments."""
+    return _blocks(collective, find(collective, name), size)
+
+
+def _blocks(collective: str, entry: Algorithm, size: int) -> int:
     meaning = MEANINGS[collective]
-    return int(evaluate(find(collective, name).blocks, size)) if meaning.vector else meaning.blocks(size)
+    return int(evaluate(entry.blocks, size)) if meaning.vector else meaning.blocks(size)
+
+
+def build(
+    collective: str, name: str, rank: int, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> Schedule:
+    """The schedule of one rank, pipelined over `segments` of the data; `nodes` says which ranks share a node."""
+    entry = find(collective, name)
+    return _built(collective, entry, rank, size, root, segments, nodes if entry.placed else None)
 
 
 @lru_cache(maxsize=1024)
-def build(collective: str, name: str, rank: int, size: int, root: int = 0, segments: int = 1) -> Schedule:
-    """The schedule of one rank, pipelined over `segments` of the data."""
-    generate, meaning = find(collective, name).generate, MEANINGS[collective]
-    rounds = generate(rank, size, root) if meaning.rooted else generate(rank, size)
+def _built(
+    collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
+) -> Schedule:
+    meaning = MEANINGS[collective]
+    arguments = [*([root] if meaning.rooted else []), *([nodes] if entry.placed else [])]
+    rounds = entry.generate(rank, size, *arguments)
     if segments > 1:
-        rounds = segmented(rounds, segments, blocks(collective, name, size), meaning.vector)
+        rounds = segmented(rounds, segments, _blocks(collective, entry, size), meaning.vector)
     return freeze(rounds)
 
 
-def build_all(collective: str, name: str, size: int, root: int = 0, segments: int = 1) -> list[Schedule]:
+def build_all(
+    collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> list[Schedule]:
     """The schedules of all ranks."""
-    return [build(collective, name, rank, size, root, segments) for rank in range(size)]
+    return [build(collective, name, rank, size, root, segments, nodes) for rank in range(size)]

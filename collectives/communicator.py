@@ -8,7 +8,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, Self
 
 import numpy as np
@@ -48,6 +49,26 @@ def _nothing_again(*_: Any) -> tuple[Any, ...]:
     return NEW
 
 
+def _named(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The nodes as the user names them, if all ranks say the same. Collective, and so are its errors."""
+    said: object = None
+    try:
+        if nodes is not None:
+            said = tuple(index(node) for node in nodes)
+    except TypeError:
+        said = f"nodes: expected the number of every rank's node, found {nodes!r}"
+    everyone = comm.allgather(said)
+    for rank, other in enumerate(everyone):
+        if isinstance(other, str):
+            raise InvalidType(MPI.ERR_ARG, f"{other} on rank {rank}")
+        if other != everyone[0]:
+            raise InvalidArgument(MPI.ERR_ARG, f"nodes: {everyone[0]} on rank 0, but {other} on rank {rank}")
+    first = everyone[0]
+    if first is not None and len(first) != len(everyone):
+        raise InvalidArgument(MPI.ERR_ARG, f"nodes: expected a number for each of {len(everyone)} ranks, found {first}")
+    return first
+
+
 class Communicator(PointToPoint):
     """An intracommunicator whose collectives on arrays are Chorus's; all else is inherited from mpi4py.
 
@@ -68,6 +89,15 @@ class Communicator(PointToPoint):
     shared : bool, optional
         Whether ranks of one node talk through memory that they share, which is the default; if not, all messages are
         MPI's.
+    nodes : sequence of int, optional
+        The number of the node that each of the p ranks is on, the same on all ranks; by default the MPI says who shares
+        one. Hierarchical algorithms go by it, and ranks on different nodes share no memory. On one machine it makes
+        a cluster to try things on.
+
+    Raises
+    ------
+    InvalidArgument, InvalidType
+        On all ranks, if `nodes` is not a number for every rank, or not the same on all of them.
 
     Notes
     -----
@@ -106,6 +136,7 @@ class Communicator(PointToPoint):
         debug: bool | None = None,
         cuda_aware: bool | None = None,
         shared: bool = True,
+        nodes: Sequence[int] | None = None,
     ) -> Self:
         return super().__new__(cls, comm)
 
@@ -116,6 +147,7 @@ class Communicator(PointToPoint):
         debug: bool | None = None,
         cuda_aware: bool | None = None,
         shared: bool = True,
+        nodes: Sequence[int] | None = None,
     ) -> None:
         if comm is None or not isinstance(comm, MPI.Intracomm):
             raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
@@ -124,8 +156,9 @@ class Communicator(PointToPoint):
         if debug is None:
             debug = os.environ.get("CHORUS_DEBUG", "0") not in ("", "0")
         plain = MPI.Intracomm(comm)
-        self._plans = Plans(plain.Dup(), cuda_aware, shared)
-        self._cuda_aware, self._shared = cuda_aware, shared
+        named = _named(plain, nodes)
+        self._plans = Plans(plain.Dup(), cuda_aware, shared, named)
+        self._cuda_aware, self._shared, self._named = cuda_aware, shared, named
         self._checker = Checker(plain) if debug else None
         if self._checker is None:
             self._again = self._plans.again
@@ -138,11 +171,11 @@ class Communicator(PointToPoint):
     def _choose(self, call: Call, algorithm: str, segments: int | None) -> Choice:
         size = self._size
         if algorithm == "auto":
-            choice = select.choose(call.collective, size, call.nbytes, call.ordered, call.private)
+            choice = select.choose(call.collective, size, call.nbytes, call.ordered, call.private, self.nodes)
         else:
             if not isinstance(algorithm, str):
                 raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
-            select.check(call.collective, algorithm, call.ordered, call.private)
+            select.check(call.collective, algorithm, call.ordered, call.private, self.nodes)
             choice = Choice(algorithm)
         if segments is None:
             return choice
@@ -183,6 +216,11 @@ class Communicator(PointToPoint):
             until(self._checker.check("persistent", call, choice))
         return plans.init(call, choice)
 
+    @property
+    def nodes(self) -> tuple[int, ...] | None:
+        """The node of every rank, nodes numbered as they first appear; None if all ranks are on one."""
+        return self._living().nodes
+
     def choice(self, collective: str, nbytes: int, op: MPI.Op = MPI.SUM) -> tuple[str, int]:
         """(algorithm, segments) that ``algorithm="auto"`` takes for so many bytes in all.
 
@@ -197,7 +235,8 @@ class Communicator(PointToPoint):
         """
         base, private = _base(collective)
         ordered = MEANINGS[base].reduces and not is_commutative(op)
-        return tuple(select.choose(base, self._size, nbytes, ordered, private))  # type: ignore[return-value]
+        chosen = select.choose(base, self._size, nbytes, ordered, private, self.nodes)
+        return chosen.algorithm, chosen.segments
 
     # -------------------------------------------------------------------------------- Barrier
 
@@ -990,7 +1029,13 @@ class Communicator(PointToPoint):
         if comm == MPI.COMM_NULL:
             return comm
         debug = self._checker is not None
-        return type(self)(comm, debug=debug, cuda_aware=self._cuda_aware, shared=self._shared)
+        nodes = None
+        if self._named is not None:
+            group, mine = comm.Get_group(), self.Get_group()
+            nodes = [self._named[rank] for rank in group.Translate_ranks(None, mine)]
+            group.Free()
+            mine.Free()
+        return type(self)(comm, debug=debug, cuda_aware=self._cuda_aware, shared=self._shared, nodes=nodes)
 
     def Clone(self) -> Any:
         """As mpi4py's; gives a `Communicator`."""

@@ -22,6 +22,7 @@ from collectives.chunks import Layout, Place, even
 from collectives.errors import InvalidArgument
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
 from collectives.ops import on_device
+from collectives.placement import Nodes, numbered
 from collectives.requests import Request, under_way, until
 from collectives.select import Choice
 from collectives.semantics import MEANINGS
@@ -58,9 +59,9 @@ BLOCKING_TAG = 0
 """The tag of blocking calls, of which a communicator has one at a time; all others have one of their own."""
 
 
-def task(call: Call, choice: Choice, rank: int, size: int) -> Task:
+def task(call: Call, choice: Choice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
     """The schedule of the choice, laid over the call's memory."""
-    schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments)
+    schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments, nodes)
     itemsize = call.unit.itemsize
     memory = TARGET if call.source is call.target else SOURCE
     if MEANINGS[call.collective].vector:
@@ -194,11 +195,12 @@ def bound(
     wire: Wire,
     device: Device | None = None,
     first: Sequence[Callable[[], object]] = (),
+    nodes: Nodes | None = None,
 ) -> Program:
     """The program of a call, on a device if one is given; `first` is done before all else."""
     ends = _ends(call, device)
     program = bind(
-        task(call, choice, rank, size),
+        task(call, choice, rank, size, nodes),
         ends.source,
         ends.target,
         wire,
@@ -225,6 +227,16 @@ def _combining(call: Call) -> Combining | None:
     if call.combine is not None and call.unit.type is np.void and call.unit.names is None:  # bfloat16 is of kind V too
         return _Raw(call.combine)
     return call.combine
+
+
+def _neighbours(comm: MPI.Intracomm, nodes: Nodes | None) -> MPI.Intracomm:
+    """The ranks that share memory with this one, and the node that the placement gives it."""
+    sharing = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
+    if nodes is None:
+        return sharing
+    together = MPI.Intracomm(sharing.Split(nodes[comm.Get_rank()]))
+    sharing.Free()
+    return together
 
 
 class Slots(NamedTuple):
@@ -314,12 +326,31 @@ class Plans:
     shared : bool
         Whether ranks of one node talk through shared memory. Not where messages may lie in device memory: no rank
         knows whether those of its peers do, and both ends of a message must take the same wire.
+    nodes : sequence of int, optional
+        The node of every rank, the same sequence on all ranks, where it is not for the MPI to say. Ranks on different
+        nodes share no memory, even if they could.
+
+    Attributes
+    ----------
+    nodes : tuple of int or None
+        Which ranks share a node; None if all do.
     """
 
-    def __init__(self, comm: MPI.Intracomm, aware: bool | None = None, shared: bool = True) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        aware: bool | None = None,
+        shared: bool = True,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
         self.comm = comm
+        named = None if nodes is None else numbered(nodes)
+        neighbours = _neighbours(comm, named)
+        self.nodes = named if nodes is not None else numbered(comm.allgather(neighbours.bcast(comm.Get_rank())))
         self.aware = bool(comm.allreduce(cuda_aware() if aware is None else aware, MPI.LAND))
-        self.node = Node(comm) if shared and not self.aware else None
+        self.node = Node(neighbours, comm.Get_rank()) if shared and not self.aware else None
+        if self.node is None:
+            neighbours.Free()
         self._edges: dict[int, dict[int, Edge]] = defaultdict(dict)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._bound: dict[Hashable, Program | Slots] = {}
@@ -551,7 +582,7 @@ class Plans:
         device: Device | None = None,
         first: Sequence[Callable[[], object]] = (),
     ) -> Program:
-        return bound(call, choice, self.rank, self.size, wire, device, first)
+        return bound(call, choice, self.rank, self.size, wire, device, first, self.nodes)
 
     def _blocking(self, call: Call, choice: Choice, device: Device | None = None) -> Program:
         return self._bind(call, choice, self._wire(BLOCKING_TAG, BLOCKING_CHANNEL), device)
@@ -569,7 +600,8 @@ class Plans:
         source = Memory.allocate(spans[0], call.unit)
         target = source if call.source is call.target else Memory.allocate(spans[1], call.unit)
         wire = self._wire(BLOCKING_TAG, BLOCKING_CHANNEL)
-        program = bind(task(call, choice, self.rank, self.size), source, target, wire, _combining(call))
+        schedule = task(call, choice, self.rank, self.size, self.nodes)
+        program = bind(schedule, source, target, wire, _combining(call))
         return Slots(program, source.array, target.array, bool(call.brings), _stores(call))
 
     def _keep(self, key: Hashable, kept: Program | Slots) -> None:

@@ -10,6 +10,7 @@ from mpi4py import MPI
 from collectives import catalog
 from collectives.chunks import Layout, even
 from collectives.errors import InvalidArgument
+from collectives.placement import Nodes
 from collectives.semantics import vector
 from collectives.walk import Uniform, price
 
@@ -34,7 +35,14 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def choose(collective: str, size: int, nbytes: int, ordered: bool = False, private: bool = False) -> Choice:
+def choose(
+    collective: str,
+    size: int,
+    nbytes: int,
+    ordered: bool = False,
+    private: bool = False,
+    nodes: Nodes | None = None,
+) -> Choice:
     """The cheapest algorithm that can do it, and that gives all ranks the same bits.
 
     Parameters
@@ -47,9 +55,11 @@ def choose(collective: str, size: int, nbytes: int, ordered: bool = False, priva
         Whether the operation needs rank order.
     private : bool
         Whether ranks know only their own block's length; `nbytes` must then not matter and is not looked at.
+    nodes : tuple of int, optional
+        Which ranks share a node. Not looked at yet: what is chosen does not depend on it.
     """
     entries = catalog.CATALOG[collective].items()
-    able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, private)}
+    able = {n: e for n, e in entries if e.alike and not e.placed and _fits(e, ordered, private)}
     if private:
         return Choice(next(iter(able)))
     name = min(able, key=lambda name: able[name].seconds(size, nbytes, *BUILT_IN))
@@ -63,7 +73,13 @@ def _segments(collective: str, name: str, size: int, nbytes: int) -> int:
     return max(1, min(MOST_SEGMENTS, nbytes // (size * SEGMENT)))
 
 
-def check(collective: str, algorithm: str, ordered: bool = False, private: bool = False) -> None:
+def check(
+    collective: str,
+    algorithm: str,
+    ordered: bool = False,
+    private: bool = False,
+    nodes: Nodes | None = None,
+) -> None:
     """Refuse an algorithm that the user named and that is unknown or cannot do the call."""
     try:
         entry = catalog.find(collective, algorithm)

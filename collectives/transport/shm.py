@@ -104,13 +104,15 @@ class Node:
     Parameters
     ----------
     comm : MPI.Intracomm
-        All ranks, of this node and others.
+        The ranks of this node, for this node's use alone; `free` frees it.
+    rank : int
+        The number by which other ranks, of this node and others, know this one.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
+    def __init__(self, comm: MPI.Intracomm, rank: int) -> None:
+        self.comm = comm
         self.place, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        neighbours = self.comm.allgather((comm.Get_rank(), os.getpid()))
+        neighbours = self.comm.allgather((rank, os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.pids = [pid for _, pid in neighbours]
         self.spins = SPINS if _cores() >= self.size else 30

@@ -1,6 +1,7 @@
 """The wires over MPI keep the contract that the loopback keeps."""
 
 import pytest
+from mpi4py import MPI
 from wires import CONTRACT
 
 from collectives.transport.mpi import Immediate, Persistent
@@ -17,7 +18,7 @@ WIRES = {
 @pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
 def test_contract(world, kind, program):
     own = world.Dup()
-    node = Node(own)
+    node = Node(MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED)), own.Get_rank())
     wire = WIRES[kind](own, node)
     program(world.rank, world.size, wire)
     wire.free()

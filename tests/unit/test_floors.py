@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    0: "collectives.steps collectives.semantics collectives.chunks quant",
+    0: "collectives.steps collectives.semantics collectives.chunks collectives.placement quant",
     1: "collectives.transforms",
     2: "collectives.algorithms",
     3: "collectives.catalog collectives.walk collectives.draw collectives.transport collectives.ops "

@@ -1,0 +1,22 @@
+"""Which ranks share a node: a placement is the node number of every rank, nodes numbered as they first appear."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TypeAlias
+
+Nodes: TypeAlias = tuple[int, ...]
+"""The node of every rank; rank 0 is on node 0. Where all ranks share one node, or nothing is known, it is None."""
+
+
+def numbered(nodes: Iterable[Hashable]) -> Nodes | None:
+    """The placement of ranks on nodes that go by any names; None if there is only one.
+
+    >>> numbered(["b", "a", "b"])
+    (0, 1, 0)
+    >>> numbered([7, 7]) is None
+    True
+    """
+    numbers: dict[Hashable, int] = {}
+    placement = tuple(numbers.setdefault(node, len(numbers)) for node in nodes)
+    return placement if len(numbers) > 1 else None
