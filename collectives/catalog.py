@@ -6,7 +6,7 @@ compares them with what the schedule does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -249,12 +249,24 @@ def build(
 def _built(
     collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
 ) -> Schedule:
+    return freeze(_rounds(collective, entry, rank, size, root, segments, nodes))
+
+
+def _rounds(
+    collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
+) -> Rounds:
     meaning = MEANINGS[collective]
     arguments = [*([root] if meaning.rooted else []), *([nodes] if entry.placed else [])]
     rounds = entry.generate(rank, size, *arguments)
-    if segments > 1:
-        rounds = segmented(rounds, segments, _blocks(collective, entry, size), meaning.vector)
-    return freeze(rounds)
+    return segmented(rounds, segments, _blocks(collective, entry, size), meaning.vector) if segments > 1 else rounds
+
+
+def rounds_of_all(
+    collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> Iterator[Rounds]:
+    """The rounds of all ranks as they are generated, of which nothing is kept: for more ranks than memory has room."""
+    entry = find(collective, name)
+    return (_rounds(collective, entry, rank, size, root, segments, nodes) for rank in range(size))
 
 
 def build_all(

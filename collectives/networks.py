@@ -61,8 +61,9 @@ class Network(Protocol):
     def nodes(self) -> Sequence[int] | None:
         """The node of every rank, where the ranks of a node share one card to all others; None if nobody shares.
 
-        Ranks of a node that send over the card in the same round get equal shares of it, and so do those that receive:
-        a message of n bytes that is one of k costs what one of k n bytes would by itself.
+        Messages that leave a node in the same round, or come to it, get equal shares of the card, of which there are
+        as many as ranks that send or as ranks that receive, whichever is less: a rank does one after another. A message
+        of n bytes that has one share of k costs what one of k n bytes would by itself.
         """
         ...
 
@@ -119,12 +120,3 @@ class Clustered(NamedTuple):
     def combine(self, nbytes: Any) -> Any:
         """The same for all ranks."""
         return self.adding(nbytes)
-
-
-def regular(size: int, per_node: int) -> tuple[int, ...]:
-    """The node of every rank, neighbours filling one node after another.
-
-    >>> regular(5, 2)
-    (0, 0, 1, 1, 2)
-    """
-    return tuple(rank // per_node for rank in range(size))

@@ -20,3 +20,12 @@ def numbered(nodes: Iterable[Hashable]) -> Nodes | None:
     numbers: dict[Hashable, int] = {}
     placement = tuple(numbers.setdefault(node, len(numbers)) for node in nodes)
     return placement if len(numbers) > 1 else None
+
+
+def regular(size: int, per_node: int) -> Nodes:
+    """The placement of ranks that fill one node after another.
+
+    >>> regular(5, 2)
+    (0, 0, 1, 1, 2)
+    """
+    return tuple(rank // per_node for rank in range(size))

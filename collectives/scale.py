@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from collectives.chunks import Layout
 from collectives.networks import Network
-from collectives.steps import Chunks, Round, RecvReduce, Recv, Reduce, Send
+from collectives.steps import Chunks, Recv, RecvReduce, Reduce, Round, Send
 from collectives.walk import ScheduleError
 
 Integers: TypeAlias = NDArray[np.int64]
@@ -190,15 +190,16 @@ def _crowded(source: Integers, target: Integers) -> Integers:
 
 
 def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Integers) -> Integers:
-    """How many ranks share the way of each message: of those to other nodes, who use the more crowded card."""
+    """How many share the way of each message to another node: those that may fly at once, at the more crowded card."""
     crossing = leaves != comes
-    most = int(max(leaves.max(initial=0), comes.max(initial=0))) + 1
+    most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
 
     def users(nodes: Integers, ranks: Integers) -> Integers:
-        _, first = np.unique(ranks[crossing], return_index=True)
-        return np.bincount(nodes[crossing][first], minlength=most)[nodes]
+        pairs = np.unique(nodes[crossing] * most + ranks[crossing])
+        return np.bincount(pairs // most, minlength=most)
 
-    return np.where(crossing, np.maximum(users(leaves, source), users(comes, target)), 1)
+    flows = (np.minimum(users(nodes, source), users(nodes, target))[nodes] for nodes in (leaves, comes))
+    return np.where(crossing, np.maximum(*flows), 1)
 
 
 def _queue(moment: _Moment, ready: Times, flights: Times, ends: Times) -> None:
@@ -218,4 +219,3 @@ def _queue(moment: _Moment, ready: Times, flights: Times, ends: Times) -> None:
             continue
         out[rank] = into[target[i]] = start + flight[i]
         ends[moment.crowded[i]] = out[rank]
-

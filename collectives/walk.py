@@ -448,18 +448,25 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
 
 
 def _sharers(partners: Mapping[Spot, Spot], nodes: Sequence[int] | None) -> dict[Spot, int]:
-    """For every send to another node how many ranks share its way: those that use the more crowded of the two cards."""
+    """For every send to another node how many share its way: those that may fly at once, at the more crowded card."""
     if nodes is None:
         return {}
-    leaving, coming = defaultdict(set), defaultdict(set)
     crossing = [(s, r) for r, s in partners.items() if nodes[s.rank] != nodes[r.rank]]
+    users: dict[tuple[int, int], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
+
+    def leaving(spot: Spot) -> tuple[int, int]:
+        return nodes[spot.rank], 2 * spot.round
+
+    def coming(spot: Spot) -> tuple[int, int]:
+        return nodes[spot.rank], 2 * spot.round + 1
+
     for send, receive in crossing:
-        leaving[nodes[send.rank], send.round].add(send.rank)
-        coming[nodes[receive.rank], receive.round].add(receive.rank)
-    return {
-        send: max(len(leaving[nodes[send.rank], send.round]), len(coming[nodes[receive.rank], receive.round]))
-        for send, receive in crossing
-    }
+        for card in (leaving(send), coming(receive)):
+            senders, receivers = users[card]
+            senders.add(send.rank)
+            receivers.add(receive.rank)
+    flows = {card: min(len(senders), len(receivers)) for card, (senders, receivers) in users.items()}
+    return {send: max(flows[leaving(send)], flows[coming(receive)]) for send, receive in crossing}
 
 
 def _weigher(layout: Layout, itemsize: int) -> Callable[[Chunks], int]:

@@ -11,7 +11,8 @@ FLOORS = {
     0: "collectives.steps collectives.semantics collectives.chunks collectives.placement quant",
     1: "collectives.transforms",
     2: "collectives.algorithms",
-    3: "collectives.catalog collectives.walk collectives.draw collectives.transport collectives.ops "
+    3: "collectives.catalog collectives.networks collectives.walk collectives.scale collectives.draw "
+    "collectives.transport collectives.ops "
     "collectives.staging collectives.buffers collectives.dlpack collectives.errors",
     4: "collectives.execute collectives.select collectives.calls",
     5: "collectives.requests collectives.plans collectives.debug collectives.point_to_point collectives.communicator",
@@ -19,7 +20,7 @@ FLOORS = {
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 ROOMS = {"collectives": False, "parallel": True, "quant": True}  # package -> are its submodules on its floor?
-WITHOUT_MPI = ("collectives.catalog", "collectives.walk", "collectives.draw")  # besides everything on floors 0 to 2
+WITHOUT_MPI = tuple(f"collectives.{name}" for name in ("catalog", "networks", "walk", "scale", "draw"))  # besides everything on floors 0 to 2
 
 
 def module_name(path):
