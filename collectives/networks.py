@@ -1,7 +1,8 @@
 """What messages and additions cost: the clocks that schedules are priced with.
 
 A cost is a function from bytes to seconds: a `Line` is alpha + bytes * beta, a `Curve` goes through what was measured.
-All functions here take numbers or arrays of them.
+Through memory that ranks share it is the ranks themselves who move the bytes, so one that sends and receives at once
+needs longer for either: the cost is then `Twofold`. All functions here take numbers or arrays of them.
 
 >>> import numpy as np
 >>> network = Clustered((0, 0, 1), inside=Line(1e-6, 1e-10), between=Line(2e-5, 1e-9), adding=Line(0, 1e-10))
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-Cost: TypeAlias = Callable[[Any], Any]
-"""Seconds for so many bytes; numbers or arrays."""
+Cost: TypeAlias = Callable[[Any, Any], Any]
+"""(bytes, whether a rank of theirs both sends and receives in the round) -> seconds; numbers or arrays."""
 
 
 class Line(NamedTuple):
@@ -26,7 +27,7 @@ class Line(NamedTuple):
     alpha: float
     beta: float
 
-    def __call__(self, nbytes: Any) -> Any:
+    def __call__(self, nbytes: Any, both: Any = False) -> Any:
         """Seconds for so many bytes."""
         return self.alpha + nbytes * self.beta
 
@@ -45,13 +46,24 @@ class Curve(NamedTuple):
     lengths: tuple[float, ...]
     seconds: tuple[float, ...]
 
-    def __call__(self, nbytes: Any) -> Any:
+    def __call__(self, nbytes: Any, both: Any = False) -> Any:
         """Seconds for so many bytes."""
         known = np.interp(nbytes, self.lengths, self.seconds)
         if len(self.lengths) < 2:
             return known
         (before, last), (low, high) = self.lengths[-2:], self.seconds[-2:]
         return known + np.maximum(0, nbytes - last) * max(0.0, (high - low) / (last - before))
+
+
+class Twofold(NamedTuple):
+    """One cost where ranks only send or only receive in a round, `alone`, and another where one does both."""
+
+    alone: Cost
+    both: Cost
+
+    def __call__(self, nbytes: Any, both: Any = False) -> Any:
+        """Seconds for so many bytes."""
+        return np.where(both, self.both(nbytes, both), self.alone(nbytes, both))
 
 
 class Network(Protocol):
@@ -67,12 +79,12 @@ class Network(Protocol):
         """
         ...
 
-    def message(self, source: Any, target: Any, nbytes: Any) -> Any:
-        """Seconds that a message from one rank to another takes."""
+    def message(self, source: Any, target: Any, nbytes: Any, both: Any) -> Any:
+        """Seconds that a message takes; `both` says whether one of its ranks also does the other thing in the round."""
         ...
 
-    def combine(self, nbytes: Any) -> Any:
-        """Seconds to combine so many bytes."""
+    def combine(self, nbytes: Any, both: Any) -> Any:
+        """Seconds to combine so many bytes that have come; `both` says whether the rank also sends in the round."""
         ...
 
 
@@ -87,11 +99,11 @@ class Uniform(NamedTuple):
     def nodes(self) -> None:
         """Nobody shares a card."""
 
-    def message(self, source: Any, target: Any, nbytes: Any) -> Any:
+    def message(self, source: Any, target: Any, nbytes: Any, both: Any = False) -> Any:
         """The same for all ranks."""
         return self.alpha + nbytes * self.beta
 
-    def combine(self, nbytes: Any) -> Any:
+    def combine(self, nbytes: Any, both: Any = False) -> Any:
         """The same for all ranks."""
         return nbytes * self.gamma
 
@@ -112,11 +124,11 @@ class Clustered(NamedTuple):
     between: Cost
     adding: Cost
 
-    def message(self, source: Any, target: Any, nbytes: Any) -> Any:
+    def message(self, source: Any, target: Any, nbytes: Any, both: Any = False) -> Any:
         """By the wire that the two ranks share."""
         nodes = np.asarray(self.nodes)
-        return np.where(nodes[source] == nodes[target], self.inside(nbytes), self.between(nbytes))
+        return np.where(nodes[source] == nodes[target], self.inside(nbytes, both), self.between(nbytes, both))
 
-    def combine(self, nbytes: Any) -> Any:
+    def combine(self, nbytes: Any, both: Any = False) -> Any:
         """The same for all ranks."""
-        return self.adding(nbytes)
+        return self.adding(nbytes, both)

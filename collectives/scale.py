@@ -56,8 +56,11 @@ class _Moment(NamedTuple):
         Where these messages stand among all of the crowd's.
     crowded : array of int
         Which of them share a port with another.
-    adding : list of (ranks, slice)
-        The first that each rank combines, the second, and so on; where these stand among all that is combined.
+    both : array of bool
+        Whether one of the message's ranks also does the other thing in the round.
+    adding : list of (ranks, slice, array of bool)
+        The first that each rank combines, the second, and so on; where these stand among all that is combined; which of
+        them have come while their rank was sending.
     """
 
     source: Integers
@@ -65,7 +68,8 @@ class _Moment(NamedTuple):
     place: Integers
     messages: slice
     crowded: Integers
-    adding: list[tuple[Integers, slice]]
+    both: NDArray[np.bool_]
+    adding: list[tuple[Integers, slice, NDArray[np.bool_]]]
 
 
 class Crowd:
@@ -100,16 +104,17 @@ class Crowd:
                     elif isinstance(step, (Recv, RecvReduce)):
                         receives.append(index, step.peer, rank, place, ())
                     if isinstance(step, (RecvReduce, Reduce)):
-                        sums.append(index, added, rank, 0, step.chunks if isinstance(step, RecvReduce) else step.source)
+                        came = isinstance(step, RecvReduce)
+                        sums.append(index, added, rank, came, step.chunks if came else step.source)
                         added += 1
         sent, self._sent = sends.sorted()
-        came, _ = receives.sorted()
+        received, _ = receives.sorted()
         added_up, self._added = sums.sorted()
-        if sent.shape != came.shape or (sent[:, :3] != came[:, :3]).any():
+        if sent.shape != received.shape or (sent[:, :3] != received[:, :3]).any():
             raise ScheduleError("the rounds of the ranks are not aligned: only `walk.price` can play them")
         self.messages, self._sums = len(sent), len(added_up)
         self._ends = sent[:, 1], sent[:, 2]
-        self._moments = list(_moments(sent, added_up))
+        self._moments = list(_moments(sent, added_up, self.size))
 
     def price(self, layout: Layout, itemsize: int, network: Network) -> Times:
         """When each rank is done, in seconds from a common start; arguments as for `walk.price`."""
@@ -124,13 +129,13 @@ class Crowd:
             if nodes is not None:
                 loads = loads * _sharers(nodes[source], nodes[target], source, target)
             ready = np.maximum(clock[source], clock[target])
-            flights = np.broadcast_to(network.message(source, target, loads), ready.shape)
+            flights = np.broadcast_to(network.message(source, target, loads, moment.both), ready.shape)
             ends = ready + flights
             _queue(moment, ready, flights, ends)
             np.maximum.at(clock, source, ends)
             np.maximum.at(clock, target, ends)
-            for ranks, places in moment.adding:
-                clock[ranks] += network.combine(added[places])
+            for ranks, places, both in moment.adding:
+                clock[ranks] += network.combine(added[places], both)
         return clock
 
     def volume(self, layout: Layout, itemsize: int) -> int:
@@ -164,7 +169,7 @@ class _Column:
         return steps[order], _Parts(places[owner], start, stop)
 
 
-def _moments(sent: Integers, added: Integers) -> Iterator[_Moment]:
+def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_Moment]:
     """Messages and additions by rounds."""
     last = max((int(column[-1, 0]) for column in (sent, added) if len(column)), default=-1)
     rounds = range(last + 2)
@@ -172,13 +177,17 @@ def _moments(sent: Integers, added: Integers) -> Iterator[_Moment]:
     for index in rounds[:-1]:
         messages = slice(begins[index], begins[index + 1])
         _, source, target, place = (column.copy() for column in sent[messages].T)
+        sending, receiving = np.zeros((2, size), bool)
+        sending[source] = receiving[target] = True
         adding, start = [], int(first[index])
         while start < first[index + 1]:
             turn = added[start, 1]
             stop = start + int(np.searchsorted(added[start : first[index + 1], 1], turn, "right"))
-            adding.append((added[start:stop, 2].copy(), slice(start, stop)))
+            ranks = added[start:stop, 2].copy()
+            adding.append((ranks, slice(start, stop), sending[ranks] & (added[start:stop, 3] > 0)))
             start = stop
-        yield _Moment(source, target, place, messages, _crowded(source, target), adding)
+        both = receiving[source] | sending[target]
+        yield _Moment(source, target, place, messages, _crowded(source, target), both, adding)
 
 
 def _crowded(source: Integers, target: Integers) -> Integers:

@@ -383,6 +383,7 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
     partners = match(schedules, len(layout.lengths))
     meets = {send: receive for receive, send in partners.items()} | partners
     sharers = _sharers(partners, network.nodes)
+    sends, receives = ({(spot.rank, spot.round) for spot in ends} for ends in (partners.values(), partners))
     weigh = _weigher(layout, itemsize)
     clock = [0.0] * size  # of each rank: when its last round ended
     out, into = [0.0] * size, [0.0] * size  # when its ports are free again
@@ -414,7 +415,7 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
             if isinstance(step, (RecvReduce, Reduce)):
                 chunks = step.chunks if isinstance(step, RecvReduce) else step.source
                 weight, start = weigh(chunks), clock[rank]
-                clock[rank] += network.combine(weight)
+                clock[rank] += network.combine(weight, isinstance(step, RecvReduce) and (rank, current[rank]) in sends)
                 if trace:
                     events.append(Event("combine", rank, rank, current[rank], chunks, weight, start, clock[rank]))
 
@@ -430,7 +431,8 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
             continue
         chunks = schedules[send.rank][send.round][send.step].chunks  # type: ignore[union-attr]
         weight = weigh(chunks)
-        flight = network.message(send.rank, receive.rank, weight * sharers.get(send, 1))
+        both = (send.rank, send.round) in receives or (receive.rank, receive.round) in sends
+        flight = network.message(send.rank, receive.rank, weight * sharers.get(send, 1), both)
         end = out[send.rank] = into[receive.rank] = start + flight
         if trace:
             events.append(Event("message", send.rank, receive.rank, send.round, chunks, weight, start, end))

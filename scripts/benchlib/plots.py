@@ -70,23 +70,17 @@ def _series(rows: list[Row]) -> dict[str, list[Row]]:
 
 def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
     lines = _series(rows)
-    natives = {row["bytes"]: row["native_us"] for row in rows if row["native_us"] is not None}
     sizes = sorted({max(1, row["bytes"]) for row in rows})
-    if natives:
-        at = sorted(natives)
-        times.plot(
-            at,
-            [natives[n] for n in at],
-            "--",
-            color=NATIVE,
-            lw=2,
-            marker=".",
-            ms=7,
-            label="the MPI's own",
-            zorder=3,
-        )
+    modes = list(dict.fromkeys(row.get("mode", "blocking") for row in rows))
+    for mode, dash in zip(modes, ("--", ":", "-."), strict=False):
+        mine = [row for row in rows if row.get("mode", "blocking") == mode and row["native_us"] is not None]
+        natives = sorted({max(1, row["bytes"]): row["native_us"] for row in mine}.items())
+        if natives:
+            label = f"the MPI's own{f' {mode}' if len(modes) > 1 else ''}"
+            look: dict[str, Any] = {"color": NATIVE, "lw": 2, "marker": ".", "ms": 7, "label": label, "zorder": 3}
+            times.plot(*zip(*natives, strict=True), dash, **look)
     for i, (name, line) in enumerate(lines.items()):
-        look: dict[str, Any] = {"color": OURS[i % len(OURS)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5}
+        look = {"color": SEVERAL[i % len(SEVERAL)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5}
         look["lw"] = 2.2 if " auto" in name else 1.4
         at = [max(1, row["bytes"]) for row in line]
         times.plot(
