@@ -1,10 +1,10 @@
 """Schedules of very many ranks on the clock: played round by round, all ranks at once, as arrays.
 
-`walk.price` lets every message find its own time, which costs microseconds each. Here the ranks' rounds must be
-aligned, as those of the catalogue are: what is sent in a rank's k-th round is received in the other's k-th. Then a
-round needs nothing but the times at which the ranks come to it. Messages that share no port all start at once, when the
-later of their two ranks is there; the few others queue for their ports as in `walk.price`. Both give the same times to
-the last bit, for the same network.
+`walk.price` lets every message find its own time, which costs microseconds each. Here the ranks' rounds are aligned:
+what is sent in a rank's k-th round is received in the other's k-th, if empty rounds are put where a rank is ahead. Then
+a round needs nothing but the times at which the ranks come to it. Messages that share no port all start at once, when
+the later of their two ranks is there; the others queue for their ports as in `walk.price`. Both give the same times to
+the last bit, for the same network whose messages cost something.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Crowd:
     Raises
     ------
     ScheduleError
-        If a message has no partner in the same round.
+        If a message has no partner, or rounds cannot be aligned.
     """
 
     def __init__(self, schedules: Iterable[Iterable[Round]]) -> None:
@@ -107,11 +107,9 @@ class Crowd:
                         came = isinstance(step, RecvReduce)
                         sums.append(index, added, rank, came, step.chunks if came else step.source)
                         added += 1
+        _align(sends.steps, receives.steps, sums.steps)
         sent, self._sent = sends.sorted()
-        received, _ = receives.sorted()
         added_up, self._added = sums.sorted()
-        if sent.shape != received.shape or (sent[:, :3] != received[:, :3]).any():
-            raise ScheduleError("the rounds of the ranks are not aligned: only `walk.price` can play them")
         self.messages, self._sums = len(sent), len(added_up)
         self._ends = sent[:, 1], sent[:, 2]
         self._moments = list(_moments(sent, added_up, self.size))
@@ -146,23 +144,59 @@ class Crowd:
         return int(np.max(both, initial=0))
 
 
+def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
+    """Number the rounds anew, so that every message leaves and arrives in rounds of the same number.
+
+    A rank's rounds keep their order. Numbers grow until all fit: past their partner's, past those before.
+    """
+    orders = [np.lexsort(steps[:, [3, 0, 2, 1]].T) for steps in (sends, receives)]  # as messages match
+    ends = [steps[order] for steps, order in zip((sends, receives), orders, strict=True)]
+    if len(sends) != len(receives) or (ends[0][:, 1:3] != ends[1][:, 1:3]).any():
+        raise ScheduleError("a message is sent that is never received, or awaited that is never sent")
+    span = 1 + max((int(steps[:, 0].max()) for steps in (sends, receives, sums) if len(steps)), default=0)
+    keys = sends[:, 1] * span + sends[:, 0], receives[:, 2] * span + receives[:, 0], sums[:, 2] * span + sums[:, 0]
+    rounds, where = np.unique(np.concatenate(keys), return_inverse=True)
+    sender, receiver, adder = np.split(where, np.cumsum([len(sends), len(receives)]))
+    out, into = sender[orders[0]], receiver[orders[1]]
+    number, rank = rounds % span, rounds // span
+    place = np.arange(len(rounds))
+    lane = rank * (2 * len(rounds) + 2 * span)  # so far apart that no rank's numbers reach the next one's
+    while True:
+        before = number.copy()
+        latest = np.maximum(number[out], number[into])
+        np.maximum.at(number, out, latest)
+        np.maximum.at(number, into, latest)
+        number = np.maximum.accumulate(number - place + lane) + place - lane
+        if (number == before).all():
+            break
+        if number.max(initial=0) > len(rounds) + span:
+            raise ScheduleError("a rank takes in two rounds what another sends in one: only `walk.price` can play that")
+    for steps, column in ((sends, sender), (receives, receiver), (sums, adder)):
+        steps[:, 0] = number[column]
+
+
 class _Column:
     """Steps of one kind as they are met: numbers for each, and the ranges of its chunks."""
 
     def __init__(self) -> None:
-        self.steps, self.parts = array("q"), array("q")
-        self.count = 0
+        self._steps, self._parts = array("q"), array("q")
+        self._count = 0
 
     def append(self, index: int, one: int, other: int, place: int, chunks: Chunks) -> None:
-        self.steps.extend((index, one, other, place))
+        self._steps.extend((index, one, other, place))
         for part in chunks:
-            self.parts.extend((self.count, part.start, part.stop))
-        self.count += 1
+            self._parts.extend((self._count, part.start, part.stop))
+        self._count += 1
+
+    @property
+    def steps(self) -> Integers:
+        """The numbers, one row for each step, to be changed in place."""
+        return np.frombuffer(self._steps, np.int64).reshape(-1, 4)
 
     def sorted(self) -> tuple[Integers, _Parts]:
         """The steps by their numbers, the first one first, and the ranges by steps in this order."""
-        steps = np.frombuffer(self.steps, np.int64).reshape(-1, 4)
-        owner, start, stop = np.frombuffer(self.parts, np.int64).reshape(-1, 3).T
+        steps = self.steps
+        owner, start, stop = np.frombuffer(self._parts, np.int64).reshape(-1, 3).T
         order = np.lexsort(steps.T[::-1])
         places = np.empty_like(order)
         places[order] = np.arange(len(order))

@@ -56,11 +56,14 @@ def _renamed(step: Step, peer: Callable[[int], int], chunks: Callable[[Chunks], 
 
 
 def on(
-    ranks: Sequence[int], rounds: Iterable[Round], chunks: Callable[[Chunks], Chunks] = lambda chunks: chunks
+    ranks: Sequence[int] | Callable[[int], int],
+    rounds: Iterable[Round],
+    chunks: Callable[[Chunks], Chunks] = lambda chunks: chunks,
 ) -> Rounds:
-    """The schedule played by `ranks`: its peer i is ``ranks[i]``, its chunks are those that `chunks` gives."""
+    """The schedule played by `ranks`: peer i is ``ranks[i]`` or ``ranks(i)``, its chunks what `chunks` gives."""
+    peer = ranks if callable(ranks) else ranks.__getitem__
     for steps in rounds:
-        yield [_renamed(step, ranks.__getitem__, chunks) for step in steps]
+        yield [_renamed(step, peer, chunks) for step in steps]
 
 
 def pipelined(

@@ -16,7 +16,29 @@ Ranks whose terms rank 0 of 6 has, p-1 = 5 = 101 in binary::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from collectives.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
+
+
+class _Message(NamedTuple):
+    """A round: how many ranks are counted before it, and whether the sender adds its own term to its B."""
+
+    counted: int
+    own: bool
+
+    @property
+    def distance(self) -> int:
+        """How far it goes."""
+        return self.counted + self.own
+
+
+def _messages(size: int) -> Iterator[_Message]:
+    counted = 0
+    for bit in bin(size - 1)[2:] if size > 1 else "":
+        yield _Message(counted, bit == "1")
+        counted += counted + int(bit)
 
 
 def allreduce(rank: int, size: int) -> Rounds:
@@ -26,22 +48,44 @@ def allreduce(rank: int, size: int) -> Rounds:
     terms meet in another order on every rank, so floating-point results may differ in their last bits.
     """
     mine, behind, both = (span(copy * size, (copy + 1) * size) for copy in range(3))
-    bits = bin(size - 1)[3:]  # of p-1, without the first
-    add_mine: Round = [Copy(behind, both), Reduce(mine, both)]
-    counted = 1
-    for place, bit in enumerate(["", *bits] if size > 1 else []):
-        last = place == len(bits)
-        following = "" if last else bits[place]
-        steps: Round
-        if place == 0:
-            steps = [Send((rank + 1) % size, mine), Recv((rank - 1) % size, behind)]
-        else:
-            distance = counted + int(bit)
-            ahead, before = (rank + distance) % size, (rank - distance) % size
-            steps = [Send(ahead, both if bit == "1" else behind), RecvReduce(before, behind)]
-            counted += distance
-        if following == "1":
-            steps += add_mine
-        if last:
+    messages = list(_messages(size))
+    for message, following in zip(messages, [*messages[1:], None]):
+        ahead, before = (rank + message.distance) % size, (rank - message.distance) % size
+        steps: Round = [Send(ahead, mine if not message.counted else both if message.own else behind)]
+        steps.append(RecvReduce(before, behind) if message.counted else Recv(before, behind))
+        if following is None:
             steps.append(Reduce(behind, mine))
+        elif following.own:
+            steps += [Copy(behind, both), Reduce(mine, both)]
+        yield steps
+
+
+def ordered_allreduce(rank: int, size: int) -> Rounds:
+    """The census with two sums: of the ranks behind down to rank 0, and of those before rank 0, at the other end.
+
+    ceil(log2 p) rounds of one or two vectors: q alpha + less than 2q n beta, at most 3q n gamma. Keeps rank order; the
+    brackets are others on every rank, so floating-point results may differ in their last bits.
+    """
+    mine, low, high, both, arrived = (span(copy * size, (copy + 1) * size) for copy in range(5))
+    messages = list(_messages(size))
+    for message, following in zip(messages, [*messages[1:], None]):
+        counted, own = message
+        ahead, before = (rank + message.distance) % size, (rank - message.distance) % size
+        own_sum = both if rank and counted else mine
+        steps: Round = [Send(ahead, (high if counted > rank else ()) + (own_sum if own else low if rank else ()))]
+        if rank < message.distance:  # it comes from around the end, where nothing of it is low
+            steps.append(RecvReduce(before, high, "left") if counted > rank else Recv(before, high))
+        elif not counted:
+            steps.append(Recv(before, low))
+        elif counted <= before:
+            steps.append(RecvReduce(before, low, "left"))
+        elif own or before:
+            steps += [Recv(before, high + arrived), Reduce(arrived, low, "left")]
+        else:
+            steps.append(Recv(before, high))
+        if following is None:
+            steps += [Reduce(low, mine, "left")] if rank else []
+            steps += [Reduce(high, mine, "right")] if rank < size - 1 else []
+        elif following.own and rank:
+            steps += [Copy(low, both), Reduce(mine, both, "right")]
         yield steps

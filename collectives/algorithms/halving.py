@@ -14,29 +14,56 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from collectives.steps import Recv, RecvReduce, Round, Rounds, Send, span
+from collectives.steps import Chunks, Recv, RecvReduce, Round, Rounds, Send, one, span
+from collectives.transforms import reverse
 
 
 class _Folded(NamedTuple):
-    """The power of two that plays, and how many ranks it leaves over."""
+    """The power of two that plays, and how many ranks it leaves over.
+
+    Of the first pairs of ranks, one of each plays for both: the even one, unless `player` is the other.
+    """
 
     power: int
     spare: int
+    player: int = 0
 
     @classmethod
-    def of(cls, size: int) -> _Folded:
+    def of(cls, size: int, player: int = 0) -> _Folded:
         power = 1 << (size.bit_length() - 1)
-        return cls(power, size - power)
+        return cls(power, size - power, player)
 
     def place(self, rank: int) -> int:
         """The rank's place among those that play; -1 if it sits out."""
         if rank >= 2 * self.spare:
             return rank - self.spare
-        return -1 if rank % 2 else rank // 2
+        return rank // 2 if self.rank(rank // 2) == rank else -1
 
     def rank(self, place: int) -> int:
         """The rank at a place."""
-        return 2 * place if place < self.spare else place + self.spare
+        if place >= self.spare:
+            return place + self.spare
+        return self.player if self.player // 2 == place else 2 * place
+
+    def blocks(self, places: tuple[int, int]) -> Chunks:
+        """The blocks of a range of places and of those who sit out next to them, a block a rank."""
+        start, stop = places
+        return span(start + min(start, self.spare), stop + min(stop, self.spare))
+
+    def fold(self, rank: int, everything: Chunks) -> Round:
+        """Who sits out gives its vector to its neighbour."""
+        if rank >= 2 * self.spare:
+            return []
+        other = rank ^ 1
+        if self.place(rank) < 0:
+            return [Send(other, everything)]
+        return [RecvReduce(other, everything, "right" if other > rank else "left")]
+
+    def unfold(self, rank: int, everything: Chunks) -> Round:
+        """Who sits out gets the result from its neighbour."""
+        if rank >= 2 * self.spare:
+            return []
+        return [Recv(rank ^ 1, everything)] if self.place(rank) < 0 else [Send(rank ^ 1, everything)]
 
 
 def allreduce(rank: int, size: int) -> Rounds:
@@ -46,21 +73,71 @@ def allreduce(rank: int, size: int) -> Rounds:
     n (2 beta + gamma) more. Commutative operations only. (Rabenseifner's algorithm.)
     """
     folded = _Folded.of(size)
-    power, place = folded.power, folded.place(rank)
-    everything = span(0, power)
+    everything = span(0, folded.power)
     if folded.spare:
-        yield _fold(rank, folded.spare, everything)
-    halves = _halves(place, power)
-    for other, kept, given in halves:
+        yield folded.fold(rank, everything)
+    yield from _halving(rank, folded)
+    for other, kept, given in reversed(_halves(folded.place(rank), folded.power)):
+        peer = folded.rank(other)
+        back: Round = [Send(peer, span(*kept)), Recv(peer, span(*given))]
+        yield back if folded.place(rank) >= 0 else []
+    if folded.spare:
+        yield folded.unfold(rank, everything)
+
+
+def reduce(rank: int, size: int, root: int) -> Rounds:
+    """Partners swap and sum halves at distance P/2, P/4 ... 1; then the blocks gather at the root over the same ways.
+
+    2 log2 p rounds when p is a power of two, 1 more otherwise: 2q alpha + (p-1)/p n (2 beta + gamma), and n (beta +
+    gamma) more. Commutative operations only. (Rabenseifner's algorithm.)
+    """
+    folded = _Folded.of(size, root if root < 2 * (size - (1 << (size.bit_length() - 1))) else 0)
+    if folded.spare:
+        yield folded.fold(rank, span(0, folded.power))
+    yield from _halving(rank, folded)
+    place, goal = folded.place(rank), folded.place(root)
+    for other, kept, given in reversed(_halves(place, folded.power)):
+        distance, peer = abs(other - place), folded.rank(other)
+        if place < 0 or (place ^ goal) % distance:  # its blocks have left already
+            yield []
+        else:
+            yield [Send(peer, span(*kept))] if (place ^ goal) & distance else [Recv(peer, span(*given))]
+
+
+def allgather(rank: int, size: int) -> Rounds:
+    """Partners swap all the blocks they have, at distance 1, 2, 4 ...
+
+    log2 p rounds when p is a power of two: q alpha + (p-1)/p n beta, both bounds at once. Otherwise floor(log2 p) + 2:
+    neighbours fold together first, and who sat out gets all blocks at the end, up to 2 n beta more.
+    """
+    folded = _Folded.of(size)
+    if folded.spare:
+        pair = rank < 2 * folded.spare
+        yield [Send(rank - 1, one(rank)) if rank % 2 else Recv(rank + 1, one(rank + 1))] if pair else []
+    for other, kept, given in reversed(_halves(folded.place(rank), folded.power)):
+        peer = folded.rank(other)
+        swap: Round = [Send(peer, folded.blocks(kept)), Recv(peer, folded.blocks(given))]
+        yield swap if folded.place(rank) >= 0 else []
+    if folded.spare:
+        yield folded.unfold(rank, span(0, rank | 1) + span((rank | 1) + 1, size))
+
+
+def reduce_scatter(rank: int, size: int) -> Rounds:
+    """The allgather backwards: partners swap and sum halves at distance P/2, P/4 ... 1.
+
+    log2 p rounds when p is a power of two: q alpha + (p-1)/p n (beta + gamma), all bounds at once. Otherwise
+    floor(log2 p) + 2, and up to 2 n (beta + gamma) more. Commutative operations only.
+    """
+    return reverse(allgather(rank, size), rank, reducing=True)
+
+
+def _halving(rank: int, folded: _Folded) -> Rounds:
+    """Reduce-scatter of P blocks among those that play."""
+    place = folded.place(rank)
+    for other, kept, given in _halves(place, folded.power):
         peer = folded.rank(other)
         steps: Round = [Send(peer, span(*given)), RecvReduce(peer, span(*kept), "right" if peer > rank else "left")]
         yield steps if place >= 0 else []
-    for other, kept, given in reversed(halves):
-        peer = folded.rank(other)
-        back: Round = [Send(peer, span(*kept)), Recv(peer, span(*given))]
-        yield back if place >= 0 else []
-    if folded.spare:
-        yield _unfold(rank, folded.spare, everything)
 
 
 def _halves(place: int, power: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
@@ -75,15 +152,3 @@ def _halves(place: int, power: int) -> list[tuple[int, tuple[int, int], tuple[in
         halves.append((place ^ (middle - start), kept, given))
         start, stop = kept
     return halves
-
-
-def _fold(rank: int, spare: int, everything: tuple[range, ...]) -> Round:
-    if rank >= 2 * spare:
-        return []
-    return [Send(rank - 1, everything)] if rank % 2 else [RecvReduce(rank + 1, everything, "right")]
-
-
-def _unfold(rank: int, spare: int, everything: tuple[range, ...]) -> Round:
-    if rank >= 2 * spare:
-        return []
-    return [Recv(rank - 1, everything)] if rank % 2 else [Send(rank + 1, everything)]

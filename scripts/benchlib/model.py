@@ -80,9 +80,9 @@ def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int 
     return Layout.packed(even(everywhere, blocks * segments))
 
 
-def playable(collective: str, name: str, size: int) -> bool:
+def playable(collective: str, name: str, size: int, nodes: int = 1) -> bool:
     """Whether all ranks can be played in seconds."""
-    rounds = catalog.evaluate(catalog.find(collective, name).rounds, size)
+    rounds = catalog.evaluate(catalog.find(collective, name).rounds, size, 1, nodes)
     if catalog.blocks(collective, name, size) > max(size, CHUNKS):
         return False
     return rounds * size <= MESSAGES or (size <= LARGEST and rounds <= FEW_ROUNDS * size.bit_length())
@@ -150,8 +150,9 @@ def _bound(collective: str, size: int, nbytes: int, wire: Line) -> float:
 
 def row(collective: str, name: str, size: int, nbytes: int, model: Model) -> Row:
     """What the model says of one algorithm."""
-    entry, able = catalog.find(collective, name), playable(collective, name, size)
+    entry, nodes = catalog.find(collective, name), -(-size // model.per_node)
+    able = playable(collective, name, size, nodes)
     seconds = (played if able else by_formula)(collective, name, size, nbytes, model)
-    rounds, volume = catalog.evaluate(entry.rounds, size), catalog.evaluate(entry.volume, size)
+    rounds, volume = (catalog.evaluate(formula, size, 1, nodes) for formula in (entry.rounds, entry.volume))
     least = bound(collective, size, nbytes, model)
     return Row(name, size, nbytes, int(rounds), round(volume * nbytes), seconds, least, able)

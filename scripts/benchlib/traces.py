@@ -95,7 +95,7 @@ def of_model(events: Iterable[Event], nodes: Sequence[int]) -> list[Entry]:
 
 
 def kind_of(call: Callable[[], object], waits: bool) -> str:
-    """What a call of a program does, in a word: wait, copy, start (of messages), or the function's name, such as add."""
+    """What a call of a program does, in a word: wait, copy, start (messages), or the function's name, such as add."""
     if waits:
         return "wait"
     function = getattr(call, "func", call)

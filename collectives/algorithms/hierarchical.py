@@ -1,0 +1,217 @@
+"""Hierarchical: within the node, between nodes on slices, within the node; every rank takes a slice over the network.
+
+A slice travels on a rail, which one rank of every node serves. There are as many rails as the largest node has ranks;
+on smaller nodes a rank serves several. The block of every rank belongs to one rail that the rank serves, so what a node
+needs of another crosses the network once. Allgather on nodes {0 1 2} and {3 4 5}, a letter per block::
+
+    start     a         b         c         d         e         f
+    between   a d       b e       c f       a d       b e       c f       rails 0-3, 1-4, 2-5
+    within    a d b e c f on all ranks of either node
+
+(Traff 2020, "Decomposing collectives for exploiting multi-lane communication"; Kuhnemann, Rauber, Runger 2004.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from itertools import chain, repeat
+from typing import NamedTuple
+
+from collectives.algorithms import circulant, mst
+from collectives.placement import Nodes
+from collectives.steps import Chunks, Recv, Rounds, Send, numbers, scattered
+from collectives.transforms import on, reverse
+
+
+class House(NamedTuple):
+    """Who lives where.
+
+    Attributes
+    ----------
+    members : tuple of tuple of int
+        The ranks of each node.
+    node, place : tuple of int
+        The node of every rank, and its number among the ranks of that node.
+    widest : int
+        Ranks of the largest node: the number of rails.
+    order : tuple of int
+        All ranks by rail, and on a rail by node: those of a rail have neighbouring numbers in it.
+    spots : tuple of int
+        Where each of them stands: rail * nodes + node.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    node: tuple[int, ...]
+    place: tuple[int, ...]
+    widest: int
+    order: tuple[int, ...]
+    spots: tuple[int, ...]
+
+    def rails(self, node: int, places: range) -> range:
+        """The rails that these ranks of a node serve, neighbours neighbouring rails."""
+        ranks = len(self.members[node])
+        return range(-(-places.start * self.widest // ranks), -(-places.stop * self.widest // ranks))
+
+    def server(self, rail: int, node: int) -> int:
+        """The rank that serves a rail on a node."""
+        return self.members[node][rail * len(self.members[node]) // self.widest]
+
+    def blocks(self, start: int, stop: int) -> Chunks:
+        """The blocks of the ranks that stand from one spot to another, by their numbers in the order."""
+        first, last = bisect_left(self.spots, start), bisect_left(self.spots, stop)
+        return (range(first, last),) if first < last else ()
+
+    def between(self, rail: int) -> Callable[[Chunks], Chunks]:
+        """From nodes to the blocks of theirs that belong to the rail."""
+        base = rail * len(self.members)
+        return lambda nodes: tuple(run for part in nodes for run in self.blocks(base + part.start, base + part.stop))
+
+    def within(self, node: int) -> Callable[[Chunks], Chunks]:
+        """From places on a node to the blocks of all rails that they serve."""
+        count = len(self.members)
+
+        def blocks(places: Chunks) -> Chunks:
+            rails = (self.rails(node, part) for part in places)
+            return tuple(run for part in rails for run in self.blocks(part.start * count, part.stop * count))
+
+        return blocks
+
+
+@lru_cache(maxsize=64)
+def house(size: int, nodes: Nodes | None) -> House:
+    """Who lives where, worked out once for all ranks."""
+    node = nodes or (0,) * size
+    members: list[list[int]] = [[] for _ in range(max(node) + 1)]
+    place = []
+    for rank, its in enumerate(node):
+        place.append(len(members[its]))
+        members[its].append(rank)
+    widest = max(map(len, members))
+    spots = {
+        -(-number * widest // len(ranks)) * len(members) + its: rank
+        for its, ranks in enumerate(members)
+        for number, rank in enumerate(ranks)
+    }
+    stands = tuple(sorted(spots))
+    return House(tuple(map(tuple, members)), node, tuple(place), widest, tuple(spots[spot] for spot in stands), stands)
+
+
+def _ceil_log(ranks: int) -> int:
+    return (ranks - 1).bit_length()
+
+
+def _at_once(schedules: Iterable[Rounds]) -> Rounds:
+    """Schedules of as many rounds side by side: what goes to one peer is one message, and none if it is nothing."""
+    for rounds in zip(*schedules):
+        joined: dict[tuple[type, int], Chunks] = {}
+        for step in chain.from_iterable(rounds):
+            assert isinstance(step, (Send, Recv))
+            joined[type(step), step.peer] = joined.get((type(step), step.peer), ()) + step.chunks
+        yield [kind(peer, chunks) for (kind, peer), chunks in joined.items() if chunks]
+
+
+def _between(rank: int, here: House, rounds: Callable[[int, int], Rounds]) -> Rounds:
+    """A schedule of (node, nodes) on every rail that the rank serves."""
+    node, place = here.node[rank], here.place[rank]
+    return _at_once(
+        on(lambda other, rail=rail: here.server(rail, other), rounds(node, len(here.members)), here.between(rail))
+        for rail in here.rails(node, range(place, place + 1))
+    )
+
+
+def _allgather(rank: int, here: House) -> Rounds:
+    """Blocks are numbered by their place in the order, so that those of a rail are neighbours."""
+    node = here.node[rank]
+    members = here.members[node]
+    yield from _between(rank, here, circulant.allgather)
+    yield from on(members, circulant.allgather(here.place[rank], len(members)), here.within(node))
+    yield from repeat([], _ceil_log(here.widest) - _ceil_log(len(members)))
+
+
+def _scatter(rank: int, here: House, root: int) -> Rounds:
+    """Numbered as in `_allgather`."""
+    home = here.node[root]
+    members = here.members[home]
+    if here.node[rank] == home:
+        yield from on(members, mst.scatter(here.place[rank], len(members), here.place[root]), here.within(home))
+    else:
+        yield from repeat([], _ceil_log(len(members)))
+    yield from _between(rank, here, lambda node, nodes: mst.scatter(node, nodes, home))
+
+
+def _by_rank(here: House, rounds: Rounds) -> Rounds:
+    """The same with blocks numbered by the ranks that own them."""
+    return on(range(len(here.order)), rounds, lambda chunks: scattered(here.order[spot] for spot in numbers(chunks)))
+
+
+def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
+    """Every rank collects the blocks of its rail from the other nodes; then the ranks of a node share what they have.
+
+    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
+    nodes.
+    """
+    here = house(size, nodes)
+    return _by_rank(here, _allgather(rank, here))
+
+
+def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
+    """The allgather backwards: the ranks of a node sum up a slice each, and then slices over the nodes.
+
+    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n (beta + gamma), of which
+    (N-1)/p n between nodes. Commutative operations only.
+    """
+    return reverse(allgather(rank, size, nodes), rank, reducing=True)
+
+
+def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
+    """The root hands the ranks of its node the blocks of their rails; every rail scatters its own over the nodes.
+
+    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
+    nodes.
+    """
+    here = house(size, nodes)
+    return _by_rank(here, _scatter(rank, here, root))
+
+
+def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
+    """The scatter backwards: blocks gather on every rail, then from the ranks of its node at the root.
+
+    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
+    nodes.
+    """
+    return reverse(scatter(rank, size, root, nodes), rank, reducing=False)
+
+
+def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
+    """A scatter over rails and nodes, then the allgather.
+
+    On N nodes of M ranks 2 ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + 2(p-1)/p n beta, of which 2(N-1)/p n
+    between nodes.
+    """
+    here = house(size, nodes)
+    yield from _scatter(rank, here, root)
+    yield from _allgather(rank, here)
+
+
+def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
+    """The reduce-scatter, then the blocks gather at the root over rails and nodes.
+
+    On N nodes of M ranks 2 ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + (p-1)/p n (2 beta + gamma), of which
+    2(N-1)/p n between nodes. Commutative operations only.
+    """
+    here = house(size, nodes)
+    yield from reverse(_allgather(rank, here), rank, reducing=True)
+    yield from reverse(_scatter(rank, here, root), rank, reducing=False)
+
+
+def allreduce(rank: int, size: int, nodes: Nodes | None) -> Rounds:
+    """The reduce-scatter, then the allgather: within the node, twice between nodes, within the node.
+
+    On N nodes of M ranks 2 ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + (p-1)/p n (2 beta + gamma), of which
+    2(N-1)/p n between nodes. Commutative operations only.
+    """
+    here = house(size, nodes)
+    yield from reverse(_allgather(rank, here), rank, reducing=True)
+    yield from _allgather(rank, here)

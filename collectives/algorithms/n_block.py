@@ -1,0 +1,121 @@
+"""Blocks over a circulant graph: a broadcast in which everyone gets another block every round, after a start of q - 1.
+
+In every round everyone sends to the rank skip[i] further on and receives from the one as far behind; i goes round and
+round through skips from 1 to ceil(p/2), q = ceil(log2 p) of them. Which block it is, is the secret: in q rounds a rank
+gets as many different ones, and what it has to send it has got before. Blocks 0 1 2 from rank 0 of 5, who gets which::
+
+    skip        2   3   1   2   3
+    rank 1              2   1   0
+    rank 2      0           2   1
+    rank 3          1   0       2
+    rank 4              1   0   2
+
+(Traff 2024, "Optimal Broadcast Schedules in Logarithmic Time", arXiv 2407.18004.)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from collectives.steps import Recv, Round, Rounds, Send, one
+from collectives.transforms import reverse
+
+
+@lru_cache(maxsize=256)
+def _skips(size: int) -> tuple[int, ...]:
+    """How far messages go, by round: p halved, rounded up, down to 1; at the end p itself, and a skip beyond all."""
+    skips = [size]
+    while skips[0] > 1:
+        skips.insert(0, (skips[0] + 1) // 2)
+    return (*skips, 3 * size)
+
+
+def _base(place: int, skips: tuple[int, ...]) -> int:
+    """The smallest skip on the way from the root to a place by ever smaller skips: whose block comes first there."""
+    last = len(skips) - 2
+    for index in range(last - 1, -1, -1):
+        if skips[index] == place:
+            return index
+        if skips[index] < place:
+            place -= skips[index]
+    return last
+
+
+@lru_cache(maxsize=1 << 14)
+def _schedule(place: int, size: int) -> tuple[int, ...]:
+    """Which block a place receives in rounds 0 .. q-1, and q more each time round; negative ones are not sent.
+
+    The place p + r is reached from 0 by skips, always the largest that leads to a place not too far yet; every such
+    way ends in a skip that no other way has used, and its number is the block. (Traff 2024, algorithm 5.)
+    """
+    skips = _skips(size)
+    last = len(skips) - 2
+    base, goal = _base(place, skips), size + place
+    unused = [index for index in range(last, -1, -1) if index != base]
+    blocks: list[int] = []
+    limit = 2 * size
+
+    def search(here: int, start: int) -> None:
+        """Find ways from `here` on by the unused skips from number `start` down."""
+        nonlocal limit
+        for index in [index for index in unused if index <= start]:
+            there = here + skips[index]
+            if index not in unused or there > goal - skips[len(blocks)] or there >= limit:
+                continue
+            if there <= goal - skips[len(blocks) + 1]:
+                search(there, index)
+            if here > goal - skips[len(blocks) + 1]:
+                return
+            limit = there
+            blocks.append(index)
+            unused.remove(index)
+
+    search(0, last)
+    return tuple(base if block == last else block - last for block in blocks)
+
+
+def _arriving(place: int, size: int, blocks: int, time: int) -> int | None:
+    """The block that a place receives at a time; times start so that the last lap through the skips is a full one.
+
+    Blocks beyond the last are the last one, of which a place needs the first only.
+    """
+    skips, schedule = _skips(size), _schedule(place, size)
+    lap, last = len(skips) - 2, blocks - 1
+    late = -last % lap  # the lap in which the root begins is short of so many rounds
+
+    def block(time: int) -> int:
+        return schedule[time % lap] + time // lap * lap - late
+
+    found = block(time)
+    if found < last:
+        return found if found >= 0 else None
+    before = range(max(late, time - 2 * lap), time)
+    return None if any(block(earlier) >= last for earlier in before) else last
+
+
+def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
+    """Everyone passes blocks on over ever the same skips, and gets another block each round.
+
+    k-1+ceil(log2 p) rounds for k blocks, fewer cannot do: (k-1+q)(alpha + n/k beta). (Traff 2024.)
+    """
+    if size == 1:
+        return
+    skips, place = _skips(size), (rank - root) % size
+    lap = len(skips) - 2
+    late = -(segments - 1) % lap
+    for time in range(late, late + segments - 1 + lap):
+        skip = skips[time % lap]
+        ahead = (place + skip) % size
+        leaves = _arriving(ahead, size, segments, time) if ahead else None
+        comes = _arriving(place, size, segments, time) if place else None
+        steps: Round = [] if leaves is None else [Send((rank + skip) % size, one(leaves))]
+        yield steps if comes is None else [*steps, Recv((rank - skip) % size, one(comes))]
+
+
+def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
+    """The broadcast backwards: sums of one block after another flow to the root over the same skips.
+
+    k-1+ceil(log2 p) rounds for k blocks: (k-1+q)(alpha + n/k (beta + gamma)). Commutative operations only.
+    (Traff 2024.)
+    """
+    return reverse(broadcast(rank, size, root, segments), rank, reducing=True)

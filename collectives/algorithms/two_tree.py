@@ -1,0 +1,133 @@
+"""Two trees: half of the vector goes down each of them, and who passes one half on only takes the other in.
+
+In both trees the ranks after the root lie in order, those of a left subtree before its top. The ranks that have
+children are 2, 4, 6 ... in one tree and 1, 3, 5 ... in the other, so in the steady state everyone receives both halves
+and sends one of them twice: no link is idle in either direction. 7 ranks, root 0::
+
+    half 0        4           half 1      3
+               2     6                 1     5
+              1 3   5                   2   4 6
+
+(Sanders, Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+
+from collectives.steps import Recv, Round, Rounds, Send, one
+from collectives.transforms import reverse
+
+
+def _top(start: int, stop: int, places: int, tree: int) -> int:
+    """The top of the part of a tree whose inner places are number `start` .. `stop` - 1; 0 if it is empty.
+
+    Places are 1 .. `places`. Inner place i of tree 0 is 2 i + 2, of tree 1 it is 2 i + 1. A part without inner ones is
+    the leaf between its neighbours.
+    """
+    top = 2 * ((start + stop) // 2) + 2 - tree - (start == stop)
+    return top if 1 <= top <= places else 0
+
+
+def _way(place: int, places: int, tree: int) -> tuple[list[int], list[int]]:
+    """The places from the top of a tree down to this one, and its children. Place 0 is the root, above the top."""
+    start, stop = 0, (places + tree) // 2
+    if place == 0:
+        return [], [_top(start, stop, places, tree)]
+    way = [_top(start, stop, places, tree)]
+    while way[-1] != place:
+        middle = (start + stop) // 2
+        start, stop = (start, middle) if place < way[-1] else (middle + 1, stop)
+        way.append(_top(start, stop, places, tree))
+    return way, [] if start == stop else _children(start, stop, places, tree)
+
+
+def _children(start: int, stop: int, places: int, tree: int) -> list[int]:
+    middle = (start + stop) // 2
+    tops = (_top(start, middle, places, tree), _top(middle + 1, stop, places, tree))
+    return [top for top in tops if top]
+
+
+@lru_cache(maxsize=8)
+def _turns(places: int) -> tuple[int, ...]:
+    """For every place the turn, 0 or 1, in which its parent in tree 0 sends to it; that in tree 1 does in the other.
+
+    Those whom one parent serves must get different turns. Everyone shares its parent with at most one other in each
+    tree, so turns are given out along chains of such pairs, in one walk over all places.
+    """
+    apart: list[list[int]] = [[] for _ in range(places + 1)]
+    for tree in (0, 1):
+        parts = [(0, (places + tree) // 2)]
+        while parts:
+            start, stop = parts.pop()
+            if start == stop:
+                continue
+            children = _children(start, stop, places, tree)
+            if len(children) == 2:
+                apart[children[0]].append(children[1])
+                apart[children[1]].append(children[0])
+            parts += [(start, (start + stop) // 2), ((start + stop) // 2 + 1, stop)]
+    tops = [_top(0, (places + tree) // 2, places, tree) for tree in (0, 1)]
+    turns = [-1] * (places + 1)
+    for first in (*tops, *range(1, places + 1)):  # the root serves both tops, in different trees: turn 0 for both
+        if turns[first] >= 0:
+            continue
+        turns[first] = 0
+        chain = [first]
+        while chain:
+            place = chain.pop()
+            for other in apart[place]:
+                if turns[other] < 0:
+                    turns[other] = 1 - turns[place]
+                    chain.append(other)
+    return tuple(turns)
+
+
+def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
+    """Each half of the vector goes down a tree of its own; a rank passes on one half and takes in both.
+
+    At most 2(k+f) rounds for k segments of each half, f = floor(log2 p): 2(k+f) alpha + (k+f)/k n beta.
+    """
+    if size == 1:
+        return
+    turns = _turns(size - 1)
+    rounds: dict[int, Round] = defaultdict(list)
+    for tree in (0, 1):
+        way, children = _way((rank - root) % size, size - 1, tree)
+        time = -1
+
+        def following(time: int, place: int, tree: int = tree) -> int:
+            """When a place gets what its parent got at a time: in its next turn."""
+            return time + 1 + (time + 1 + turns[place] + tree) % 2
+
+        for place in way:
+            time = following(time, place)
+        for segment in range(segments):
+            chunk, later = one(tree * segments + segment), 2 * segment
+            if way:
+                parent = way[-2] if len(way) > 1 else 0
+                rounds[time + later].append(Recv((parent + root) % size, chunk))
+            for child in children:
+                rounds[following(time, child) + later].append(Send((child + root) % size, chunk))
+    for time in range(max(rounds) + 1):
+        yield rounds[time]
+
+
+def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
+    """The broadcast backwards: the sum of each half flows up a tree of its own.
+
+    At most 2(k+f) rounds for k segments of each half: 2(k+f) alpha + (k+f)/k n (beta + gamma). Commutative operations
+    only.
+    """
+    return reverse(broadcast(rank, size, root, segments), rank, reducing=True)
+
+
+def allreduce(rank: int, size: int, segments: int) -> Rounds:
+    """Sums flow up both trees to rank 0, then the results flow down again.
+
+    At most 4(k+f) rounds for k segments of each half: 4(k+f) alpha + (k+f)/k n (2 beta + gamma). Keeps rank order; all
+    ranks get the same bits.
+    """
+    yield from reduce(rank, size, 0, segments)
+    yield from broadcast(rank, size, 0, segments)
