@@ -12,13 +12,18 @@ needs longer for either: the cost is then `Twofold`. All functions here take num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-Cost: TypeAlias = Callable[[Any, Any], Any]
-"""(bytes, whether a rank of theirs both sends and receives in the round) -> seconds; numbers or arrays."""
+
+class Cost(Protocol):
+    """A function from bytes to seconds; numbers or arrays."""
+
+    def __call__(self, nbytes: Any, both: Any = False) -> Any:
+        """Seconds for so many bytes; `both` says whether a rank of theirs both sends and receives in the round."""
+        ...
 
 
 class Line(NamedTuple):

@@ -104,8 +104,8 @@ class Crowd:
                     elif isinstance(step, (Recv, RecvReduce)):
                         receives.append(index, step.peer, rank, place, ())
                     if isinstance(step, (RecvReduce, Reduce)):
-                        came = isinstance(step, RecvReduce)
-                        sums.append(index, added, rank, came, step.chunks if came else step.source)
+                        chunks = step.chunks if isinstance(step, RecvReduce) else step.source
+                        sums.append(index, added, rank, isinstance(step, RecvReduce), chunks)
                         added += 1
         _align(sends.steps, receives.steps, sums.steps)
         sent, self._sent = sends.sorted()

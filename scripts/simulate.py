@@ -43,8 +43,8 @@ def table(rows: list[Row]) -> list[str]:
 
 def sweep(collective: str, points: Iterable[tuple[int, int]], names: list[str], model: Model) -> list[Row]:
     """All algorithms at all (ranks, bytes)."""
-    todo = [(name, *point) for point in points for name in names]
-    return [paper.row(collective, *each, model) for each in tqdm(todo, desc="pricing", unit="price", disable=None)]
+    todo = tqdm([(name, *point) for point in points for name in names], desc="pricing", unit="price", disable=None)
+    return [paper.row(collective, name, size, nbytes, model) for name, size, nbytes in todo]
 
 
 def rank_counts(most: int) -> list[int]:

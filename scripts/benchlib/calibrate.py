@@ -83,7 +83,7 @@ def calibrate(
     rank, node = plain.Get_rank(), nodes[plain.Get_rank()]
     place = nodes[:rank].count(node)
     inside = _curves(plain, comm, (node, place // 2), (memory, mode), largest, seconds, tick)
-    between = (Line(0.0, 0.0),) * 2
+    between: tuple[Cost, Cost] = (Line(0.0, 0.0), Line(0.0, 0.0))
     if len(set(nodes)) > 1:
         pair = (node // 2, -1) if place == 0 else (-1 - rank, 0)
         between = _curves(plain, comm, pair, (memory, mode), largest, seconds, tick)
@@ -103,8 +103,8 @@ def _curves(
 ) -> tuple[Cost, Cost]:
     """(message, combining) from the ranks that name the same pair."""
     names = {name: color for color, name in enumerate(sorted(set(plain.allgather(pair))))}
-    two = comm.Split(names[pair], plain.Get_rank())
-    mine = plain.Split(names[pair], plain.Get_rank())
+    two: Any = comm.Split(names[pair], plain.Get_rank())
+    mine = MPI.Intracomm(plain.Split(names[pair], plain.Get_rank()))
     at = lengths(largest)
     sweeps = []  # several, so that what disturbs the machine for a while disturbs one of them
     for _ in range(SWEEPS):

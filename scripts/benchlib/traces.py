@@ -83,14 +83,14 @@ def of_model(events: Iterable[Event], nodes: Sequence[int]) -> list[Entry]:
     """What the clock played: each message on its sender's and on its receiver's port, each addition on its rank."""
     entries: list[Entry] = []
     for event in events:
-        what = {"round": event.round, "bytes": event.bytes, "chunks": draw.chunks(event.chunks, 1 << 62)}
-        at = (float(event.start), float(event.end))
+        what: Entry = {"round": event.round, "bytes": event.bytes, "chunks": draw.chunks(event.chunks, 1 << 62)}
         if event.kind == "combine":
             places = [(event.source, 2, f"combine {event.bytes} bytes")]
         else:
             places = [(event.source, 0, f"to rank {event.target}"), (event.target, 1, f"from rank {event.source}")]
         for rank, lane, name in places:
-            entries.append(span(len(LANES) * rank + lane, nodes[rank], name, event.kind, *at, **what))
+            thread, node = len(LANES) * rank + lane, nodes[rank]
+            entries.append(span(thread, node, name, event.kind, float(event.start), float(event.end), **what))
     return entries
 
 
