@@ -56,6 +56,10 @@ class Call(NamedTuple):
         for none. (A reduce-scatter in place.)
     snapshot : bool
         Whether the rank brings a copy of `target` taken at the very beginning. (An alltoall in place.)
+    operation : MPI.Op or None
+        The reduction as the user named it.
+    uneven : bool
+        Whether it was asked for by a method that takes blocks of any length, on all ranks.
     """
 
     collective: str
@@ -71,6 +75,8 @@ class Call(NamedTuple):
     private: bool = False
     moved: int = -1
     snapshot: bool = False
+    operation: MPI.Op | None = None
+    uneven: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +178,8 @@ def allreduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, rank: int, size: int) -> C
     source = target if is_in_place(sendbuf) else buffers.vector(sendbuf, "sendbuf")
     _same_elements(source, source.count, target, "a recvbuf")
     kernel = combine(op, source.dtype, source.datatype)
-    return Call("allreduce", (source.count,), _unit(source), source, target, {0: 0}, {0: 0}, 0, kernel, _identity(op))
+    call = Call("allreduce", (source.count,), _unit(source), source, target, {0: 0}, {0: 0}, 0, kernel, _identity(op))
+    return call._replace(operation=op)
 
 
 def reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, rank: int, size: int) -> Call:
@@ -189,7 +196,8 @@ def reduce(sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, rank: int, size: i
         _same_elements(source, source.count, target, "a recvbuf")
     kernel = combine(op, source.dtype, source.datatype)
     takes: Blocks = {} if target is None else {0: 0}
-    return Call("reduce", (source.count,), _unit(source), source, target, {0: 0}, takes, root, kernel, _identity(op))
+    call = Call("reduce", (source.count,), _unit(source), source, target, {0: 0}, takes, root, kernel, _identity(op))
+    return call._replace(operation=op)
 
 
 def scan(sendbuf: Any, recvbuf: Any, op: MPI.Op, rank: int, size: int) -> Call:
@@ -273,7 +281,7 @@ def reduce_scatter(sendbuf: Any, recvbuf: Any, counts: Any, op: MPI.Op, rank: in
         )
     if source is not target:
         _same_elements(source, counts[rank], target, "this rank and a recvbuf")
-    return _reduce_scattered(source, target, counts, op, rank)
+    return _reduce_scattered(source, target, counts, op, rank)._replace(uneven=True)
 
 
 def _reduce_scattered(source: Buffer, target: Buffer, counts: tuple[int, ...], op: MPI.Op, rank: int) -> Call:
@@ -292,6 +300,7 @@ def _reduce_scattered(source: Buffer, target: Buffer, counts: tuple[int, ...], o
         takes,
         combine=kernel,
         op=_identity(op),
+        operation=op,
         moved=moved,
     )
 
@@ -327,7 +336,7 @@ def alltoallv(sendbuf: Any, recvbuf: Any, rank: int, size: int) -> Call:
         lengths[peer * size + rank] = inwards[peer]
     brings = {rank * size + peer: starts[peer] for peer in range(size)}
     takes = {peer * size + rank: ends[peer] for peer in range(size)}
-    call = Call("alltoall", tuple(lengths), BYTE, source, target, brings, takes, private=True)
+    call = Call("alltoall", tuple(lengths), BYTE, source, target, brings, takes, private=True, uneven=True)
     return call._replace(source=None, snapshot=True) if in_place else call
 
 
@@ -337,15 +346,15 @@ def scatterv(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int) -> Cal
     if rank != root:
         target = buffers.vector(recvbuf, "recvbuf", writable=True)
         lengths = _only(target.nbytes, rank, size)
-        return Call("scatter", lengths, BYTE, None, target, {}, {rank: 0}, root, private=True)
+        return Call("scatter", lengths, BYTE, None, target, {}, {rank: 0}, root, private=True, uneven=True)
     source = buffers.blocks_v(sendbuf, size, "sendbuf")
     lengths, starts = _block_bytes(source), dict(enumerate(_starts(source)))
     if is_in_place(recvbuf):
         takes = {rank: starts[rank]}
-        return Call("scatter", lengths, BYTE, source, source, starts, takes, root, private=True)
+        return Call("scatter", lengths, BYTE, source, source, starts, takes, root, private=True, uneven=True)
     target = buffers.vector(recvbuf, "recvbuf", writable=True)
     _same_size(lengths[rank], target.nbytes, "recvbuf, which takes one of its blocks,")
-    return Call("scatter", lengths, BYTE, source, target, starts, {rank: 0}, root, private=True)
+    return Call("scatter", lengths, BYTE, source, target, starts, {rank: 0}, root, private=True, uneven=True)
 
 
 def gatherv(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int) -> Call:
@@ -356,13 +365,13 @@ def gatherv(sendbuf: Any, recvbuf: Any, root: Any, rank: int, size: int) -> Call
             raise InvalidArgument(MPI.ERR_BUFFER, f"sendbuf: MPI.IN_PLACE is for the root, {root}, only")
         source = buffers.vector(sendbuf, "sendbuf")
         lengths = _only(source.nbytes, rank, size)
-        return Call("gather", lengths, BYTE, source, None, {rank: 0}, {}, root, private=True)
-    return _gathered_v("gather", sendbuf, recvbuf, rank, size)._replace(root=root, private=True)
+        return Call("gather", lengths, BYTE, source, None, {rank: 0}, {}, root, private=True, uneven=True)
+    return _gathered_v("gather", sendbuf, recvbuf, rank, size)._replace(root=root, private=True, uneven=True)
 
 
 def allgatherv(sendbuf: Any, recvbuf: Any, rank: int, size: int) -> Call:
     """Everyone's block, each of its own length, everywhere."""
-    return _gathered_v("allgather", sendbuf, recvbuf, rank, size)
+    return _gathered_v("allgather", sendbuf, recvbuf, rank, size)._replace(uneven=True)
 
 
 def _gathered_v(collective: str, sendbuf: Any, recvbuf: Any, rank: int, size: int) -> Call:

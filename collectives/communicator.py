@@ -15,16 +15,18 @@ from typing import Any, Self
 import numpy as np
 from mpi4py import MPI
 
-from collectives import buffers, calls, catalog, select
+from collectives import buffers, calls, catalog, native, select
 from collectives.calls import Call
 from collectives.debug import Checker
 from collectives.errors import InvalidArgument, InvalidType
+from collectives.measured import BLOCKING, NATIVE, Choice, Form, Table
 from collectives.ops import is_commutative
 from collectives.plans import NEW, Plans
 from collectives.point_to_point import PointToPoint
 from collectives.requests import Request, until
-from collectives.select import Choice
+from collectives.select import Decision, Selector
 from collectives.semantics import MEANINGS
+from collectives.tuning import agreed
 
 _open: dict[int, Communicator] = {}
 """Communicators that hold resources, by the order in which they were made, the same on all of their ranks."""
@@ -93,6 +95,10 @@ class Communicator(PointToPoint):
         The number of the node that each of the p ranks is on, the same on all ranks; by default the MPI says who shares
         one. Hierarchical algorithms go by it, and ranks on different nodes share no memory. On one machine it makes
         a cluster to try things on.
+    tuning : bool or path, optional
+        The table of times, measured by ``scripts/tune.py``, that ``algorithm="auto"`` goes by: by default the one that
+        is kept for this user, machine and MPI, if there is one; a file; or none, for False or None. What rank 0 says
+        and finds counts for all.
 
     Raises
     ------
@@ -104,7 +110,8 @@ class Communicator(PointToPoint):
     Every collective of the upper-case kind takes mpi4py's arguments in all of mpi4py's forms, and two more keywords:
 
     algorithm : str
-        A name from `collectives.algorithms`, the same on all ranks; ``"auto"`` takes the one that should be fastest.
+        A name from `collectives.algorithms`, the same on all ranks; ``"auto"`` takes the one that should be fastest,
+        ``"native"`` the MPI's own collective.
     segments : int, optional
         Into how many segments the data is cut and pipelined through the algorithm.
 
@@ -137,6 +144,7 @@ class Communicator(PointToPoint):
         cuda_aware: bool | None = None,
         shared: bool = True,
         nodes: Sequence[int] | None = None,
+        tuning: bool | str | os.PathLike[str] | Table | None = True,
     ) -> Self:
         return super().__new__(cls, comm)
 
@@ -148,6 +156,7 @@ class Communicator(PointToPoint):
         cuda_aware: bool | None = None,
         shared: bool = True,
         nodes: Sequence[int] | None = None,
+        tuning: bool | str | os.PathLike[str] | Table | None = True,
     ) -> None:
         if comm is None or not isinstance(comm, MPI.Intracomm):
             raise InvalidType(MPI.ERR_COMM, f"comm: expected an MPI.Intracomm, found {comm!r}")
@@ -163,22 +172,32 @@ class Communicator(PointToPoint):
         if self._checker is None:
             self._again = self._plans.again
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
+        table = agreed(plain, tuning)
+        self._selector = Selector(self._size, self._plans.nodes, table)
+        self._native = table is not None and not self._plans.aware and native.accompanies(plain)
         self._number = max(_open, default=0) + 1
         _open[self._number] = self
 
     # -------------------------------------------------------------------------------- from a call to a program
 
-    def _choose(self, call: Call, algorithm: str, segments: int | None) -> Choice:
-        size = self._size
+    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form) -> Choice:
         if algorithm == "auto":
-            choice = select.choose(call.collective, size, call.nbytes, call.ordered, call.private, self.nodes)
+            natively = self._native and segments is None and native.refusal(call) is None
+            choice = self._selector.choose(
+                call.collective, call.nbytes, call.ordered, call.private, natively, form, call.uneven
+            )
+        elif not isinstance(algorithm, str):
+            raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
+        elif algorithm == NATIVE:
+            native.check(call)
+            choice = Choice(NATIVE)
         else:
-            if not isinstance(algorithm, str):
-                raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
-            select.check(call.collective, algorithm, call.ordered, call.private, self.nodes)
+            select.check(call.collective, algorithm, call.ordered, self.nodes)
             choice = Choice(algorithm)
         if segments is None:
             return choice
+        if algorithm == NATIVE:
+            raise InvalidArgument(MPI.ERR_ARG, "segments: the MPI's own collectives are not cut in any")
         if not isinstance(segments, (int, np.integer)):
             raise InvalidType(MPI.ERR_ARG, f"segments: expected a number, found {segments!r}")
         if segments < 1:
@@ -196,7 +215,7 @@ class Communicator(PointToPoint):
         self, call: Call, algorithm: str, segments: int | None, known: tuple[Any, ...] = NEW, *arguments: Any
     ) -> None:
         """Do a call now; `known` and the arguments are for `Plans.again` to know it by."""
-        plans, choice = self._living(), self._choose(call, algorithm, segments)
+        plans, choice = self._living(), self._choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
             plans.skip()
             until(self._checker.check("blocking", call, choice))
@@ -204,13 +223,13 @@ class Communicator(PointToPoint):
 
     def _begin(self, call: Call, algorithm: str, segments: int | None) -> Request:
         """Begin a call."""
-        plans, choice = self._living(), self._choose(call, algorithm, segments)
+        plans, choice = self._living(), self._choose(call, algorithm, segments, "nonblocking")
         gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
         return plans.begin(call, choice, gate)
 
     def _bind(self, call: Call, algorithm: str, segments: int | None) -> Request:
         """Bind a call for many starts."""
-        plans, choice = self._living(), self._choose(call, algorithm, segments)
+        plans, choice = self._living(), self._choose(call, algorithm, segments, "persistent")
         if self._checker is not None:
             plans.skip()
             until(self._checker.check("persistent", call, choice))
@@ -221,22 +240,38 @@ class Communicator(PointToPoint):
         """The node of every rank, nodes numbered as they first appear; None if all ranks are on one."""
         return self._living().nodes
 
-    def choice(self, collective: str, nbytes: int, op: MPI.Op = MPI.SUM) -> tuple[str, int]:
-        """(algorithm, segments) that ``algorithm="auto"`` takes for so many bytes in all.
+    def choice(self, collective: str, nbytes: int, op: MPI.Op = MPI.SUM, form: Form = BLOCKING) -> Decision:
+        """What ``algorithm="auto"`` takes for so many bytes in all, and why.
 
         Parameters
         ----------
         collective : str
             A name that `collectives.algorithms` knows.
         nbytes : int
-            Bytes of the vector, or of all blocks together.
+            Bytes of the vector, or of all blocks together. Where ranks only know their own block's length, it does
+            not matter.
         op : MPI.Op
-            The reduction, where there is one.
+            The reduction, where there is one, on elements that the MPI knows too.
+        form : "blocking", "nonblocking" or "persistent"
+
+        Returns
+        -------
+        Decision
+            ``(algorithm, segments, seconds, source)``: what the call should take, and whether that was ``"measured"``
+            or is what the ``"model"`` expects.
+
+        Examples
+        --------
+        >>> from mpi4py import MPI
+        >>> alone = Communicator(MPI.COMM_SELF, tuning=False)
+        >>> alone.choice("barrier", 0)
+        Decision(algorithm='linear', segments=1, seconds=0.0, source='model')
         """
+        self._living()
         base, private = _base(collective)
         ordered = MEANINGS[base].reduces and not is_commutative(op)
-        chosen = select.choose(base, self._size, nbytes, ordered, private, self.nodes)
-        return chosen.algorithm, chosen.segments
+        uneven = base != collective
+        return self._selector.decide(base, select.graded(nbytes), ordered, private, self._native, form, uneven)
 
     # -------------------------------------------------------------------------------- Barrier
 
@@ -1028,14 +1063,15 @@ class Communicator(PointToPoint):
         """A new communicator as one of ours, with the same settings; MPI.COMM_NULL as it is."""
         if comm == MPI.COMM_NULL:
             return comm
-        debug = self._checker is not None
+        debug, table = self._checker is not None, self._selector.table
         nodes = None
         if self._named is not None:
             group, mine = comm.Get_group(), self.Get_group()
             nodes = [self._named[rank] for rank in group.Translate_ranks(None, mine)]
             group.Free()
             mine.Free()
-        return type(self)(comm, debug=debug, cuda_aware=self._cuda_aware, shared=self._shared, nodes=nodes)
+        aware, shared = self._cuda_aware, self._shared
+        return type(self)(comm, debug=debug, cuda_aware=aware, shared=shared, nodes=nodes, tuning=table)
 
     def Clone(self) -> Any:
         """As mpi4py's; gives a `Communicator`."""
@@ -1134,7 +1170,7 @@ def _base(collective: str) -> tuple[str, bool]:
 
 
 def algorithms(collective: str) -> list[str]:
-    """Names of the algorithms that can be asked for, the naive one first.
+    """Names of the algorithms that can be asked for, the naive one first, the MPI's own collective last.
 
     Parameters
     ----------
@@ -1149,10 +1185,9 @@ def algorithms(collective: str) -> list[str]:
     Examples
     --------
     >>> algorithms("gatherv")
-    ['linear', 'direct']
+    ['linear', 'mst', 'direct', 'hierarchical', 'leaders', 'native']
     """
-    base, private = _base(collective)
-    return [name for name in catalog.names(base) if catalog.find(base, name).private or not private]
+    return [*catalog.names(_base(collective)[0]), NATIVE]
 
 
 def predict(collective: str, algorithm: str, size: int, nbytes: int, segments: int | None = None) -> float:

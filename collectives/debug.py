@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from collectives.calls import Call
 from collectives.errors import InvalidArgument
-from collectives.select import Choice
+from collectives.measured import Choice
 
 RECORD = 1024
 """Bytes of a record; longer lists of lengths are left out."""

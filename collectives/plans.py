@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives import buffers
+from collectives import buffers, native
 from collectives.buffers import Buffer
 from collectives.calls import Blocks, Call, staged
-from collectives.catalog import blocks, build
+from collectives.catalog import blocks, build, find
 from collectives.chunks import Layout, Place, even
 from collectives.errors import InvalidArgument
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
+from collectives.measured import NATIVE, Choice, Form
 from collectives.ops import on_device
 from collectives.placement import Nodes, numbered
 from collectives.requests import Request, under_way, until
-from collectives.select import Choice
 from collectives.semantics import MEANINGS
 from collectives.staging import Device, device_of, stage
 from collectives.transport.device import cuda_aware
@@ -239,6 +239,35 @@ def _neighbours(comm: MPI.Intracomm, nodes: Nodes | None) -> MPI.Intracomm:
     return together
 
 
+class Lengths(NamedTuple):
+    """A program that sends the lengths of private blocks along the ways that the blocks will go.
+
+    Whoever will pass a block on learns its length, so any schedule can do a call of which ranks know only their part.
+
+    Attributes
+    ----------
+    known : numpy.ndarray of int64
+        Units in every block, as far as this rank has to do with it.
+    program : Program
+        What makes it so, once `tell` has put in what the call says.
+    """
+
+    known: np.ndarray
+    program: Program
+
+    def tell(self, call: Call) -> None:
+        """Put in the lengths of the blocks that the rank brings."""
+        for block in call.brings:
+            self.known[block] = call.lengths[block]
+
+    def learned(self, call: Call) -> Call:
+        """The call with all lengths that matter here; those of the blocks that it takes the call says itself."""
+        lengths = self.known.tolist()
+        for block in call.takes:
+            lengths[block] = call.lengths[block]
+        return call._replace(lengths=tuple(lengths), private=False)
+
+
 class Slots(NamedTuple):
     """A program on memory of its own, to copy into before it runs and out of after."""
 
@@ -356,6 +385,7 @@ class Plans:
         self._bound: dict[Hashable, Program | Slots] = {}
         self._again: dict[tuple[Any, ...], Again] = {}
         self._idle: dict[Hashable, list[Program]] = {}
+        self._lengths: dict[Hashable, Lengths] = {}
         self._lent: set[Request] = set()
         self._held = self._resting = self._calls = self._inits = 0
         bound = comm.Get_attr(MPI.TAG_UB)
@@ -454,6 +484,8 @@ class Plans:
         op: MPI.Op = MPI.SUM,
     ) -> None:
         """Do a blocking call; `known` and the arguments are those of `again`, to remember it by."""
+        if _learns(call, choice):
+            call, known = self._learn(call, choice), NEW
         if _needs_staging(call):
             self._run_elsewhere(call, choice)
             return
@@ -462,7 +494,7 @@ class Plans:
         kept = self._bound.get(key)
         _check_apart(call)
         if kept is None:
-            kept = self._bind_slots(call, choice) if small else self._blocking(call, choice)
+            kept = self._bind_slots(call, choice) if small else self._bind(call, choice, "blocking")
             self._keep(key, kept)
         try:
             if isinstance(kept, Slots):
@@ -477,16 +509,16 @@ class Plans:
     def _run_elsewhere(self, call: Call, choice: Choice) -> None:
         """Do a blocking call on data that is not dense host memory."""
         _check_apart(call)
-        call, device = self._where(call)
+        call, device = self._where(call, choice)
         if device is None:
-            program = self._bind(call, choice, self._wire(BLOCKING_TAG, BLOCKING_CHANNEL))
+            program = self._bind(call, choice, "blocking")
             drive(program)
             program.free()
             return
         key = _key(call, choice, True, device)
         kept = self._bound.get(key)
         if kept is None:
-            kept = self._blocking(call, choice, device)
+            kept = self._bind(call, choice, "blocking", device)
             self._keep(key, kept)
         assert isinstance(kept, Program) and kept.lane is not None
         try:
@@ -496,16 +528,17 @@ class Plans:
             self._forget(key)
             raise
 
-    def _where(self, call: Call) -> tuple[Call, Device | None]:
+    def _where(self, call: Call, choice: Choice) -> tuple[Call, Device | None]:
         """The call as it is to be bound, and the device on which, if it need not be staged."""
-        return (direct(call) if self.aware else None) or (call, None)
+        return (direct(call) if self.aware and choice.algorithm != NATIVE else None) or (call, None)
 
     def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
         """Begin a non-blocking call."""
         device = None
         if _needs_staging(call):
-            call, device = self._where(call)
-        key = None if _needs_staging(call) and device is None else _key(call, choice, True, device)
+            call, device = self._where(call, choice)
+        unlike = _learns(call, choice) or (_needs_staging(call) and device is None)
+        key = None if unlike else _key(call, choice, True, device)
         idle = self._idle.get(key)
         if idle:
             program = idle.pop()
@@ -514,13 +547,12 @@ class Plans:
                 del self._idle[key]
         else:
             _check_apart(call)
-            program = self._bind(call, choice, Immediate(self.comm), device)
+            program = self._bind(call, choice, "nonblocking", device)
         if program.lane is not None:
             program.lane.follow(*_owners(call))
-        wire = program.wire
-        assert isinstance(wire, Immediate)
         self._calls += 1  # only now that nothing can be refused: the ranks must count alike
-        wire.tag = 1 + self._calls % (self._tags - 1)
+        if isinstance(program.wire, Immediate):
+            program.wire.tag = 1 + self._calls % (self._tags - 1)
         request = Request(call.collective, program, partial(self._rest, key), call)
         self._lent.add(request)
         request.begin(gate)
@@ -534,11 +566,9 @@ class Plans:
         """Bind a persistent call."""
         _check_apart(call)
         self._inits += 1
-        channel = self._inits if self._inits < CHANNELS else None
-        call, device = self._where(call)
+        call, device = self._where(call, choice)
         first = [] if device is None else [partial(device.follow, *_owners(call))]
-        tag = self._tags + self._inits % self._tags
-        program = self._bind(call, choice, self._wire(tag, channel), device, first)
+        program = self._bind(call, choice, "persistent", device, first)
         request = Request(call.collective, program, self._return, call, persistent=True)
         self._lent.add(request)
         return request
@@ -549,12 +579,15 @@ class Plans:
             _program(kept).free()
         for program in [program for programs in self._idle.values() for program in programs]:
             program.free()
+        for lengths in self._lengths.values():
+            lengths.program.free()
         for request in tuple(self._lent):
             if not request.active:
                 request.Free()
         self._bound.clear()
         self._again.clear()
         self._idle.clear()
+        self._lengths.clear()
         self._lent.clear()
         if self.node is not None:
             self.node.free()
@@ -567,10 +600,15 @@ class Plans:
 
     # -------------------------------------------------------------------------------- binding and keeping
 
-    def _wire(self, tag: int, channel: int | None) -> Wire:
+    def _wire(self, form: Form) -> Wire:
         """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes."""
+        if form == "nonblocking":
+            return Immediate(self.comm)
+        tag, channel = BLOCKING_TAG, BLOCKING_CHANNEL
+        if form == "persistent":
+            tag, channel = self._tags + self._inits % self._tags, self._inits
         far = Persistent(self.comm, tag)
-        if self.node is None or channel is None:
+        if self.node is None or channel >= CHANNELS:
             return far
         return Nearest(Shared(self.node, channel, self._edges[channel]), far)
 
@@ -578,14 +616,69 @@ class Plans:
         self,
         call: Call,
         choice: Choice,
-        wire: Wire,
+        form: Form,
         device: Device | None = None,
         first: Sequence[Callable[[], object]] = (),
     ) -> Program:
-        return bound(call, choice, self.rank, self.size, wire, device, first, self.nodes)
+        if _learns(call, choice):
+            return self._bind_later(call, choice, self._wire(form), device, first)
+        if choice.algorithm != NATIVE:
+            return bound(call, choice, self.rank, self.size, self._wire(form), device, first, self.nodes)
+        call = native.settled(call)
+        ends = _ends(call, None)
+        steps = [*first, *ends.first], ends.last
+        program = native.program(self.comm, call, form, ends.source.array, ends.target.array, *steps)
+        program.keep(ends.keep)
+        return program
 
-    def _blocking(self, call: Call, choice: Choice, device: Device | None = None) -> Program:
-        return self._bind(call, choice, self._wire(BLOCKING_TAG, BLOCKING_CHANNEL), device)
+    def _bind_later(
+        self, call: Call, choice: Choice, wire: Wire, device: Device | None, first: Sequence[Callable[[], object]]
+    ) -> Program:
+        """A program that asks for lengths and is bound when it knows them: where it starts again, once for all."""
+        lengths, later = self._asking(call, choice, wire), list[Program]()
+
+        def ask() -> None:
+            if not later:
+                lengths.tell(call)
+                lengths.program.start()
+
+        def begin() -> None:
+            if not later:
+                now = lengths.learned(call)
+                later.append(bound(now, choice, self.rank, self.size, wire, device, first, self.nodes))
+            later[0].start()
+
+        def await_lengths() -> None:
+            if not later:
+                lengths.program.finish()
+
+        calls = ask, await_lengths, begin, lambda: later[0].finish()
+        tests = None, lambda: bool(later) or lengths.program.advance(), None, lambda: later[0].advance()
+        return Program(calls, tests, wire, lengths.known.nbytes, lengths, device)
+
+    def _asking(self, call: Call, choice: Choice, wire: Wire) -> Lengths:
+        """The lengths of a call's blocks as a call of its own: a number for every block."""
+        count = len(call.lengths)
+        schedule = build(call.collective, choice.algorithm, self.rank, self.size, call.root, 1, self.nodes)
+        places = {block: Place(TARGET, block, block + 1) for block in range(count)}
+        brought = {block: places[block] for block in call.brings}
+        known = np.zeros(count, np.int64)
+        memory = Memory(known, MPI.Get_address(known))
+        task = Task(schedule, (1,) * count, brought, places, known.itemsize)
+        return Lengths(known, bind(task, memory, memory, wire))
+
+    def _learn(self, call: Call, choice: Choice) -> Call:
+        """Ask for the lengths of a blocking call, all ranks together."""
+        key = call.collective, choice.algorithm, call.root
+        lengths = self._lengths.pop(key, None)  # back when all went well: messages may still be under way if not
+        if lengths is None:
+            lengths = self._asking(call, choice, self._wire("blocking"))
+        lengths.tell(call)
+        drive(lengths.program)
+        self._lengths[key] = lengths
+        if len(self._lengths) > KEPT:
+            self._lengths.pop(next(iter(self._lengths))).program.free()
+        return lengths.learned(call)
 
     def _fits_slots(self, call: Call) -> bool:
         """Whether the call is small and its blocks lie without gaps; in place there is one slot for both ends."""
@@ -599,9 +692,11 @@ class Plans:
         spans = _spans(call)
         source = Memory.allocate(spans[0], call.unit)
         target = source if call.source is call.target else Memory.allocate(spans[1], call.unit)
-        wire = self._wire(BLOCKING_TAG, BLOCKING_CHANNEL)
-        schedule = task(call, choice, self.rank, self.size, self.nodes)
-        program = bind(schedule, source, target, wire, _combining(call))
+        if choice.algorithm == NATIVE:
+            program = native.program(self.comm, call, "blocking", source.array, target.array)
+        else:
+            schedule = task(call, choice, self.rank, self.size, self.nodes)
+            program = bind(schedule, source, target, self._wire("blocking"), _combining(call))
         return Slots(program, source.array, target.array, bool(call.brings), _stores(call))
 
     def _keep(self, key: Hashable, kept: Program | Slots) -> None:
@@ -659,6 +754,13 @@ def _program(kept: Program | Slots) -> Program:
     return kept.program if isinstance(kept, Slots) else kept
 
 
+def _learns(call: Call, choice: Choice) -> bool:
+    """Whether ranks must be told the lengths of blocks that they have to pass on."""
+    if not call.private or choice.algorithm == NATIVE:
+        return False
+    return not find(call.collective, choice.algorithm).private
+
+
 def _needs_staging(call: Call) -> bool:
     return any(buffer is not None and staged(buffer) for buffer in (call.source, call.target))
 
@@ -669,4 +771,5 @@ def _key(call: Call, choice: Choice, addresses: bool, device: Device | None = No
     if addresses:
         where += tuple(None if b is None else b.address for b in (call.source, call.target))
     blocks = tuple(call.brings.items()), tuple(call.takes.items())
-    return (call.collective, choice, call.lengths, call.unit, call.root, call.op, call.moved, blocks, where)
+    what = call.collective, call.uneven, choice
+    return (*what, call.lengths, call.unit, call.root, call.op, call.moved, blocks, where)

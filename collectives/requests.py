@@ -35,6 +35,32 @@ def until(done: Callable[[], bool]) -> None:
         pause()
 
 
+def accompanied(call: Callable[[], object]) -> None:
+    """Make a call that waits inside MPI; meanwhile a thread moves what is under way, or others might wait for it.
+
+    Needs an MPI that several threads may use at once.
+    """
+    over, trouble = threading.Event(), []
+
+    def move() -> None:
+        try:
+            while under_way and not over.is_set():
+                progress()
+                pause()
+        except BaseException as error:  # of a reduction, say: for the thread that waits
+            trouble.append(error)
+
+    thread = threading.Thread(target=move, name="chorus-progress", daemon=True)
+    thread.start()
+    try:
+        call()
+    finally:
+        over.set()
+        thread.join()
+    for error in trouble:
+        raise error
+
+
 class Request:
     """A collective that was begun with an ``I...`` method, or bound with an ``..._init`` method.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from collectives import Communicator, algorithms, draw
 from collectives.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
+from collectives.measured import NATIVE
 from collectives.semantics import MEANINGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +42,9 @@ METHODS = {
 SMALL, DRAWN = 3, 5
 """Ranks in the drawings of meanings and of schedules."""
 
+NODES, SEGMENTS = (0, 0, 0, 1, 1), 3
+"""Where ranks are in drawings of algorithms that know nodes; segments in those that pipeline by themselves."""
+
 HEAD = f"""\
 # Algorithms
 
@@ -53,22 +57,27 @@ combined bytes on this page.
 ## How to read it
 
 **Letters.** p ranks; n bytes in the whole vector, or in all blocks that a rank can hold; q = ⌈log₂ p⌉,
-f = ⌊log₂ p⌋, P = 2^f the largest power of two up to p; odd = 0 if p is one, else 1; hops the ones in all of 0 to
-p-1 written in binary. A message of m bytes costs α + m β, to combine m bytes costs m γ; a rank sends one message
-and receives another at the same time.
+f = ⌊log₂ p⌋, P = 2^f the largest power of two up to p; odd = 0 if p is one, else 1; ones the ones in p-1 written in
+binary, hops those in all of 0 to p-1; folds the sum of min(2^i, p-P) over i < f. A message of m bytes costs α + m β,
+to combine m bytes costs m γ; a rank sends one message and receives another at the same time. Algorithms that pipeline
+by a rule of their own do so in k segments. Those that know which ranks share a node are on N nodes of M ranks here,
+qN = ⌈log₂ N⌉, qM = ⌈log₂ M⌉, oddN is odd for N; all else holds for nodes of any sizes as well.
 
 **Tables.** *Rounds* is the longest chain of messages that wait for each other. *Bytes* is what the busiest rank
 sends or receives, whichever is more. *Combined* is what the busiest rank combines. *Cost* is the time until
-the last rank is done, for the root for which that is longest. *Rank order* says whether ranks are combined in
-order, as operations that do not commute need. *Lengths* says who must know the lengths of all blocks of a
-v-form; where only the root does, others know just their own. The bounds hold one by one: an algorithm need
-not be able to meet all of them at once.
+the last rank is done, for the root for which that is longest. After ≤ stand limits that are kept and nearly reached.
+*Rank order* says whether ranks are combined in order, as operations that do not commute need; on several nodes,
+where it is kept by *neighbours*, only if the ranks of each are. *Lengths* says how blocks of a v-form whose
+lengths ranks do not know travel: without them, or after a first run of the same schedule with the lengths
+themselves, which costs its rounds once more. The bounds hold one by one: an algorithm need not be able to meet all
+of them at once.
 
 **Before and after.** A row per rank, a letter per block: `b1` is block b as rank 1 brought it, `b012` the sum
 of those of ranks 0, 1 and 2, and `{draw.IDLE}` may be anything. The root is rank 0.
 
 **Schedules.** For {DRAWN} ranks and root 0, a row per round and a column per rank. Within a round all
-messages fly at once, and local work comes after them.
+messages fly at once, and local work comes after them. Where nodes matter, ranks 0 to 2 are on one and 3 and 4 on
+another; what pipelines by itself does so in {SEGMENTS} segments.
 
 ```text
 {draw.LEGEND}
@@ -108,7 +117,19 @@ def cost(entry: Algorithm) -> str:
         times(entry.beta or entry.volume, "n β"),
         times(entry.gamma or entry.combined, "n γ"),
     )
-    return " + ".join(filter(None, terms))
+    return at_most(entry, " + ".join(filter(None, terms)))
+
+
+def at_most(entry: Algorithm, formula: str) -> str:
+    """The formula, marked if it is a limit."""
+    return f"≤ {formula}" if formula and not entry.exact else formula
+
+
+def order(entry: Algorithm) -> str:
+    """Whether rank order is kept."""
+    if not entry.ordered:
+        return "no"
+    return "by neighbours" if entry.placed else "kept"
 
 
 def source(entry: Algorithm) -> str:
@@ -158,12 +179,12 @@ def table(collective: str) -> str:
         [
             f"`{name}`",
             entry.idea,
-            pretty(entry.rounds),
-            times(entry.volume, "n"),
-            times(entry.combined, "n"),
+            at_most(entry, pretty(entry.rounds)),
+            at_most(entry, times(entry.volume, "n")),
+            at_most(entry, times(entry.combined, "n")),
             cost(entry),
-            ("kept" if entry.ordered else "no") if reduces else "",
-            ("the root" if entry.private else "everyone") if v_forms else "",
+            order(entry) if reduces else "",
+            ("not needed" if entry.private else "sent ahead") if v_forms else "",
             source(entry),
         ]
         for name, entry in CATALOG[collective].items()
@@ -186,7 +207,9 @@ def chapter(collective: str) -> Iterator[str]:
     yield table(collective)
     for name, entry in CATALOG[collective].items():
         yield f"### {collective}: {name}\n\n{entry.idea}\n"
-        yield fenced(draw.table(build_all(collective, name, DRAWN), blocks(collective, name, DRAWN)))
+        segments = SEGMENTS if entry.cuts else 1
+        schedules = build_all(collective, name, DRAWN, 0, segments, NODES)
+        yield fenced(draw.table(schedules, blocks(collective, name, DRAWN) * segments))
 
 
 def page() -> str:
@@ -201,7 +224,8 @@ def readme(text: str) -> str:
     methods: dict[tuple[str, ...], list[str]] = {}
     for collective in CATALOG:
         for method in METHODS[collective]:
-            named = algorithms(method.lower() if method.endswith("v") else collective)
+            asked = algorithms(method.lower() if method.endswith("v") else collective)
+            named = [name for name in asked if name != NATIVE]
             methods.setdefault((collective, *named), []).append(f"`{method}`")
     lines = [
         [", ".join(together), ", ".join(f"`{name}`" for name in named)] for (_, *named), together in methods.items()

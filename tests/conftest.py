@@ -1,8 +1,12 @@
 """What all tests share: the harness for many ranks, and the communicators to test with."""
 
+import os
 import sys
+import tempfile
 
 import pytest
+
+os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/chorus-tests"  # what was tuned on this machine decides nothing
 
 pytest_plugins = ["harness"]
 

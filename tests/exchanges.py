@@ -337,5 +337,11 @@ TABLE = {
     )
 }
 
-ENTRIES = [(line.method, name) for line in TABLE.values() for name in collectives.algorithms(line.collective)]
-"""Every method with every algorithm that it may be asked to use."""
+
+def ours(collective):
+    """Names of Chorus's own algorithms for a collective."""
+    return [name for name in collectives.algorithms(collective) if name != "native"]
+
+
+ENTRIES = [(line.method, name) for line in TABLE.values() for name in ours(line.collective)]
+"""Every method with every algorithm of ours that it may be asked to use."""

@@ -8,14 +8,14 @@ needs of another crosses the network once. Allgather on nodes {0 1 2} and {3 4 5
     between   a d       b e       c f       a d       b e       c f       rails 0-3, 1-4, 2-5
     within    a d b e c f on all ranks of either node
 
-(Traff 2020, "Decomposing collectives for exploiting multi-lane communication"; Kuhnemann, Rauber, Runger 2004.)
+(Traff, Hunold 2020, "Decomposing MPI collectives for exploiting multi-lane communication".)
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -116,7 +116,7 @@ def _between(rank: int, here: House, rounds: Callable[[int, int], Rounds]) -> Ro
     """A schedule of (node, nodes) on every rail that the rank serves."""
     node, place = here.node[rank], here.place[rank]
     return _at_once(
-        on(lambda other, rail=rail: here.server(rail, other), rounds(node, len(here.members)), here.between(rail))
+        on(partial(here.server, rail), rounds(node, len(here.members)), here.between(rail))
         for rail in here.rails(node, range(place, place + 1))
     )
 

@@ -96,7 +96,7 @@ def _arriving(place: int, size: int, blocks: int, time: int) -> int | None:
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
     """Everyone passes blocks on over ever the same skips, and gets another block each round.
 
-    k-1+ceil(log2 p) rounds for k blocks, fewer cannot do: (k-1+q)(alpha + n/k beta). (Traff 2024.)
+    k-1+ceil(log2 p) rounds for k blocks, and fewer cannot do: (k-1+q)(alpha + n beta / k). (Traff 2024.)
     """
     if size == 1:
         return
@@ -115,7 +115,7 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
     """The broadcast backwards: sums of one block after another flow to the root over the same skips.
 
-    k-1+ceil(log2 p) rounds for k blocks: (k-1+q)(alpha + n/k (beta + gamma)). Commutative operations only.
+    k-1+ceil(log2 p) rounds for k blocks: (k-1+q)(alpha + n (beta + gamma) / k). Commutative operations only.
     (Traff 2024.)
     """
     return reverse(broadcast(rank, size, root, segments), rank, reducing=True)

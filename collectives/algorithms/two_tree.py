@@ -117,8 +117,8 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
     """The broadcast backwards: the sum of each half flows up a tree of its own.
 
-    At most 2(k+f) rounds for k segments of each half: 2(k+f) alpha + (k+f)/k n (beta + gamma). Commutative operations
-    only.
+    At most 2(k+f) rounds for k segments of each half: 2(k+f) alpha + (k+f)/k n (beta + gamma).
+    Commutative operations only.
     """
     return reverse(broadcast(rank, size, root, segments), rank, reducing=True)
 

@@ -6,11 +6,10 @@ import argparse
 import re
 
 from benchlib.model import Model
+from collectives.costs import BUILT_IN
+from collectives.measured import Table
 from collectives.networks import Line
-from collectives.select import BUILT_IN
-
-NETWORK = Line(20e-6, 1 / 1.25e9)
-"""Between nodes, where nothing is said: Ethernet of 10 Gbit/s."""
+from collectives.tuning import TableError, default_path, read
 
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "Gbit/s": 1e9 / 8, "Mbit/s": 1e6 / 8}
@@ -41,21 +40,36 @@ def ranks(text: str) -> int:
     return int(text)
 
 
+def table(path: str) -> Table:
+    """A table of `scripts/tune.py`, from its file."""
+    try:
+        return read(path)
+    except (OSError, TableError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what messages cost, and between whom."""
     add = parser.add_argument
     add("--per-node", type=ranks, default=1, metavar="K", help="ranks on each node (default 1)")
-    add("--alpha", type=seconds, default=NETWORK.alpha, metavar="TIME", help="a message between nodes (20us)")
-    add("--beta", type=per_byte, default=NETWORK.beta, metavar="RATE", help="of a node's card (10Gbit/s)")
-    add("--node-alpha", type=seconds, default=BUILT_IN.alpha, metavar="TIME", help="a message within a node")
-    add("--node-beta", type=per_byte, default=BUILT_IN.beta, metavar="RATE", help="of messages within a node")
-    add("--gamma", type=per_byte, default=BUILT_IN.gamma, metavar="RATE", help="of combining two vectors")
+    add("--table", type=table, metavar="FILE", help="costs from scripts/tune.py (default: your own, if there is one)")
+    add("--alpha", type=seconds, metavar="TIME", help="a message between nodes")
+    add("--beta", type=per_byte, metavar="RATE", help="of a node's card")
+    add("--node-alpha", type=seconds, metavar="TIME", help="a message within a node")
+    add("--node-beta", type=per_byte, metavar="RATE", help="of messages within a node")
+    add("--gamma", type=per_byte, metavar="RATE", help="of combining two vectors")
 
 
 def model(arguments: argparse.Namespace) -> Model:
-    """What the options said."""
-    node, network = Line(arguments.node_alpha, arguments.node_beta), Line(arguments.alpha, arguments.beta)
-    return Model(arguments.per_node, node, network, arguments.gamma)
+    """What the options say, and where they do not the table, and where there is none the library's own costs."""
+    tuned = arguments.table
+    if tuned is None and default_path().exists():
+        tuned = read(default_path())
+    known = BUILT_IN if tuned is None else tuned.costs
+    said = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma
+    default = *known.shared[:2], *known.network[:2], known.shared.gamma
+    node_alpha, node_beta, alpha, beta, gamma = (d if s is None else s for s, d in zip(said, default, strict=True))
+    return Model(arguments.per_node, Line(node_alpha, node_beta), Line(alpha, beta), gamma)
 
 
 def tell(model: Model) -> str:

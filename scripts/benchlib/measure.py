@@ -12,11 +12,10 @@ from benchlib.calibrate import Costs, predicted_us
 from benchlib.cases import CASES, DTYPES, Buffers, elements
 from benchlib.rows import Row, make_row
 from benchlib.timing import MODES, Contestant, make_call, race
+from collectives.measured import NATIVE
 
-NATIVE = "native"
 
-
-def _enter(
+def enter(
     plain: MPI.Intracomm,
     comm: MPI.Intracomm,
     name: str,
@@ -101,10 +100,8 @@ def measure(
     running: dict[tuple[str, str, str], Contestant] = {}
     absent: dict[str, str] = {}
 
-    def enter(
-        who: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: Buffers, memory: str, mode: str
-    ) -> None:
-        entry = _enter(plain, who, name, keywords, buffers, case.method, mode)
+    def join(who: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: Buffers, memory: str, mode: str) -> None:
+        entry = enter(plain, who, name, keywords, buffers, case.method, mode)
         if isinstance(entry, str):
             absent[name] = entry
         else:
@@ -113,13 +110,13 @@ def measure(
     for mode in modes:
         for memory in memories:
             for algorithm in algorithms:
-                enter(comm, algorithm, ours.keywords(algorithm, segments), mine[memory], memory, mode)
+                join(comm, algorithm, ours.keywords(algorithm, segments), mine[memory], memory, mode)
     if against == NATIVE and running:
         theirs = mine.get("plain")
         if theirs is None or theirs.unknown_to_mpi:
             theirs = Buffers(case, plain, n, kind, "plain", in_place, disguise=True)
         for mode in modes:
-            enter(plain, NATIVE, {}, theirs, "plain", mode)
+            join(plain, NATIVE, {}, theirs, "plain", mode)
     timings = dict(zip(running, race(plain, list(running.values()), **limits) if running else (), strict=True))
     for contestant in running.values():
         contestant.close()
@@ -130,7 +127,8 @@ def measure(
         auto = algorithm == "auto"
         chosen, pieces = ours.choice(comm, collective, actual) if auto else (algorithm, segments)
         setting = (ours.even(collective), chosen, size, actual, segments or pieces or 1)
-        expected = None if costs is None else predicted_us(costs[memory, mode], *setting, in_place=in_place)
+        known = None if costs is None or chosen == NATIVE else costs[memory, mode]
+        expected = None if known is None else predicted_us(known, *setting, in_place=in_place)
         row = make_row(
             collective, algorithm, size, actual, timing, natives[mode], expected,
             dtype=dtype, memory=memory, mode=mode, in_place=in_place, segments=segments,

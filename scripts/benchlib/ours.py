@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 import collectives
 from benchlib.cases import CASES
+from collectives.measured import NATIVE
 
 
 def communicator(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -24,7 +25,7 @@ def known_collectives() -> list[str]:
 def _algorithms(collective: str) -> list[str]:
     for name in (collective, even(collective)):
         try:
-            return list(collectives.algorithms(name))
+            return [each for each in collectives.algorithms(name) if each != NATIVE]  # whom we race anyway
         except (ValueError, KeyError):
             continue
     return []
@@ -61,10 +62,10 @@ def keywords(algorithm: str, segments: int | None) -> dict[str, Any]:
 def choice(comm: MPI.Intracomm, collective: str, nbytes: int) -> tuple[str, int]:
     """What ``auto`` picks: an algorithm and a number of segments."""
     try:
-        name, segments = comm.choice(collective, nbytes)  # type: ignore[attr-defined]
+        chosen = comm.choice(collective, nbytes)  # type: ignore[attr-defined]
     except (ValueError, KeyError):
-        name, segments = comm.choice(even(collective), nbytes)  # type: ignore[attr-defined]
-    return name, segments
+        chosen = comm.choice(even(collective), nbytes)  # type: ignore[attr-defined]
+    return chosen.algorithm, chosen.segments
 
 
 def nodes(comm: MPI.Intracomm) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import (
     FixedLocator,
     FuncFormatter,
@@ -25,6 +29,9 @@ from numpy.typing import NDArray
 
 from benchlib.rows import Report, Row
 from benchlib.sizes import format_size
+from collectives.measured import BLOCKING, Choice, Key, Rows, Table
+from collectives.measured import NATIVE as MPI_S_OWN
+from collectives.tuning import mpi_name
 
 STYLE: Any = {
     "font.size": 10,
@@ -253,3 +260,83 @@ def plot_training(
         )
         figure.savefig(path, dpi=130)
         plt.close(figure)
+
+
+def plot_winners(path: str | Path, table: Table) -> None:
+    """Write a tuned table as a picture: per collective, the winner by message size and rank count.
+
+    Series of other forms than blocking, and of several placements, are rows of their own.
+    """
+    series: dict[str, dict[Key, Rows]] = {}
+    for key, rows in sorted(table.entries.items(), key=lambda item: item[0]):
+        series.setdefault(key.collective, {})[key] = rows
+    if not series:
+        return
+    names = sorted({_winner(row).algorithm for rows in table.entries.values() for row in rows.values()})
+    ours = [name for name in names if name != MPI_S_OWN]
+    palette = plt.get_cmap("tab20")
+    colours = {name: palette(i % 20) for i, name in enumerate(ours)} | {MPI_S_OWN: NATIVE}
+    across = min(len(series), MOST_COLUMNS)
+    down = math.ceil(len(series) / across)
+    tallest = max(map(len, series.values()))
+    with plt.rc_context(STYLE | {"axes.grid": False}):
+        figure, axes = plt.subplots(
+            down, across, squeeze=False, layout="constrained",
+            figsize=(max(7.0, 5.6 * across), down * (1.5 + 0.5 * tallest) + 1.0),
+        )  # fmt: skip
+        for axis, (collective, entries) in zip(axes.flat, series.items(), strict=False):
+            _winners(axis, collective, entries, colours)
+        for axis in list(axes.flat)[len(series) :]:
+            axis.axis("off")
+        handles = [Patch(color=colours[name], label=name) for name in names]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), fontsize=9)
+        heading = f"The fastest algorithm, {mpi_name()}; in the cells: time / the MPI's own, and segments"
+        figure.suptitle(heading, fontsize=12, x=0.02, ha="left")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def _winner(row: Mapping[Choice, float]) -> Choice:
+    return min(row, key=row.__getitem__)
+
+
+def _winners(axis: Axes, collective: str, entries: dict[Key, Rows], colours: dict[str, Any]) -> None:
+    sizes = sorted({nbytes for rows in entries.values() for nbytes in rows})
+    for y, rows in enumerate(entries.values()):
+        for (nbytes, row), (left, right) in zip(rows.items(), _cells(list(rows)), strict=True):
+            best = _winner(row)
+            axis.add_patch(
+                Rectangle((left, y - 0.5), right - left, 1, facecolor=colours[best.algorithm], edgecolor="white")
+            )
+            native = row.get(Choice(MPI_S_OWN))
+            ratio = "" if native is None or best.algorithm == MPI_S_OWN else f"{row[best] / native:.2f}"
+            cut = f"x{best.segments}" if best.segments > 1 else ""
+            text = "\n".join(line for line in (ratio, cut) if line)
+            light = sum(to_rgb(colours[best.algorithm])) > 1.5
+            axis.text(
+                _octave(nbytes), y, text, ha="center", va="center", fontsize=7.5, color="black" if light else "white"
+            )
+    low, high = _octave(sizes[0]) - 1.5, _octave(sizes[-1]) + 1.5
+    axis.set_xlim(low, high)
+    axis.set_ylim(-0.5, len(entries) - 0.5)
+    ticks = [power for power in range(0, 40, 4 if high - low > 14 else 2) if low <= power <= high]
+    axis.set_xticks(ticks or [0], [format_size(1 << power) for power in ticks] or ["0"])
+    axis.set_yticks(range(len(entries)), [_series_name(key) for key in entries])
+    axis.set_title(f"{collective.replace('_', '-')}, by bytes", loc="left")
+
+
+def _octave(nbytes: int) -> float:
+    return math.log2(max(1, nbytes))
+
+
+def _cells(sizes: list[int]) -> list[tuple[float, float]]:
+    """From where to where each size's cell reaches on a logarithmic axis: half way to its neighbours."""
+    at = [_octave(nbytes) for nbytes in sizes]
+    middles = [(low + high) / 2 for low, high in pairwise(at)]
+    return list(zip([at[0] - 1.5, *middles], [*middles, at[-1] + 1.5], strict=True))
+
+
+def _series_name(key: Key) -> str:
+    nodes = "" if key.placement == str(key.ranks) else f" ({key.placement})"
+    form = "" if key.form == BLOCKING else f" {key.form}"
+    return f"{key.ranks} ranks{nodes}{form}"

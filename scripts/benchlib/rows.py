@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
-
 from benchlib.cases import CASES
 from benchlib.timing import Timing
+from collectives.tuning import machine, mpi_name
 
 Row = dict[str, Any]
 Report = dict[str, Any]
@@ -68,29 +66,9 @@ def make_row(
     }
 
 
-def mpi_name() -> str:
-    """The MPI library in a few words, such as ``MPICH 4.2.1``."""
-    first = MPI.Get_library_version().split("\n")[0].split(",")[0]
-    return " ".join(first.replace("Version:", "").replace("Library", "").replace("\x00", "").split())
-
-
 def cores() -> int:
     """Processor cores of this machine (a rank that its MPI has pinned may itself use fewer)."""
     return os.cpu_count() or 1
-
-
-def machine() -> str:
-    """Processor, cores and system."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    return f"{model}, {cores()} cores, {platform.system()} {platform.machine()}"
 
 
 def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import words
-from exchanges import ENTRIES, FORMS, TABLE, Question, perform
+from exchanges import ENTRIES, FORMS, TABLE, Question, ours, perform
 from mpi4py import MPI
 
-from collectives import Communicator, algorithms, catalog
+from collectives import Communicator, catalog
 
 DTYPES = [*"bhilqBHILQ", *"efdg", *"FDG", "?", ml_dtypes.bfloat16]
 METHODS = [method for method in TABLE if method != "Barrier"]
@@ -68,11 +68,22 @@ def test_long_vectors(comm, method, algorithm, form):
 @pytest.mark.parametrize("method", ROOTED)
 def test_every_root(comm, method):
     size = comm.Get_size()
-    for algorithm in algorithms(TABLE[method].collective):
+    for algorithm in ours(TABLE[method].collective):
         for root in range(size):
             for in_place in {False, TABLE[method].in_place}:
                 asked = question(comm, size + 1, "i", root, in_place)
                 perform(comm, "blocking", method, TABLE[method].make(asked), turns=1, algorithm=algorithm)
+
+
+@every_form
+@pytest.mark.parametrize("method", ["Gatherv", "Scatterv", "Alltoallv"])
+def test_lengths_that_change_from_call_to_call(comm, method, form):
+    """Ranks whose own block stays as long must notice that others' change."""
+    size = comm.Get_size()
+    for algorithm in ["auto", *ours(method.lower())]:
+        for turn in range(5):
+            asked = question(comm, (4, 0, 9, 4, 1500)[turn], "d", turn // 3 % size)
+            perform(comm, form, method, TABLE[method].make(asked), algorithm=algorithm, segments=1 + turn % 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -83,6 +94,41 @@ def test_a_few_calls_after_another_on_changing_arrays(comm, method):
         n, dtype = (3, 700, 3, 5)[turn % 4], "idf"[turn % 3]
         asked = question(comm, n, dtype, turn % size, TABLE[method].in_place and turn % 5 == 4)
         perform(comm, "blocking", method, TABLE[method].make(asked), turns=1 + turn % 2)
+
+
+# ------------------------------------------------------------------------------------------ several nodes
+
+PLACEMENTS = {
+    "interleaved": lambda size: [rank % 2 for rank in range(size)],
+    "uneven": lambda size: [0] * (size - 1) + [1],
+    "apart": lambda size: list(range(size)),
+}
+KNOWING = {name for entries in catalog.CATALOG.values() for name, entry in entries.items() if entry.placed}
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def cluster(world, request):
+    """The ranks on several nodes: shared memory within them, MPI between them."""
+    shared = not request.config.getoption("--apart")
+    with Communicator(world, nodes=PLACEMENTS[request.param](world.Get_size()), shared=shared) as comm:
+        yield comm
+
+
+@every_form
+@pytest.mark.parametrize(("method", "algorithm"), [entry for entry in ENTRIES if entry[1] in KNOWING])
+def test_algorithms_that_know_nodes(cluster, method, algorithm, form):
+    line, size, segments = TABLE[method], cluster.Get_size(), cycle([None, 2])
+    for number, n in enumerate((0, 1, size + 1, 1000)):
+        asked = question(cluster, n, "ifd"[number % 3], number % size, line.in_place and number % 2 == 1)
+        perform(cluster, form, method, line.make(asked), algorithm=algorithm, segments=next(segments))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_others_do_not_mind_nodes(cluster, method):
+    line, size = TABLE[method], cluster.Get_size()
+    for number, algorithm in enumerate(["auto", *ours(line.collective)]):
+        asked = question(cluster, (size + 1, 20_000)[number % 2], "d", number % size)
+        perform(cluster, "blocking", method, line.make(asked), algorithm=algorithm)
 
 
 # ------------------------------------------------------------------------------------------ operations
@@ -117,7 +163,7 @@ def letters(rank, count, dtype, turn):
 @pytest.mark.parametrize("method", REDUCING)
 def test_operations_that_do_not_commute_take_ranks_in_order(comm, joining, method, form):
     line, size = TABLE[method], comm.Get_size()
-    able = [name for name in algorithms(line.collective) if catalog.find(line.collective, name).ordered]
+    able = [name for name in ours(line.collective) if catalog.find(line.collective, name).ordered]
     for algorithm in ["auto", *able]:
         for number, n in enumerate((0, 1, size + 1, 1000)):
             in_place = number % 2 == 1
@@ -132,15 +178,28 @@ def test_long_words_too(comm, joining, method):
     """320 kB of words: cut in parts, each of which must keep its order."""
     line, size = TABLE[method], comm.Get_size()
     n = 40_000 if line.collective != "reduce_scatter" else 40_000 // size
-    for algorithm in ["auto", algorithms(line.collective)[0]]:
+    for algorithm in ["auto", ours(line.collective)[0]]:
         asked = question(comm, n, words.DTYPE, size - 1, op=joining, function=words.join, values=letters)
         perform(comm, "blocking", method, line.make(asked), turns=1, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("method", REDUCING)
+def test_rank_order_on_nodes(cluster, joining, method):
+    """Kept where the ranks of every node are neighbours; where they are not, the call is refused."""
+    line, size = TABLE[method], cluster.Get_size()
+    for name in ours(line.collective):
+        asked = question(cluster, 30, words.DTYPE, size - 1, op=joining, function=words.join, values=letters)
+        if catalog.find(line.collective, name).keeps_order(cluster.nodes):
+            perform(cluster, "blocking", method, line.make(asked), algorithm=name)
+        else:
+            with pytest.raises(ValueError, match="does not keep rank order"):
+                perform(cluster, "blocking", method, line.make(asked), algorithm=name)
 
 
 @every_form
 @pytest.mark.parametrize("method", REDUCING)
 def test_operations_of_one_s_own(comm, adding, method, form):
-    for name in ["auto", *algorithms(TABLE[method].collective)]:
+    for name in ["auto", *ours(TABLE[method].collective)]:
         asked = question(comm, 30, "i8", comm.Get_size() - 1, op=adding)
         perform(comm, form, method, TABLE[method].make(asked), algorithm=name)
 
@@ -219,7 +278,7 @@ def test_keeping_the_first_or_the_last(comm):
 def test_all_ranks_get_the_same_bits(comm):
     """Sums of floats depend on the order; no two ranks may see different ones."""
     mine = (0.1 + comm.Get_rank()) ** np.arange(1, 60)
-    alike = [name for name in algorithms("allreduce") if catalog.find("allreduce", name).alike]
+    alike = [name for name in ours("allreduce") if catalog.find("allreduce", name).alike]
     for algorithm in ["auto", *alike]:
         total = np.zeros_like(mine)
         comm.Allreduce(mine, total, algorithm=algorithm)

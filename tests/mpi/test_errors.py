@@ -221,12 +221,6 @@ BAD = {
         ValueError,
         r"algorithm: 'ring' for allreduce does not keep rank order.*able: linear, mst",
     ),
-    "an algorithm that must know all lengths": (
-        "Gatherv",
-        lambda c: ((X, None, other(c)), {"algorithm": "mst"}),
-        ValueError,
-        r"algorithm: 'mst' for gather needs to know",
-    ),
     "no segments": (
         "Allreduce",
         lambda c: ((X, Y), {"segments": 0}),
@@ -333,7 +327,7 @@ def works(comm):
 
 
 def needs_two(name):
-    return "away from the root" in name or name == "an algorithm that must know all lengths"
+    return "away from the root" in name
 
 
 @pytest.mark.parametrize("form", ["blocking", "non-blocking", "persistent"])

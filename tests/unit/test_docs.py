@@ -241,7 +241,8 @@ def test_costs_are_what_the_clock_says(collective, name):
         nbytes, layout = vector(collective, size, blocks), Layout.packed([1] * blocks)
         for network in (Uniform(1, 0, 0), Uniform(0, 1, 0), Uniform(0, 0, 1), Uniform(1024, 1, 1)):
             seconds = max(price(one, layout, 1, network).seconds for one in schedules)
-            assert seconds == entry.seconds(size, nbytes, *network), (size, network)
+            says = entry.seconds(size, nbytes, *network)
+            assert seconds == says if entry.exact else seconds <= says <= 2 * seconds, (size, network)
 
 
 def test_the_house_is_complete():

@@ -12,15 +12,17 @@ FLOORS = {
     1: "collectives.transforms",
     2: "collectives.algorithms",
     3: "collectives.catalog collectives.networks collectives.walk collectives.scale collectives.draw "
-    "collectives.transport collectives.ops "
-    "collectives.staging collectives.buffers collectives.dlpack collectives.errors",
+    "collectives.transport collectives.ops collectives.staging collectives.costs collectives.measured "
+    "collectives.tuning collectives.buffers collectives.dlpack collectives.errors",
     4: "collectives.execute collectives.select collectives.calls",
-    5: "collectives.requests collectives.plans collectives.debug collectives.point_to_point collectives.communicator",
+    5: "collectives.requests collectives.native collectives.plans collectives.debug collectives.point_to_point "
+    "collectives.communicator",
     6: "collectives parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 ROOMS = {"collectives": False, "parallel": True, "quant": True}  # package -> are its submodules on its floor?
-WITHOUT_MPI = ("catalog", "networks", "walk", "scale", "draw")  # besides everything on floors 0 to 2
+WITHOUT_MPI = ("catalog", "networks", "walk", "scale", "draw", "costs", "measured")
+"""Besides everything on floors 0 to 2."""
 
 
 def module_name(path):

@@ -86,7 +86,7 @@ FAULTS = {
     ),
     "combined": (
         "allreduce", Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "p"),
-        "combined 0 where the catalogue says p = 1",
+        "combined 1 where the catalogue says p = 2",
     ),
     "order": (
         "allreduce", Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),

@@ -47,7 +47,7 @@ def test_log_rounds_are_played_and_rings_are_not():
 
 
 def test_the_table(capsys):
-    arguments = "--collective allreduce --ranks 1024 --per-node 8 --bytes 1M --algorithm ring,rabenseifner"
+    arguments = "--ranks 1024 --per-node 8 --bytes 1M --algorithm ring,rabenseifner --alpha 20us --beta 10Gbit/s"
     assert simulate.main(arguments.split()) == 0
     title, told, heading, ring, rabenseifner, best = capsys.readouterr().out.splitlines()
     assert title == "# allreduce, 1024 ranks on 128 nodes, 1M bytes"
@@ -89,6 +89,7 @@ def test_rates(text, expected):
         ("--per-node 0", "expected a number of ranks, at least 1"),
         ("--alpha soon", "'soon' is no time"),
         ("--beta 0GB/s", "'0GB/s' is no rate"),
+        ("--table nowhere.json", "nowhere.json"),
         ("--bytes much", "'much' is no size"),
     ],
 )

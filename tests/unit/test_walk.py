@@ -295,7 +295,7 @@ def test_prices_agree_with_the_catalogue(collective, name):
         for gamma in (0, GAMMA):
             worst = max(price(its, layout, 1, Uniform(ALPHA, BETA, gamma)).seconds for its in schedules)
             formula = float(entry.seconds(size, n, ALPHA, BETA, gamma))
-            assert worst == formula, size
+            assert worst == formula if entry.exact else worst <= formula <= 2 * worst or size == 1, size
 
 
 def test_uneven_and_empty_chunks_cost_what_they_weigh():

@@ -1,0 +1,43 @@
+"""What messages and additions cost on the wires of a machine: shared memory within a node, the network between."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from collectives.networks import Clustered, Line, Network, Uniform
+from collectives.placement import Nodes
+
+
+class Costs(NamedTuple):
+    """Alpha, beta and gamma of both wires, in seconds a message, a byte, a combined byte.
+
+    Attributes
+    ----------
+    shared : Uniform
+        Between ranks of one node.
+    network : Uniform
+        Between nodes.
+    """
+
+    shared: Uniform = Uniform(alpha=1.5e-6, beta=1 / 9e9, gamma=1 / 20e9)
+    network: Uniform = Uniform(alpha=1e-5, beta=1 / 3e9, gamma=1 / 20e9)
+
+
+BUILT_IN = Costs()
+"""Where nothing was measured: one node of a few years ago, and 25 Gbit/s between such."""
+
+
+def alike(nodes: Nodes | None, costs: Costs) -> Uniform | None:
+    """The wire of all edges, if they are alike: all ranks on one node, or each on its own."""
+    if nodes is None:
+        return costs.shared
+    return costs.network if len(set(nodes)) == len(nodes) else None
+
+
+def network(nodes: Nodes | None, costs: Costs) -> Network:
+    """What every edge costs under a placement."""
+    everywhere = alike(nodes, costs)
+    if everywhere is not None:
+        return everywhere
+    wires = (Line(wire.alpha, wire.beta) for wire in costs)
+    return Clustered(nodes or (), *wires, Line(0.0, costs.shared.gamma))

@@ -1,0 +1,152 @@
+"""A communicator that goes by a table takes what was measured, alike on all ranks; and the tuner makes such tables."""
+
+import warnings
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import tune
+from collectives import Communicator, tuning
+from collectives.measured import NATIVE, Choice, Key, Table, shape
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """One folder for all ranks."""
+    return world.bcast(tmp_path)
+
+
+@pytest.fixture
+def place(world):
+    """The shape of these ranks' placement."""
+    with Communicator(world, tuning=False) as comm:
+        return shape(comm.nodes, comm.Get_size())
+
+
+def table(world, place, fastest, collective="allreduce", form="blocking"):
+    """One in which `fastest` always is, and linear comes next."""
+    row = {Choice("linear"): 2e-6, Choice("mst"): 3e-6} | {fastest: 1e-6}
+    return Table(entries={Key(collective, form, world.Get_size(), place): {8: row, 1 << 24: row}})
+
+
+def total(comm, dtype="d", n=4, **keywords):
+    mine, result = np.full(n, comm.Get_rank() + 1).astype(dtype), np.empty(n, dtype)
+    comm.Allreduce(mine, result, **keywords)
+    size = comm.Get_size()
+    assert (result == size * (size + 1) // 2).all()
+
+
+@pytest.mark.parametrize("fastest", [Choice("mst", 2), Choice("ring"), Choice(NATIVE)], ids=str)
+def test_auto_takes_what_was_measured(world, place, fastest):
+    with Communicator(world, tuning=table(world, place, fastest)) as comm:
+        assert comm.choice("allreduce", 64)[:2] == fastest
+        assert comm.choice("allreduce", 64).source == "measured"
+        assert comm.choice("broadcast", 64).source == "model"
+        for n in (1, 1000, 100_000):
+            for _ in range(3):
+                total(comm, n=n)
+
+
+def test_native_is_not_taken_for_what_mpi_cannot_do(world, place):
+    with Communicator(world, tuning=table(world, place, Choice(NATIVE))) as comm:
+        assert comm.choice("allreduce", 8)[0] == NATIVE
+        for dtype in ("e", "d"):
+            for _ in range(2):
+                total(comm, dtype)
+        total(comm, segments=2)
+        request = comm.Iallreduce(np.ones(3), np.empty(3))  # not measured in this form: ours
+        request.Wait()
+        assert comm.choice("allreduce", 8, form="nonblocking")[0] == "linear"
+
+
+def test_ranks_may_hold_their_data_differently(world, place):
+    """Half of them a column, which is packed first: the choice is the same on all."""
+    rank, size = world.Get_rank(), world.Get_size()
+    with Communicator(world, tuning=table(world, place, Choice(NATIVE), "broadcast")) as comm:
+        column = MPI.INT.Create_vector(6, 1, 4).Commit()
+        for root in range(size):
+            buffer = np.full((6, 4), rank, "i4") if rank % 2 else np.full(6, rank, "i4")
+            comm.Bcast([buffer, 1, column] if rank % 2 else buffer, root)
+            assert ((buffer[:, 0] if rank % 2 else buffer) == root).all()
+        column.Free()
+
+
+def test_others_go_on_while_auto_waits_inside_mpi(world, place):
+    with Communicator(world, tuning=table(world, place, Choice(NATIVE))) as comm:
+        sums = np.empty(4)
+        for _ in range(5):
+            request = comm.Iallreduce(np.ones(4), sums, algorithm="linear")
+            if comm.Get_rank():
+                request.Wait()
+            total(comm)
+            request.Wait()
+            assert (sums == comm.Get_size()).all()
+
+
+def test_what_rank_0_finds_counts_for_all(world, folder, place):
+    """Every rank names a file of its own: one good, others missing, broken, or saying something else."""
+    rank = world.Get_rank()
+    tuning.write(folder / f"{rank}.json", table(world, place, Choice("mst" if rank == 0 else "ring")))
+    if rank == 1:
+        (folder / "1.json").write_text("{")
+    if rank == 2:
+        (folder / "2.json").unlink()
+    world.Barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comm = Communicator(world, tuning=folder / f"{rank}.json")
+    with comm:
+        assert comm.choice("allreduce", 8) == ("mst", 1, 1e-6, "measured")
+        total(comm)
+        with comm.Dup() as twin:
+            assert twin.choice("allreduce", 64) == comm.choice("allreduce", 64)
+        half = comm.Split(rank % 2)
+        with half:
+            total(half)
+        half.Free()
+
+
+def test_a_broken_table_is_told_of_once_and_everything_works(world, folder):
+    path = folder / "broken.json"
+    path.write_text("]")
+    world.Barrier()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        comm = Communicator(world, tuning=path)
+    assert len(told) == (world.Get_rank() == 0)
+    assert all("going without a tuned table" in str(each.message) and each.filename == __file__ for each in told)
+    with comm:
+        assert comm.choice("allreduce", 64).source == "model"
+        total(comm)
+
+
+def test_the_tuner_makes_a_table_that_is_taken(world, folder, place):
+    path = folder / "table.json"
+    names = "allreduce,broadcast,barrier,gatherv"
+    words = ["--collective", names, "--sizes", "8,1K,128K", "--seconds", "0", "--iterations", "5", "--table", str(path)]
+    args = tune.parse(words)
+    made, wins, wrong = tune.tune(args, Table())
+    world.Barrier()
+    assert wrong == 0
+    assert sum(wins.values()) == 3 * 3 + 1
+    assert tuning.read(path) == made
+    size = world.Get_size()
+    for collective in names.split(","):
+        rows = made.entries[Key(collective, "blocking", size, place)]
+        assert all(Choice(NATIVE) in row and len(row) >= 2 for row in rows.values())
+    with Communicator(world, tuning=path) as comm:
+        for nbytes in (8, 1024, 4096, 1 << 17):
+            chosen = comm.choice("allreduce", nbytes)
+            assert chosen.source == "measured"
+            total(comm, n=nbytes // 8)
+        assert comm.choice("barrier", 0).source == "measured"
+    again, *_ = tune.tune(tune.parse([*words[:2], "--sizes", "64", *words[4:]]), made)
+    assert list(again.entries[Key("allreduce", "blocking", size, place)])[:2] == [8, 64]
+
+
+def test_the_tuner_measures_other_forms(world, folder, place):
+    path = folder / "forms.json"
+    words = ["--collective", "allreduce", "--sizes", "64", "--seconds", "0", "--iterations", "3", "--table", str(path)]
+    made, *_ = tune.tune(tune.parse([*words, "--form", "nonblocking"]), Table())
+    assert list(made.entries) == [Key("allreduce", "nonblocking", world.Get_size(), place)]

@@ -1,0 +1,113 @@
+"""The tuner's command line, what it makes of files that are there already, and its picture."""
+
+import argparse
+import json
+
+import pytest
+
+import tune
+from collectives import tuning
+from collectives.costs import BUILT_IN
+from collectives.measured import Choice, Key, Table
+from collectives.tuning import TableError, to_json, write
+
+ROW = {Choice("ring"): 2e-6, Choice("chain", 4): 1e-6, Choice("native"): 4e-6}
+TABLE = Table(
+    BUILT_IN,
+    {
+        Key("allreduce", "blocking", ranks, placement): {8: ROW, 1024: {Choice("native"): 1e-6, Choice("ring"): 2e-6}}
+        for ranks, placement in ((2, "2"), (4, "2x2"))
+    },
+)
+
+
+def arguments(*words):
+    return tune.parse(list(words))
+
+
+def test_short_rows_come_first_and_a_barrier_once():
+    args = arguments("--collective", "allreduce,barrier", "--sizes", "1K,8", "--form", "blocking,persistent")
+    rows = [(row.nbytes, row.collective, row.form) for row in tune.settings(args)]
+    assert [row[0] for row in rows if row[1] == "allreduce"] == [8, 8, 1024, 1024]
+    assert [row for row in rows if row[1] == "barrier"] == [(0, "barrier", "blocking"), (0, "barrier", "persistent")]
+
+
+def test_v_forms_are_measured_when_asked_for():
+    assert not any(name.endswith("v") for name in arguments().collective)
+    assert arguments("--collective", "gatherv").collective == ["gatherv"]
+
+
+def test_two_dtypes_do_not_fit_one_table(capsys):
+    with pytest.raises(SystemExit):
+        arguments("--dtype", "float32,float64")
+    assert "argument --dtype: one" in capsys.readouterr().err
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown form 'lazy'"):
+        tune.form_list("lazy")
+
+
+def test_a_damaged_table_is_begun_anew_but_no_other_is_touched(tmp_path):
+    path = tmp_path / "table.json"
+    assert tune.known(path) == (Table(), None)
+    write(path, TABLE)
+    assert tune.known(path) == (TABLE, None)
+    path.write_text("{")
+    table, message = tune.known(path)
+    assert table == Table()
+    assert "it is begun anew" in message
+    for strange in ({"version": 2}, {"mpi": "LAM"}, {"format": "wisdom"}):
+        path.write_text(json.dumps(to_json(TABLE) | strange))
+        with pytest.raises(TableError):
+            tune.known(path)
+
+
+def test_how_often_native_won_is_counted():
+    assert tune.native_rows(TABLE.entries) == (2, 4)
+
+
+def test_the_table_is_shown(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "table.json"
+    write(path, TABLE)
+    monkeypatch.setattr("sys.argv", ["tune.py", "--show", "--table", str(path)])
+    assert tune.main() == 0
+    shown = capsys.readouterr().out
+    assert "# allreduce, blocking, 4 ranks on nodes of 2x2" in shown
+    assert "chain x4" in shown
+    assert "the MPI's own collective is the fastest in 2" in shown
+
+
+def test_a_newer_table_is_left_alone(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(to_json(TABLE) | {"version": 2}))
+    before = path.read_bytes()
+    monkeypatch.setattr("sys.argv", ["tune.py", "--collective", "barrier", "--table", str(path)])
+    assert tune.main() == 1
+    assert "is of version 2" in capsys.readouterr().out
+    assert path.read_bytes() == before
+
+
+def test_a_dry_run_writes_nothing(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "table.json"
+    monkeypatch.setattr("sys.argv", ["tune.py", "--dry-run", "--sizes", "8", "--table", str(path)])
+    assert tune.main() == 0
+    assert "native" in capsys.readouterr().out
+    assert not path.exists()
+
+
+def test_one_rank_can_be_tuned_and_the_winners_are_drawn(monkeypatch, tmp_path):
+    path, picture = tmp_path / "table.json", tmp_path / "winners.png"
+    words = [
+        "--collective",
+        "allreduce",
+        "--sizes",
+        "8,64",
+        "--seconds",
+        "0",
+        "--iterations",
+        "2",
+        "--table",
+        str(path),
+    ]
+    monkeypatch.setattr("sys.argv", ["tune.py", *words, "--plot", str(picture)])
+    assert tune.main() == 0
+    assert list(tuning.read(path).entries) == [Key("allreduce", "blocking", 1, "1")]
+    assert picture.stat().st_size > 5000
