@@ -39,5 +39,5 @@ def network(nodes: Nodes | None, costs: Costs) -> Network:
     everywhere = alike(nodes, costs)
     if everywhere is not None:
         return everywhere
-    wires = (Line(wire.alpha, wire.beta) for wire in costs)
-    return Clustered(nodes or (), *wires, Line(0.0, costs.shared.gamma))
+    shared, between = (Line(wire.alpha, wire.beta) for wire in costs)
+    return Clustered(nodes or (), shared, between, Line(0.0, costs.shared.gamma))

@@ -31,9 +31,7 @@ def test_formula_and_clock_agree_where_all_edges_are_alike(collective, name):
     assert by_formula(collective, name, 32, 1 << 20, PLAIN) == pytest.approx(by_clock)
 
 
-@pytest.mark.parametrize(
-    ("collective", "name"), [("allreduce", "ring"), ("alltoall", "pairwise"), ("gather", "linear")]
-)
+@pytest.mark.parametrize("entry", [("allreduce", "ring"), ("alltoall", "pairwise"), ("gather", "linear")])
 def test_formulas_take_shared_cards_from_a_sample(entry):
     """On nodes the formula alone would be far off for an alltoall: all ranks of a node use the card at once."""
     by_clock = played(*entry, 256, 1 << 20, NODES)
