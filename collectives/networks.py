@@ -4,10 +4,9 @@ A cost is a function from bytes to seconds: a `Line` is alpha + bytes * beta, a 
 Through memory that ranks share it is the ranks themselves who move the bytes, so one that sends and receives at once
 needs longer for either: the cost is then `Twofold`. All functions here take numbers or arrays of them.
 
->>> import numpy as np
->>> network = Clustered((0, 0, 1), inside=Line(1e-6, 1e-10), between=Line(2e-5, 1e-9), adding=Line(0, 1e-10))
->>> float(network.message(0, 1, 10_000)), float(network.message(1, 2, 10_000))
-(2e-06, 3e-05)
+>>> network = Clustered((0, 0, 1), inside=Line(1.0, 0.5), between=Line(8.0, 2.0), adding=Line(0, 0.25))
+>>> float(network.message(0, 1, 10)), float(network.message(1, 2, 10)), network.combine(10)
+(6.0, 28.0, 2.5)
 """
 
 from __future__ import annotations
