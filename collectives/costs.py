@@ -35,9 +35,9 @@ def alike(nodes: Nodes | None, costs: Costs) -> Uniform | None:
 
 
 def network(nodes: Nodes | None, costs: Costs) -> Network:
-    """What every edge costs under a placement."""
+    """What every edge costs under a placement. Nobody shares a card: the formulas that it is compared with know none."""
     everywhere = alike(nodes, costs)
     if everywhere is not None:
         return everywhere
     shared, between = (Line(wire.alpha, wire.beta) for wire in costs)
-    return Clustered(nodes or (), shared, between, Line(0.0, costs.shared.gamma))
+    return Clustered(nodes or (), shared, between, Line(0.0, costs.shared.gamma), shared=False)

@@ -74,7 +74,7 @@ class Network(Protocol):
     """What a message and an addition cost, in bytes and seconds."""
 
     @property
-    def nodes(self) -> Sequence[int] | None:
+    def cards(self) -> Sequence[int] | None:
         """The node of every rank, where the ranks of a node share one card to all others; None if nobody shares.
 
         Messages that leave a node in the same round, or come to it, get equal shares of the card, of which there are
@@ -100,7 +100,7 @@ class Uniform(NamedTuple):
     gamma: float
 
     @property
-    def nodes(self) -> None:
+    def cards(self) -> None:
         """Nobody shares a card."""
 
     def message(self, source: Any, target: Any, nbytes: Any, both: Any = False) -> Any:
@@ -113,7 +113,7 @@ class Uniform(NamedTuple):
 
 
 class Clustered(NamedTuple):
-    """Ranks on nodes: one cost within a node, another between nodes, where all ranks of a node share a card.
+    """Ranks on nodes: one cost within a node, another between nodes.
 
     Attributes
     ----------
@@ -121,12 +121,20 @@ class Clustered(NamedTuple):
         The node of every rank.
     inside, between, adding : Cost
         Seconds for a message within a node, for one between nodes, and to combine.
+    shared : bool
+        Whether all ranks of a node share one card to the others.
     """
 
     nodes: tuple[int, ...]
     inside: Cost
     between: Cost
     adding: Cost
+    shared: bool = True
+
+    @property
+    def cards(self) -> tuple[int, ...] | None:
+        """The nodes, if they share."""
+        return self.nodes if self.shared else None
 
     def message(self, source: Any, target: Any, nbytes: Any, both: Any = False) -> Any:
         """By the wire that the two ranks share."""

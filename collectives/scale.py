@@ -119,7 +119,7 @@ class Crowd:
         elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
         weights = itemsize * self._sent.weigh(self.messages, elements)
         added = itemsize * self._added.weigh(self._sums, elements)
-        nodes = None if network.nodes is None else np.asarray(network.nodes)
+        nodes = None if network.cards is None else np.asarray(network.cards)
         clock = np.zeros(self.size)
         for moment in self._moments:
             source, target = moment.source, moment.target

@@ -382,7 +382,7 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
     size = len(schedules)
     partners = match(schedules, len(layout.lengths))
     meets = {send: receive for receive, send in partners.items()} | partners
-    sharers = _sharers(partners, network.nodes)
+    sharers = _sharers(partners, network.cards)
     sends, receives = ({(spot.rank, spot.round) for spot in ends} for ends in (partners.values(), partners))
     weigh = _weigher(layout, itemsize)
     clock = [0.0] * size  # of each rank: when its last round ended

@@ -20,7 +20,7 @@ ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in cata
 class Uneven:
     """Every edge has costs of its own, in each direction, and they rise where a rank sends and receives at once."""
 
-    nodes = None
+    cards = None
 
     def __init__(self, size):
         chance = np.random.default_rng(size)
