@@ -35,7 +35,7 @@ def alike(nodes: Nodes | None, costs: Costs) -> Uniform | None:
 
 
 def network(nodes: Nodes | None, costs: Costs) -> Network:
-    """What every edge costs under a placement. Nobody shares a card: the formulas that it is compared with know none."""
+    """What every edge costs under a placement. Nobody shares a card: the formulas compared with it know none."""
     everywhere = alike(nodes, costs)
     if everywhere is not None:
         return everywhere
