@@ -6,7 +6,7 @@ compares them with what the schedule does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from collectives.algorithms import (
     scan,
     two_tree,
 )
-from collectives.placement import Nodes, contiguous
+from collectives.placement import Lasting, Nodes, contiguous
 from collectives.semantics import MEANINGS, Meaning
 from collectives.steps import Rounds, Schedule, freeze
 from collectives.transforms import segmented
@@ -356,11 +356,26 @@ def build(
 def _built(
     collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
 ) -> Schedule:
+    return freeze(_rounds(collective, entry, rank, size, root, segments, nodes))
+
+
+def _rounds(
+    collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
+) -> Rounds:
     meaning = MEANINGS[collective]
     rounds = entry.generate(rank, size, *_arguments(entry, meaning, root, segments, nodes))
     if segments > 1 and not entry.cuts:
-        rounds = segmented(rounds, segments, _blocks(collective, entry, size), meaning.vector)
-    return freeze(rounds)
+        return segmented(rounds, segments, _blocks(collective, entry, size), meaning.vector)
+    return rounds
+
+
+def rounds_of_all(
+    collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> Iterator[Rounds]:
+    """The rounds of all ranks as they are generated, of which nothing is kept: for more ranks than memory has room."""
+    entry = find(collective, name)
+    lasting = nodes and Lasting(nodes)
+    return (_rounds(collective, entry, rank, size, root, segments, lasting) for rank in range(size))
 
 
 def _arguments(entry: Algorithm, meaning: Meaning, root: int, segments: int, nodes: Nodes | None) -> list[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from collectives.networks import Clustered, Line, Network, Uniform
 from collectives.placement import Nodes
-from collectives.walk import Network, Uniform
 
 
 class Costs(NamedTuple):
@@ -27,23 +27,6 @@ BUILT_IN = Costs()
 """Where nothing was measured: one node of a few years ago, and 25 Gbit/s between such."""
 
 
-class Placed(NamedTuple):
-    """The network of ranks on several nodes: each edge costs what its wire does."""
-
-    nodes: Nodes
-    costs: Costs
-
-    @property
-    def gamma(self) -> float:
-        """Seconds to combine a byte."""
-        return self.costs.shared.gamma
-
-    def edge(self, source: int, target: int) -> tuple[float, float]:
-        """(alpha, beta) of the wire that the two ranks share."""
-        together = self.nodes[source] == self.nodes[target]
-        return (self.costs.shared if together else self.costs.network).edge(source, target)
-
-
 def alike(nodes: Nodes | None, costs: Costs) -> Uniform | None:
     """The wire of all edges, if they are alike: all ranks on one node, or each on its own."""
     if nodes is None:
@@ -52,5 +35,9 @@ def alike(nodes: Nodes | None, costs: Costs) -> Uniform | None:
 
 
 def network(nodes: Nodes | None, costs: Costs) -> Network:
-    """What every edge costs under a placement."""
-    return alike(nodes, costs) or Placed(nodes or (), costs)
+    """What every edge costs under a placement. Nobody shares a card: the formulas compared with it know none."""
+    everywhere = alike(nodes, costs)
+    if everywhere is not None:
+        return everywhere
+    shared, between = (Line(wire.alpha, wire.beta) for wire in costs)
+    return Clustered(nodes or (), shared, between, Line(0.0, costs.shared.gamma), shared=False)

@@ -127,6 +127,8 @@ class Program:
     ----------
     calls, opening, rest : tuple
         Everything, in order, what `run` calls; its part up to the first wait, what `start` calls; and the rest.
+    begins : tuple of (int, int)
+        Rounds that have steps, and where in `calls` each begins.
     position, first : int
         Where in `calls` it stands, and the first wait, where it stands when it was started.
     nbytes : int
@@ -138,6 +140,7 @@ class Program:
     """
 
     swap: Swapping | None = None
+    begins: tuple[tuple[int, int], ...] = ()
 
     def __init__(
         self,
@@ -157,6 +160,11 @@ class Program:
         self.wire = wire
         self.nbytes = nbytes
         self.lane = lane
+
+    @property
+    def waits(self) -> tuple[bool, ...]:
+        """Which of the calls wait."""
+        return tuple(test is not None for test in self._tests)
 
     def run(self) -> None:
         """Do everything, waiting where need be."""
@@ -250,6 +258,7 @@ def bind(
                 binder.do(half)
     program = Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, lane)
     program.swap = swap
+    program.begins = tuple(binder.begins) if halves is None else tuple(binder.begins[:1])
     return program
 
 
@@ -305,6 +314,7 @@ class _Binder:
         self.home: dict[int, Place] = dict(task.source)
         self.written = _written(task.schedule)
         self.exchanges: list[list[Any]] = []
+        self.begins: list[tuple[int, int]] = []
         self.scratch: dict[int, Place] = {}
         room = 0
         for chunk in sorted(self.written.difference(task.target)):
@@ -456,8 +466,9 @@ class _Binder:
         """All rounds. Chunks that stay as they were brought are copied home while the first messages fly."""
         kept = [c for c in sorted(self.task.target) if c in self.home and c not in self.written]
         copies = self._copying([self.home[c] for c in kept], [self.task.target[c] for c in kept])
-        for steps, shape in zip(self.task.schedule, self.shapes, strict=True):
+        for index, (steps, shape) in enumerate(zip(self.task.schedule, self.shapes, strict=True)):
             if steps:
+                self.begins.append((index, len(self.calls)))
                 (self._paced if self._long(steps) else self._round)(steps, shape, copies)
                 copies = []
         for copy in copies:

@@ -100,6 +100,11 @@ class Request:
         state = "freed" if self._freed else "under way" if self._active else "idle"
         return f"<{'persistent ' if self._persistent else ''}request of {self._name}, {state}>"
 
+    @property
+    def program(self) -> Program:
+        """What it runs, for those who look into it, such as a trace."""
+        return self._program
+
     def Start(self) -> None:
         """Begin a bound operation; it must not be under way.
 

@@ -9,12 +9,15 @@ it in any MPI.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from collectives import semantics
 from collectives.chunks import Layout
+from collectives.networks import Clustered as Clustered
+from collectives.networks import Network as Network
+from collectives.networks import Uniform as Uniform
 from collectives.semantics import Term, Value
 from collectives.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Step, numbers, show
 
@@ -329,44 +332,6 @@ def _differs(expected: Value, found: Value | None) -> str:
 # ------------------------------------------------------------------------------------------ the price
 
 
-class Network(Protocol):
-    """What a message and an addition cost, in seconds and bytes."""
-
-    @property
-    def gamma(self) -> float:
-        """Seconds to combine a byte."""
-        ...
-
-    def edge(self, source: int, target: int) -> tuple[float, float]:
-        """(alpha, beta) from one rank to another."""
-        ...
-
-
-class Uniform(NamedTuple):
-    """Every edge alike: `alpha` seconds a message, `beta` seconds a byte, `gamma` seconds to combine a byte."""
-
-    alpha: float
-    beta: float
-    gamma: float
-
-    def edge(self, source: int, target: int) -> tuple[float, float]:
-        """(alpha, beta), the same for all."""
-        return self.alpha, self.beta
-
-
-class Clustered(NamedTuple):
-    """Nodes of `per_node` neighbouring ranks: one (alpha, beta) within a node, another between nodes."""
-
-    per_node: int
-    inside: tuple[float, float]
-    between: tuple[float, float]
-    gamma: float
-
-    def edge(self, source: int, target: int) -> tuple[float, float]:
-        """(alpha, beta) of the wire that the two ranks share."""
-        return self.inside if source // self.per_node == target // self.per_node else self.between
-
-
 class Event(NamedTuple):
     """One message or one combination on the clock: `kind` is "message" or "combine"; times in seconds."""
 
@@ -405,7 +370,7 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
     layout : Layout
         Lengths of the chunks, in elements of `itemsize` bytes.
     network : Network
-        Costs per edge.
+        Costs per edge, and which ranks share a card.
     trace : bool
         Whether to record every message and combination.
 
@@ -417,6 +382,8 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
     size = len(schedules)
     partners = match(schedules, len(layout.lengths))
     meets = {send: receive for receive, send in partners.items()} | partners
+    sharers = _sharers(partners, network.cards)
+    sends, receives = ({(spot.rank, spot.round) for spot in ends} for ends in (partners.values(), partners))
     weigh = _weigher(layout, itemsize)
     clock = [0.0] * size  # of each rank: when its last round ended
     out, into = [0.0] * size, [0.0] * size  # when its ports are free again
@@ -448,7 +415,7 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
             if isinstance(step, (RecvReduce, Reduce)):
                 chunks = step.chunks if isinstance(step, RecvReduce) else step.source
                 weight, start = weigh(chunks), clock[rank]
-                clock[rank] += weight * network.gamma
+                clock[rank] += network.combine(weight, isinstance(step, RecvReduce) and (rank, current[rank]) in sends)
                 if trace:
                     events.append(Event("combine", rank, rank, current[rank], chunks, weight, start, clock[rank]))
 
@@ -463,9 +430,10 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
             heappush(ready, (start, place, rank, send))
             continue
         chunks = schedules[send.rank][send.round][send.step].chunks  # type: ignore[union-attr]
-        alpha, beta = network.edge(send.rank, receive.rank)
         weight = weigh(chunks)
-        end = out[send.rank] = into[receive.rank] = start + alpha + weight * beta
+        both = (send.rank, send.round) in receives or (receive.rank, receive.round) in sends
+        flight = network.message(send.rank, receive.rank, weight * sharers.get(send, 1), both)
+        end = out[send.rank] = into[receive.rank] = start + flight
         if trace:
             events.append(Event("message", send.rank, receive.rank, send.round, chunks, weight, start, end))
         for spot in (send, receive):
@@ -479,6 +447,28 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
     if any(open_messages):
         deque(_causal(schedules, partners), maxlen=0)  # names who waits for whom
     return Price(tuple(clock), tuple(sorted(events, key=lambda event: event.start)))
+
+
+def _sharers(partners: Mapping[Spot, Spot], nodes: Sequence[int] | None) -> dict[Spot, int]:
+    """For every send to another node how many share its way: those that may fly at once, at the more crowded card."""
+    if nodes is None:
+        return {}
+    crossing = [(s, r) for r, s in partners.items() if nodes[s.rank] != nodes[r.rank]]
+    users: dict[tuple[int, int], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
+
+    def leaving(spot: Spot) -> tuple[int, int]:
+        return nodes[spot.rank], 2 * spot.round
+
+    def coming(spot: Spot) -> tuple[int, int]:
+        return nodes[spot.rank], 2 * spot.round + 1
+
+    for send, receive in crossing:
+        for card in (leaving(send), coming(receive)):
+            senders, receivers = users[card]
+            senders.add(send.rank)
+            receivers.add(receive.rank)
+    flows = {card: min(len(senders), len(receivers)) for card, (senders, receivers) in users.items()}
+    return {send: max(flows[leaving(send)], flows[coming(receive)]) for send, receive in crossing}
 
 
 def _weigher(layout: Layout, itemsize: int) -> Callable[[Chunks], int]:

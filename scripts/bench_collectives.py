@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ import numpy as np
 from mpi4py import MPI
 
 from benchlib import launch, ours, table
+from benchlib.calibrate import SWEEPS, Costs, calibrate, lengths
 from benchlib.cases import ALIASES, CASES, DTYPES, MEMORIES, elements
 from benchlib.measure import measure
 from benchlib.rows import Report, Row, make_report, merge, write_report
 from benchlib.sizes import format_size, parse_sizes
 from benchlib.timing import MODES
+
+LONGEST = 1 << 26
+"""Bytes up to which messages are timed; longer ones are taken to cost as much more a byte."""
 
 
 def words(text: str) -> list[str]:
@@ -97,13 +102,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", type=dtype_list, default="float32", metavar="NAME,...", help=", ".join(DTYPES))
     add("--memory", type=memory_list, default="plain", metavar="KIND,...", help=f"of {', '.join(MEMORIES)}")
     add("--in-place", action="store_true", help="pass MPI.IN_PLACE where the collective allows it")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--persistent", dest="mode", action="store_const", const=MODES[2], help="time Start and Wait"
-    )
-    form.add_argument(
-        "--nonblocking", dest="mode", action="store_const", const=MODES[1], help="time I... and Wait"
-    )
+    meanings = ("plain calls, the default", "time I... and Wait", "time Start and Wait")
+    for mode, what in zip(MODES, meanings, strict=True):
+        add(f"--{mode}", dest="modes", action="append_const", const=mode, help=f"{what}; several make one race")
+    add("--no-model", dest="model", action="store_false", help="do not time messages to predict times from them")
     add(
         "--iterations",
         type=at_least(1, int),
@@ -124,8 +126,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", metavar="FILE", help="write all rows to FILE")
     add("--plot", metavar="FILE", help="draw the race into FILE (PNG, SVG, PDF)")
     add("--merge", nargs="+", metavar="FILE", help="measure nothing: join the JSON files of several launches")
-    parser.set_defaults(mode=MODES[0])
     args = parser.parse_args(argv)
+    args.modes = list(dict.fromkeys(args.modes or MODES[:1]))
     try:
         for collective in args.collective:
             ours.resolve(collective, args.algorithm)
@@ -172,9 +174,20 @@ def configurations(args: argparse.Namespace, ranks: int) -> Iterator[dict[str, A
                 if collective == "barrier"
                 else [elements(case, s, width, ranks) * width for s in args.sizes]
             )
-            for memory in args.memory:
-                for nbytes in dict.fromkeys(sizes):
-                    yield {"collective": collective, "dtype": dtype, "memory": memory, "nbytes": nbytes}
+            for nbytes in dict.fromkeys(sizes):
+                yield {"collective": collective, "dtype": dtype, "nbytes": nbytes}
+
+
+def costs(args: argparse.Namespace, plain: MPI.Intracomm, comm: MPI.Intracomm) -> dict[tuple[str, str], Costs] | None:
+    """What messages cost in every memory and mode, by timing them; None where nothing is to be predicted."""
+    if not args.model or plain.Get_size() == 1:
+        return None
+    largest, forms = min(LONGEST, max(args.sizes)), list(product(args.memory, args.modes))
+    kinds = 1 + (len(set(ours.nodes(comm))) > 1)
+    with launch.progress(len(forms) * len(lengths(largest)) * SWEEPS * kinds, "timing messages", "length") as bar:
+        return {
+            form: calibrate(plain, comm, *form, largest, min(0.04, args.seconds / 4), bar.update) for form in forms
+        }
 
 
 def bench(args: argparse.Namespace) -> Report:
@@ -184,6 +197,8 @@ def bench(args: argparse.Namespace) -> Report:
     report = make_report(plain.Get_size(), [], against=args.against)
     for text in table.preamble(report):
         launch.say(text)
+    known = costs(args, plain, comm)
+    look = table.Look(args.full, args.memory, args.modes)
     todo = list(configurations(args, plain.Get_size()))
     shown: Any = None
     limits = {
@@ -196,14 +211,15 @@ def bench(args: argparse.Namespace) -> Report:
         for setting in todo:
             bar.set_postfix_str(f"{setting['collective']} {format_size(setting['nbytes'])}")
             rows, absent = measure(
-                plain, comm, algorithms=ours.resolve(setting["collective"], args.algorithm), mode=args.mode,
-                in_place=args.in_place, segments=args.segments, against=args.against, **setting, **limits,
+                plain, comm, algorithms=ours.resolve(setting["collective"], args.algorithm), modes=args.modes,
+                memories=args.memory, in_place=args.in_place, segments=args.segments, against=args.against,
+                costs=known, **setting, **limits,
             )  # fmt: skip
             for row in rows:
-                if table.block_of(row) != shown:
-                    show_title(row, args.full)
-                    shown = table.block_of(row)
-                launch.say(table.line(row, args.full))
+                if look.block_of(row) != shown:
+                    show_title(row, look)
+                    shown = look.block_of(row)
+                launch.say(look.line(row))
             for name, reason in absent.items():
                 launch.say(f"# {setting['collective']} {setting['nbytes']}: no {name}: {reason}")
             if "auto" in absent:
@@ -213,9 +229,9 @@ def bench(args: argparse.Namespace) -> Report:
     return report
 
 
-def show_title(row: Row, full: bool) -> None:
+def show_title(row: Row, look: table.Look) -> None:
     """Begin a new block of the table."""
-    for text in ("", table.title(row), table.heading(full)):
+    for text in ("", look.title(row), look.heading()):
         launch.say(text)
 
 
@@ -225,11 +241,13 @@ def merged(args: argparse.Namespace) -> Report:
     for text in [*table.preamble(report), f"# medians over {report['launches']} launches"]:
         launch.say(text)
     shown: Any = None
+    memories, modes = (list(dict.fromkeys(row[name] for row in report["rows"])) for name in ("memory", "mode"))
+    look = table.Look(args.full, memories, modes)
     for row in report["rows"]:
-        if table.block_of(row) != shown:
-            show_title(row, args.full)
-            shown = table.block_of(row)
-        launch.say(table.line(row, args.full))
+        if look.block_of(row) != shown:
+            show_title(row, look)
+            shown = look.block_of(row)
+        launch.say(look.line(row))
     return report
 
 
@@ -244,6 +262,9 @@ def main() -> int:
             from benchlib.plots import plot_race
 
             plot_race(args.plot, report)
+    verdict = table.verdict(report["rows"])
+    if verdict:
+        launch.say(verdict)
     wrong = sum(row["wrong"] + (row["native_wrong"] or 0) for row in report["rows"])
     if wrong:
         launch.say(f"# WRONG: {wrong} elements differ from the expected result")

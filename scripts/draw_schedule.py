@@ -2,6 +2,7 @@
 
     python scripts/draw_schedule.py --collective allreduce --algorithm ring --ranks 5
     python scripts/draw_schedule.py --collective broadcast --algorithm mst --ranks 16 --root 3 -o mst.png
+    python scripts/draw_schedule.py --collective allreduce --algorithm ring --ranks 8 --per-node 4 -o nodes.png
 
 Runs in one process; pictures need matplotlib (the extra "plot").
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from collectives import draw
 from collectives.catalog import CATALOG, blocks, build_all, find
+from collectives.placement import Nodes, numbered, regular
 from collectives.semantics import MEANINGS
 from collectives.steps import Copy, Recv, Reduce, Schedule, Send
 from collectives.walk import match
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOVES, ADDS, INK, PALE = "#0b6fbf", "#e07b00", "#333333", "#f4f6f8"
+GROUNDS = ("#e3eefb", "#fdebd3", "#e1f3e6", "#f6e3f2", "#f3efd6", "#fbe0e0", "#e6e4fa", "#dff2f2")
+"""Behind the ranks of a node."""
+
 FORMATS = (".png", ".svg", ".pdf")
 ROUNDS_PER_ROW = 12
 TAIL, HEAD = 0.1, 0.62
@@ -53,8 +58,11 @@ def arrows(schedules: Sequence[Schedule], count: int) -> dict[Arrow, str]:
     return {arrow: ", ".join(filter(None, labels)) for arrow, labels in carried.items()}
 
 
-def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int) -> None:
-    """Ranks as lines from left to right, rounds as columns, an arrow per message; many rounds go on below."""
+def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int, nodes: Nodes | None) -> None:
+    """Ranks as lines from left to right, rounds as columns, an arrow per message; many rounds go on below.
+
+    With `nodes` the ranks of a node are on ground of one colour.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,7 +81,7 @@ def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int) -
     figure, axes = plt.subplots(rows, 1, figsize=(width, rows * height + 0.8), squeeze=False, layout="constrained")
     for row, axis in enumerate(axes[:, 0]):
         columns = range(row * across, min(rounds, (row + 1) * across))
-        _lines(axis, size, columns, across)
+        _lines(axis, size, columns, across, nodes)
         _messages(axis, messages, columns)
         _write(axis, labels, columns, crowd)
         _local(axis, schedules, count, columns)
@@ -110,13 +118,20 @@ def _labels(messages: dict[Arrow, str]) -> dict[tuple[int, int], list[tuple[str,
     }
 
 
-def _lines(axis: Axes, size: int, columns: range, across: int) -> None:
-    """The ranks, and the rounds behind them."""
+def _lines(axis: Axes, size: int, columns: range, across: int, nodes: Nodes | None) -> None:
+    """The ranks, and the rounds or the nodes behind them."""
+    for rank, node in enumerate(nodes or ()):
+        ground = GROUNDS[node % len(GROUNDS)]
+        axis.fill_between([columns.start, columns.stop], rank - 0.5, rank + 0.5, color=ground, lw=0, zorder=0)
     for column in columns:
-        axis.axvspan(column, column + 1, color=PALE if column % 2 == 0 else "white", lw=0, zorder=0)
+        if nodes:
+            axis.axvline(column, color="white", lw=3, zorder=0.5)
+        else:
+            axis.axvspan(column, column + 1, color=PALE if column % 2 == 0 else "white", lw=0, zorder=0)
         axis.text(column + 0.5, -0.75, f"round {column}", ha="center", va="bottom", fontsize=8, color=INK)
     axis.hlines(range(size), columns.start, columns.stop, color="#b8bec6", lw=1, zorder=1)
-    axis.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=9)
+    names = [f"rank {rank}" if nodes is None else f"node {nodes[rank]}  rank {rank}" for rank in range(size)]
+    axis.set_yticks(range(size), names, fontsize=9)
     axis.set_xlim(columns.start, columns.start + across)
     axis.set_ylim(size - 0.4, -0.7)
     axis.set_xticks([])
@@ -194,6 +209,29 @@ def output(text: str) -> Path:
     return path
 
 
+def placement(arguments: argparse.Namespace) -> Nodes | None:
+    """The node of every rank, if the options name nodes.
+
+    Raises
+    ------
+    ValueError
+        If they name them wrong.
+    """
+    size, per_node, said = arguments.ranks, arguments.per_node, arguments.nodes
+    if per_node is not None and said is not None:
+        raise ValueError("--nodes and --per-node both say which ranks share a node: give one of them")
+    if per_node is not None:
+        if per_node < 1:
+            raise ValueError(f"--per-node must be at least 1, found {per_node}")
+        return numbered(regular(size, per_node))
+    if said is None:
+        return None
+    names = said.split(",")
+    if len(names) != size:
+        raise ValueError(f"--nodes must name the node of each of {size} ranks, found {len(names)} names")
+    return numbered(names)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -202,6 +240,8 @@ def main() -> int:
     add("--ranks", type=int, default=5, metavar="P", help="number of ranks (default 5)")
     add("--root", type=int, metavar="R", help="the root, where there is one (default 0)")
     add("--segments", type=int, default=1, metavar="K", help="pipeline K segments of the data (default 1)")
+    add("--per-node", type=int, metavar="K", help="nodes of K neighbouring ranks")
+    add("--nodes", metavar="A,A,B,...", help="the node of every rank, by any names")
     add("-o", "--output", type=output, metavar="FILE", help="draw a picture, .png, .svg or .pdf")
     arguments = parser.parse_args()
     collective, name = arguments.collective, arguments.algorithm
@@ -219,17 +259,22 @@ def main() -> int:
     if not 0 <= (root or 0) < size:
         parser.error(f"--root must be a rank from 0 to {size - 1}, found {root}")
 
-    schedules = build_all(collective, name, size, root or 0, segments)
+    try:
+        nodes = placement(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    schedules = build_all(collective, name, size, root or 0, segments, nodes)
     count = blocks(collective, name, size) * segments
     title = f"{collective}, {name}, {size} ranks"
     title += f", root {root or 0}" if MEANINGS[collective].rooted else ""
     title += f", {segments} segments" if segments > 1 else ""
+    title += f", {1 + max(nodes)} nodes" if nodes else ""
     if arguments.output is None:
         print(f"{title}\n{entry.idea}\n")
         print(draw.table(schedules, count, shutil.get_terminal_size((0, 0)).columns))
         return 0
     try:
-        picture(arguments.output, title, schedules, count)
+        picture(arguments.output, title, schedules, count, nodes)
     except ImportError as error:
         parser.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
     print(f"{arguments.output} written")

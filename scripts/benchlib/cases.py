@@ -37,9 +37,21 @@ DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 EXACT = {"float16": 2048, "bfloat16": 256, "int8": 127, "uint8": 255, "int16": 32767}
 MODULUS, SHIFTS, ROOT = 31, 3, 0
 
+
+def _plain(comm: MPI.Intracomm, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.empty(count, dtype)
+
+
+def _symmetric(comm: Any, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The shape must be the same on all ranks, so that of the longest array is taken. Collective."""
+    return comm.empty(comm.allreduce(count, MPI.MAX), dtype)[:count]
+
+
 MEMORIES: dict[str, Callable[[MPI.Intracomm, int, np.dtype[Any]], NDArray[Any]]] = {
-    "plain": lambda comm, count, dtype: np.empty(count, dtype),
+    "plain": _plain,
+    "symmetric": _symmetric,
 }
+"""Where a program's arrays come from: NumPy, or `Communicator.empty`. All ranks ask for theirs in the same order."""
 
 
 def parts(n: int, size: int) -> list[int]:
@@ -152,7 +164,7 @@ class Case:
     layout: Callable[[Pattern, int, int, list[int]], Layout]
     rooted: bool = False
     equal: bool = False  # every rank's block has the same length, so the total is a multiple of the ranks
-    counts: str = ""  # which argument of a v-form carries the counts
+    counts: str = ""  # where a v-form has its counts: with "send", "recv", "both", or an "argument" of their own
     reduces: bool = False
     home: str = ""  # in place, the input lies in the receive buffer: in "whole" or in the own "block"
 
@@ -174,6 +186,10 @@ CASES: dict[str, Case] = {
     "scatterv": Case("Scatterv", _others, _scatter, rooted=True, counts="send"),
     "gatherv": Case("Gatherv", _others, _gather, rooted=True, counts="recv", home="block"),
     "allgatherv": Case("Allgatherv", _others, _allgather, counts="recv", home="block"),
+    "reduce_scatterv": Case(
+        "Reduce_scatter", _others, _reduce_scatter, counts="argument", reduces=True, home="whole"
+    ),
+    "alltoallv": Case("Alltoallv", _others, _alltoall, counts="both"),
 }
 ALIASES = {"bcast": "broadcast", "reduce_scatter_block": "reduce_scatter", "reducescatter": "reduce_scatter"}
 
@@ -202,24 +218,22 @@ class Buffers:
         starts = [sum(counts[:r]) for r in range(size + 1)]
         self.unknown_to_mpi = dtype.name in ("float16", "bfloat16")
         layout = case.layout(Pattern.fitting(size, dtype), rank, n, starts)
-        self._gain, self._shift = layout.gain, 0
+        self._rank, self._gain, self._shift = rank, layout.gain, 0
         self._home: NDArray[Any] | None = None
 
         def array(values: NDArray[np.int32] | None, count: int | None = None) -> NDArray[Any] | None:
+            length = 0 if values is None else len(values) if count is None else count
+            made = MEMORIES[memory](comm, length, dtype)
             if values is None:
                 return None
-            made = MEMORIES[memory](comm, len(values) if count is None else count, dtype)
             made[: len(values)] = values
             return made
 
-        self._gives = array(layout.gives)
         self._want = None if layout.gets is None else layout.gets.astype(dtype)
         moves_home = bool(in_place and case.home and layout.gets is not None)
         whole = n if moves_home and case.home == "whole" else None
-        if case.method == "Bcast":
-            recv = self._gives if self._gives is not None else array(layout.gets)
-        else:
-            recv = array(layout.gets, whole)
+        recv = array(layout.gets, whole)
+        self._gives = array(layout.gives) if case.method != "Bcast" else recv if rank == ROOT else None
         if moves_home and recv is not None:
             self._home = recv if case.home == "whole" else recv[starts[rank] : starts[rank + 1]]
         self._result = None if recv is None or self._want is None else recv[: len(self._want)]
@@ -253,13 +267,16 @@ class Buffers:
             send = [send, counts]
         if case.counts == "recv" and got is not None:
             got = [got, counts]
+        if case.counts == "both":
+            send, got = [send, counts], [got, [counts[self._rank]] * len(counts)]
         if moves_home:
             send = MPI.IN_PLACE
         if case.layout is _scatter and root_in_place:
             got, self._result = MPI.IN_PLACE, None
         if case.method == "Exscan" and got is None:  # rank 0 receives nothing, yet hands over a buffer
             got = np.empty_like(self._gives)
-        return (send, got, *([MPI.SUM] if case.reduces else []), *([ROOT] if case.rooted else []))
+        told = [counts] if case.counts == "argument" else []
+        return (send, got, *told, *([MPI.SUM] if case.reduces else []), *([ROOT] if case.rooted else []))
 
     @property
     def args(self) -> tuple[Any, ...]:

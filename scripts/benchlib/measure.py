@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
 from benchlib import ours
+from benchlib.calibrate import Costs, predicted_us
 from benchlib.cases import CASES, DTYPES, Buffers, elements
 from benchlib.rows import Row, make_row
 from benchlib.timing import MODES, Contestant, make_call, race
@@ -61,67 +63,74 @@ def measure(
     algorithms: list[str],
     nbytes: int,
     dtype: str = "float32",
-    memory: str = "plain",
-    mode: str = MODES[0],
+    memories: Sequence[str] = ("plain",),
+    modes: Sequence[str] = MODES[:1],
     in_place: bool = False,
     segments: int | None = None,
     against: str = NATIVE,
+    costs: Mapping[tuple[str, str], Costs] | None = None,
     **limits: Any,
 ) -> tuple[list[Row], dict[str, str]]:
-    """Race `algorithms` of one collective at one size against the native one.
+    """Race `algorithms` of one collective at one size, in all memories and modes, against the native one in each mode.
 
     Parameters
     ----------
     plain, comm
         The MPI's communicator and ours, over the same ranks.
-    collective, algorithms, dtype, memory, mode, segments
-        Names as on the command line.
+    collective, algorithms, dtype, memories, modes, segments
+        Names as on the command line. The native collective has plain memory.
     nbytes
         Size of the whole array; rounded up to whole elements, or to equal blocks where needed.
+    costs
+        What messages cost, by memory and mode: rows then say what the model expects.
     limits
         `iterations`, `warmup`, `seconds` and `seed` of the race.
 
     Returns
     -------
     rows
-        One per algorithm that took part, equal on all ranks.
+        One per algorithm, memory and mode that took part, equal on all ranks.
     absent
         Who did not take part, and why.
     """
     case, size = CASES[collective], plain.Get_size()
     kind = DTYPES[dtype]
     n = 0 if collective == "barrier" else elements(case, nbytes, kind.itemsize, size)
-    mine = Buffers(case, plain if memory == "plain" else comm, n, kind, memory, in_place)
-    running: list[Contestant] = []
+    mine = {memory: Buffers(case, comm, n, kind, memory, in_place) for memory in memories}
+    running: dict[tuple[str, str, str], Contestant] = {}
     absent: dict[str, str] = {}
-    for algorithm in algorithms:
-        entry = enter(plain, comm, algorithm, ours.keywords(algorithm, segments), mine, case.method, mode)
+
+    def join(who: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: Buffers, memory: str, mode: str) -> None:
+        entry = enter(plain, who, name, keywords, buffers, case.method, mode)
         if isinstance(entry, str):
-            absent[algorithm] = entry
+            absent[name] = entry
         else:
-            running.append(entry)
+            running[name, memory, mode] = entry
+
+    for mode in modes:
+        for memory in memories:
+            for algorithm in algorithms:
+                join(comm, algorithm, ours.keywords(algorithm, segments), mine[memory], memory, mode)
     if against == NATIVE and running:
-        theirs = mine
-        if memory != "plain" or mine.unknown_to_mpi:
+        theirs = mine.get("plain")
+        if theirs is None or theirs.unknown_to_mpi:
             theirs = Buffers(case, plain, n, kind, "plain", in_place, disguise=True)
-        entry = enter(plain, plain, NATIVE, {}, theirs, case.method, mode)
-        if isinstance(entry, str):
-            absent[NATIVE] = entry
-        else:
-            running.append(entry)
-    names = [entry.name for entry in running]
-    timings = dict(zip(names, race(plain, running, **limits), strict=True)) if running else {}
-    for entry in running:
-        entry.close()
-    native = timings.pop(NATIVE, None)
+        for mode in modes:
+            join(plain, NATIVE, {}, theirs, "plain", mode)
+    timings = dict(zip(running, race(plain, list(running.values()), **limits) if running else (), strict=True))
+    for contestant in running.values():
+        contestant.close()
+    natives = {mode: timings.pop((NATIVE, "plain", mode), None) for mode in modes}
     actual = n * kind.itemsize
     rows = []
-    for algorithm, timing in timings.items():
+    for (algorithm, memory, mode), timing in timings.items():
         auto = algorithm == "auto"
         chosen, pieces = ours.choice(comm, collective, actual) if auto else (algorithm, segments)
-        expected = ours.predicted_us(collective, chosen, size, actual, segments or pieces)
+        setting = (ours.even(collective), chosen, size, actual, segments or pieces or 1)
+        known = None if costs is None or chosen == NATIVE else costs[memory, mode]
+        expected = None if known is None else predicted_us(known, *setting, in_place=in_place)
         row = make_row(
-            collective, algorithm, size, actual, timing, native, expected,
+            collective, algorithm, size, actual, timing, natives[mode], expected,
             dtype=dtype, memory=memory, mode=mode, in_place=in_place, segments=segments,
         )  # fmt: skip
         rows.append(row | {"chosen": chosen, "chosen_segments": pieces} if auto else row)

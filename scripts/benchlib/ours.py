@@ -23,7 +23,7 @@ def known_collectives() -> list[str]:
 
 
 def _algorithms(collective: str) -> list[str]:
-    for name in (collective, _even(collective)):
+    for name in (collective, even(collective)):
         try:
             return [each for each in collectives.algorithms(name) if each != NATIVE]  # whom we race anyway
         except (ValueError, KeyError):
@@ -31,7 +31,7 @@ def _algorithms(collective: str) -> list[str]:
     return []
 
 
-def _even(collective: str) -> str:
+def even(collective: str) -> str:
     """A v-form runs the algorithms of its even form, on blocks of other lengths."""
     return collective.removesuffix("v")
 
@@ -61,16 +61,13 @@ def keywords(algorithm: str, segments: int | None) -> dict[str, Any]:
 
 def choice(comm: MPI.Intracomm, collective: str, nbytes: int) -> tuple[str, int]:
     """What ``auto`` picks: an algorithm and a number of segments."""
-    chosen = comm.choice(collective, nbytes)  # type: ignore[attr-defined]
+    try:
+        chosen = comm.choice(collective, nbytes)  # type: ignore[attr-defined]
+    except (ValueError, KeyError):
+        chosen = comm.choice(even(collective), nbytes)  # type: ignore[attr-defined]
     return chosen.algorithm, chosen.segments
 
 
-def predicted_us(
-    collective: str, algorithm: str, size: int, nbytes: int, segments: int | None
-) -> float | None:
-    """Microseconds that the alpha-beta-gamma model expects; it knows nothing of the MPI's own collectives."""
-    if algorithm == NATIVE:
-        return None
-    return 1e6 * float(
-        collectives.predict(_even(collective), algorithm, size, nbytes, segments=segments or 1)
-    )
+def nodes(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The node of every rank."""
+    return comm.nodes or (0,) * comm.Get_size()  # type: ignore[attr-defined]

@@ -45,6 +45,7 @@ STYLE: Any = {
 }
 NATIVE = "#333333"
 OURS = ["#0b6fbf", "#e07b00", "#2a9d52", "#b5379b", "#8a6d00", "#d1333b", "#5b4fc4", "#159a9c"]
+SEVERAL = [*OURS, "#7f7f7f", "#00477a", "#f2a65a", "#74c69d", "#e38fd0", "#c9b458", "#ff8a8a", "#a9a3ff"]
 MARKERS = "osD^vPX*"
 MOST_COLUMNS = 3
 
@@ -76,23 +77,17 @@ def _series(rows: list[Row]) -> dict[str, list[Row]]:
 
 def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
     lines = _series(rows)
-    natives = {row["bytes"]: row["native_us"] for row in rows if row["native_us"] is not None}
     sizes = sorted({max(1, row["bytes"]) for row in rows})
-    if natives:
-        at = sorted(natives)
-        times.plot(
-            at,
-            [natives[n] for n in at],
-            "--",
-            color=NATIVE,
-            lw=2,
-            marker=".",
-            ms=7,
-            label="the MPI's own",
-            zorder=3,
-        )
+    modes = list(dict.fromkeys(row.get("mode", "blocking") for row in rows))
+    for mode, dash in zip(modes, ("--", ":", "-."), strict=False):
+        mine = [row for row in rows if row.get("mode", "blocking") == mode and row["native_us"] is not None]
+        natives = sorted({max(1, row["bytes"]): row["native_us"] for row in mine}.items())
+        if natives:
+            label = f"the MPI's own{f' {mode}' if len(modes) > 1 else ''}"
+            look: dict[str, Any] = {"color": NATIVE, "lw": 2, "marker": ".", "ms": 7, "label": label, "zorder": 3}
+            times.plot(*zip(*natives, strict=True), dash, **look)
     for i, (name, line) in enumerate(lines.items()):
-        look: dict[str, Any] = {"color": OURS[i % len(OURS)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5}
+        look = {"color": SEVERAL[i % len(SEVERAL)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5}
         look["lw"] = 2.2 if " auto" in name else 1.4
         at = [max(1, row["bytes"]) for row in line]
         times.plot(
@@ -151,6 +146,55 @@ def plot_race(path: str | Path, report: Report) -> None:
         figure.suptitle(heading, fontsize=13, fontweight="bold", x=0.02, ha="left")
         figure.supxlabel(report["machine"], fontsize=8.5, color="#666666", x=0.02, ha="left")
         figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def _scale(axis: Axes, rows: list[Any], along: str) -> None:
+    """Time of each algorithm along `along`, "size" (ranks) or "nbytes"; hollow where it is by formula."""
+    for i, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
+        line = [row for row in rows if row.algorithm == name]
+        at, times = [getattr(row, along) for row in line], [row.seconds * 1e6 for row in line]
+        color, marker = SEVERAL[i % len(SEVERAL)], MARKERS[i % len(MARKERS)]
+        axis.plot(at, times, color=color, lw=1.5, label=name)
+        for played, fill in ((True, color), (False, "white")):
+            some = [(x, y) for x, y, row in zip(at, times, line, strict=True) if row.played is played]
+            if some:
+                axis.plot(*zip(*some, strict=True), marker, ls="", color=color, mfc=fill, ms=5)
+    bounds = {getattr(row, along): row.bound * 1e6 for row in rows}
+    axis.plot(list(bounds), list(bounds.values()), "--", color=NATIVE, lw=1.3, label="lower bound", zorder=1)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(FuncFormatter(_time))
+    _size_axis(axis, sorted(bounds))
+
+
+def plot_scale(path: str | Path, title: str, costs: str, across: list[Any], along: list[Any]) -> None:
+    """Write what the model says as a picture: time against ranks, and time against size.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    title, costs
+        What is priced, and with which costs.
+    across, along
+        Rows of `model`, at several rank counts of one size, and at several sizes of one rank count.
+    """
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(12.5, 5.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _scale(left, across, "size")
+        _scale(right, along, "nbytes")
+        left.set_title(f"{format_size(across[0].nbytes)} bytes", loc="left")
+        right.set_title(f"{along[0].size} ranks", loc="left")
+        left.set_xlabel("ranks")
+        left.set_ylabel("time by the model")
+        right.set_xlabel("bytes")
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", fontsize=9)
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.02, ha="left")
+        note = f"{costs}; hollow: by formula, the others by playing all ranks"
+        figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
+        figure.savefig(path, dpi=100)
         plt.close(figure)
 
 

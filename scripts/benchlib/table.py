@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from benchlib.rows import Report, Row, cores
 
@@ -17,6 +18,11 @@ def _number(value: Any) -> str:
 def _algorithm(row: Row) -> str:
     chosen = row.get("chosen")
     return f"auto:{chosen}" if chosen else str(row["algorithm"])
+
+
+def _predicted_ratio(row: Row) -> float | None:
+    """What the model predicts over what was measured."""
+    return row["predicted_us"] / row["ours_us"] if row.get("predicted_us") and row["ours_us"] else None
 
 
 Column = tuple[str, int, Callable[[Row], str]]
@@ -34,7 +40,8 @@ COLUMNS: list[Column] = [
     ("Ratio", 7, _field("ratio")),
     ("algbw(GB/s)", 12, _field("algbw_gbs")),
     ("busbw(GB/s)", 12, _field("busbw_gbs")),
-    ("Model(us)", 11, _field("predicted_us")),
+    ("predicted", 10, _field("predicted_us")),
+    ("/ ours", 7, lambda row: _number(_predicted_ratio(row))),
     ("#wrong", 7, _field("wrong", str)),
 ]
 FULL: list[Column] = [
@@ -56,19 +63,63 @@ def _line(cells: list[str], columns: list[Column]) -> str:
     return " ".join(aligned).rstrip()
 
 
-def columns(full: bool = False) -> list[Column]:
-    """The columns of the table, with `full` the ones that OSU shows under -f."""
-    return COLUMNS + FULL if full else COLUMNS
+class Look(NamedTuple):
+    """How a table is shown.
+
+    Attributes
+    ----------
+    full : bool
+        Whether with the columns that OSU shows under -f.
+    memories, modes : sequence of str
+        All that occur; where there are several, rows say which is theirs.
+    """
+
+    full: bool = False
+    memories: Sequence[str] = ()
+    modes: Sequence[str] = ()
+
+    def _varying(self) -> list[str]:
+        return [name for name, all in (("memory", self.memories), ("mode", self.modes)) if len(all) > 1]
+
+    def columns(self) -> list[Column]:
+        """The columns of the table."""
+        first, *others = COLUMNS
+        varying: list[Column] = [(name.capitalize(), -12, _field(name, str)) for name in self._varying()]
+        return [first, *varying, *others, *(FULL if self.full else [])]
+
+    def heading(self) -> str:
+        """The line that names the columns."""
+        return _line([title for title, _, _ in self.columns()], self.columns())
+
+    def line(self, row: Row) -> str:
+        """One row as text."""
+        return _line([show(row) for _, _, show in self.columns()], self.columns())
+
+    def title(self, row: Row) -> str:
+        """The comment line above a block of rows that differ in size, algorithm and what has a column."""
+        varying = self._varying()
+        words = [row["collective"], row["dtype"]]
+        words += [] if "mode" in varying else [row.get("mode", "blocking")]
+        words += [] if "memory" in varying else [f"{row['memory']} memory"]
+        return f"# {', '.join(words)}{', in place' if row.get('in_place') else ''}"
+
+    def block_of(self, row: Row) -> tuple[Any, ...]:
+        """What makes a new block, with a new title, begin."""
+        same = ("collective", "dtype", "mode", "memory", "in_place")
+        return tuple(row.get(name) for name in same if name not in self._varying())
 
 
-def heading(full: bool = False) -> str:
-    """The line that names the columns."""
-    return _line([title for title, _, _ in columns(full)], columns(full))
-
-
-def line(row: Row, full: bool = False) -> str:
-    """One row as text."""
-    return _line([show(row) for _, _, show in columns(full)], columns(full))
+def verdict(rows: list[Row]) -> str | None:
+    """How good the model is, on rows above 64 KiB, in a comment line; None if it predicted none of them."""
+    ratios = [_predicted_ratio(row) for row in rows if row["bytes"] > 1 << 16]
+    errors = [abs(ratio - 1) for ratio in ratios if ratio is not None]
+    if not errors:
+        return None
+    near = sum(error <= 0.25 for error in errors)
+    return (
+        f"# The model: {near} of {len(errors)} rows above 64 KiB within 25 % of what was measured; "
+        f"median error {statistics.median(errors):.0%}"
+    )
 
 
 def preamble(report: Report) -> list[str]:
@@ -78,15 +129,3 @@ def preamble(report: Report) -> list[str]:
         note = f"{report['ranks']} ranks share {cores()} cores, so these times measure the scheduler as well"
         lines.append(f"# {note}")
     return lines
-
-
-def title(row: Row) -> str:
-    """The comment line above a block of rows that differ in size and algorithm only."""
-    place = ", in place" if row.get("in_place") else ""
-    mode = row.get("mode", "blocking")
-    return f"# {row['collective']}, {row['dtype']}, {mode}, {row['memory']} memory{place}"
-
-
-def block_of(row: Row) -> tuple[Any, ...]:
-    """What makes a new block, with a new title, begin."""
-    return tuple(row.get(name) for name in ("collective", "dtype", "mode", "memory", "in_place"))

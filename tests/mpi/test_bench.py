@@ -3,6 +3,7 @@
 import pytest
 
 from benchlib import ours
+from benchlib.calibrate import SWEEPS, calibrate, lengths
 from benchlib.cases import CASES, DTYPES
 from benchlib.measure import measure
 
@@ -22,12 +23,45 @@ FEW = {"iterations": 3, "warmup": 2, "seconds": 0.0}
 def test_every_form(world, comm, collective, mode, in_place, against):
     if collective not in ours.known_collectives():
         pytest.skip(f"the library has no {collective} yet")
-    form = {"collective": collective, "mode": mode, "in_place": in_place, "against": against}
+    form = {"collective": collective, "modes": [mode], "in_place": in_place, "against": against}
     for nbytes in (0, 1000):
         rows, absent = measure(world, comm, algorithms=["auto"], nbytes=nbytes, **form, **FEW)
         assert absent == {}
         assert [row["wrong"] for row in rows] == [0]
         assert rows[0]["iterations"] == 3
+
+
+def test_several_modes_make_one_race(world, comm):
+    modes = ["blocking", "nonblocking"]
+    rows, absent = measure(
+        world, comm, collective="allreduce", algorithms=["ring", "census"], nbytes=1000, modes=modes, **FEW
+    )
+    assert absent == {}
+    assert [(row["mode"], row["algorithm"]) for row in rows] == [(m, a) for m in modes for a in ("ring", "census")]
+    assert len({(row["mode"], row["native_us"]) for row in rows}) == 2
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "gather", "scatterv", "broadcast"])
+def test_both_memories_make_one_race(world, comm, collective):
+    if not hasattr(comm, "empty"):
+        pytest.skip("the library has no symmetric memory yet")
+    memories = ["plain", "symmetric"]
+    rows, absent = measure(
+        world, comm, collective=collective, algorithms=["auto"], nbytes=1000, memories=memories, **FEW
+    )
+    assert absent == {}
+    assert [(row["memory"], row["wrong"]) for row in rows] == [("plain", 0), ("symmetric", 0)]
+
+
+def test_messages_are_timed_for_the_model(world, comm):
+    ticks = []
+    costs = calibrate(world, comm, "plain", "blocking", 5000, 0.0, lambda: ticks.append(1))
+    assert len(ticks) >= SWEEPS * len(lengths(5000))
+    assert world.allgather(costs) == [costs] * world.Get_size()
+    rows, _ = measure(
+        world, comm, collective="allreduce", algorithms=["auto"], nbytes=64, costs={("plain", "blocking"): costs}, **FEW
+    )
+    assert (rows[0]["predicted_us"] > 0) == (world.Get_size() > 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from benchlib import rows, sizes, table, timing
+from benchlib.calibrate import Costs, predicted_us
 from benchlib.cases import CASES, DTYPES, ROOT, Buffers, elements, parts
+from collectives.networks import Clustered, Line
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -166,14 +168,73 @@ def test_json_holds_what_readers_expect(tmp_path):
 def test_no_native_time_is_null_and_a_dash():
     row = rows.make_row("allreduce", "ring", 2, 8, timing.summarise(np.ones(3)), None, None)
     assert row["native_us"] is None and row["ratio"] is None
-    assert table.line(row).split()[:5] == ["8", "ring", "1.00", "-", "-"]
+    assert table.Look().line(row).split()[:5] == ["8", "ring", "1.00", "-", "-"]
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_table_lines_up_with_its_heading(full):
-    heading, line = table.heading(full), table.line(make_row(), full)
+@pytest.mark.parametrize("memories", [["plain"], ["plain", "symmetric"]])
+@pytest.mark.parametrize("modes", [["blocking"], ["blocking", "persistent"]])
+def test_table_lines_up_with_its_heading(full, memories, modes):
+    look = table.Look(full, memories, modes)
+    heading, line, title = look.heading(), look.line(make_row()), look.title(make_row())
     assert heading.startswith("# Size")
     assert len(line) == len(heading)
+    assert ("Memory" in heading) == (len(memories) > 1) == ("memory" not in title)
+    assert ("Mode" in heading) == (len(modes) > 1) == ("blocking" not in title)
+
+
+def test_the_model_is_judged_by_the_long_rows():
+    told = [make_row() | {"bytes": 1 << 20, "ours_us": 100.0, "predicted_us": us} for us in (76, 100, 140, 250)]
+    told += [make_row(), make_row() | {"bytes": 1 << 20, "predicted_us": None}]  # a short row, and one without
+    assert table.verdict(told).startswith("# The model: 2 of 4 rows above 64 KiB within 25 %")
+    assert table.verdict(told).endswith("median error 32%")
+    assert table.verdict([make_row()]) is None
+
+
+LINES = Costs(Clustered((0, 0, 0, 0), Line(1.0, 1.0), Line(0, 0), Line(0, 0.5)), Line(0, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("setting", "seconds"),
+    [
+        (("allreduce", "recursive_doubling", 4, 100), 2 * (1 + 100 + 50)),
+        (("broadcast", "mst", 4, 100), 2 * (1 + 100)),  # the root works in one array: no copy
+        (("allgather", "circulant", 4, 100), (1 + 25) + (1 + 50) + 250),  # and the own block, copied home
+        (("alltoall", "pairwise", 4, 100), 3 * (1 + 25) + 250),
+        (("reduce_scatter", "circulant", 4, 100), (1 + 50 + 25) + (1 + 25 + 12.5)),
+    ],
+)
+def test_predictions_count_messages_additions_and_the_copy_home(setting, seconds):
+    assert predicted_us(LINES, *setting) == pytest.approx(1e6 * seconds)
+
+
+def test_what_lies_in_place_is_not_copied():
+    assert predicted_us(LINES, "allgather", "circulant", 4, 100, in_place=True) == 77e6
+
+
+def test_symmetric_arrays_are_asked_for_alike_on_all_ranks():
+    """Whoever has less to hold, or nothing, asks for the same shape at the same time."""
+
+    class Rank(Seat):
+        def __init__(self, rank, size):
+            super().__init__(rank, size)
+            self.asked = []
+
+        def allreduce(self, count, op):
+            self.asked.append(count)
+            return 100
+
+        def empty(self, shape, dtype):
+            self.asked.append(shape)
+            return np.empty(shape, dtype)
+
+    for name, case in CASES.items():
+        n = elements(case, 70, 1, 3)
+        ranks = [Rank(rank, 3) for rank in range(3)]
+        for rank in ranks:
+            Buffers(case, rank, n, DTYPES["int8"], "symmetric")
+        assert len({tuple(rank.asked[1::2]) for rank in ranks}) == 1, name
+        assert all(count <= 100 for rank in ranks for count in rank.asked), name
 
 
 def test_merge_takes_medians_over_launches():
@@ -199,6 +260,7 @@ def test_the_race_becomes_a_picture(tmp_path):
 
     race = [make_row() | {"bytes": 8 << k} for k in range(5)]
     race += [row | {"collective": "broadcast", "native_us": None, "ratio": None} for row in race]
+    race += [row | {"memory": "symmetric"} for row in race] + [row | {"mode": "persistent"} for row in race]
     plot_race(tmp_path / "race.png", rows.make_report(4, race))
     plot_training(tmp_path / "curves.png", {"a": ([1.0], [0.5])}, np.ones((10, 8, 8)), 0.95)
     assert (tmp_path / "race.png").stat().st_size > 10_000 < (tmp_path / "curves.png").stat().st_size

@@ -68,9 +68,23 @@ def test_pictures(tmp_path, collective, name, ranks):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("nodes", [["--per-node", "3"], ["--nodes", "a,b,a,b,c,c,c"]])
+@pytest.mark.parametrize("name", ["ring", "hierarchical"])
+def test_pictures_of_nodes(tmp_path, nodes, name):
+    pytest.importorskip("matplotlib")
+    arguments = ("--collective", "allreduce", "--algorithm", name, "--ranks", "7", *nodes)
+    done = script(*arguments, "-o", str(tmp_path / "a.png"))
+    assert done.returncode == 0 and done.stderr == ""
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "allreduce, " + name + ", 7 ranks, 3 nodes" in script(*arguments).stdout
+
+
 @pytest.mark.parametrize(
     "arguments, told",
     [
+        ("--collective allreduce --algorithm ring --per-node 0", "--per-node must be at least 1, found 0"),
+        ("--collective allreduce --algorithm ring --ranks 3 --nodes a,b", "each of 3 ranks, found 2 names"),
+        ("--collective allreduce --algorithm ring --ranks 2 --nodes a,b --per-node 1", "give one of them"),
         ("--collective allreduce --algorithm rink", "known: linear, mst, ring"),
         ("--collective allreduces --algorithm ring", "invalid choice: 'allreduces'"),
         ("--collective allreduce --algorithm ring --ranks 0", "--ranks must be at least 1, found 0"),

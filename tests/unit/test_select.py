@@ -6,7 +6,7 @@ import pytest
 
 from collectives import catalog, select
 from collectives.chunks import Layout, even
-from collectives.costs import BUILT_IN, Costs, Placed, alike, network
+from collectives.costs import BUILT_IN, Costs, alike, network
 from collectives.errors import InvalidArgument
 from collectives.measured import NATIVE, Choice, Key, Table
 from collectives.select import Selector, choose, formula
@@ -99,8 +99,7 @@ def test_each_edge_costs_what_its_wire_does():
     assert alike(None, costs) == costs.shared
     assert alike((0, 1, 2), costs) == costs.network
     mixed = network((0, 0, 1), costs)
-    assert isinstance(mixed, Placed)
-    assert (mixed.edge(0, 1), mixed.edge(1, 2), mixed.gamma) == ((1, 2), (10, 20), 3)
+    assert (mixed.message(0, 1, 5, False), mixed.message(1, 2, 5, False), mixed.combine(5, False)) == (11, 110, 15)
 
 
 def test_the_wire_flips_the_choice():

@@ -8,6 +8,7 @@ import pytest
 
 from collectives import catalog
 from collectives.chunks import Layout, even
+from collectives.networks import Line
 from collectives.semantics import MEANINGS, vector
 from collectives.steps import NOTHING, Copy, Recv, RecvReduce, Reduce, Send, freeze, one, span
 from collectives.walk import Clustered, Event, ScheduleError, Uniform, match, price, prove
@@ -307,13 +308,13 @@ def test_uneven_and_empty_chunks_cost_what_they_weigh():
 
 def test_a_slow_network_between_fast_nodes():
     """Ranks 0, 1 on one node and 2, 3 on the other."""
-    inside, between = (1.0, 0.0), (100.0, 1.0)
-    network = Clustered(2, inside, between, gamma=0.0)
-    assert network.edge(0, 1) == network.edge(3, 2) == inside
-    assert network.edge(1, 2) == network.edge(3, 0) == between
+    inside, between = Line(1.0, 0.0), Line(100.0, 1.0)
+    network = Clustered((0, 0, 1, 1), inside, between, adding=Line(0.0, 0.0))
+    assert network.message(0, 1, 10) == network.message(3, 2, 10) == inside(10)
+    assert network.message(1, 2, 10) == network.message(3, 0, 10) == between(10)
     assert seconds("broadcast", "mst", 4, 8, 0, network) == (100 + 8) + 1  # 0 to 2, then within both
     assert seconds("gather", "linear", 4, 8, 0, network) == 1 + 2 * (100 + 2)  # from 1, then from 2 and from 3
-    assert seconds("allreduce", "recursive_doubling", 4, 8, 0, network) == 1 + (100 + 8)
+    assert seconds("allreduce", "recursive_doubling", 4, 8, 0, network) == 1 + (100 + 2 * 8)  # two share a card
     # Round after round all wait for the two edges between the nodes.
     assert seconds("allgather", "ring", 4, 8, 0, network) == 3 * (100 + 2)
 

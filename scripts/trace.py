@@ -1,0 +1,146 @@
+"""Record one call over all ranks as a trace that ui.perfetto.dev and chrome://tracing open.
+
+    mpirun -n 4 python scripts/trace.py --collective allreduce --algorithm ring --bytes 1M -o out/trace.json
+    python scripts/trace.py --model --ranks 16 --per-node 4 --collective allreduce --algorithm ring -o out/model.json
+
+The first runs the call and records when each step of the program began and ended on every rank, on a clock that all
+ranks share up to half a message's round trip. The second, with --model, records what the alpha-beta-gamma clock plays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from benchlib import costs, launch, ours, traces
+from benchlib.cases import CASES, DTYPES, MEMORIES, Buffers, elements
+from benchlib.model import layout_of
+from benchlib.sizes import format_size, parse_size
+from collectives import catalog
+from collectives.placement import regular
+from collectives.walk import price
+
+WARMUP, PINGS = 5, 50
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; errors are shown by rank 0 and end all ranks."""
+    parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")
+    add("--algorithm", default="ring", metavar="NAME", help="the catalogue's (default ring)")
+    add("--segments", type=int, default=1, metavar="K", help="pipeline K segments of the data (default 1)")
+    add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
+    add("--memory", choices=list(MEMORIES), default="plain", help="where the arrays lie (default plain)")
+    add("-o", "--output", type=Path, default=Path("out/trace.json"), metavar="FILE", help="default out/trace.json")
+    add("--model", action="store_true", help="run nothing: play the ranks on the clock, with these costs")
+    add("--ranks", type=costs.ranks, default=8, metavar="P", help="ranks of the model (default 8)")
+    costs.add_options(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        catalog.find(arguments.collective, arguments.algorithm)
+    except ValueError as error:
+        parser.error(f"argument --algorithm: {error}")
+    if arguments.segments < 1 or (arguments.segments > 1 and arguments.collective == "barrier"):
+        parser.error(f"argument --segments: at least 1, and 1 for a barrier; found {arguments.segments}")
+    return arguments
+
+
+def played(arguments: argparse.Namespace) -> list[traces.Entry]:
+    """The call on the clock of the model."""
+    collective, name, size, segments = (getattr(arguments, n) for n in ("collective", "algorithm", "ranks", "segments"))
+    model = costs.model(arguments)
+    nodes = regular(size, model.per_node)
+    schedules = catalog.build_all(collective, name, size, 0, segments, nodes)
+    layout = layout_of(collective, name, size, arguments.bytes, segments)
+    events = price(schedules, layout, 1, model.of(size), trace=True).trace
+    return [*traces.names(nodes, traces.LANES), *traces.of_model(events, nodes)]
+
+
+def offset(comm: MPI.Intracomm) -> float:
+    """Seconds that this rank's clock is ahead of rank 0's, from the fastest of many round trips. Collective."""
+    rank, ahead = comm.Get_rank(), 0.0
+    for peer in range(1, comm.Get_size()):
+        if rank == 0:
+            best = (float("inf"), 0.0)
+            for _ in range(PINGS):
+                left = time.perf_counter()
+                there = comm.sendrecv(None, peer, source=peer)
+                back = time.perf_counter()
+                best = min(best, (back - left, there - (left + back) / 2))
+            comm.send(best[1], peer)
+        elif rank == peer:
+            for _ in range(PINGS):
+                comm.recv(source=0)
+                comm.send(time.perf_counter(), 0)
+            ahead = comm.recv(source=0)
+    return ahead
+
+
+def timed(calls: tuple[Callable[[], object], ...]) -> list[float]:
+    """Do the calls; when each began, and when the last one ended."""
+    clock = time.perf_counter
+    times = []
+    for call in calls:
+        times.append(clock())
+        call()
+    times.append(clock())
+    return times
+
+
+def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces.Entry] | None:
+    """The call, run: on rank 0 the entries of all ranks, None on others."""
+    comm = ours.communicator(plain)
+    rank, size, nodes = plain.Get_rank(), plain.Get_size(), ours.nodes(comm)
+    collective, name, segments = arguments.collective, arguments.algorithm, arguments.segments
+    case, kind = CASES[collective], DTYPES["float32"]
+    n = 0 if collective == "barrier" else elements(case, arguments.bytes, kind.itemsize, size)
+    buffers = Buffers(case, comm, n, kind, arguments.memory)
+    keywords: dict[str, Any] = {"algorithm": name, "segments": segments}
+    request = getattr(comm, case.method + "_init")(*buffers.args, **keywords)
+    program = request.program
+    for _ in range(WARMUP):
+        buffers.advance()
+        request.Start()
+        request.Wait()
+    ahead = offset(plain)
+    buffers.advance()
+    buffers.poison()
+    plain.Barrier()
+    times = timed(program.calls)
+    if buffers.wrong():
+        raise RuntimeError(f"rank {rank}: the result of the recorded call is wrong")
+    kinds = [traces.kind_of(call, waits) for call, waits in zip(program.calls, program.waits, strict=True)]
+    schedule = catalog.build(collective, name, rank, size, 0, segments, nodes)
+    count = catalog.blocks(collective, name, size) * segments
+    start = plain.allreduce(times[0] - ahead, MPI.MIN)
+    aligned = [moment - ahead - start for moment in times]
+    title = f"{collective}, {name}, {format_size(n * kind.itemsize)} bytes"
+    mine = traces.of_calls(title, rank, nodes[rank], schedule, count, program.begins, kinds, aligned)
+    request.Free()
+    everyone = plain.gather(mine)
+    return None if everyone is None else [*traces.names(nodes), *(entry for entries in everyone for entry in entries)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Record and write."""
+    arguments, plain = parse(argv), MPI.COMM_WORLD
+    if arguments.model:
+        entries = played(arguments) if plain.Get_rank() == 0 else None
+    else:
+        entries = recorded(arguments, plain)
+    if entries is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        about = {name: str(value) for name, value in vars(arguments).items() if name != "output"}
+        traces.write(arguments.output, entries, **about)
+    launch.say(f"{arguments.output} written; ui.perfetto.dev opens it")
+    return 0
+
+
+if __name__ == "__main__":
+    launch.run(main)

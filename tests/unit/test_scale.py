@@ -1,0 +1,122 @@
+"""Very many ranks at once cost what they cost one by one, to the last bit, and what the model does with nodes."""
+
+import random
+
+import numpy as np
+import pytest
+
+from collectives import catalog
+from collectives.chunks import Layout
+from collectives.networks import Clustered, Curve, Line, Twofold
+from collectives.placement import regular
+from collectives.scale import Crowd
+from collectives.semantics import MEANINGS
+from collectives.steps import Recv, Send, freeze, one, span
+from collectives.walk import ScheduleError, Uniform, price
+
+ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
+
+
+class Uneven:
+    """Every edge has costs of its own, in each direction, and they rise where a rank sends and receives at once."""
+
+    cards = None
+
+    def __init__(self, size):
+        chance = np.random.default_rng(size)
+        self.alpha, self.beta = 0.1 + chance.random((size, size)), chance.random((size, size))
+
+    def message(self, source, target, nbytes, both):
+        return self.alpha[source, target] + nbytes * self.beta[source, target] * np.where(both, 1.7, 1.0)
+
+    def combine(self, nbytes, both):
+        return nbytes * np.where(both, 0.3, 0.45)
+
+
+def cluster(size):
+    """Nodes with different numbers of ranks, costs by length."""
+    nodes = tuple(sorted(random.Random(size).randrange(3) for _ in range(size)))
+    inside = Twofold(Line(1.3, 0.1), Line(1.5, 0.3))
+    return Clustered(nodes, inside, Curve((1, 20, 50), (3.0, 5.0, 11.0)), Line(0, 0.21))
+
+
+@pytest.mark.parametrize(("collective", "name"), ENTRIES)
+def test_the_crowd_ends_when_its_ranks_do(collective, name):
+    chance = random.Random(3)
+    for size in (1, 2, 3, 5, 8, 13):
+        nodes = regular(size, 3)
+        for root in {0, size - 1} if MEANINGS[collective].rooted else {0}:
+            for segments in (1,) if collective == "barrier" else (1, 3):
+                schedules = catalog.build_all(collective, name, size, root, segments, nodes)
+                generated = catalog.rounds_of_all(collective, name, size, root, segments, nodes)
+                blocks = catalog.blocks(collective, name, size) * segments
+                layout = Layout.packed([chance.randrange(9) for _ in range(blocks)])
+                crowd = Crowd(generated)
+                for network in (Uneven(size), cluster(size), Uniform(1.1, 0.7, 0.3)):
+                    finish = price(schedules, layout, 4, network).finish
+                    assert tuple(crowd.price(layout, 4, network).tolist()) == finish
+
+
+def test_ranks_that_drift_are_aligned():
+    """Empty rounds strewn in by chance change nothing."""
+    chance = random.Random(5)
+    schedules = catalog.build_all("allreduce", "rabenseifner", 13)
+    drifting = [[steps for it in schedule for steps in [()] * chance.randrange(3) + [it]] for schedule in schedules]
+    layout = Layout.packed([3] * 8)
+    expected = price(schedules, layout, 4, Uneven(13)).finish
+    assert tuple(Crowd(drifting).price(layout, 4, Uneven(13)).tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedules", "told"),
+    [
+        ([[[Send(1, one(0)), Send(1, one(1))]], [[Recv(0, one(0))], [Recv(0, one(1))]]], "in two rounds"),
+        ([[[Send(1, one(0))]], []], "never received"),
+        ([[], [[Recv(0, one(0))]]], "never sent"),
+    ],
+)
+def test_what_a_crowd_cannot_play_is_refused(schedules, told):
+    with pytest.raises(ScheduleError, match=told):
+        Crowd([freeze(schedule) for schedule in schedules])
+
+
+def test_what_the_busiest_rank_moves():
+    crowd = Crowd(catalog.rounds_of_all("broadcast", "linear", 5))
+    assert (crowd.size, crowd.messages, crowd.volume(Layout.packed([2] * 5), 4)) == (5, 4, 4 * 40)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4, 8])
+def test_ranks_of_a_node_share_its_card(per_node):
+    """All ranks of one node send to the other node at once: each gets its share of the card."""
+    size = 2 * per_node
+    schedules = [freeze([[Send(rank + per_node, span(0, size))]]) for rank in range(per_node)]
+    schedules += [freeze([[Recv(rank, span(0, size))]]) for rank in range(per_node)]
+    network = Clustered(regular(size, per_node), Line(1, 1), Line(100, 2), Line(0, 0))
+    layout = Layout.packed([1] * size)
+    expected = (100 + per_node * size * 2,) * size
+    assert price(schedules, layout, 1, network).finish == expected
+    assert tuple(Crowd(schedules).price(layout, 1, network)) == expected
+
+
+def test_a_root_that_sends_to_all_uses_the_cards_alone():
+    """One message after another leaves: nobody shares the card, though all receive in the same round."""
+    network = Clustered(regular(8, 4), Line(0, 0), Line(100, 2), Line(0, 0))
+    layout = Layout.packed([1] * 8)
+    assert price(catalog.build_all("broadcast", "direct", 8), layout, 1, network).seconds == 4 * (100 + 16)
+
+
+def test_curves_are_straight_between_what_was_measured_and_beyond():
+    curve = Curve((10, 20, 40), (1.0, 2.0, 6.0))
+    assert [float(curve(n)) for n in (0, 10, 15, 20, 30, 40, 50)] == [1, 1, 1.5, 2, 4, 6, 8]
+    assert float(Curve((8,), (3.0,))(1000)) == 3
+    assert float(Curve((8, 16), (3.0, 2.0))(1000)) == 2, "what fell by chance does not fall for ever"
+    assert Twofold(curve, Line(0, 1))(np.array([15, 15]), np.array([False, True])).tolist() == [1.5, 15]
+
+
+def test_65536_ranks():
+    """A log-round schedule is built and priced in seconds, and costs what its formula says."""
+    size, nbytes = 1 << 16, 1 << 20
+    crowd = Crowd(catalog.rounds_of_all("broadcast", "mst", size))
+    layout = Layout.packed((nbytes // size,) * size)
+    seconds = crowd.price(layout, 1, Uniform(1024.0, 2.0, 0.0)).max()
+    assert seconds == catalog.find("broadcast", "mst").seconds(size, nbytes, 1024, 2, 0)
