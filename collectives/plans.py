@@ -736,7 +736,7 @@ class Plans:
 
     def _swaps_only(self, call: Call, choice: Choice) -> bool:
         """Whether a message for a message is all that this rank does: then nothing passes through the slots."""
-        if self.node is None or call.source is call.target:
+        if self.node is None or call.source is call.target or choice.algorithm == NATIVE:
             return False
         algorithm, segments = choice
         rounds = build(call.collective, algorithm, self.rank, self.size, call.root, segments, self.nodes)
