@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,16 @@ pairs = np.zeros(5, np.dtype([("val", "f8"), ("loc", "i4")], align=True))
 comm.Allreduce(pairs, pairs.copy(), MPI.MAXLOC)
 comm.Allreduce(np.ones(5, ml_dtypes.bfloat16), np.ones(5, ml_dtypes.bfloat16))
 """,
+    "symmetric arrays are left, some used by what is bound": """
+kept = [comm.empty(1000), comm.zeros((300, 300)), comm.like(large)]
+comm.Allreduce(kept[2], kept[2].copy())
+request = comm.Allreduce_init(kept[2], comm.empty(kept[2].size))
+request.Start()
+request.Wait()
+later = comm.Dup()
+more = later.empty(5000)
+later.Free()
+""",
     "MPI is ended by the program": "comm.Allreduce(small, total)\ncomm.close()\nMPI.Finalize()\n",
 }
 
@@ -161,3 +172,31 @@ def test_debug_mode_from_the_environment():
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("ranks make different calls: rank 0 calls broadcast") == 2
+
+
+KILLED = """
+import os, signal
+large = comm.full(300_000, 1.0)
+comm.Allreduce(MPI.IN_PLACE, large)
+comm.Allreduce_init(large, comm.empty(300_000)).Start()
+comm.Allreduce(small, total)
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+if comm.Get_rank() == n - 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.Barrier()
+comm.Barrier()
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="no /dev/shm")
+def test_a_rank_that_is_killed_leaves_no_shared_memory_behind():
+    """Ours has no name, so it ends with the last process; the window is the MPI's, which cleans up after its ranks."""
+    before = set(os.listdir("/dev/shm"))
+    done = run(KILLED, ranks=3)
+    assert done.stdout.count("ready") == 3, done.stdout
+    assert done.returncode != 0, "the others are ended by the MPI"
+    deadline = time.monotonic() + 10
+    while left := set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < deadline, f"left behind: {sorted(left)}"
+        time.sleep(0.1)
