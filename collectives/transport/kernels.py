@@ -103,12 +103,12 @@ def _end(sendbuf, recvbuf, numbers, how):
     elif operation == 2:
         for i in range(count):
             recvbuf[i] = left[i] * right[i]
-    elif operation == 3:
+    elif operation == 3:  # of zeros of both signs NumPy takes the right one, too
         for i in range(count):
-            recvbuf[i] = left[i] if left[i] >= right[i] or left[i] != left[i] else right[i]
+            recvbuf[i] = left[i] if left[i] > right[i] or left[i] != left[i] else right[i]
     else:
         for i in range(count):
-            recvbuf[i] = left[i] if left[i] <= right[i] or left[i] != left[i] else right[i]
+            recvbuf[i] = left[i] if left[i] < right[i] or left[i] != left[i] else right[i]
     _store(numbers[MY_ACK], number)
     return DONE
 

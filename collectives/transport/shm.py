@@ -233,12 +233,13 @@ class _Arriving:
         ufunc, mine_first = None, False
         for takes in self._takes:
             take = takes[0] if len(takes) == 1 else None
-            if not isinstance(take, partial) or take.keywords or like.nbytes != target.nbytes or not target.nbytes:
+            if not isinstance(take, partial) or like.nbytes != target.nbytes or not target.nbytes:
                 return None
+            arguments = [*take.args, *take.keywords.values()]  # of keywords none but `out` is ever bound
             if take.func is np.copyto:
-                out, array = take.args
-            elif isinstance(take.func, np.ufunc) and len(take.args) == 3:
-                left, right, out = take.args
+                out, array = arguments
+            elif isinstance(take.func, np.ufunc) and len(arguments) == 3:
+                left, right, out = arguments
                 ufunc, mine_first = take.func, _is(left, source)
                 array = right if mine_first else left
                 if not _is(left if mine_first else right, source):

@@ -82,6 +82,10 @@ def _waiting_for_room(edge: Edge, parts: Parts) -> Halves:
     return begin, Wait(wait, test)
 
 
+def _join(ufunc: np.ufunc, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+    ufunc(left, right, out=out)  # NumPy 2.4 deprecates the third position of some
+
+
 class Swap:
     """At most one short message out and one in, which is all that some programs do.
 
@@ -148,7 +152,7 @@ class Swap:
         return _waiting_for_room(self._out.edge, parts)
 
     def _ends(self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray) -> _Ends | None:
-        if self._out is None and self._into is None:
+        if (self._out is None and self._into is None) or sent.shape != received.shape:
             return None
         outgoing = None if self._out is None else self._out.outgoing(source, sent)
         incoming = None if self._into is None else self._into.incoming(source, target, received)
@@ -281,6 +285,7 @@ class _Ends:
             return None
         edge, flags = self._into.edge, self._into.flags
         (arrays, ufunc, mine_first), told = self._incoming, self._told
+        join = ufunc if ufunc not in (np.maximum, np.minimum) else partial(_join, ufunc)
         counts, mine, theirs, my_ack = edge.counts, edge.mine, edge.theirs, edge.my_ack
 
         def end(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
@@ -297,9 +302,9 @@ class _Ends:
             if ufunc is None:
                 recvbuf[...] = arrays[slot]
             elif mine_first:
-                ufunc(sendbuf, arrays[slot], recvbuf)
+                join(sendbuf, arrays[slot], recvbuf)
             else:
-                ufunc(arrays[slot], sendbuf, recvbuf)
+                join(arrays[slot], sendbuf, recvbuf)
             mine[my_ack] = number
 
         def there() -> bool:
