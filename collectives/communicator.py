@@ -298,8 +298,9 @@ class Communicator(PointToPoint):
         shape = tuple(map(index, shape)) if isinstance(shape, Iterable) else (index(shape),)
         if min(shape, default=0) < 0:
             raise InvalidArgument(MPI.ERR_ARG, f"shape: expected no negative lengths, found {shape}")
-        nbytes = prod(shape) * dtype.itemsize
-        return self._living().allocate(nbytes).view(dtype).reshape(shape)
+        nbytes, plans = prod(shape) * dtype.itemsize, self._living()
+        until(plans.comm.Ibarrier().Test)  # others may have to wait before for what this rank has under way
+        return plans.allocate(nbytes).view(dtype).reshape(shape)
 
     def zeros(self, shape: Any, dtype: Any = float) -> np.ndarray:
         """As `empty`, filled with zeros."""

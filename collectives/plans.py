@@ -334,8 +334,8 @@ _DONE, _NO = compiled.DONE, compiled.NO
 WORTH_COMPILING = 100
 """Swaps of short messages after which they are compiled: it takes a second, or less if it was done before."""
 
-_SMALL, _LARGE = 9, 13
-"""Length of the key of a call that is known by its addresses too."""
+_QUICK, _SMALL, _LARGE = 7, 9, 13
+"""Lengths of the keys of a call: as far as sendbuf's shape and dtype, recvbuf's too, and their addresses."""
 
 
 def _key_without(
@@ -430,17 +430,18 @@ class Plans:
         key: tuple[Any, ...]
         if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
             if self._quick and not under_way:
+                said = _NO
                 try:
-                    quick = self._quick.get((name, id(op), root, algorithm, segments, sendbuf.nbytes))
+                    quick = self._quick.get((name, id(op), root, algorithm, segments, sendbuf.shape, sendbuf.dtype))
                     if quick is not None:
                         said = quick[0](sendbuf, recvbuf, quick[1], quick[2])
-                        if said == _DONE:
-                            return ()
-                        if said != _NO:
-                            quick.finish(said, sendbuf, recvbuf)
-                            return ()
                 except TypeError:  # something that cannot be looked up, or other arrays than were compiled for
                     pass
+                if said == _DONE:
+                    return ()
+                if said != _NO:
+                    quick.finish(said, sendbuf, recvbuf)
+                    return ()
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
             try:
@@ -469,9 +470,7 @@ class Plans:
         try:
             if swap is not None and not under_way:
                 swap(sendbuf, recvbuf)
-                self._swaps += 1
-                if self._swaps == WORTH_COMPILING and compiled.available():
-                    self._again = {key: again for key, again in self._again.items() if again.swap is None}
+                self._swapped()
                 return ()
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
@@ -488,7 +487,20 @@ class Plans:
             finish(recvbuf)
         elif store is not None:
             recvbuf[...] = store
+        if origin.program.swap is not None:
+            self._swapped()
         return ()
+
+    def _swapped(self) -> None:
+        """Count the swaps: if there are many, they are bound anew, and compiled."""
+        self._swaps += 1
+        if self._swaps == WORTH_COMPILING and compiled.available():
+            for key in [key for key, kept in self._bound.items() if _program(kept).swap is not None]:
+                self._forget(key).free()
+
+    @property
+    def _compiles(self) -> bool:
+        return self._swaps >= WORTH_COMPILING and compiled.available()
 
     def _know(self, known: tuple[Any, ...], sendbuf: Any, recvbuf: Any, op: MPI.Op, bound: Hashable) -> None:
         """Remember that calls with such arguments are this program's."""
@@ -512,11 +524,10 @@ class Plans:
         program, swap = kept.program, None
         if program.swap is not None and type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
             swap = program.swap.between(kept.source, kept.target, sendbuf, recvbuf)
-            if self._swaps >= WORTH_COMPILING and compiled.available():
-                quick = program.swap.compiled(kept.source, kept.target, sendbuf, recvbuf)
-                if quick is not None:
-                    self._quick[*known[:5], sendbuf.nbytes] = quick
-                    self._quickly[*known[:5], sendbuf.nbytes] = program
+            quick = program.swap.compiled(kept.source, kept.target, sendbuf, recvbuf) if self._compiles else None
+            if quick is not None:
+                self._quick[known[:_QUICK]] = quick
+                self._quickly[known[:_QUICK]] = program
         calls, finish = program.calls, _finisher(program.calls, store)
         if finish is not None:
             calls = calls[:-1]
@@ -661,7 +672,8 @@ class Plans:
         far = Persistent(self.comm, tag)
         if self.node is None or channel >= CHANNELS:
             return far
-        return Nearest(Shared(self.node, channel, self._edges[channel]), far)
+        compiles = form == "persistent" or self._compiles
+        return Nearest(Shared(self.node, channel, self._edges[channel], compiles), far)
 
     def _bind(
         self,
@@ -744,11 +756,15 @@ class Plans:
 
     def _swaps_only(self, call: Call, choice: Choice) -> bool:
         """Whether a message for a message is all that this rank does: then nothing passes through the slots."""
-        if self.node is None or call.source is call.target or choice.algorithm == NATIVE:
+        if call.source is None or call.target is None or call.source is call.target:
+            return False
+        if self.node is None or choice.algorithm == NATIVE:
             return False
         algorithm, segments = choice
         rounds = build(call.collective, algorithm, self.rank, self.size, call.root, segments, self.nodes)
         steps = [step for steps in rounds for step in steps]
+        if sum(map(bool, rounds)) > 1:
+            return False
         kinds = [isinstance(step, Send) for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
         return len(kinds) == len(steps) and kinds.count(True) <= 1 and kinds.count(False) <= 1
 

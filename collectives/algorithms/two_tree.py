@@ -84,6 +84,29 @@ def _turns(places: int) -> tuple[int, ...]:
     return tuple(turns)
 
 
+def _following(time: int, place: int, tree: int, turns: tuple[int, ...]) -> int:
+    """When a place gets what its parent got at a time: in its next turn."""
+    return time + 1 + (time + 1 + turns[place] + tree) % 2
+
+
+@lru_cache(maxsize=8)
+def _last(places: int) -> int:
+    """When the last place gets its first part of a half, whichever half that is."""
+    turns, last = _turns(places), 0
+    for tree in (0, 1):
+        parts = [(0, (places + tree) // 2, -1)]
+        while parts:
+            start, stop, time = parts.pop()
+            top = _top(start, stop, places, tree)
+            if top:
+                time = _following(time, top, tree, turns)
+                last = max(last, time)
+            if start < stop:
+                middle = (start + stop) // 2
+                parts += [(start, middle, time), (middle + 1, stop, time)]
+    return last
+
+
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
     """Each half of the vector goes down a tree of its own; a rank passes on one half and takes in both.
 
@@ -96,21 +119,16 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
     for tree in (0, 1):
         way, children = _way((rank - root) % size, size - 1, tree)
         time = -1
-
-        def following(time: int, place: int, tree: int = tree) -> int:
-            """When a place gets what its parent got at a time: in its next turn."""
-            return time + 1 + (time + 1 + turns[place] + tree) % 2
-
         for place in way:
-            time = following(time, place)
+            time = _following(time, place, tree, turns)
         for segment in range(segments):
             chunk, later = one(tree * segments + segment), 2 * segment
             if way:
                 parent = way[-2] if len(way) > 1 else 0
                 rounds[time + later].append(Recv((parent + root) % size, chunk))
             for child in children:
-                rounds[following(time, child) + later].append(Send((child + root) % size, chunk))
-    for time in range(max(rounds) + 1):
+                rounds[_following(time, child, tree, turns) + later].append(Send((child + root) % size, chunk))
+    for time in range(_last(size - 1) + 2 * segments - 1):  # on all ranks as many, so that they are aligned backwards
         yield rounds[time]
 
 

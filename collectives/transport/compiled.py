@@ -13,8 +13,8 @@ from importlib.util import find_spec
 
 import numpy as np
 
-DONE, NO, LATE, ELSEWHERE, UNTAKEN = range(5)
-"""What a compiled swap says: it is done; it has done nothing at all; it has sent, but nothing has come so far; what has
+NO, DONE, LATE, ELSEWHERE, UNTAKEN = range(5)
+"""What a compiled swap says: it has done nothing at all; it is done; it has sent, but nothing has come so far; what has
 come lies where only Python finds it; all has come, but the peer still reads what was sent."""
 
 SEEN = 1 << 13

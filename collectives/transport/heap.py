@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import weakref
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,9 @@ LINE = 128
 
 PAGE = 1 << 21
 """Segments are multiples of a huge page."""
+
+AHEAD = 1 << 28
+"""Bytes up to which a new segment may be as large as all before it, so that there are few."""
 
 POPULATE = 23
 """Linux's MADV_POPULATE_WRITE: get all pages now, or say that there are not enough."""
@@ -73,8 +77,9 @@ def _available() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             limits = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
-        most, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
-        limits.append(int(most) - int(used))
+        most, used, kinds = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cached = [int(line.split()[1]) for line in kinds.splitlines() if line.startswith(("active_file", "inactive_file"))]
+        limits.append(int(most) - int(used) + sum(cached))  # what is cached of files gives way
     except (OSError, ValueError):
         return min(limits, default=None)  # no limit for this container, or not a system with such files
     return min(limits)
@@ -114,6 +119,7 @@ class Heap:
         self._gaps: list[_Gaps] = []
         self._seen: list[list[Segment]] = [[] for _ in range(1 if neighbours is None else neighbours.Get_size())]
         self._arrays: dict[tuple[int, int], weakref.ref[np.ndarray]] = {}  # by segment and start in it
+        self._back: deque[tuple[int, int, int]] = deque()  # what was given back, at any moment, and is not yet free
 
     def seen(self, place: int, address: int, nbytes: int) -> np.ndarray | None:
         """What the neighbour has at the address, if it lies in memory that this rank sees."""
@@ -141,12 +147,14 @@ class Heap:
         OutOfMemory
             On all ranks, if one of them cannot have its share.
         """
-        room = -(-nbytes // LINE) * LINE
+        room = max(1, -(-nbytes // LINE)) * LINE
+        while self._back:
+            index, start, length = self._back.popleft()
+            self._gaps[index].give(start, length)
         found = self._fit(room)
-        wanted = self._comm.allreduce(0 if found is not None else room, MPI.MAX)
-        if wanted:
+        if self._comm.allreduce(found is None, MPI.LOR):
             try:
-                self._grow(max(wanted, min(self._size, 1 << 28)))
+                self._grow(room if found is None else 0)
             except OutOfMemory:
                 if found is not None:
                     self._gaps[found[0]].give(found[1], room)
@@ -158,10 +166,6 @@ class Heap:
         self._arrays[found] = weakref.ref(array, partial(self._gone, index, start, room))
         return array
 
-    @property
-    def _size(self) -> int:
-        return sum(segment.memory.size for segment in self._mine)
-
     def _fit(self, room: int) -> tuple[int, int] | None:
         for index, gaps in enumerate(self._gaps):
             start = gaps.take(room)
@@ -171,55 +175,54 @@ class Heap:
 
     def _gone(self, index: int, start: int, room: int, _: object) -> None:
         if self._arrays.pop((index, start), None) is not None:  # not after `free`
-            self._gaps[index].give(start, room)
+            self._back.append((index, start, room))
 
-    def _grow(self, nbytes: int) -> None:
-        """A segment more for every rank."""
-        nbytes = -(-nbytes // PAGE) * PAGE
-        descriptor, memory, trouble = -1, None, self._too_much(nbytes)
-        if trouble is None:
-            try:
-                descriptor, memory = _make(nbytes)
-            except (OSError, MemoryError, OverflowError, ValueError) as error:
-                trouble = str(error)
-        troubles = self._comm.allgather(trouble)
-        if any(troubles):
+    def _grow(self, room: int) -> None:
+        """A segment more for every rank that lacks room; a generous one, or else one that is just large enough."""
+        lacking = -(-room // PAGE) * PAGE
+        generous = max(lacking, min(sum(segment.memory.size for segment in self._mine), AHEAD)) if room else 0
+        troubles: list[tuple[int, str | None]] = []
+        for nbytes in (generous, lacking):
+            descriptor, memory, trouble = -1, None, self._too_much(nbytes)
+            if trouble is None and nbytes:
+                try:
+                    descriptor, memory = _make(nbytes)
+                except (OSError, MemoryError, OverflowError, ValueError) as error:
+                    trouble = str(error)
+            troubles = self._comm.allgather((nbytes, trouble))
+            if not any(trouble for _, trouble in troubles):
+                self._share(descriptor, memory)
+                return
             if descriptor >= 0:
                 os.close(descriptor)
-            rank = next(rank for rank, trouble in enumerate(troubles) if trouble)
-            raise OutOfMemory(MPI.ERR_NO_MEM, f"{nbytes} bytes of shared memory for each rank: rank {rank} cannot have "
-                              f"them, {troubles[rank]}")  # fmt: skip
-        assert memory is not None
-        whole: np.ndarray = np.frombuffer(memory, np.uint8)
-        segment = Segment(MPI.Get_address(whole), whole)
-        self._mine.append(segment)
-        self._gaps.append(_Gaps(nbytes))
-        self._share(descriptor, segment)
+        rank, nbytes, trouble = next((rank, *told) for rank, told in enumerate(troubles) if told[1])
+        raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have {nbytes} bytes of shared memory: {trouble}")
 
     def _too_much(self, nbytes: int) -> str | None:
-        """What is wrong with so many bytes for every rank of the node."""
-        ranks = len(self._seen)
+        """What is wrong with so many bytes for this rank, and as many as its neighbours want for them."""
+        together = nbytes if self._neighbours is None else self._neighbours.allreduce(nbytes)
         available = _available()
-        if available is None or nbytes * ranks <= available:
+        if available is None or together <= available or not nbytes:
             return None
-        return f"its node has {available} bytes left for {ranks} ranks"
+        return f"its node has {available} bytes left, and {together} are asked for"
 
-    def _share(self, descriptor: int, segment: Segment) -> None:
-        """Let the neighbours map the segment, and map theirs: all of them, or nobody's is seen any more."""
-        if self._neighbours is None:
-            return
-        token = secrets.token_bytes(16)
-        segment.memory[:16] = np.frombuffer(token, np.uint8)
-        told = self._neighbours.allgather((os.getpid(), descriptor, segment.base, token))
-        theirs: list[Segment] = []
-        for pid, number, base, sign in told:
-            mapped = _map(pid, number, segment.memory.size) if number >= 0 else None
-            if mapped is None or mapped[:16].tobytes() != sign:
-                break
-            theirs.append(Segment(base, mapped))
-        if self._neighbours.allreduce(len(theirs) == len(told), MPI.LAND):
-            for seen, other in zip(self._seen, theirs, strict=True):
-                seen.append(other)
+    def _share(self, descriptor: int, memory: mmap.mmap | None) -> None:
+        """Take the memory as a segment, let the neighbours map it, and map theirs: all of them, or nobody's."""
+        token, mine = secrets.token_bytes(16), None
+        if memory is not None:
+            whole: np.ndarray = np.frombuffer(memory, np.uint8)
+            mine = Segment(MPI.Get_address(whole), whole)
+            self._mine.append(mine)
+            self._gaps.append(_Gaps(whole.size))
+            whole[:16] = np.frombuffer(token, np.uint8)
+        if self._neighbours is not None:
+            base, nbytes = (0, 0) if mine is None else (mine.base, mine.memory.size)
+            told = self._neighbours.allgather((os.getpid(), descriptor, base, nbytes, token))
+            theirs = [_segment(*one) if one[3] else None for one in told]
+            able = all(one is not None or not nbytes for one, (*_, nbytes, _) in zip(theirs, told, strict=True))
+            if self._neighbours.allreduce(able, MPI.LAND):
+                for seen, other in zip(self._seen, theirs, strict=True):
+                    seen.extend([] if other is None else [other])
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -228,6 +231,7 @@ class Heap:
         self._gaps, self._mine = [], []
         self._seen = [[] for _ in self._seen]
         self._arrays.clear()
+        self._back.clear()
 
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap]:
@@ -243,6 +247,12 @@ def _make(nbytes: int) -> tuple[int, mmap.mmap]:
         os.close(descriptor)
         raise
     return descriptor, memory
+
+
+def _segment(pid: int, number: int, base: int, nbytes: int, token: bytes) -> Segment | None:
+    """Another process's segment, known by the token at its beginning; None if it may not be had."""
+    mapped = _map(pid, number, nbytes) if number >= 0 else None
+    return None if mapped is None or mapped[:16].tobytes() != token else Segment(base, mapped)
 
 
 def _map(pid: int, number: int, nbytes: int) -> np.ndarray | None:

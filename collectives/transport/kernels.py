@@ -118,12 +118,12 @@ def _end(sendbuf, recvbuf, numbers, how):
     elif operation == 2:
         for i in range(count):
             recvbuf[i] = left[i] * right[i]
-    elif operation == 3:
+    elif operation == 3:  # of zeros of both signs NumPy takes the right one, too
         for i in range(count):
-            recvbuf[i] = left[i] if left[i] >= right[i] or left[i] != left[i] else right[i]
+            recvbuf[i] = left[i] if left[i] > right[i] or left[i] != left[i] else right[i]
     else:
         for i in range(count):
-            recvbuf[i] = left[i] if left[i] <= right[i] or left[i] != left[i] else right[i]
+            recvbuf[i] = left[i] if left[i] < right[i] or left[i] != left[i] else right[i]
     _store(numbers[MY_ACK], number)
     return DONE
 
@@ -142,9 +142,10 @@ def _begin(sendbuf, recvbuf, numbers, how):
     nbytes = how >> 8
     if sendbuf.size * sendbuf.itemsize != nbytes or recvbuf.size != sendbuf.size:
         return NO
-    tells = False
+    address, target, tells = sendbuf.ctypes.data, recvbuf.ctypes.data, False
+    if how & SENDS and how & RECEIVES and address < target + nbytes and target < address + nbytes:
+        return NO  # which is refused with an error, or was not meant by the schedule
     if how & SENDS:
-        address = sendbuf.ctypes.data
         tells = nbytes >= SEEN and _shown(address, nbytes, numbers)
         if not tells and nbytes > numbers[CELL_BYTES]:
             return NO

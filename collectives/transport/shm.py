@@ -216,6 +216,8 @@ class _Arriving:
         else:
             for take in self._fetch(tuple(words[at + 1 : at + 1 + 2 * (flag - wanted)])):
                 take()
+        if self._fence is not None:
+            self._fence()  # all of it was read before the sender learns that it may write there again
         self._number = 0
         edge.awaited.popleft()
         edge.mine[edge.my_ack] = number
@@ -229,12 +231,13 @@ class _Arriving:
         ufunc, mine_first = None, False
         for takes in self._takes:
             take = takes[0] if len(takes) == 1 else None
-            if not isinstance(take, partial) or take.keywords or like.nbytes != target.nbytes or not target.nbytes:
+            if not isinstance(take, partial) or like.nbytes != target.nbytes or not target.nbytes:
                 return None
+            arguments = [*take.args, *take.keywords.values()]  # of keywords none but `out` is ever bound
             if take.func is np.copyto:
-                out, array = take.args
-            elif isinstance(take.func, np.ufunc) and len(take.args) == 3:
-                left, right, out = take.args
+                out, array = arguments
+            elif isinstance(take.func, np.ufunc) and len(arguments) == 3:
+                left, right, out = arguments
                 ufunc, mine_first = take.func, _is(left, source)
                 array = right if mine_first else left
                 if not _is(left if mine_first else right, source):
@@ -333,10 +336,13 @@ class _Fetch:
 
 
 class Shared:
-    """One channel of the node's mailboxes, for one rank: the wire between neighbours."""
+    """One channel of the node's mailboxes, for one rank: the wire between neighbours.
 
-    def __init__(self, node: Node, channel: int, edges: dict[int, Edge]) -> None:
-        self._node, self._channel, self._edges = node, channel, edges
+    `compiles` says whether its swaps will be done often enough to be compiled.
+    """
+
+    def __init__(self, node: Node, channel: int, edges: dict[int, Edge], compiles: bool = False) -> None:
+        self._node, self._channel, self._edges, self._compiles = node, channel, edges, compiles
 
     def _edge(self, peer: int) -> Edge:
         edge = self._edges.get(peer)
@@ -422,7 +428,7 @@ class Shared:
         into = [message for message in messages if isinstance(message, _Arriving)]
         if self._node.fence is not None or len(out) + len(into) < len(messages) or len(out) > 1 or len(into) > 1:
             return None
-        return Swap(out[0] if out else None, into[0] if into else None)
+        return Swap(out[0] if out else None, into[0] if into else None, self._channel > 0, self._compiles)
 
     def free(self) -> None:
         """The mailboxes are the node's."""

@@ -46,11 +46,54 @@ class Arriving(Protocol):
         ...
 
 
-class Swap:
-    """At most one short message out and one in, which is all that some programs do."""
+class Parts(NamedTuple):
+    """A swap in parts: `leave` sends and says so, or says that there is no room; `end` takes what comes."""
 
-    def __init__(self, out: Leaving | None, into: Arriving | None) -> None:
-        self._out, self._into = out, into
+    leave: Callable[[], bool]
+    end: Wait
+
+
+Halves = tuple[Callable[[], object] | None, Wait]
+
+_NOTHING = Wait(lambda: None, lambda: True)
+
+
+def _waiting_for_room(edge: Edge, parts: Parts) -> Halves:
+    """What begins a swap and never waits, and what ends it: there the message leaves if there was no room for it."""
+    leave, (end, ended) = parts
+    left = True
+
+    def begin() -> None:
+        nonlocal left
+        left = leave()
+
+    def wait() -> None:
+        nonlocal left
+        while not left:
+            edge.acknowledged(edge.counts[SENT] + 1 - CELLS)
+            left = leave()
+        end()
+
+    def test() -> bool:
+        nonlocal left
+        left = left or leave()
+        return left and ended()
+
+    return begin, Wait(wait, test)
+
+
+def _join(ufunc: np.ufunc, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+    ufunc(left, right, out=out)  # NumPy 2.4 deprecates the third position of some
+
+
+class Swap:
+    """At most one short message out and one in, which is all that some programs do.
+
+    `alone` says that no other messages travel between the two, and `compiles` that it is done often enough.
+    """
+
+    def __init__(self, out: Leaving | None, into: Arriving | None, alone: bool, compiles: bool) -> None:
+        self._out, self._into, self._alone, self._compiles = out, into, alone, compiles
 
     def between(
         self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
@@ -93,30 +136,25 @@ class Swap:
         ends = self._ends(source, target, sent, received)
         return None if ends is None else ends.compiled(sent, received)
 
-    def halves(self, source: np.ndarray, target: np.ndarray) -> tuple[Callable[[], object] | None, Wait | None] | None:
+    def halves(self, source: np.ndarray, target: np.ndarray) -> Halves | None:
         """What begins the swap of the program's own memory, and what ends it; None if it is no such swap."""
         ends = self._ends(source, target, source, target)
         if ends is None:
             return None
-        quick = ends.compiled(source, target) if compiled.available() and source.nbytes < compiled.SEEN else None
-        if quick is not None:
-            return quick.halves(source, target)
-        begin, last = ends.begin(), ends.end()
-        first = None if begin is None else partial(begin, source)
-        if last is None:
-            return first, None
-        end, there = last
-
-        def test() -> bool:
-            if not there():
-                return False
-            end(source, target)
-            return True
-
-        return first, Wait(partial(end, source, target), test)
+        quick = None
+        if self._compiles and compiled.available() and source.nbytes < compiled.SEEN:
+            quick = ends.compiled(source, target)
+        parts = ends.parts(source, target) if quick is None else quick.parts(source, target)
+        if self._out is None:
+            return None, parts.end
+        # Who has a stream for itself and swaps has had the peer's last message, so the one before it was taken, and
+        # there is always room.
+        if self._alone and self._into is not None:
+            return parts.leave, parts.end
+        return _waiting_for_room(self._out.edge, parts)
 
     def _ends(self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray) -> _Ends | None:
-        if self._out is None and self._into is None:
+        if (self._out is None and self._into is None) or sent.shape != received.shape:
             return None
         outgoing = None if self._out is None else self._out.outgoing(source, sent)
         incoming = None if self._into is None else self._into.incoming(source, target, received)
@@ -164,42 +202,25 @@ class Compiled(NamedTuple):
         if counts[TOLD] > counts[ACKED]:
             edge.acknowledged(counts[TOLD])
 
-    def halves(self, source: np.ndarray, target: np.ndarray) -> tuple[Callable[[], object] | None, Wait | None]:
-        """What begins the swap between these arrays, and what ends it."""
-        first: Callable[[], object] | None = None
-        last: Wait | None = None
+    def parts(self, source: np.ndarray, target: np.ndarray) -> Parts:
+        """Its parts between these arrays."""
         sends, receives = self.how & ~compiled.RECEIVES, self.how & ~compiled.SENDS
-        if self.how & compiled.SENDS:
-            begin, room = partial(self.begin, source, target, self.numbers, sends), self._room
+        begin = partial(self.begin, source, target, self.numbers, sends)
+        end, finish, edge = partial(self.begin, source, target, self.numbers, receives), self.finish, self.edge
 
-            def when_there_is_room() -> None:
-                while begin() == compiled.NO:
-                    room()
+        def wait() -> None:
+            said = end()
+            if said != compiled.DONE:
+                finish(said, source, target)
 
-            # Who swaps has had the peer's last message, so the one before it was taken, and there is always room.
-            first = begin if self.how & compiled.RECEIVES else when_there_is_room
-        if self.how & compiled.RECEIVES:
-            end, finish = partial(self.begin, source, target, self.numbers, receives), self.finish
+        def test() -> bool:
+            number = edge.counts[GOT] + 1
+            if edge.theirs[edge.inbox + (number & MASK) * WORDS] < number * KIND:
+                return False
+            finish(compiled.LATE, source, target)
+            return True
 
-            def wait() -> None:
-                said = end()
-                if said != compiled.DONE:
-                    finish(said, source, target)
-
-            def test() -> bool:
-                edge, number = self.edge, self.edge.counts[GOT] + 1
-                if edge.theirs[edge.inbox + (number & MASK) * WORDS] < number * KIND:
-                    return False
-                finish(compiled.LATE, source, target)
-                return True
-
-            last = Wait(wait, test)
-        return first, last
-
-    def _room(self) -> None:
-        """Wait until the slot and the cell of the next message are free."""
-        edge, nbytes = self.edge, self.how >> 8
-        edge.acknowledged(edge.counts[SENT] + 1 - (SLOTS if nbytes <= INLINE else CELLS))
+        return Parts(begin, Wait(wait, test) if self.how & compiled.RECEIVES else _NOTHING)
 
 
 class _Ends:
@@ -226,6 +247,28 @@ class _Ends:
         (edge,) = edges
         return Compiled(begin, edge.numbers, how, edge, end, self._told)
 
+    def parts(self, source: np.ndarray, target: np.ndarray) -> Parts:
+        """Its parts between these arrays."""
+        begin, last = self.begin(), self.end()
+
+        def leave() -> bool:
+            if begin is None or self._out is None or not self._out.edge.has_room():
+                return False
+            begin(source)
+            return True
+
+        if last is None:
+            return Parts(leave, _NOTHING)
+        end, there = last
+
+        def test() -> bool:
+            if not there():
+                return False
+            end(source, target)
+            return True
+
+        return Parts(leave, Wait(partial(end, source, target), test))
+
     def begin(self) -> Callable[[np.ndarray], None] | None:
         """``begin(sendbuf)`` sends."""
         if self._out is None:
@@ -249,6 +292,7 @@ class _Ends:
             return None
         edge, flags = self._into.edge, self._into.flags
         (arrays, ufunc, mine_first), told = self._incoming, self._told
+        join = ufunc if ufunc not in (np.maximum, np.minimum) else partial(_join, ufunc)
         counts, mine, theirs, my_ack = edge.counts, edge.mine, edge.theirs, edge.my_ack
 
         def end(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
@@ -265,9 +309,9 @@ class _Ends:
             if ufunc is None:
                 recvbuf[...] = arrays[slot]
             elif mine_first:
-                ufunc(sendbuf, arrays[slot], recvbuf)
+                join(sendbuf, arrays[slot], recvbuf)
             else:
-                ufunc(arrays[slot], sendbuf, recvbuf)
+                join(arrays[slot], sendbuf, recvbuf)
             mine[my_ack] = number
 
         def there() -> bool:

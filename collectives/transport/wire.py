@@ -94,7 +94,7 @@ class Swapping(Protocol):
         """The same as one compiled call, ``begin(sendbuf, recvbuf, numbers, how)`` and what goes with it; or None."""
         ...
 
-    def halves(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait | None] | None:
+    def halves(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait] | None:
         """What begins the swap of the bound memory and what ends it; or None."""
         ...
 

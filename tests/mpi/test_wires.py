@@ -1,29 +1,91 @@
 """The wires over MPI keep the contract that the loopback keeps."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 from mpi4py import MPI
 from wires import CONTRACT
 
+from collectives.buffers import view
+from collectives.transport import shm
 from collectives.transport.heap import Heap
 from collectives.transport.mailbox import Node
 from collectives.transport.mpi import Immediate, Persistent
 from collectives.transport.shm import Nearest, Shared
+from collectives.transport.wire import Piece
 
 WIRES = {
     "persistent": lambda comm, node: Persistent(comm, 3),
     "immediate": lambda comm, node: Immediate(comm),
     "shared": lambda comm, node: Nearest(Shared(node, 1, {}), Persistent(comm, 3)),
+    "weakly ordered": lambda comm, node: Nearest(Shared(fenced(node), 1, {}), Persistent(comm, 3)),
+    "symmetric": lambda comm, node: Told(node, Nearest(Shared(unreadable(node), 1, {}), Persistent(comm, 3))),
+    "symmetric, weakly ordered": lambda comm, node: Told(
+        node, Nearest(Shared(unreadable(fenced(node)), 1, {}), Persistent(comm, 3))
+    ),
 }
+
+
+def fenced(node):
+    """As on processors that need a fence, which may do nothing on those of the x86 family."""
+    node.fence = lambda: None
+    return node
+
+
+class Unreadable:
+    """A process whose memory cannot be read."""
+
+    def read(self, *_):
+        raise OSError("this memory is private")
+
+
+def unreadable(node):
+    """As where the kernel lets no rank read another's memory."""
+    node.reads = False
+    node.readers = [Unreadable() for _ in node.readers]
+    return node
+
+
+class Told:
+    """A wire whose messages leave out of symmetric memory, into which they are copied as they start."""
+
+    def __init__(self, node, wire):
+        self._wire, self._room, self._used = wire, node.heap.allocate(1 << 23), 0
+        self._copies = {}
+
+    def send(self, peer, pieces, stays=True):
+        copies, seen = [], []
+        for address, nbytes in pieces:
+            array = self._room[self._used : self._used + nbytes]
+            self._used += nbytes
+            copies.append(partial(np.copyto, array, view(address, nbytes, np.dtype(np.uint8))))
+            seen.append(Piece(array.ctypes.data, nbytes))
+        message = self._wire.send(peer, seen, stays)
+        assert isinstance(message, shm._Told) or not sum(nbytes for _, nbytes in pieces)
+        self._copies[message] = copies
+        return message
+
+    def starting(self, messages):
+        copies = [copy for message in messages for copy in self._copies.get(message, ())]
+        return [*copies, *self._wire.starting(messages)]
+
+    def __getattr__(self, name):
+        return getattr(self._wire, name)
 
 
 @pytest.mark.parametrize("kind", WIRES)
 @pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
-def test_contract(world, kind, program):
+def test_contract(world, monkeypatch, kind, program):
+    if kind.startswith("symmetric"):
+        monkeypatch.setattr(shm, "SEEN", 1)
     own = world.Dup()
     neighbours = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED))
-    node = Node(neighbours, own.Get_rank(), Heap(own, neighbours))
+    heap = Heap(own, neighbours)
+    node = Node(neighbours, own.Get_rank(), heap)
     wire = WIRES[kind](own, node)
     program(world.rank, world.size, wire)
     wire.free()
+    heap.free()
     node.free()
     own.Free()

@@ -4,10 +4,12 @@ Each test runs a small program under mpiexec. MPICH's own search for leaks is on
 of our own, after all else, at every request and every communicator that the library ever made.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,16 @@ pairs = np.zeros(5, np.dtype([("val", "f8"), ("loc", "i4")], align=True))
 comm.Allreduce(pairs, pairs.copy(), MPI.MAXLOC)
 comm.Allreduce(np.ones(5, ml_dtypes.bfloat16), np.ones(5, ml_dtypes.bfloat16))
 """,
+    "symmetric arrays are left, some used by what is bound": """
+kept = [comm.empty(1000), comm.zeros((300, 300)), comm.like(large)]
+comm.Allreduce(kept[2], kept[2].copy())
+request = comm.Allreduce_init(kept[2], comm.empty(kept[2].size))
+request.Start()
+request.Wait()
+later = comm.Dup()
+more = later.empty(5000)
+later.Free()
+""",
     "MPI is ended by the program": "comm.Allreduce(small, total)\ncomm.close()\nMPI.Finalize()\n",
 }
 
@@ -161,3 +173,42 @@ def test_debug_mode_from_the_environment():
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("ranks make different calls: rank 0 calls broadcast") == 2
+
+
+KILLED = """
+import json, os, signal
+
+def shared():
+    lines = [line.split(maxsplit=5) for line in open("/proc/self/maps")]
+    return {line[5].strip() for line in lines if line[1].endswith("s") and len(line) > 5}
+
+before = shared()
+ours = comm.Dup()
+big = ours.full(300_000, 1.0)
+ours.Allreduce(MPI.IN_PLACE, big)
+ours.Allreduce_init(big, ours.empty(300_000)).Start()
+ours.Allreduce(small, total)
+sys.stdout.write("mapped " + json.dumps([sorted(before), sorted(shared() - before)]) + chr(10))
+sys.stdout.flush()
+ours.Barrier()
+if comm.Get_rank() == n - 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+ours.Barrier()
+ours.Barrier()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_a_rank_that_is_killed_leaves_no_shared_memory_behind():
+    """Symmetric memory has no name and ends with the last process; so do the window's mailboxes, as far as the MPI
+    sees to it. What MPICH leaves of a killed program, with Chorus or without it, this test removes."""
+    done = run(KILLED, ranks=3)
+    told = [json.loads(line.partition("mapped ")[2]) for line in done.stdout.splitlines() if "mapped [" in line]
+    assert len(told) == 3 and done.returncode != 0, done.stdout
+    assert any("memfd:chorus" in name for _, ours in told for name in ours)
+    deadline = time.monotonic() + 10
+    while left := [name for _, ours in told for name in ours if Path(name).exists()]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
+    for name in {name for its, _ in told for name in its if name.startswith("/dev/shm/")}:
+        Path(name).unlink(missing_ok=True)

@@ -1,0 +1,306 @@
+"""Short messages for short messages, in Python and compiled: the same bits, the same errors, in any mixture.
+
+Two ranks swap; on other numbers of them the same calls are made in other ways, and must give the same too.
+"""
+
+import subprocess
+import sys
+import time
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator, plans
+from collectives.transport import compiled
+
+OPERATIONS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
+COUNTS = (1, 2, 7, 14, 100, 1001)  # elements, beside the flag and in a cell
+
+needs_numba = pytest.mark.skipif(not compiled.available(), reason="numba is not installed")
+
+
+@pytest.fixture
+def quick(world, monkeypatch):
+    """A communicator that compiles what it does for the third time."""
+    monkeypatch.setattr(plans, "WORTH_COMPILING", 2)
+    with Communicator(world) as comm:
+        yield comm
+
+
+@pytest.fixture
+def slow(world):
+    """One that never gets so far."""
+    with Communicator(world) as comm:
+        comm._plans._swaps = -(10**9)
+        yield comm
+
+
+def swaps(comm):
+    """Whether calls of two ranks are swaps, and compiled ones."""
+    return comm.Get_size() == 2 and comm._plans.node is not None and compiled.available()
+
+
+def extremes(rank, count, dtype):
+    """Zeros of both signs, infinities, none at all, the largest and the smallest; different on neighbouring ranks."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "f":
+        ends = np.finfo(dtype)
+        few = [0.0, -0.0, 1.5, -2.25, np.inf, -np.inf, np.nan, ends.max, ends.min, ends.tiny, ends.smallest_subnormal]
+    else:
+        ends = np.iinfo(dtype)
+        few = [0, 1, ends.max, ends.min, ends.max - 1, 3, ends.max // 2 + 1]
+    few = np.array(few, dtype)
+    return np.resize(np.roll(np.repeat(few, len(few)) if rank % 2 else np.tile(few, len(few)), rank // 2), count)
+
+
+@pytest.mark.parametrize("dtype", sorted(map(str, compiled.DTYPES)))
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_same_bits(quick, slow, name, dtype):
+    op, rank = getattr(MPI, name), quick.Get_rank()
+    for count in (*COUNTS, 121):
+        mine = extremes(rank, count, dtype)
+        total, model = np.zeros_like(mine), np.zeros_like(mine)
+        with np.errstate(all="ignore"):
+            slow.Allreduce(mine, model, op)
+            for _ in range(5):
+                total[:] = 77
+                quick.Allreduce(mine, total, op)
+                assert total.tobytes() == model.tobytes(), np.flatnonzero(total.view("u1") != model.view("u1"))
+            for root in range(quick.Get_size()):
+                for _ in range(4):
+                    total[:] = 77
+                    quick.Reduce(mine, total if rank == root else None, op, root)
+                    assert rank != root or total.tobytes() == model.tobytes() or quick.Get_size() > 2
+    if swaps(quick):
+        assert any(key[0] == "allreduce" for key in quick._plans._quick)
+
+
+@pytest.mark.parametrize("dtype", sorted(map(str, compiled.DTYPES)))
+def test_vectors_arrive(quick, dtype):
+    rank, size = quick.Get_rank(), quick.Get_size()
+    for count in COUNTS:
+        for turn in range(8):
+            vector = extremes(rank + turn, count, dtype)
+            quick.Bcast(vector, turn % size)
+            assert vector.tobytes() == extremes(turn % size + turn, count, dtype).tobytes()
+
+
+@needs_numba
+def test_nothing_is_compiled_before_it_is_worth_it(world):
+    """Loading numba takes longer than the first thousand calls."""
+    program = (
+        "import sys; import numpy as np; from mpi4py import MPI; from collectives import Communicator\n"
+        "with Communicator(MPI.COMM_SELF) as comm:\n"
+        "    for _ in range(100): comm.Allreduce(np.ones(3), np.ones(3))\n"
+        "assert 'numba' not in sys.modules"
+    )
+    if world.Get_size() == 1:
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    with Communicator(world) as comm:
+        for _ in range(100):
+            comm.Allreduce(np.ones(3), np.ones(3))
+            comm.Bcast(np.ones(3))
+        assert not comm._plans._quick
+
+
+def ones(count, dtype="f8"):
+    return np.ones(count, dtype)
+
+
+ODD = {
+    "of another dtype": lambda: (ones(8, "i2"), ones(8, "i2")),
+    "small floats": lambda: (ones(8, ml_dtypes.bfloat16), ones(8, ml_dtypes.bfloat16)),
+    "complex": lambda: (ones(1, "D"), ones(1, "D")),
+    "of two columns": lambda: (ones((1, 2)), ones((1, 2))),
+    "without dimensions": lambda: (np.array(1.0), np.array(1.0)),
+    "lists": lambda: ([ones(2), 2, MPI.DOUBLE], [ones(2), 2, MPI.DOUBLE]),
+    "list and array": lambda: ([ones(2), 2, MPI.DOUBLE], ones(2)),
+    "read-only sendbuf": lambda: (np.broadcast_to(ones(2), (2,)), ones(2)),
+    "in place": lambda: (MPI.IN_PLACE, ones(2)),
+    "another shape each": lambda: (ones((2, 1)), ones(2)),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_arrays_that_do_not_fit_go_the_long_way(quick, odd):
+    for _ in range(6):
+        mine, total = ones(2), ones(2) * 5
+        quick.Allreduce(mine, total)
+        assert (total == quick.Get_size()).all()
+        mine, total = ODD[odd]()
+        quick.Allreduce(mine, total)
+        assert (np.asarray(total[0] if isinstance(total, list) else total) == quick.Get_size()).all()
+
+
+WRONG = {
+    "read-only recvbuf": lambda: (ones(2), np.frombuffer(bytes(16))),
+    "not contiguous": lambda: (ones(4)[::2], ones(2)),
+    "recvbuf not contiguous": lambda: (ones(2), ones(4)[::2]),
+    "recvbuf shorter": lambda: (ones(2), ones(1)),
+    "recvbuf longer": lambda: (ones(1), ones(2)),
+    "objects": lambda: (np.array([None, None]), ones(2)),
+    "nothing": lambda: (None, ones(2)),
+    "of other dtypes": lambda: (ones(2), ones(2, "i8")),
+    "the same array": lambda: (shared := ones(2), shared),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors_are_the_same(quick, slow, wrong):
+    """Told by all ranks before anything is sent; the next call works."""
+    told = []
+    for comm in (slow, quick):
+        for _ in range(4):
+            total = ones(2)
+            comm.Allreduce(ones(2), total)
+            assert (total == comm.Get_size()).all()
+        outcome = "fine"
+        try:
+            comm.Allreduce(*WRONG[wrong]())
+        except (ValueError, TypeError, MPI.Exception) as error:
+            outcome = type(error), str(error)
+        told.append(outcome)
+    assert told[0] == told[1]
+    total = ones(2)
+    quick.Allreduce(ones(2), total)
+    assert (total == quick.Get_size()).all()
+
+
+def test_a_compiled_rank_and_one_that_is_not(world, monkeypatch):
+    monkeypatch.setattr(plans, "WORTH_COMPILING", 2 if world.Get_rank() % 2 else 10**9)
+    with Communicator(world) as comm:
+        rank, size = comm.Get_rank(), comm.Get_size()
+        for turn in range(60):
+            count = COUNTS[turn % 3 * 2]
+            mine, total = np.full(count, float(rank + turn)), np.zeros(count)
+            if turn % 7 == rank % 7:
+                time.sleep(0.002)
+            comm.Allreduce(mine, total)
+            assert (total == size * (size - 1) // 2 + size * turn).all()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_late_peers(quick, late):
+    """Longer than anyone looks for a message."""
+    rank, size = quick.Get_rank(), quick.Get_size()
+    bound_mine, bound_total = np.zeros(5), np.zeros(5)
+    bound = quick.Allreduce_init(bound_mine, bound_total)
+    for turn in range(8):
+        mine, total = np.full(5, rank + turn, "i4"), np.zeros(5, "i4")
+        bound_mine[:] = mine
+        if rank == late and turn % 2:
+            time.sleep(0.01)
+        quick.Allreduce(mine, total)
+        bound.Start()
+        if rank == late and turn % 2:
+            time.sleep(0.01)
+        if turn % 3:
+            bound.Wait()
+        else:
+            while not bound.Test():
+                pass
+        expected = size * (size - 1) // 2 + size * turn
+        assert (total == expected).all() and (bound_total == expected).all()
+    bound.Free()
+
+
+@pytest.mark.parametrize("count", [5, 100])
+@pytest.mark.parametrize("worth", [1, 10**9], ids=["compiled", "in Python"])
+def test_whoever_is_ahead_waits_for_room(world, monkeypatch, worth, count):
+    """The root of broadcasts runs ahead until there is no room, and swaps then: nothing is lost."""
+    monkeypatch.setattr(plans, "WORTH_COMPILING", worth)
+    with Communicator(world) as comm:
+        rank, size = comm.Get_rank(), comm.Get_size()
+        for ahead in range(6):
+            vectors = [np.full(count, float(rank + i)) for i in range(ahead)]
+            mine, total, sums = np.full(count, float(rank)), np.zeros(count), np.zeros(count + ahead)
+            if rank == 1:
+                time.sleep(0.02)
+            for vector in vectors:
+                comm.Bcast(vector)
+            comm.Allreduce(np.ones(count + ahead), sums)  # bound now, and not before
+            comm.Allreduce(mine, total)
+            assert all((vector == i).all() for i, vector in enumerate(vectors))
+            assert (total == size * (size - 1) // 2).all() and (sums == size).all()
+
+
+def test_a_start_never_waits(comm):
+    """Rank 0 starts a broadcast for which there is no room; rank 1 takes none before another collective is over."""
+    rank = comm.Get_rank()
+    vector, total = np.zeros(100), np.zeros(3)
+    broadcast, other = comm.Bcast_init(vector), comm.Allreduce_init(np.ones(3), total)
+    if rank == 0:
+        for turn in range(3):
+            vector[:] = turn
+            broadcast.Start()
+            if turn < 2:
+                broadcast.Wait()
+        other.Start()
+        other.Wait()
+        broadcast.Wait()
+    else:
+        other.Start()
+        other.Wait()
+        for turn in range(3):
+            broadcast.Start()
+            broadcast.Wait()
+            assert (vector == turn).all()
+    assert (total == comm.Get_size()).all()
+    for request in (broadcast, other):
+        request.Free()
+
+
+def test_a_blocking_call_without_room_moves_what_is_under_way(quick):
+    """Rank 1 waits for a collective that hangs on rank 0, which is in a call for which there is no room."""
+    rank, size = quick.Get_rank(), quick.Get_size()
+    for turn in range(6):
+        mine, total = np.ones(3000), np.zeros(3000)
+        request = quick.Iallreduce(mine, total, algorithm="mst" if turn % 2 else "ring")
+        if rank == 1:
+            time.sleep(0.005)
+            request.Wait()
+        for _ in range(3):
+            quick.Bcast(vector := np.full(100, float(rank)))
+            assert not vector.any()
+        quick.Allreduce(np.ones(100), sums := np.zeros(100))
+        request.Wait()
+        assert (total == size).all() and (sums == size).all()
+
+
+def test_among_non_blocking_ones(quick):
+    rank, size = quick.Get_rank(), quick.Get_size()
+    for turn in range(40):
+        mine, totals = np.full(4, float(rank + turn)), [np.zeros(4) for _ in range(3)]
+        first = quick.Iallreduce(mine, totals[0]) if turn % 3 else None
+        quick.Allreduce(mine, totals[1])
+        if first is None:
+            first = quick.Iallreduce(mine, totals[0])
+        if (turn + rank) % 2:
+            first.Wait()
+        quick.Allreduce(mine, totals[2])
+        first.Wait()
+        assert all((total == size * (size - 1) // 2 + size * turn).all() for total in totals)
+
+
+def test_a_message_that_is_told_by_its_address(quick):
+    """16 KiB out of symmetric memory to a rank that swaps compiled: rank 0 is in place, so nothing is copied there."""
+    rank, n = quick.Get_rank(), 4096
+    shown, mine, before = quick.empty(n, "f4"), np.empty(n, "f4"), np.empty(n, "f4")
+    for turn in range(8):
+        shown[:] = mine[:] = rank + turn
+        before[:] = -1
+        if rank == 0:
+            quick.Exscan(MPI.IN_PLACE if turn % 4 != 1 else mine, shown)
+        else:
+            quick.Exscan(mine, before)
+            assert (before == rank * (rank - 1) // 2 + rank * turn).all()
+
+
+def test_numba_warns_of_nothing(quick):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            quick.Allreduce(ones(3, "i4"), ones(3, "i4"))
