@@ -299,7 +299,7 @@ class Communicator(PointToPoint):
         if min(shape, default=0) < 0:
             raise InvalidArgument(MPI.ERR_ARG, f"shape: expected no negative lengths, found {shape}")
         nbytes = prod(shape) * dtype.itemsize
-        return self._living().heap.allocate(nbytes).view(dtype).reshape(shape)
+        return self._living().allocate(nbytes).view(dtype).reshape(shape)
 
     def zeros(self, shape: Any, dtype: Any = float) -> np.ndarray:
         """As `empty`, filled with zeros."""

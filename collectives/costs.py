@@ -19,7 +19,7 @@ class Costs(NamedTuple):
         Between nodes.
     """
 
-    shared: Uniform = Uniform(alpha=1.5e-6, beta=1 / 9e9, gamma=1 / 20e9)
+    shared: Uniform = Uniform(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 25e9)
     network: Uniform = Uniform(alpha=1e-5, beta=1 / 3e9, gamma=1 / 20e9)
 
 

@@ -40,7 +40,7 @@ from collectives.transport.wire import Wait, Wire
 SLOT = 4096
 """Bytes up to which a blocking call passes through slots."""
 
-SWAPPED = 1 << 15
+SWAPPED = 1 << 18
 """The same, of a call that only swaps a message for a message: it goes straight between the user's arrays."""
 
 SEGMENT = 1 << 18
@@ -329,7 +329,7 @@ class Again(NamedTuple):
 NEW: tuple[Any, ...] = (None,)
 """What `Plans.again` gives for arguments that it cannot know again."""
 
-_DONE, _LATE = compiled.DONE, compiled.LATE
+_DONE, _NO = compiled.DONE, compiled.NO
 
 WORTH_COMPILING = 1000
 """Swaps of short messages after which they are compiled: it takes a second, or less if it was done before."""
@@ -409,6 +409,14 @@ class Plans:
         bound = comm.Get_attr(MPI.TAG_UB)
         self._tags = (32767 if bound is None else int(bound)) // 2
 
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Bytes that the neighbours see: see `Heap.allocate`. Collective."""
+        array = self.heap.allocate(nbytes)
+        for edges in self._edges.values():
+            for edge in edges.values():
+                edge.look()
+        return array
+
     # -------------------------------------------------------------------------------- the three forms
 
     def again(
@@ -428,8 +436,8 @@ class Plans:
                         said = quick[0](sendbuf, recvbuf, quick[1], quick[2])
                         if said == _DONE:
                             return ()
-                        if said == _LATE:
-                            quick.finish(sendbuf, recvbuf)
+                        if said != _NO:
+                            quick.finish(said, sendbuf, recvbuf)
                             return ()
                 except TypeError:  # something that cannot be looked up, or other arrays than were compiled for
                     pass

@@ -13,8 +13,12 @@ from importlib.util import find_spec
 
 import numpy as np
 
-DONE, LATE, NO = 0, 1, 2
-"""What a compiled swap says: it is done; it has sent, but nothing has come so far; it has done nothing at all."""
+DONE, NO, LATE, ELSEWHERE, UNTAKEN = range(5)
+"""What a compiled swap says: it is done; it has done nothing at all; it has sent, but nothing has come so far; what has
+come lies where only Python finds it; all has come, but the peer still reads what was sent."""
+
+SEEN = 1 << 13
+"""Bytes from which a message out of memory that the receiver sees is told by its address: it need not be copied."""
 
 SENDS, RECEIVES, MINE_FIRST = 1, 2, 4
 """What it does, added up: send all of sendbuf; receive into all of recvbuf; one's own term stands on the left."""

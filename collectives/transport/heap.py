@@ -123,6 +123,10 @@ class Heap:
                 return view
         return None
 
+    def pairs(self, place: int) -> list[tuple[Segment, Segment]]:
+        """The segments of this rank that the neighbour sees, each with the neighbour's that was made with it."""
+        return list(zip(self._seen[self._place], self._seen[place], strict=True))
+
     def shows(self, address: int, nbytes: int) -> bool:
         """Whether the neighbours see this memory of this rank."""
         return self.seen(self._place, address, nbytes) is not None

@@ -15,10 +15,11 @@ from numba import carray, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from collectives.transport.compiled import DONE, LATE, MINE_FIRST, NO, RECEIVES, SENDS
+from collectives.transport.compiled import DONE, ELSEWHERE, LATE, MINE_FIRST, NO, RECEIVES, SEEN, SENDS, UNTAKEN
 from collectives.transport.mailbox import (
     ACKED,
     AWAKE,
+    CELL_BYTES,
     CELLS,
     CELLS_IN,
     CELLS_OUT,
@@ -30,9 +31,11 @@ from collectives.transport.mailbox import (
     MASK,
     MY_ACK,
     OUTBOX,
+    SEGMENTS,
     SENT,
     SLOTS,
     THEIR_ACK,
+    TOLD,
 )
 
 
@@ -87,10 +90,22 @@ def _end(sendbuf, recvbuf, numbers, how):
     number, operation, nbytes = numbers[GOT] + 1, how >> 3 & 31, how >> 8
     slot = number & MASK
     at = numbers[INBOX] + slot * LINE
-    if _load(at) != number * KIND:
+    flag = _load(at)
+    if flag < number * KIND:
         return LATE
-    numbers[GOT] = number
     data = at + 8 if nbytes <= INLINE else numbers[CELLS_IN + slot % CELLS]
+    if flag != number * KIND:
+        data, told = 0, _load(at + 8)
+        if flag != number * KIND + 1:
+            return ELSEWHERE
+        for index in range(numbers[SEGMENTS]):
+            segment = SEGMENTS + 1 + 4 * index
+            start = told - numbers[segment + 2]
+            if 0 <= start <= numbers[segment + 1] - numbers[segment] - nbytes:
+                data = numbers[segment + 3] + start
+        if not data:
+            return ELSEWHERE
+    numbers[GOT] = number
     count = sendbuf.size
     came = carray(_pointer(data), (count,), sendbuf.dtype)
     left, right = (sendbuf, came) if how & MINE_FIRST else (came, sendbuf)
@@ -114,11 +129,25 @@ def _end(sendbuf, recvbuf, numbers, how):
 
 
 @_compile
+def _shown(address, nbytes, numbers):
+    for index in range(numbers[SEGMENTS]):
+        segment = SEGMENTS + 1 + 4 * index
+        if numbers[segment] <= address and address + nbytes <= numbers[segment + 1]:
+            return True
+    return False
+
+
+@_compile
 def _begin(sendbuf, recvbuf, numbers, how):
     nbytes = how >> 8
     if sendbuf.size * sendbuf.itemsize != nbytes or recvbuf.size != sendbuf.size:
         return NO
+    tells = False
     if how & SENDS:
+        address = sendbuf.ctypes.data
+        tells = nbytes >= SEEN and _shown(address, nbytes, numbers)
+        if not tells and nbytes > numbers[CELL_BYTES]:
+            return NO
         number = numbers[SENT] + 1
         taken = number - (SLOTS if nbytes <= INLINE else CELLS)
         if numbers[ACKED] < taken:
@@ -128,21 +157,37 @@ def _begin(sendbuf, recvbuf, numbers, how):
         numbers[SENT] = number
         slot = number & MASK
         at = numbers[OUTBOX] + slot * LINE
-        data = at + 8 if nbytes <= INLINE else numbers[CELLS_OUT + slot % CELLS]
-        leaving = carray(_pointer(data), (sendbuf.size,), sendbuf.dtype)
-        for i in range(sendbuf.size):
-            leaving[i] = sendbuf[i]
-        _store(at, number * KIND)
-    if not how & RECEIVES:
-        return DONE
-    number, looks = numbers[GOT] + 1, numbers[AWAKE]
-    at = numbers[INBOX] + (number & MASK) * LINE
-    while _load(at) < number * KIND:
-        _relax()
-        looks -= 1
-        if looks < 0:
-            return LATE
-    return _end(sendbuf, recvbuf, numbers, how)
+        if tells:
+            numbers[TOLD] = number
+            _store(at + 8, address)
+            _store(at + 16, nbytes)
+            _store(at, number * KIND + 1)
+        else:
+            data = at + 8 if nbytes <= INLINE else numbers[CELLS_OUT + slot % CELLS]
+            leaving = carray(_pointer(data), (sendbuf.size,), sendbuf.dtype)
+            for i in range(sendbuf.size):
+                leaving[i] = sendbuf[i]
+            _store(at, number * KIND)
+    looks = numbers[AWAKE]
+    if how & RECEIVES:
+        number = numbers[GOT] + 1
+        at = numbers[INBOX] + (number & MASK) * LINE
+        while _load(at) < number * KIND:
+            _relax()
+            looks -= 1
+            if looks < 0:
+                return LATE
+        said = _end(sendbuf, recvbuf, numbers, how)
+        if said != DONE:
+            return said
+    if tells:
+        while _load(numbers[THEIR_ACK]) < numbers[TOLD]:
+            _relax()
+            looks -= 1
+            if looks < 0:
+                return UNTAKEN
+        numbers[ACKED] = numbers[TOLD]
+    return DONE
 
 
 def compiled(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:

@@ -39,9 +39,16 @@ KIND = 8
 ADDRESSES = 3
 """Pieces of memory that fit in a slot as (address, bytes)."""
 
-SENT, ACKED, GOT, AWAKE, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELLS_OUT, CELLS_IN = *range(8), 8, 8 + CELLS
+SENT, ACKED, GOT, TOLD, AWAKE, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, CELLS_OUT = range(11)
 """What an edge keeps as numbers, by place: messages to the peer, begun and known to be taken; messages from it that are
-awaited or were taken; how often to look for one; the addresses of mailboxes, acknowledgements and cells."""
+awaited or were taken; the last one to it that was told by address; how often to look for one; the addresses of
+mailboxes and acknowledgements; the bytes and the addresses of cells."""
+
+CELLS_IN, SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
+
+MOST_SEGMENTS = 8
+"""Segments of memory seen by the peer, or the peer's, that an edge keeps: how many, then of each MINE, ITS_END, THEIRS
+(addresses in their owners' processes) and HERE (where this process sees the peer's)."""
 
 CELL = 1 << 18
 """Bytes of a cell, where the budget allows: messages are cut to fit, so that one part is taken while the next comes."""
@@ -177,7 +184,7 @@ class Edge:
         self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cell, self.place, self.spins = cell, peer, node.spins
-        self.numbers = np.zeros(CELLS_IN + CELLS, np.int64)
+        self.numbers = np.zeros(SEGMENTS + 1 + 4 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
         self.numbers[AWAKE:CELLS_OUT] = (
@@ -186,11 +193,22 @@ class Edge:
             there + self.inbox * 8,
             here + self.my_ack * 8,
             there + self.their_ack * 8,
+            cell,
         )
         self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out[:CELLS]]
-        self.numbers[CELLS_IN:] = [there + at for at in self.cells_in[:CELLS]]
+        self.numbers[CELLS_IN:SEGMENTS] = [there + at for at in self.cells_in[:CELLS]]
+        self.look()
         self.awaited: deque[Any] = deque()  # messages that come and were not taken, in the order in which they come
         self.queue: deque[Any] = deque()  # messages that were started when there was no room
+
+    def look(self) -> None:
+        """Note the memory that the two ranks show each other by now."""
+        pairs = self.node.heap.pairs(self.place)[-MOST_SEGMENTS:]
+        self.numbers[SEGMENTS] = len(pairs)
+        for index, (mine, theirs) in enumerate(pairs):
+            at = SEGMENTS + 1 + 4 * index
+            here = MPI.Get_address(theirs.memory)
+            self.numbers[at : at + 4] = mine.base, mine.base + mine.memory.size, theirs.base, here
 
     def has_room(self) -> bool:
         """Whether the slot and the cell of the next message are free."""

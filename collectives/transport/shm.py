@@ -25,6 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers import view
+from collectives.transport.compiled import SEEN
 from collectives.transport.mailbox import (
     ADDRESSES,
     CELLS,
@@ -43,9 +44,6 @@ from collectives.transport.wire import Piece, Wait, pause
 
 STREAMED = 1 << 19
 """Bytes up to which messages go through cells; longer ones are read where they lie, if ranks may do that."""
-
-SEEN = 1 << 13
-"""Bytes from which a message out of memory that the receiver sees is told by its address: it need not be copied."""
 
 CHUNK = 1 << 18
 """Bytes of a long message that are read and combined at a time, so that they are combined while in the cache."""

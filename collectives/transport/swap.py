@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from collectives.transport import compiled
-from collectives.transport.mailbox import ACKED, CELLS, GOT, INLINE, KIND, MASK, SENT, SLOTS, WORDS, Edge
+from collectives.transport.mailbox import ACKED, CELLS, GOT, INLINE, KIND, MASK, SENT, SLOTS, TOLD, WORDS, Edge
 from collectives.transport.wire import Wait
 
 
@@ -98,7 +98,7 @@ class Swap:
         ends = self._ends(source, target, source, target)
         if ends is None:
             return None
-        quick = ends.compiled(source, target) if compiled.available() else None
+        quick = ends.compiled(source, target) if compiled.available() and source.nbytes < compiled.SEEN else None
         if quick is not None:
             return quick.halves(source, target)
         begin, last = ends.begin(), ends.end()
@@ -143,7 +143,7 @@ class _Told(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A swap as a compiled call: ``begin(sendbuf, recvbuf, numbers, how)``, and `finish` if that comes out as LATE."""
+    """A swap as a compiled call: ``begin(sendbuf, recvbuf, numbers, how)``, and `finish` for what that leaves."""
 
     begin: Callable[..., int]
     numbers: np.ndarray
@@ -152,13 +152,17 @@ class Compiled(NamedTuple):
     end: Callable[..., int]
     told: _Told | None
 
-    def finish(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-        """Wait for the message and take it."""
-        edge, number = self.edge, self.edge.counts[GOT] + 1
-        edge.arrived(edge.inbox + (number & MASK) * WORDS, number * KIND)
-        if self.end(sendbuf, recvbuf, self.numbers, self.how) != compiled.DONE:
-            assert self.told is not None
-            self.told.take(sendbuf, recvbuf)
+    def finish(self, said: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        """Do what is left after `begin` has said anything but DONE and NO."""
+        edge, counts = self.edge, self.edge.counts
+        if said != compiled.UNTAKEN:
+            number = counts[GOT] + 1
+            edge.arrived(edge.inbox + (number & MASK) * WORDS, number * KIND)
+            if self.end(sendbuf, recvbuf, self.numbers, self.how) != compiled.DONE:
+                assert self.told is not None
+                self.told.take(sendbuf, recvbuf)
+        if counts[TOLD] > counts[ACKED]:
+            edge.acknowledged(counts[TOLD])
 
     def halves(self, source: np.ndarray, target: np.ndarray) -> tuple[Callable[[], object] | None, Wait | None]:
         """What begins the swap between these arrays, and what ends it."""
@@ -178,14 +182,15 @@ class Compiled(NamedTuple):
             end, finish = partial(self.begin, source, target, self.numbers, receives), self.finish
 
             def wait() -> None:
-                if end() != compiled.DONE:
-                    finish(source, target)
+                said = end()
+                if said != compiled.DONE:
+                    finish(said, source, target)
 
             def test() -> bool:
                 edge, number = self.edge, self.edge.counts[GOT] + 1
                 if edge.theirs[edge.inbox + (number & MASK) * WORDS] < number * KIND:
                     return False
-                finish(source, target)
+                finish(compiled.LATE, source, target)
                 return True
 
             last = Wait(wait, test)
