@@ -331,7 +331,7 @@ NEW: tuple[Any, ...] = (None,)
 
 _DONE, _NO = compiled.DONE, compiled.NO
 
-WORTH_COMPILING = 1000
+WORTH_COMPILING = 100
 """Swaps of short messages after which they are compiled: it takes a second, or less if it was done before."""
 
 _SMALL, _LARGE = 9, 13

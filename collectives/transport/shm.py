@@ -45,7 +45,7 @@ from collectives.transport.wire import Piece, Wait, pause
 STREAMED = 1 << 19
 """Bytes up to which messages go through cells; longer ones are read where they lie, if ranks may do that."""
 
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 """Bytes of a long message that are read and combined at a time, so that they are combined while in the cache."""
 
 FEW_TOLD = 8
