@@ -43,8 +43,6 @@ def test_several_modes_make_one_race(world, comm):
 
 @pytest.mark.parametrize("collective", ["allreduce", "gather", "scatterv", "broadcast"])
 def test_both_memories_make_one_race(world, comm, collective):
-    if not hasattr(comm, "empty"):
-        pytest.skip("the library has no symmetric memory yet")
     memories = ["plain", "symmetric"]
     rows, absent = measure(
         world, comm, collective=collective, algorithms=["auto"], nbytes=1000, memories=memories, **FEW
