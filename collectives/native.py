@@ -186,9 +186,6 @@ class Straight(NamedTuple):
             return method  # mpi4py's own default
         return lambda send, recv: method(send, recv, op, *root)
 
-    def compiled(self, source: Any, target: Any, sent: Any, received: Any) -> None:
-        """The MPI's is compiled already."""
-
     def halves(self, source: Any, target: Any) -> None:
         """Not in halves."""
 

@@ -26,6 +26,7 @@ from collectives.ops import on_device
 from collectives.placement import Nodes, numbered
 from collectives.requests import Request, under_way, until
 from collectives.semantics import MEANINGS
+from collectives.short import Short, shorten
 from collectives.staging import Device, device_of, stage
 from collectives.steps import Recv, RecvReduce, Send
 from collectives.transport import compiled
@@ -34,11 +35,14 @@ from collectives.transport.heap import Heap
 from collectives.transport.mailbox import CHANNELS, Edge, Node
 from collectives.transport.mpi import Immediate, Persistent
 from collectives.transport.shm import Nearest, Shared
-from collectives.transport.swap import Compiled
-from collectives.transport.wire import Wait, Wire
+from collectives.transport.swap import Compiled, compile_swap
+from collectives.transport.wire import Piece, Wait, Wire
 
 SLOT = 4096
 """Bytes up to which a blocking call passes through slots."""
+
+COMPILED = 1 << 15
+"""The same where short calls are compiled once they are made often: then nothing passes through slots."""
 
 SWAPPED = 1 << 18
 """The same, of a call that only swaps a message for a message: it goes straight between the user's arrays."""
@@ -334,8 +338,12 @@ _DONE, _NO = compiled.DONE, compiled.NO
 WORTH_COMPILING = 100
 """Swaps of short messages after which they are compiled: it takes a second, or less if it was done before."""
 
-_QUICK, _SMALL, _LARGE = 7, 9, 13
-"""Lengths of the keys of a call: as far as sendbuf's shape and dtype, recvbuf's too, and their addresses."""
+_SMALL, _LARGE = 9, 13
+"""Lengths of the keys of a call: as far as the shapes and dtypes of its arrays, and their addresses too."""
+
+_UFUNCS = {op.handle: ufunc for op, ufunc in ((MPI.SUM, np.add), (MPI.PROD, np.multiply), (MPI.MAX, np.maximum),
+                                              (MPI.MIN, np.minimum))}  # fmt: skip
+"""Operations that are compiled."""
 
 
 def _key_without(
@@ -351,7 +359,7 @@ def _key_without(
     if not array.flags.forc or not (sends or array.flags.writeable):
         return NEW
     key = name, id(op), root, algorithm, segments, sends, other, array.shape, array.dtype
-    if array.nbytes > SLOT:
+    if array.nbytes > (COMPILED if compiled.available() else SLOT) or not array.flags.c_contiguous:
         return (*key, _address(array), array.strides, None, None)
     return key if array.flags.c_contiguous else NEW
 
@@ -401,7 +409,7 @@ class Plans:
         self._again: dict[tuple[Any, ...], Again] = {}
         self._quick: dict[tuple[Any, ...], Compiled] = {}
         self._quickly: dict[tuple[Any, ...], Program] = {}
-        self._swaps = 0
+        self._repeats = 0
         self._idle: dict[Hashable, list[Program]] = {}
         self._lengths: dict[Hashable, Lengths] = {}
         self._lent: set[Request] = set()
@@ -428,20 +436,27 @@ class Plans:
         slots are known by shape and dtype, larger ones also by where they lie.
         """
         key: tuple[Any, ...]
-        if type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
-            if self._quick and not under_way:
-                said = _NO
-                try:
-                    quick = self._quick.get((name, id(op), root, algorithm, segments, sendbuf.shape, sendbuf.dtype))
-                    if quick is not None:
-                        said = quick[0](sendbuf, recvbuf, quick[1], quick[2])
-                except TypeError:  # something that cannot be looked up, or other arrays than were compiled for
-                    pass
-                if said == _DONE:
-                    return ()
-                if said != _NO:
-                    quick.finish(said, sendbuf, recvbuf)
-                    return ()
+        sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
+        if self._quick and (sends or receives) and not under_way:
+            said = _NO
+            try:
+                if sends and receives:
+                    s, r = sendbuf, recvbuf
+                    quick = self._quick.get((name, id(op), root, algorithm, segments, s.nbytes, s.dtype))
+                else:
+                    s = r = sendbuf if sends else recvbuf
+                    other = recvbuf if sends else sendbuf
+                    quick = self._quick.get((name, id(op), root, algorithm, segments, s.nbytes, s.dtype, sends, other))
+                if quick is not None:
+                    said = quick[0](s, r, quick[1], quick[2])
+            except TypeError:  # something that cannot be looked up, or other arrays than were compiled for
+                pass
+            if said == _DONE:
+                return ()
+            if said != _NO and quick is not None:
+                quick.finish(said, s, r)
+                return ()
+        if sends and receives:
             s, r = sendbuf, recvbuf
             key = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
             try:
@@ -470,7 +485,7 @@ class Plans:
         try:
             if swap is not None and not under_way:
                 swap(sendbuf, recvbuf)
-                self._swapped()
+                self._repeated()
                 return ()
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
@@ -487,22 +502,91 @@ class Plans:
             finish(recvbuf)
         elif store is not None:
             recvbuf[...] = store
-        if origin.program.swap is not None:
-            self._swapped()
+        if load is not None or store is not None:
+            self._repeated()
         return ()
 
-    def _swapped(self) -> None:
-        """Count the swaps: if there are many, they are bound anew, and compiled."""
-        self._swaps += 1
-        if self._swaps == WORTH_COMPILING and compiled.available():
-            for key in [key for key, kept in self._bound.items() if _program(kept).swap is not None]:
+    def _repeated(self) -> None:
+        """Count short calls that were made before: if there are many, they are bound anew, and compiled."""
+        self._repeats += 1
+        if self._repeats == WORTH_COMPILING and compiled.available():
+            for key in [key for key, kept in self._bound.items() if isinstance(kept, Slots)]:
                 self._forget(key).free()
 
     @property
     def _compiles(self) -> bool:
-        return self._swaps >= WORTH_COMPILING and compiled.available()
+        return self._repeats >= WORTH_COMPILING and compiled.available()
 
-    def _know(self, known: tuple[Any, ...], sendbuf: Any, recvbuf: Any, op: MPI.Op, bound: Hashable) -> None:
+    def _compile(
+        self, call: Call, choice: Choice, known: tuple[Any, ...], sendbuf: Any, recvbuf: Any, program: Program
+    ) -> None:
+        """From now on do such calls at once, if they are no more than a message out, one in, and a copy."""
+        sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
+        s, r = sendbuf if sends else recvbuf, recvbuf if receives else sendbuf
+        if not (sends or receives) or s.ndim != 1 or r.ndim != 1 or s.dtype != r.dtype or choice.algorithm == NATIVE:
+            return
+        short = shorten(task(call, choice, self.rank, self.size, self.nodes))
+        quick = None if short is None else self._quickly_done(short, call, s, r, program)
+        if quick is not None:
+            other = () if sends and receives else (sends, recvbuf if sends else sendbuf)
+            self._quick[*known, s.nbytes, s.dtype, *other] = quick
+            self._quickly[*known, s.nbytes, s.dtype, *other] = program
+
+    def _quickly_done(self, short: Short, call: Call, s: np.ndarray, r: np.ndarray, program: Program) -> Any:
+        """The short call between such arrays in one compiled call; None if there is no such thing."""
+        dtype, edge = s.dtype, self._edges[BLOCKING_CHANNEL].get(short.peer)
+        several, rest = divmod(dtype.itemsize, call.unit.itemsize)
+        counted = (*short.out, *short.into, short.mine or 0, *short.copy)
+        reduces = short.mine is not None
+        operation = _UFUNCS.get(call.operation.handle) if reduces and call.operation is not None else None
+        if edge is None or dtype not in compiled.DTYPES or rest or any(number % several for number in counted):
+            return None
+        if reduces and (operation is None or call.unit != dtype):
+            return None
+        out, count, into, length, mine, origin, home, copied = (number // several for number in counted)
+        if max(count, length) * dtype.itemsize > edge.cell:
+            return None  # it travels in parts
+        numbers = {
+            compiled.SEND_BYTES: s.nbytes,
+            compiled.RECV_BYTES: r.nbytes,
+            compiled.OUT: out,
+            compiled.OUT_COUNT: count,
+            compiled.INTO: into,
+            compiled.INTO_COUNT: length,
+            compiled.MINE: mine,
+            compiled.OPERATION: compiled.OPERATIONS.index(operation),
+            compiled.MINE_FIRST: int(short.side == "right"),
+            compiled.FROM: origin,
+            compiled.TO: home,
+            compiled.COPIED: copied,
+            compiled.ONE: int(_address(s) == _address(r)),
+        }
+        spare = np.empty(length, dtype)
+        message = program.wire.receive(short.peer, [Piece(_address(spare), spare.nbytes)])
+
+        def told(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+            message.start()
+            message.wait()
+            goal = recvbuf[into : into + length]
+            if operation is None:
+                goal[...] = spare
+            else:
+                own = sendbuf[mine : mine + length]
+                left, right = (own, spare) if short.side == "right" else (spare, own)
+                operation(left, right, out=goal)
+
+        return compile_swap(edge, dtype, numbers, told)
+
+    def _know(
+        self,
+        known: tuple[Any, ...],
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op,
+        bound: Hashable,
+        call: Call | None = None,
+        choice: Choice | None = None,
+    ) -> None:
         """Remember that calls with such arguments are this program's."""
         kept = self._bound.get(bound)
         if known is NEW or kept is None or len(self._again) >= 4 * KEPT:
@@ -524,10 +608,8 @@ class Plans:
         program, swap = kept.program, None
         if program.swap is not None and type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
             swap = program.swap.between(kept.source, kept.target, sendbuf, recvbuf)
-            quick = program.swap.compiled(kept.source, kept.target, sendbuf, recvbuf) if self._compiles else None
-            if quick is not None:
-                self._quick[known[:_QUICK]] = quick
-                self._quickly[known[:_QUICK]] = program
+        if self._compiles and call is not None and choice is not None:
+            self._compile(call, choice, known[:5], sendbuf, recvbuf, program)
         calls, finish = program.calls, _finisher(program.calls, store)
         if finish is not None:
             calls = calls[:-1]
@@ -563,7 +645,7 @@ class Plans:
         except BaseException:
             self._forget(key)  # its messages may still be under way: never start them again
             raise
-        self._know(known, sendbuf, recvbuf, op, key)
+        self._know(known, sendbuf, recvbuf, op, key, call, choice)
 
     def _run_elsewhere(self, call: Call, choice: Choice) -> None:
         """Do a blocking call on data that is not dense host memory."""
@@ -748,17 +830,17 @@ class Plans:
         nbytes = max(_spans(call)) * call.unit.itemsize
         if nbytes > SWAPPED or call.moved >= 0 or call.snapshot:
             return False
-        if nbytes > SLOT and not self._swaps_only(call, choice):
+        if nbytes > (COMPILED if compiled.available() else SLOT) and not self._swaps_only(call, choice, nbytes):
             return False
         return all(
             sum(call.lengths[block] for block in blocks) == _span(call, blocks) for blocks in (call.brings, call.takes)
         )
 
-    def _swaps_only(self, call: Call, choice: Choice) -> bool:
+    def _swaps_only(self, call: Call, choice: Choice, nbytes: int) -> bool:
         """Whether a message for a message is all that this rank does: then nothing passes through the slots."""
         if call.source is None or call.target is None or call.source is call.target:
             return False
-        if self.node is None or choice.algorithm == NATIVE:
+        if self.node is None or choice.algorithm == NATIVE or nbytes > self.node.cells[BLOCKING_CHANNEL]:
             return False
         algorithm, segments = choice
         rounds = build(call.collective, algorithm, self.rank, self.size, call.root, segments, self.nodes)
@@ -766,6 +848,8 @@ class Plans:
         if sum(map(bool, rounds)) > 1:
             return False
         kinds = [isinstance(step, Send) for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
+        if not all(self.node.reaches(step.peer) for step in steps if isinstance(step, (Send, Recv, RecvReduce))):
+            return False
         return len(kinds) == len(steps) and kinds.count(True) <= 1 and kinds.count(False) <= 1
 
     def _bind_slots(self, call: Call, choice: Choice) -> Slots:

@@ -20,19 +20,17 @@ come lies where only Python finds it; all has come, but the peer still reads wha
 SEEN = 1 << 13
 """Bytes from which a message out of memory that the receiver sees is told by its address: it need not be copied."""
 
-SENDS, RECEIVES, MINE_FIRST = 1, 2, 4
-"""What it does, added up: send all of sendbuf; receive into all of recvbuf; one's own term stands on the left."""
+SEND_BYTES, RECV_BYTES, OUT, OUT_COUNT, INTO, INTO_COUNT, MINE, OPERATION, MINE_FIRST, FROM, TO, COPIED, ONE = range(13)
+"""What a compiled swap does, as numbers, by place: the bytes of its two arrays; what it sends, out of sendbuf, and
+where what comes goes, in recvbuf (first element and count; a count of 0 for none); the first element of sendbuf that is
+combined with it, with which operation, and whether one's own stands on the left; what is copied from sendbuf to
+recvbuf; and whether the two are one array."""
 
 OPERATIONS = (None, np.add, np.multiply, np.maximum, np.minimum)
 """What joins the message that comes with sendbuf, by number; None where it just arrives."""
 
 DTYPES = frozenset(np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8"))
 """Of 1-D arrays; whatever else is done in Python."""
-
-
-def describe(does: int, operation: int, nbytes: int) -> int:
-    """The three in one number, which is passed on faster."""
-    return does | operation << 3 | nbytes << 8
 
 
 @cache
@@ -45,9 +43,9 @@ def available() -> bool:
 def swap(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
     """(begin, end) for 1-D arrays of the dtype.
 
-    ``begin(sendbuf, recvbuf, numbers, how)`` does it all, or up to where it would have to wait, as its result says;
-    ``end`` with the same arguments goes on when the message has come. `numbers` are those of the edge, `how` comes
-    from `describe`. Other arrays than contiguous and writeable ones of this dtype raise TypeError.
+    ``begin(sendbuf, recvbuf, numbers, plan)`` does it all, or up to where it would have to wait, as its result says;
+    ``end`` with the same arguments goes on when the message has come. `numbers` are those of the edge, `plan`
+    says what to do. Other arrays than contiguous and writeable ones of this dtype raise TypeError.
     """
     from collectives.transport import kernels  # needs numba, which takes a while to load
 

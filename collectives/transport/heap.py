@@ -77,8 +77,9 @@ def _available() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             limits = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
-        most, used, kinds = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current", "stat"))
-        cached = [int(line.split()[1]) for line in kinds.splitlines() if line.startswith(("active_file", "inactive_file"))]
+        most, used, kinds = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
+        files = [line for line in kinds.splitlines() if line.startswith(("active_file", "inactive_file"))]
+        cached = [int(line.split()[1]) for line in files]
         limits.append(int(most) - int(used) + sum(cached))  # what is cached of files gives way
     except (OSError, ValueError):
         return min(limits, default=None)  # no limit for this container, or not a system with such files
@@ -129,9 +130,9 @@ class Heap:
                 return view
         return None
 
-    def pairs(self, place: int) -> list[tuple[Segment, Segment]]:
-        """The segments of this rank that the neighbour sees, each with the neighbour's that was made with it."""
-        return list(zip(self._seen[self._place], self._seen[place], strict=True))
+    def segments(self, place: int) -> list[Segment]:
+        """What this rank sees of the neighbour's memory, or, for its own place, what the neighbours see of its own."""
+        return self._seen[place]
 
     def shows(self, address: int, nbytes: int) -> bool:
         """Whether the neighbours see this memory of this rank."""

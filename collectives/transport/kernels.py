@@ -15,7 +15,27 @@ from numba import carray, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from collectives.transport.compiled import DONE, ELSEWHERE, LATE, MINE_FIRST, NO, RECEIVES, SEEN, SENDS, UNTAKEN
+from collectives.transport.compiled import (
+    COPIED,
+    DONE,
+    ELSEWHERE,
+    FROM,
+    INTO,
+    INTO_COUNT,
+    LATE,
+    MINE,
+    MINE_FIRST,
+    NO,
+    ONE,
+    OPERATION,
+    OUT,
+    OUT_COUNT,
+    RECV_BYTES,
+    SEEN,
+    SEND_BYTES,
+    TO,
+    UNTAKEN,
+)
 from collectives.transport.mailbox import (
     ACKED,
     AWAKE,
@@ -31,8 +51,9 @@ from collectives.transport.mailbox import (
     MASK,
     MY_ACK,
     OUTBOX,
-    SEGMENTS,
+    SEEN_SEGMENTS,
     SENT,
+    SHOWN,
     SLOTS,
     THEIR_ACK,
     TOLD,
@@ -86,8 +107,9 @@ def _relax(_):
 
 
 @_compile
-def _end(sendbuf, recvbuf, numbers, how):
-    number, operation, nbytes = numbers[GOT] + 1, how >> 3 & 31, how >> 8
+def _end(sendbuf, recvbuf, numbers, plan):
+    number, count = numbers[GOT] + 1, plan[INTO_COUNT]
+    nbytes = count * recvbuf.itemsize
     slot = number & MASK
     at = numbers[INBOX] + slot * LINE
     flag = _load(at)
@@ -98,55 +120,60 @@ def _end(sendbuf, recvbuf, numbers, how):
         data, told = 0, _load(at + 8)
         if flag != number * KIND + 1:
             return ELSEWHERE
-        for index in range(numbers[SEGMENTS]):
-            segment = SEGMENTS + 1 + 4 * index
-            start = told - numbers[segment + 2]
-            if 0 <= start <= numbers[segment + 1] - numbers[segment] - nbytes:
-                data = numbers[segment + 3] + start
+        for index in range(numbers[SEEN_SEGMENTS]):
+            segment = SEEN_SEGMENTS + 1 + 3 * index
+            if numbers[segment] <= told and told + nbytes <= numbers[segment + 1]:
+                data = numbers[segment + 2] + told - numbers[segment]
         if not data:
             return ELSEWHERE
     numbers[GOT] = number
-    count = sendbuf.size
-    came = carray(_pointer(data), (count,), sendbuf.dtype)
-    left, right = (sendbuf, came) if how & MINE_FIRST else (came, sendbuf)
+    came = carray(_pointer(data), (count,), recvbuf.dtype)
+    out = recvbuf[plan[INTO] : plan[INTO] + count]
+    operation = plan[OPERATION]
     if operation == 0:
         for i in range(count):
-            recvbuf[i] = came[i]
-    elif operation == 1:
-        for i in range(count):
-            recvbuf[i] = left[i] + right[i]
-    elif operation == 2:
-        for i in range(count):
-            recvbuf[i] = left[i] * right[i]
-    elif operation == 3:  # of zeros of both signs NumPy takes the right one, too
-        for i in range(count):
-            recvbuf[i] = left[i] if left[i] > right[i] or left[i] != left[i] else right[i]
+            out[i] = came[i]
     else:
-        for i in range(count):
-            recvbuf[i] = left[i] if left[i] < right[i] or left[i] != left[i] else right[i]
+        mine = sendbuf[plan[MINE] : plan[MINE] + count]
+        left, right = (mine, came) if plan[MINE_FIRST] else (came, mine)
+        if operation == 1:
+            for i in range(count):
+                out[i] = left[i] + right[i]
+        elif operation == 2:
+            for i in range(count):
+                out[i] = left[i] * right[i]
+        elif operation == 3:
+            for i in range(count):
+                out[i] = left[i] if left[i] >= right[i] or left[i] != left[i] else right[i]
+        else:
+            for i in range(count):
+                out[i] = left[i] if left[i] <= right[i] or left[i] != left[i] else right[i]
     _store(numbers[MY_ACK], number)
     return DONE
 
 
 @_compile
 def _shown(address, nbytes, numbers):
-    for index in range(numbers[SEGMENTS]):
-        segment = SEGMENTS + 1 + 4 * index
+    for index in range(numbers[SHOWN]):
+        segment = SHOWN + 1 + 2 * index
         if numbers[segment] <= address and address + nbytes <= numbers[segment + 1]:
             return True
     return False
 
 
 @_compile
-def _begin(sendbuf, recvbuf, numbers, how):
-    nbytes = how >> 8
-    if sendbuf.size * sendbuf.itemsize != nbytes or recvbuf.size != sendbuf.size:
+def _begin(sendbuf, recvbuf, numbers, plan):
+    size, length = sendbuf.size * sendbuf.itemsize, recvbuf.size * recvbuf.itemsize
+    if size != plan[SEND_BYTES] or length != plan[RECV_BYTES]:
         return NO
     address, target, tells = sendbuf.ctypes.data, recvbuf.ctypes.data, False
-    if how & SENDS and how & RECEIVES and address < target + nbytes and target < address + nbytes:
-        return NO  # which is refused with an error, or was not meant by the schedule
-    if how & SENDS:
-        tells = nbytes >= SEEN and _shown(address, nbytes, numbers)
+    if not plan[ONE] and address < target + length and target < address + size:
+        return NO  # they overlap, which is refused with an error
+    if plan[OUT_COUNT]:
+        leaving = sendbuf[plan[OUT] : plan[OUT] + plan[OUT_COUNT]]
+        nbytes = leaving.size * leaving.itemsize
+        address += plan[OUT] * leaving.itemsize
+        tells = nbytes >= SEEN and _shown(address, nbytes, numbers) and not (plan[ONE] and plan[INTO_COUNT])
         if not tells and nbytes > numbers[CELL_BYTES]:
             return NO
         number = numbers[SENT] + 1
@@ -165,12 +192,17 @@ def _begin(sendbuf, recvbuf, numbers, how):
             _store(at, number * KIND + 1)
         else:
             data = at + 8 if nbytes <= INLINE else numbers[CELLS_OUT + slot % CELLS]
-            leaving = carray(_pointer(data), (sendbuf.size,), sendbuf.dtype)
-            for i in range(sendbuf.size):
-                leaving[i] = sendbuf[i]
+            cell = carray(_pointer(data), (leaving.size,), sendbuf.dtype)
+            for i in range(leaving.size):
+                cell[i] = leaving[i]
             _store(at, number * KIND)
+    if plan[COPIED]:
+        mine = sendbuf[plan[FROM] : plan[FROM] + plan[COPIED]]
+        home = recvbuf[plan[TO] : plan[TO] + plan[COPIED]]
+        for i in range(mine.size):
+            home[i] = mine[i]
     looks = numbers[AWAKE]
-    if how & RECEIVES:
+    if plan[INTO_COUNT]:
         number = numbers[GOT] + 1
         at = numbers[INBOX] + (number & MASK) * LINE
         while _load(at) < number * KIND:
@@ -178,7 +210,7 @@ def _begin(sendbuf, recvbuf, numbers, how):
             looks -= 1
             if looks < 0:
                 return LATE
-        said = _end(sendbuf, recvbuf, numbers, how)
+        said = _end(sendbuf, recvbuf, numbers, plan)
         if said != DONE:
             return said
     if tells:
@@ -196,6 +228,6 @@ def compiled(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
     array, numbers = types.Array(from_dtype(dtype), 1, "C"), types.Array(types.int64, 1, "C")
     for function in (_end, _begin):
         function.disable_compile(False)
-        function.compile((array, array, numbers, types.int64))
+        function.compile((array, array, numbers, numbers))
         function.disable_compile()
     return _begin, _end

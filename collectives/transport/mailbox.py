@@ -44,11 +44,12 @@ SENT, ACKED, GOT, TOLD, AWAKE, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, CEL
 awaited or were taken; the last one to it that was told by address; how often to look for one; the addresses of
 mailboxes and acknowledgements; the bytes and the addresses of cells."""
 
-CELLS_IN, SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
-
 MOST_SEGMENTS = 8
-"""Segments of memory seen by the peer, or the peer's, that an edge keeps: how many, then of each MINE, ITS_END, THEIRS
-(addresses in their owners' processes) and HERE (where this process sees the peer's)."""
+
+CELLS_IN, SHOWN = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
+SEEN_SEGMENTS = SHOWN + 1 + 2 * MOST_SEGMENTS
+"""There, how many segments of memory the peer sees of this rank, then where each begins and ends; and how many this
+rank sees of the peer, then where each begins and ends for the peer, and where it begins here."""
 
 CELL = 1 << 18
 """Bytes of a cell, where the budget allows: messages are cut to fit, so that one part is taken while the next comes."""
@@ -184,7 +185,7 @@ class Edge:
         self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cell, self.place, self.spins = cell, peer, node.spins
-        self.numbers = np.zeros(SEGMENTS + 1 + 4 * MOST_SEGMENTS, np.int64)
+        self.numbers = np.zeros(SEEN_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
         self.counts = self.numbers.data  # the same, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
         self.numbers[AWAKE:CELLS_OUT] = (
@@ -196,19 +197,21 @@ class Edge:
             cell,
         )
         self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out[:CELLS]]
-        self.numbers[CELLS_IN:SEGMENTS] = [there + at for at in self.cells_in[:CELLS]]
+        self.numbers[CELLS_IN:SHOWN] = [there + at for at in self.cells_in[:CELLS]]
         self.look()
         self.awaited: deque[Any] = deque()  # messages that come and were not taken, in the order in which they come
         self.queue: deque[Any] = deque()  # messages that were started when there was no room
 
     def look(self) -> None:
         """Note the memory that the two ranks show each other by now."""
-        pairs = self.node.heap.pairs(self.place)[-MOST_SEGMENTS:]
-        self.numbers[SEGMENTS] = len(pairs)
-        for index, (mine, theirs) in enumerate(pairs):
-            at = SEGMENTS + 1 + 4 * index
-            here = MPI.Get_address(theirs.memory)
-            self.numbers[at : at + 4] = mine.base, mine.base + mine.memory.size, theirs.base, here
+        shown, seen = (self.node.heap.segments(place)[-MOST_SEGMENTS:] for place in (self.node.place, self.place))
+        self.numbers[SHOWN], self.numbers[SEEN_SEGMENTS] = len(shown), len(seen)
+        for index, (base, memory) in enumerate(shown):
+            at = SHOWN + 1 + 2 * index
+            self.numbers[at : at + 2] = base, base + memory.size
+        for index, (base, memory) in enumerate(seen):
+            at = SEEN_SEGMENTS + 1 + 3 * index
+            self.numbers[at : at + 3] = base, base + memory.size, MPI.Get_address(memory)
 
     def has_room(self) -> bool:
         """Whether the slot and the cell of the next message are free."""

@@ -220,6 +220,8 @@ class _Arriving:
             self._fence()  # all of it was read before the sender learns that it may write there again
         self._number = 0
         edge.awaited.popleft()
+        if self._fence is not None:
+            self._fence()
         edge.mine[edge.my_ack] = number
 
     def incoming(

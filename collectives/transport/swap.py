@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives.transport import compiled
 from collectives.transport.mailbox import ACKED, CELLS, GOT, INLINE, KIND, MASK, SENT, SLOTS, TOLD, WORDS, Edge
@@ -49,7 +50,7 @@ class Arriving(Protocol):
 class Parts(NamedTuple):
     """A swap in parts: `leave` sends and says so, or says that there is no room; `end` takes what comes."""
 
-    leave: Callable[[], bool]
+    leave: Callable[[], int]
     end: Wait
 
 
@@ -65,18 +66,18 @@ def _waiting_for_room(edge: Edge, parts: Parts) -> Halves:
 
     def begin() -> None:
         nonlocal left
-        left = leave()
+        left = bool(leave())
 
     def wait() -> None:
         nonlocal left
         while not left:
             edge.acknowledged(edge.counts[SENT] + 1 - CELLS)
-            left = leave()
+            left = bool(leave())
         end()
 
     def test() -> bool:
         nonlocal left
-        left = left or leave()
+        left = left or bool(leave())
         return left and ended()
 
     return begin, Wait(wait, test)
@@ -129,13 +130,6 @@ class Swap:
 
         return swap
 
-    def compiled(
-        self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
-    ) -> Compiled | None:
-        """As `between`, but in one compiled call; None if there is none for such arrays."""
-        ends = self._ends(source, target, sent, received)
-        return None if ends is None else ends.compiled(sent, received)
-
     def halves(self, source: np.ndarray, target: np.ndarray) -> Halves | None:
         """What begins the swap of the program's own memory, and what ends it; None if it is no such swap."""
         ends = self._ends(source, target, source, target)
@@ -181,14 +175,17 @@ class _Told(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A swap as a compiled call: ``begin(sendbuf, recvbuf, numbers, how)``, and `finish` for what that leaves."""
+    """A swap as a compiled call: ``begin(sendbuf, recvbuf, numbers, plan)``, and `finish` for what that leaves.
+
+    `told(sendbuf, recvbuf)` takes what comes in a way that only Python knows.
+    """
 
     begin: Callable[..., int]
     numbers: np.ndarray
-    how: int
+    plan: np.ndarray
     edge: Edge
     end: Callable[..., int]
-    told: _Told | None
+    told: Callable[[np.ndarray, np.ndarray], None] | None
 
     def finish(self, said: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
         """Do what is left after `begin` has said anything but DONE and NO."""
@@ -196,15 +193,16 @@ class Compiled(NamedTuple):
         if said != compiled.UNTAKEN:
             number = counts[GOT] + 1
             edge.arrived(edge.inbox + (number & MASK) * WORDS, number * KIND)
-            if self.end(sendbuf, recvbuf, self.numbers, self.how) != compiled.DONE:
+            if self.end(sendbuf, recvbuf, self.numbers, self.plan) != compiled.DONE:
                 assert self.told is not None
-                self.told.take(sendbuf, recvbuf)
+                self.told(sendbuf, recvbuf)
         if counts[TOLD] > counts[ACKED]:
             edge.acknowledged(counts[TOLD])
 
     def parts(self, source: np.ndarray, target: np.ndarray) -> Parts:
         """Its parts between these arrays."""
-        sends, receives = self.how & ~compiled.RECEIVES, self.how & ~compiled.SENDS
+        sends, receives = self.plan.copy(), self.plan.copy()
+        sends[compiled.INTO_COUNT] = receives[compiled.OUT_COUNT] = receives[compiled.COPIED] = 0
         begin = partial(self.begin, source, target, self.numbers, sends)
         end, finish, edge = partial(self.begin, source, target, self.numbers, receives), self.finish, self.edge
 
@@ -220,7 +218,18 @@ class Compiled(NamedTuple):
             finish(compiled.LATE, source, target)
             return True
 
-        return Parts(begin, Wait(wait, test) if self.how & compiled.RECEIVES else _NOTHING)
+        return Parts(begin, Wait(wait, test) if self.plan[compiled.INTO_COUNT] else _NOTHING)
+
+
+def compile_swap(
+    edge: Edge, dtype: np.dtype, numbers: Mapping[int, int], told: Callable[[np.ndarray, np.ndarray], None] | None
+) -> Compiled:
+    """The swap that the numbers describe, by their places in a plan (see `compiled`); those left out are 0."""
+    plan = np.zeros(compiled.ONE + 1, np.int64)
+    for place, number in numbers.items():
+        plan[place] = number
+    begin, end = compiled.swap(dtype)
+    return Compiled(begin, edge.numbers, plan, edge, end, told)
 
 
 class _Ends:
@@ -241,11 +250,17 @@ class _Ends:
             return None
         if self._into is not None and not self._into.edge.holds(self._incoming[0][0]):
             return None  # MPI.NO_OP, which takes one's own term for what comes
-        does = (self._out is not None) * compiled.SENDS + (self._into is not None) * compiled.RECEIVES
-        how = compiled.describe(does + mine_first * compiled.MINE_FIRST, compiled.OPERATIONS.index(ufunc), sent.nbytes)
-        begin, end = compiled.swap(sent.dtype)
         (edge,) = edges
-        return Compiled(begin, edge.numbers, how, edge, end, self._told)
+        numbers = {
+            compiled.SEND_BYTES: sent.nbytes,
+            compiled.RECV_BYTES: received.nbytes,
+            compiled.OUT_COUNT: 0 if self._out is None else sent.size,
+            compiled.INTO_COUNT: 0 if self._into is None else received.size,
+            compiled.OPERATION: compiled.OPERATIONS.index(ufunc),
+            compiled.MINE_FIRST: int(mine_first),
+            compiled.ONE: int(MPI.Get_address(sent) == MPI.Get_address(received)),
+        }
+        return compile_swap(edge, sent.dtype, numbers, None if self._told is None else self._told.take)
 
     def parts(self, source: np.ndarray, target: np.ndarray) -> Parts:
         """Its parts between these arrays."""

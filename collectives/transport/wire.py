@@ -90,10 +90,6 @@ class Swapping(Protocol):
         """``swap(sendbuf, recvbuf)`` for arrays like `sent` and `received`, in place of the bound memory; or None."""
         ...
 
-    def compiled(self, source: Any, target: Any, sent: Any, received: Any) -> Any:
-        """The same as one compiled call, ``begin(sendbuf, recvbuf, numbers, how)`` and what goes with it; or None."""
-        ...
-
     def halves(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait] | None:
         """What begins the swap of the bound memory and what ends it; or None."""
         ...
