@@ -431,7 +431,7 @@ class Plans:
                     pass
                 if said == _DONE:
                     return ()
-                if said == _LATE:
+                if said == _LATE and quick is not None:
                     quick.finish(sendbuf, recvbuf)
                     return ()
             s, r = sendbuf, recvbuf
