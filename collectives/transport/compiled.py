@@ -1,6 +1,6 @@
 """A short message for a message as one compiled call, where numba is installed (the extra ``fast``).
 
-It does what `shm.Swap` does in Python, word for word on the same mailboxes, so that a rank that runs this and one that
+It does what `swap.Swap` does in Python, word for word on the same mailboxes, so that a rank that runs this and one that
 does not understand each other. Flags are loaded with acquire and stored with release, which every processor
 understands.
 """
