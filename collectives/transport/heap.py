@@ -77,11 +77,12 @@ def _available() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             limits = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
-        most, used, kinds = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
-        files = [line for line in kinds.splitlines() if line.startswith(("active_file", "inactive_file"))]
-        cached = [int(line.split()[1]) for line in files]
-        limits.append(int(most) - int(used) + sum(cached))  # what is cached of files gives way
-    except (OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        most, used, kinds = (group.joinpath(f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+        counts = dict(line.split() for line in kinds.splitlines())
+        cached = int(counts["active_file"]) + int(counts["inactive_file"])  # of files, which gives way
+        limits.append(int(most) - int(used) + cached)
+    except (OSError, ValueError, KeyError):
         return min(limits, default=None)  # no limit for this container, or not a system with such files
     return min(limits)
 

@@ -5,8 +5,8 @@ flag to the number of the message; the receiver watches the flag, takes what is 
 acknowledgement, which frees the slot.
 
 Flags are 8-byte words that Python stores and loads whole. Processors of the x86 family keep stores in order and loads
-in order, so the flag needs no fence there; on others `MPI.Win.Sync` is called before a flag is set and after one is
-seen.
+in order, so the flag needs no fence there; on others `MPI.Win.Sync` is called before a flag is set, after one is seen,
+and before it is acknowledged.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def summed(comm, array):
 
 @pytest.mark.parametrize("shape", [(), 0, 1, (3,), (2, 3), (0, 5), (2, 0), (1000, 7)], ids=str)
 @pytest.mark.parametrize("dtype", ["u1", "f8", "F", ml_dtypes.bfloat16, [("a", "i4"), ("b", "f8")], "V7"], ids=str)
-def test_shapes_and_dtypes(own, shape, dtype):
-    array = own.empty(shape, dtype)
+def test_shapes_and_dtypes(comm, shape, dtype):
+    array = comm.empty(shape, dtype)
     model = np.empty(shape, dtype)
     assert type(array) is np.ndarray
     assert (array.shape, array.dtype, array.nbytes) == (model.shape, model.dtype, model.nbytes)
@@ -87,7 +87,8 @@ def test_memory_that_is_given_back_is_used_again(own):
     first, second = own.empty(100_000), own.empty(100_000)
     places = first.ctypes.data, second.ctypes.data
     del first
-    assert (third := own.empty(100_000)).ctypes.data == places[0]
+    third = own.empty(100_000)
+    assert third.ctypes.data == places[0]
     del second, third
     assert own.empty(200_000).ctypes.data == places[0], "neighbours grow together again"
 
@@ -336,7 +337,7 @@ def test_every_algorithm(comm, method, algorithm):
     """Lengths around which messages begin to travel otherwise; one of a few kinds of memory and one form each."""
     line, size = TABLE[method], comm.Get_size()
     kinds, segments = cycle(memories(comm)), cycle([None, 2])
-    for number, nbytes in enumerate((shm.SEEN, mailbox.CELL + 64)):
+    for number, nbytes in enumerate((shm.SEEN, mailbox.CELL + 64)[: 2 if size <= 3 else 1]):
         in_place = line.in_place and (number + len(algorithm)) % 2 == 1
         exchange = mixed(comm, next(kinds), line, nbytes // 4 // (1 if line.reduces else size) + 1, "f", 0, in_place)
         form = FORMS[(number + len(method) + len(algorithm)) % 3]
@@ -347,7 +348,8 @@ def test_every_algorithm(comm, method, algorithm):
 @pytest.mark.parametrize("method", ["Allreduce", "Bcast", "Reduce", "Allgather", "Reduce_scatter_block", "Alltoallv"])
 def test_lengths_around_every_limit(comm, method, which):
     line, size = TABLE[method], comm.Get_size()
-    for number, nbytes in enumerate(limit + more for limit in LIMITS for more in (-4, 0, 4)):
+    around = (-4, 0, 4) if size <= 3 else (4,)
+    for number, nbytes in enumerate(limit + more for limit in LIMITS for more in around):
         exchange = mixed(comm, which, line, nbytes // 4, "f", number % size, line.in_place and number % 3 == 2)
         perform(comm, FORMS[number % 3], method, exchange, turns=2 if number % 2 else 1)
 
@@ -377,7 +379,7 @@ def test_on_other_machines(own, method, other):
     if own._plans.node is not None:
         other(own._plans.node)
     line, size, kinds = TABLE[method], own.Get_size(), cycle(memories(own))
-    for number, nbytes in enumerate((8, *LIMITS, 1_500_000)):
+    for number, nbytes in enumerate((8, *LIMITS, 1_500_000)[:: 1 if size <= 3 else 3]):
         exchange = mixed(own, next(kinds), line, nbytes // 4 + 1, "f", number % size, line.in_place and number % 2)
         perform(own, ("persistent", "blocking")[number % 2], method, exchange, turns=2)
 
