@@ -142,12 +142,12 @@ def _end(sendbuf, recvbuf, numbers, plan):
         elif operation == 2:
             for i in range(count):
                 out[i] = left[i] * right[i]
-        elif operation == 3:
+        elif operation == 3:  # of equals NumPy takes the second, which tells zeros apart
             for i in range(count):
-                out[i] = left[i] if left[i] >= right[i] or left[i] != left[i] else right[i]
+                out[i] = left[i] if left[i] > right[i] or left[i] != left[i] else right[i]
         else:
             for i in range(count):
-                out[i] = left[i] if left[i] <= right[i] or left[i] != left[i] else right[i]
+                out[i] = left[i] if left[i] < right[i] or left[i] != left[i] else right[i]
     _store(numbers[MY_ACK], number)
     return DONE
 
