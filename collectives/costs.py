@@ -20,7 +20,7 @@ class Costs(NamedTuple):
     """
 
     shared: Uniform = Uniform(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 25e9)
-    network: Uniform = Uniform(alpha=1e-5, beta=1 / 3e9, gamma=1 / 20e9)
+    network: Uniform = Uniform(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9)
 
 
 BUILT_IN = Costs()

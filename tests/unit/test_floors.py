@@ -14,7 +14,7 @@ FLOORS = {
     3: "collectives.catalog collectives.networks collectives.walk collectives.scale collectives.draw "
     "collectives.transport collectives.ops collectives.staging collectives.costs collectives.measured "
     "collectives.tuning collectives.buffers collectives.dlpack collectives.errors",
-    4: "collectives.execute collectives.select collectives.calls",
+    4: "collectives.execute collectives.short collectives.select collectives.calls",
     5: "collectives.requests collectives.native collectives.plans collectives.debug collectives.point_to_point "
     "collectives.communicator",
     6: "collectives parallel",
