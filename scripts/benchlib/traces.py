@@ -67,8 +67,8 @@ def of_calls(
         When each call began, and when the last one ended: one more than calls.
     """
     entries = [span(rank, node, title, "collective", times[0], times[-1])]
-    stops = [*(at for _, at in begins[1:]), len(kinds)]
-    for (index, at), stop in zip(begins, stops, strict=True):
+    stops = (*(at for _, at in begins[1:]), len(kinds))
+    for (index, at), stop in zip(begins, stops):  # on one rank there are no rounds
         steps = "  ".join(draw.step(step, count) for step in schedule[index])
         entries.append(span(rank, node, f"round {index}", "round", times[at], times[stop], steps=steps))
     entries += [span(rank, node, kind, "call", times[at], times[at + 1], call=at) for at, kind in enumerate(kinds)]

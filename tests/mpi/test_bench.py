@@ -59,7 +59,7 @@ def test_messages_are_timed_for_the_model(world, comm):
     rows, _ = measure(
         world, comm, collective="allreduce", algorithms=["auto"], nbytes=64, costs={("plain", "blocking"): costs}, **FEW
     )
-    assert (rows[0]["predicted_us"] > 0) == (world.Get_size() > 1)
+    assert rows[0]["predicted_us"] > 0  # on one rank too: it copies
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
