@@ -336,7 +336,7 @@ NEW: tuple[Any, ...] = (None,)
 _DONE, _NO = compiled.DONE, compiled.NO
 
 WORTH_COMPILING = 100
-"""Swaps of short messages after which they are compiled: it takes a second, or less if it was done before."""
+"""Repeated short calls after which they are compiled: it takes a second, or less if it was done before."""
 
 _SMALL, _LARGE = 9, 13
 """Lengths of the keys of a call: as far as the shapes and dtypes of its arrays, and their addresses too."""

@@ -1,8 +1,7 @@
-"""A short message for a message as one compiled call, where numba is installed (the extra ``fast``).
+"""A short call as one compiled call: a message out, one in, and a copy, where numba is installed (the extra ``fast``).
 
-It does what `swap.Swap` does in Python, word for word on the same mailboxes, so that a rank that runs this and one that
-does not understand each other. Flags are loaded with acquire and stored with release, which every processor
-understands.
+On the mailboxes it does just what Python does there, so a rank that runs this and one that does not understand each
+other. Flags are loaded with acquire and stored with release, which every processor understands.
 """
 
 from __future__ import annotations
