@@ -1,0 +1,131 @@
+"""Where parameters lie: all of them one after another in one vector, each at the start of a block.
+
+The vector is the same for every layout. Shards, buckets and units are spans of whole blocks, so a sum of squares that
+is made block by block has the same digits however the vector is divided, and no block holds two tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from collectives.chunks import even
+from parallel.nn.operator import Operator, Parameter, name_all
+
+BLOCK = 256
+"""Elements: a kilobyte of float32, a multiple of every cache line and vector register."""
+
+
+class Span(NamedTuple):
+    """Elements start to stop of the vector, both multiples of BLOCK."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+
+class Place(NamedTuple):
+    """Where a parameter lies, and how much of the span it fills."""
+
+    parameter: Parameter
+    span: Span
+
+    @property
+    def size(self) -> int:
+        """Elements of the tensor, without the filling behind it."""
+        return self.parameter.size
+
+
+class Flat:
+    """The vector of a model's parameters.
+
+    Parameters
+    ----------
+    model : Operator
+        Its parameters are named here. The items of a `Sequential` are its units; any other operator is one unit.
+
+    Attributes
+    ----------
+    places : tuple of Place
+        In order of units, and within a unit in order of attributes.
+    length : int
+        Elements of the whole vector, with filling.
+    """
+
+    def __init__(self, model: Operator):
+        place, places = 0, []
+        for parameter in name_all(model):
+            length = -(-parameter.size // BLOCK) * BLOCK
+            places.append(Place(parameter, Span(place, place + length)))
+            place += length
+        self.places = tuple(places)
+        self.length = place
+        self.by_name = {place.parameter.name: place for place in places}
+
+    def bind(self, vector: Any, places: Iterable[Place] | None = None, start: int = 0) -> None:
+        """Let parameters' values be views of `vector`, which holds the flat vector from element `start` on."""
+        for parameter, span in self.places if places is None else places:
+            parameter.data = self.view(vector, parameter, span.start - start)
+
+    @staticmethod
+    def view(vector: Any, parameter: Parameter, start: int) -> Any:
+        """The elements of a vector from `start` on, as an array like the parameter."""
+        return vector[start : start + parameter.size].reshape(parameter.shape)
+
+    def initialise(self, vector: Any, seed: int, span: Span | None = None) -> None:
+        """Write the first values of a span (by default of all) into `vector`, which is as long as the span."""
+        span = Span(0, self.length) if span is None else span
+        vector[...] = 0
+        for parameter, place in self.places:
+            start, stop = max(span.start, place.start), min(span.stop, place.start + parameter.size)
+            if start < stop:
+                values = parameter.first(seed).reshape(-1)[start - place.start : stop - place.start]
+                vector[start - span.start : stop - span.start] = values
+
+
+def shards(span: Span, ranks: int) -> tuple[Span, ...]:
+    """A span in one part for each rank, of whole blocks, as equal as can be; some may be empty.
+
+    >>> shards(Span(256, 1024), 2)
+    (Span(start=256, stop=768), Span(start=768, stop=1024))
+    """
+    lengths = [blocks * BLOCK for blocks in even(span.size // BLOCK, ranks)]
+    starts = list(accumulate(lengths, initial=span.start))
+    return tuple(Span(start, start + length) for start, length in zip(starts, lengths))
+
+
+def buckets(places: Sequence[Place], nbytes: int, first: int, itemsize: int = 4) -> tuple[tuple[Place, ...], ...]:
+    """Neighbouring parameters joined into buckets, in reverse order: the order in which a backward completes them.
+
+    Parameters
+    ----------
+    places : sequence of Place
+        Neighbours.
+    nbytes : int
+        A bucket is closed when it holds at least so many bytes (Li et al., "PyTorch Distributed", VLDB 2020,
+        section 3.2).
+    first : int
+        The same for the bucket that is complete first; a small one lets communication begin early.
+    itemsize : int
+        Bytes of an element.
+
+    Returns
+    -------
+    tuple of tuple of Place
+        Each bucket in ascending order of places.
+    """
+    done: list[tuple[Place, ...]] = []
+    open_: list[Place] = []
+    for place in reversed(places):
+        open_.insert(0, place)
+        if sum(place.span.size for place in open_) * itemsize >= (nbytes if done else first):
+            done.append(tuple(open_))
+            open_ = []
+    if open_:
+        done.append(tuple(open_))
+    return tuple(done)
