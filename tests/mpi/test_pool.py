@@ -1,6 +1,7 @@
 """The shared pool: every number once, for any number of ranks, and fewer for a rank that is slow."""
 
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,21 @@ def everyone(comm, drawn):
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 1000])
 def test_every_number_once(comm, pool, count):
     lists = everyone(comm, pool.draw(count))
-    assert sorted(number for numbers in lists for number in numbers) == list(range(count))
+    assert sorted(chain(*lists)) == list(range(count))
     assert all(numbers == sorted(numbers) for numbers in lists)
 
 
 def test_many_rounds_begin_at_zero(comm, pool):
     for round in range(50):
         lists = everyone(comm, pool.draw(round % 7))
-        assert sorted(number for numbers in lists for number in numbers) == list(range(round % 7))
+        assert sorted(chain(*lists)) == list(range(round % 7))
 
 
 def test_rounds_without_anything_in_between(comm, pool):
     """Fast ranks begin the next round while slow ones end the last."""
     rounds = [list(pool.draw(5)) for _ in range(200)]
     for lists in zip(*comm.allgather(rounds)):
-        assert sorted(number for numbers in lists for number in numbers) == list(range(5))
+        assert sorted(chain(*lists)) == list(range(5))
 
 
 def test_a_slow_rank_gets_fewer(comm, pool):
@@ -55,7 +56,7 @@ def test_a_slow_rank_gets_fewer(comm, pool):
     while to_wait_for:
         comm.recv(source=to_wait_for.pop(), tag=5)
     lists = comm.allgather(drawn)
-    assert sorted(sum(lists, [])) == list(range(count))
+    assert sorted(chain(*lists)) == list(range(count))
     assert len(lists[-1]) <= 1
     assert sum(map(len, lists[:-1])) >= count - 1
 
@@ -72,7 +73,7 @@ def test_draws_need_no_help_of_a_rank_that_computes(comm, pool, tmp_path):
     drawn = list(numbers)
     (folder / str(comm.rank)).touch()
     lists = comm.allgather(drawn)
-    assert sorted(sum(lists, [])) == list(range(30))
+    assert sorted(chain(*lists)) == list(range(30))
     assert comm.size == 1 or lists[0] == []
 
 
@@ -82,7 +83,7 @@ def test_leaving_early_leaves_the_rest_to_others(comm, pool):
     comm.Barrier()
     if comm.rank == comm.size - 1:
         drawn += numbers
-    assert sorted(sum(comm.allgather(drawn), [])) == list(range(10))
+    assert sorted(chain(*comm.allgather(drawn))) == list(range(10))
 
 
 def test_an_iterator_of_an_earlier_round_is_refused(comm, pool):
@@ -90,7 +91,7 @@ def test_an_iterator_of_an_earlier_round_is_refused(comm, pool):
     new = pool.draw(3)
     with pytest.raises(RuntimeError, match="belongs to round 1, and round 2"):
         next(old)
-    assert sorted(sum(everyone(comm, new), [])) == [0, 1, 2]
+    assert sorted(chain(*everyone(comm, new))) == [0, 1, 2]
 
 
 def test_closed(comm):
