@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import sysconfig
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 
@@ -161,12 +161,12 @@ def copy(seed: int = 0, length: int = 64) -> Task:
 def pydoc(seed: int = 0, length: int = 128) -> Task:
     """The documentation of Python's standard library, byte by byte: docstrings, comments and the reference's topics.
 
-    Modules and topics that fall to a tenth by a checksum of their names are for the test. A docstring or comment that
-    several of them have is in the first only, so that none is in both texts.
+    Modules and topics that fall to a tenth by a checksum of their names are for the test. A paragraph that several of
+    them have is in the first only, so that none but short phrases is in both texts.
     """
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for name, text in library():
-        parts[crc32(f"{seed} {name}".encode()) % HELD_OUT == 0].append(text.encode())
+        parts[zlib.crc32(f"{seed} {name}".encode()) % HELD_OUT == 0].append(text.encode())
     train, test = (np.frombuffer(b"\n\n".join(texts), np.uint8) for texts in parts)
     return _text("pydoc", train, test, length)
 
@@ -178,23 +178,30 @@ def library() -> tuple[tuple[str, str], ...]:
     Sources are read, not imported; tests and what is installed besides are left out. Some 3 MB, made in two seconds or
     so and then kept in memory.
     """
-    root, found, seen = Path(sysconfig.get_paths()["stdlib"]), [], set()
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
         if not OUTSIDE & set(place.parts):
             source = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
-            found.append((place.as_posix(), list(documentation(source))))
+            found.append((place.as_posix(), documentation(source)))
     from pydoc_data.topics import topics
 
-    found += [(f"topic {name}", topics[name].strip().split("\n\n")) for name in sorted(topics)]
-    documents = []
+    found += [(f"topic {name}", iter([topics[name]])) for name in sorted(topics)]
+    documents, seen = [], set()
     for name, pieces in found:
-        new = [piece for piece in dict.fromkeys(pieces) if piece not in seen]
-        seen.update(new)
-        if new:
-            documents.append((name, "\n\n".join(new)))
+        paragraphs = []
+        for paragraph in re.split(r"\n\s*\n", "\n\n".join(pieces).strip()):
+            if paragraph not in seen:
+                paragraphs.append(paragraph)
+            if len(paragraph) > PHRASE:
+                seen.add(paragraph)
+        if text := "\n\n".join(paragraphs):
+            documents.append((name, text))
     return tuple(documents)
 
+
+PHRASE = 60
+"""Characters up to which a paragraph may come again and again."""
 
 OUTSIDE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
 """Folders of the library that are not its own documentation; topics are taken out of `pydoc_data` in another way."""
@@ -221,7 +228,7 @@ def documentation(source: str) -> Iterator[str]:
         before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
         text = match["long"] or match["other"] or match["comment"]
         if text and PREFIX.fullmatch(before):
-            strip = r"\n[ \t]*#* ?" if match["comment"] else r"\n" + " " * len(before.expandtabs())
+            strip = r"\n[ \t]*#* ?" if match["comment"] else r"\n" + re.match(r"\s*", before)[0]
             text = re.sub(strip, "\n", text.lstrip("# ") if match["comment"] else text).strip()
             if text:
                 yield text
@@ -230,23 +237,15 @@ def documentation(source: str) -> Iterator[str]:
 def from_npz(path: Path, seed: int = 0, length: int = 0) -> Task:
     """A user's arrays: `x` and `y` for training; `x_test` and `y_test`, or else a tenth of them is for the test.
 
-    Floats are taken as float32, and integers as int64: those of x are for an embedding, those of y, one for each sample,
-    are classes.
+    Floats are taken as float32, and integers as int64: in x they are for an embedding, and in y, where there is one for
+    each sample, classes.
 
     Raises
     ------
     ValueError
         If the file is no such archive, or arrays are missing, of unequal lengths, not of numbers, or empty.
     """
-    try:
-        with np.load(path) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError(f"{path}: expected an archive of arrays (.npz), found a single array")
-            held = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        if isinstance(error, FileNotFoundError) or str(error).startswith(str(path)):
-            raise
-        raise ValueError(f"{path}: not an archive of plain arrays (.npz): {error}") from error
+    held = _arrays(path)
     names = {"x", "y"} | ({"x_test", "y_test"} & set(held) and {"x_test", "y_test"})
     if missing := sorted(names - set(held)):
         raise ValueError(f"{path}: {', '.join(missing)} missing; found {', '.join(sorted(held)) or 'no arrays'}")
@@ -266,6 +265,17 @@ def from_npz(path: Path, seed: int = 0, length: int = 0) -> Task:
     if whole.y.dtype == np.int64:
         return _classes(path.stem, train, test)
     return Task(path.stem, train, test, "values", whole.x.shape[1:], int(np.prod(whole.y.shape[1:])))
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    with path.open("rb") as file:
+        try:
+            archive = np.load(file)
+            if isinstance(archive, np.ndarray):
+                raise ValueError("it is a single array")
+            return {name: archive[name] for name in archive.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{path}: not an archive of plain arrays (.npz): {error}") from error
 
 
 def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> Arrays:
