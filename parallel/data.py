@@ -7,6 +7,7 @@ the same step in any case, each exactly once an epoch.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
@@ -263,8 +264,14 @@ def _ahead(source: Iterable[Item], depth: int) -> Iterator[Item]:
             end = error
         made.put((None, end))
 
+    def end() -> None:
+        stopped.set()
+        room.release()
+        thread.join()
+
     thread = threading.Thread(target=make, name="prefetch", daemon=True)
     thread.start()
+    atexit.register(end)  # for an iterator that is held to the end: later no thread could be waited for
     try:
         while True:
             item, error = made.get()
@@ -275,6 +282,5 @@ def _ahead(source: Iterable[Item], depth: int) -> Iterator[Item]:
             room.release()
             yield item
     finally:
-        stopped.set()
-        room.release()
-        thread.join()
+        atexit.unregister(end)
+        end()

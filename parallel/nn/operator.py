@@ -44,6 +44,8 @@ class Parameter:
     uses : int
         How often the model's tree holds it, which is how often a backward hands in a gradient for it; 2 for an
         embedding that is tied to the output.
+    dtype : dtype
+        In which its values are stored, or were when they were last at hand; float32 before they ever were.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +53,7 @@ class Parameter:
     decay: bool = True
     name: str = field(default="", init=False)
     uses: int = field(default=0, init=False)
+    dtype: np.dtype = field(default=np.dtype(np.float32), init=False)
     _data: Array = field(default=None, init=False, repr=False)
 
     @property
@@ -73,6 +76,7 @@ class Parameter:
         if values is not None and values.shape != self.shape:
             raise ValueError(f"parameter {self.name}: expected an array of shape {self.shape}, found {values.shape}")
         self._data = values
+        self.dtype = self.dtype if values is None else values.dtype
 
     def first(self, seed: int) -> np.ndarray:
         """Its first values for a seed: float64, the same wherever and in whatever order they are asked for."""

@@ -15,7 +15,18 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from parallel.nn.kernels import philox, reference
-from parallel.nn.kernels.storage import array_namespace, narrow, wide, widen
+from parallel.nn.kernels.storage import (
+    BFLOAT16,
+    BOOL,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    array_namespace,
+    narrow,
+    smallest_type,
+    wide,
+    widen,
+)
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -86,6 +97,11 @@ key_of = philox.key_of
 positions = reference.positions
 
 __all__ = [
+    "BFLOAT16",
+    "BOOL",
+    "FLOAT16",
+    "FLOAT32",
+    "FLOAT64",
     "affine",
     "array_namespace",
     "avg_pool",
@@ -114,6 +130,7 @@ __all__ = [
     "rms_norm_backward",
     "silu",
     "silu_backward",
+    "smallest_type",
     "softmax_backward",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",

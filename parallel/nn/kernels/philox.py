@@ -73,4 +73,4 @@ def keep(samples: Array, elements: int, rate: float, key: tuple[int, int]) -> Ar
     kept = xp.empty((len(samples), block.shape[1], 4), bool)
     for lane, word in enumerate(words):
         kept[..., lane] = word >= limit
-    return kept.reshape(len(samples), -1)[:, :elements]
+    return xp.ascontiguousarray(kept.reshape(len(samples), 4 * block.shape[1])[:, :elements])

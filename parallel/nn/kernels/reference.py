@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn.kernels.special import erf
-from parallel.nn.kernels.storage import FLOAT16, HALVES, Array, array_namespace, narrow, wide, widen
+from parallel.nn.kernels.storage import FLOAT16, HALVES, Array, array_namespace, narrow, smallest_type, wide, widen
 
 # ------------------------------------------------------------------------------------------ matrix products
 
@@ -274,8 +274,8 @@ def causal_softmax(scores: Array, scale: float, first: int) -> Array:
 
     Parameters
     ----------
-    scores : wide array, shape (n, queries, keys)
-        Written into. Queries times keys; at least ``first + queries`` keys.
+    scores : wide array, shape (..., queries, keys), C-contiguous
+        Written into. At least ``first + queries`` keys.
     scale : float
         What the scores are multiplied with first.
     first : int
@@ -301,7 +301,7 @@ def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
 
     Parameters
     ----------
-    dp : wide array, shape (n, queries, keys)
+    dp : wide array, shape (..., queries, keys), C-contiguous
         Written into.
     p : wide array of the same shape
         The probabilities.
@@ -512,7 +512,7 @@ def max_pool(x: Array, window: tuple[int, int], stride: int) -> tuple[Array, Arr
     over = positions(x.shape[2], window[0], stride, 0), positions(x.shape[3], window[1], stride, 0)
     places = _places(window, stride, over)
     y = x[:, :, places[0][0], places[0][1]].copy()
-    which = xp.zeros(y.shape, np.min_scalar_type(len(places) - 1))
+    which = xp.zeros(y.shape, smallest_type(len(places) - 1))
     for number, (rows, cols) in enumerate(places[1:], 1):
         part = x[:, :, rows, cols]
         larger = (part > y) | (part != part)

@@ -17,6 +17,7 @@ Array = Any
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16, FLOAT32, FLOAT64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
+BOOL = np.dtype(bool)
 HALVES = (BFLOAT16, FLOAT16)
 
 
@@ -28,6 +29,11 @@ def array_namespace(x: Array) -> ModuleType:
 def wide(dtype: np.dtype) -> np.dtype:
     """The type to compute in, for values stored as `dtype`: float64 for float64, float32 for all else."""
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
+
+
+def smallest_type(largest: int) -> np.dtype:
+    """The smallest unsigned type that holds numbers up to `largest`."""
+    return np.min_scalar_type(largest)
 
 
 def widen(x: Array) -> Array:

@@ -1,0 +1,122 @@
+"""Every position of a sequence looks at those before it: causal attention with several heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from parallel.nn import kernels
+from parallel.nn.checks import elements, expect
+from parallel.nn.compose import Sequential
+from parallel.nn.linear import Init, Linear
+from parallel.nn.operator import Array, Operator, Outline, Run, Sink, Spec
+
+QUERIES = 64
+"""Queries of a block: what they cannot see, at its right, is neither computed nor kept, to within a block."""
+
+
+class CausalAttention(Operator):
+    """y = softmax(q k^T / sqrt(width of a head), of the keys up to the query's own) v, for each head.
+
+    No parameters. The input has queries, keys and values side by side, as one `Linear` makes them, and in each the
+    heads side by side (Vaswani et al., "Attention Is All You Need", 2017).
+
+    Parameters
+    ----------
+    heads : int
+    """
+
+    def __init__(self, heads: int):
+        self.heads = heads
+
+    def _expect(self, x: Any) -> None:
+        fits = len(x.shape) == 3 and x.shape[2] % (3 * self.heads) == 0
+        expect(fits, self, f"an array of shape (batch, length, multiple of 3 times {self.heads} heads)", x)
+
+    def _heads(self, x: Array, parts: int) -> Array:
+        """Shape (batch, length, parts * width) seen as (parts, batch, heads, length, width of a head)."""
+        return x.reshape(*x.shape[:2], parts, self.heads, x.shape[2] // (parts * self.heads)).transpose(2, 0, 3, 1, 4)
+
+    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
+        """Saves x, and the probabilities block by block."""
+        self._expect(x)
+        xp = kernels.array_namespace(x)
+        q, k, v = self._heads(x, 3)
+        y = xp.empty((*x.shape[:2], x.shape[2] // 3), x.dtype)
+        result, scale, kept = self._heads(y, 1)[0], _scale(q), []
+        for first, last in _blocks(x.shape[1]):
+            scores = xp.empty((*q.shape[:2], last - first, last), kernels.wide(x.dtype))
+            kernels.matmul(q[:, :, first:last], k[:, :, :last].swapaxes(2, 3), out=scores)
+            p = kernels.narrow(kernels.causal_softmax(scores, scale, first), x.dtype)
+            kernels.matmul(p, v[:, :, :last], out=result[:, :, first:last])
+            kept.append(p)
+        return y, (x, tuple(kept))
+
+    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
+        """From the last block, which sees all keys, to the first."""
+        x, kept = saved
+        xp = kernels.array_namespace(x)
+        q, k, v = self._heads(x, 3)
+        upper, scale, dtype = self._heads(dy, 1)[0], _scale(q), kernels.wide(x.dtype)
+        gradient = xp.empty(x.shape, dtype)
+        dq, dk, dv = self._heads(gradient, 3)
+        for (first, last), p in reversed(list(zip(_blocks(x.shape[1]), kept))):
+            dp = xp.empty(p.shape, dtype)
+            kernels.matmul(upper[:, :, first:last], v[:, :, :last].swapaxes(2, 3), out=dp)
+            ds = kernels.narrow(kernels.softmax_backward(dp, kernels.widen(p), scale), x.dtype)
+            kernels.matmul(ds, k[:, :, :last], out=dq[:, :, first:last])
+            for left, right, into in ((ds, q, dk), (p, upper, dv)):
+                left, right, into = left.swapaxes(2, 3), right[:, :, first:last], into[:, :, :last]
+                if last == x.shape[1]:
+                    kernels.matmul(left, right, out=into)
+                else:
+                    part = xp.empty(into.shape, dtype)
+                    into += kernels.matmul(left, right, out=part)
+        return kernels.narrow(gradient, x.dtype)
+
+    def outline(self, x: Spec) -> Outline:
+        """4 times width flops for each query and key that it sees, to within a block."""
+        self._expect(x)
+        batch, length, width = x.shape[0], x.shape[1], x.shape[2] // 3
+        blocks = list(_blocks(length))
+        kept = tuple(Spec((batch, self.heads, last - first, last), x.dtype) for first, last in blocks)
+        pairs = sum((last - first) * last for first, last in blocks)
+        block = max((elements(p) for p in kept), default=0) * kernels.wide(x.dtype).itemsize
+        half = x.dtype.itemsize == 2
+        work = 2 * block + block * half + (elements(x) // 3) * kernels.wide(x.dtype).itemsize * (1 + 3 * half)
+        return Outline(Spec((batch, length, width), x.dtype), (x, kept), 4 * batch * pairs * width, work)
+
+
+def _blocks(length: int) -> Iterator[tuple[int, int]]:
+    """The first query of each block, and the one after its last."""
+    for first in range(0, length, QUERIES):
+        yield first, min(first + QUERIES, length)
+
+
+def _scale(q: Array) -> float:
+    """1 / sqrt(width of a head)."""
+    return 1 / math.sqrt(max(q.shape[-1], 1))
+
+
+def self_attention(width: int, heads: int, *, init: Init | None = None, init_out: Init | None = None) -> Sequential:
+    """Queries, keys and values from x; causal attention; and a last linear map of what the heads found.
+
+    Parameters
+    ----------
+    width : int
+        A multiple of `heads`.
+    heads : int
+    init, init_out : callable, optional
+        First values of the weights of the first and the last map.
+
+    Returns
+    -------
+    Sequential
+        From shape (batch, length, width) to the same.
+    """
+    if heads < 1 or width % heads:
+        raise ValueError(f"self_attention: expected a width that is a multiple of the heads, found {width} and {heads}")
+    return Sequential(
+        [Linear(width, 3 * width, init=init), CausalAttention(heads), Linear(width, width, init=init_out)]
+    )

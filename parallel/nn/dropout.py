@@ -1,0 +1,50 @@
+"""Elements left out at random, the same ones for a sample wherever and whenever it is looked at."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from parallel.nn import kernels
+from parallel.nn.checks import elements, expect
+from parallel.nn.operator import Array, Operator, Outline, Run, Sink, Spec
+
+
+class Dropout(Operator):
+    """y = x / (1 - rate) with each element set to 0 with probability `rate`, in training; else x.
+
+    Which elements are dropped follows from the run's seed and step, the operator's name, the sample's number and the
+    place of the element in the sample, by counter-based random numbers.
+
+    Parameters
+    ----------
+    rate : float
+        From 0 to below 1.
+    """
+
+    def __init__(self, rate: float):
+        if not 0 <= rate < 1:
+            raise ValueError(f"Dropout: expected a rate from 0 to below 1, found {rate}")
+        self.rate = rate
+
+    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
+        """Saves which elements stay, a byte each; nothing if all do."""
+        if not run.training or not self.rate:
+            return x, None
+        expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"
+        expect(len(x) == len(run.samples), self, expected, x)
+        samples = kernels.array_namespace(x).asarray(run.samples)
+        key = kernels.key_of(run.seed, run.step, self.name)
+        keep = kernels.keep(samples, math.prod(x.shape[1:]), self.rate, key)
+        return kernels.masked(x, keep.reshape(x.shape), 1 / (1 - self.rate)), keep
+
+    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
+        """The same elements of dy."""
+        return dy if saved is None else kernels.masked(dy, saved.reshape(dy.shape), 1 / (1 - self.rate))
+
+    def outline(self, x: Spec) -> Outline:
+        """In training."""
+        if not self.rate:
+            return Outline(x, None)
+        keep = Spec((x.shape[0], math.prod(x.shape[1:])), kernels.BOOL)
+        return Outline(Spec(x.shape, x.dtype), keep, 0, 24 * elements(x))

@@ -1,0 +1,211 @@
+"""Is backward the derivative of forward? By differences, in float64, for the operators here and for your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from parallel.flat import Flat
+from parallel.nn.loss import Loss
+from parallel.nn.operator import Operator, Parameter, Run, Spec, arrays_of, nbytes_of
+
+STEP = 1e-5
+"""Half the distance of two values whose difference is taken: errors of about 1e-10 for values near 1."""
+
+
+class Mismatch(AssertionError):
+    """An operator does not keep to what `parallel.nn.operator` asks of it; the message says in what."""
+
+
+def check(
+    operator: Operator,
+    x: np.ndarray,
+    *,
+    run: Run | None = None,
+    tolerance: float = 1e-6,
+    directions: int = 3,
+    elements: int = 5,
+    seed: int = 0,
+) -> float:
+    """Check an operator at the point `x`, with random values of its parameters.
+
+    The gradients of sum(y r), with r random, by x and by every parameter are compared with central differences along
+    random directions and by single elements. Besides: `forward` twice gives the same bits, neither motion writes into
+    x, dy or what was saved, and `outline` foretells the result and the bytes that are saved.
+
+    Parameters
+    ----------
+    operator : Operator
+        Its parameters are named, and get new values of float64.
+    x : array of float64, or of integers (which have no gradient)
+    run : Run, optional
+        By default in training, with samples 0, 1, ...
+    tolerance : float
+        Largest difference allowed, relative to the larger of 1 and the derivative.
+    directions, elements : int
+        How many of each, for x and for each parameter.
+    seed : int
+        Of all that is random.
+
+    Returns
+    -------
+    float
+        The largest difference found, measured in the same way.
+
+    Raises
+    ------
+    Mismatch
+        Naming the parameter, the place, what was expected and what was found.
+
+    Examples
+    --------
+    >>> from parallel.nn.linear import Linear
+    >>> check(Linear(3, 2), np.ones((4, 3))) < 1e-6
+    True
+    """
+    random = np.random.default_rng(seed)
+    run = run or Run(samples=np.arange(len(x), dtype=np.int64))
+    flat = Flat(operator)
+    vector = np.zeros(flat.length)
+    flat.initialise(vector, seed)
+    for place in flat.places:
+        vector[place.span.start : place.span.start + place.size] += 0.1 * random.standard_normal(place.size)
+    flat.bind(vector)
+    dy, found = _contract(operator, x, run, random)
+
+    def value() -> float:
+        return float((operator.forward(x, run)[0] * dy).sum())
+
+    points = [("x", x, found["x"])] if found["x"] is not None else []
+    points += [(parameter.name, parameter.data, found[parameter.name]) for parameter in operator.parameters()]
+    return max((_compare(*point, value, random, tolerance, directions, elements) for point in points), default=0.0)
+
+
+def check_loss(
+    loss: Loss, y: np.ndarray, targets: np.ndarray, *, tolerance: float = 1e-6, scale: float = 0.5, seed: int = 0
+) -> float:
+    """The same for a loss: the gradient of `scale` times its sum by y.
+
+    Parameters
+    ----------
+    loss : Loss
+    y : array of float64
+    targets : array
+    tolerance : float
+    scale : float
+    seed : int
+
+    Returns
+    -------
+    float
+        The largest difference found.
+
+    Raises
+    ------
+    Mismatch
+    """
+    sum_, saved = loss.forward(y, targets)
+    if not isinstance(sum_, float):
+        raise Mismatch(f"forward: expected a float, found {type(sum_).__name__}")
+    before = _copies(saved)
+    dy = loss.backward(scale, saved)
+    _unchanged(before, "backward", "what was saved")
+    _same_bytes(loss.outline(_spec(y), _spec(targets)).saved, saved)
+    random = np.random.default_rng(seed)
+    return _compare("y", y, dy, lambda: scale * loss.forward(y, targets)[0], random, tolerance, 3, y.size)
+
+
+def _contract(operator: Operator, x: np.ndarray, run: Run, random: np.random.Generator) -> tuple[np.ndarray, dict]:
+    """Run both motions once, with all that they must keep to; dy, and gradients by name."""
+    spec, given = _spec(x), _copies((x, [parameter.data for parameter in operator.parameters()]))
+    outline = operator.outline(spec)
+    y, saved = operator.forward(x, run)
+    if (y.shape, y.dtype) != outline.y:
+        raise Mismatch(f"outline: foretold a result {tuple(outline.y)}, found {(y.shape, y.dtype)}")
+    _same_bytes(outline.saved, saved)
+    if not np.may_share_memory(x, y):  # a view of x is new to the outline, and costs nothing
+        _same_bytes((outline.saved, outline.y), (saved, y))
+    if not np.array_equal(y, operator.forward(x, run)[0]):
+        raise Mismatch("forward: the same input gave different results")
+    dy = random.standard_normal(y.shape)
+    gradients = {parameter.name: np.zeros(parameter.shape) for parameter in operator.parameters()}
+    uses = dict.fromkeys(gradients, 0)
+
+    def sink(parameter: Parameter, compute: Callable[[np.ndarray], object]) -> None:
+        part = np.full(parameter.shape, np.nan)
+        compute(part)
+        gradients[parameter.name] += part
+        uses[parameter.name] += 1
+
+    before = _copies((saved, dy))
+    dx = operator.backward(dy, saved, sink)
+    _unchanged(before, "backward", "dy or what was saved")
+    _unchanged(given, "a motion", "x or a parameter")
+    if dx is not None and dx.shape != x.shape:
+        raise Mismatch(f"backward: expected dx of shape {x.shape}, found {dx.shape}")
+    for parameter in operator.parameters():
+        if uses[parameter.name] != parameter.uses:
+            raise Mismatch(
+                f"backward: {parameter.name} is held {parameter.uses} times, and its gradient came "
+                f"{uses[parameter.name]} times"
+            )
+    return dy, {"x": dx, **gradients}
+
+
+def _compare(
+    name: str,
+    point: np.ndarray,
+    gradient: np.ndarray,
+    value: Callable[[], float],
+    random: np.random.Generator,
+    tolerance: float,
+    directions: int,
+    elements: int,
+) -> float:
+    """The gradient by `point`, into which this writes and puts back what was there, against differences of `value`."""
+    if not point.size:
+        return 0.0
+    worst, original = 0.0, point.copy()
+    units = random.choice(point.size, min(elements, point.size), replace=False)
+    for number in range(directions + len(units)):
+        flat = np.zeros(point.size)
+        if number < directions:
+            flat[:] = random.standard_normal(point.size) / np.sqrt(point.size)
+            place = f"along direction {number}"
+        else:
+            unit = int(units[number - directions])
+            flat[unit] = 1
+            place = f"by element {tuple(map(int, np.unravel_index(unit, point.shape)))}"
+        direction = flat.reshape(point.shape)
+        values = []
+        for sign in (1, -1):
+            point[...] = original + sign * STEP * direction
+            values.append(value())
+        point[...] = original
+        numeric, analytic = (values[0] - values[1]) / (2 * STEP), float((gradient * direction).sum())
+        difference = abs(numeric - analytic) / max(1.0, abs(numeric))
+        if not difference <= tolerance:
+            raise Mismatch(f"gradient by {name}, {place}: differences give {numeric:.10g}, backward {analytic:.10g}")
+        worst = max(worst, difference)
+    return worst
+
+
+def _spec(x: np.ndarray) -> Spec:
+    return Spec(x.shape, x.dtype)
+
+
+def _copies(values: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(array, array.copy()) for array in arrays_of(values).values()]
+
+
+def _unchanged(before: list[tuple[np.ndarray, np.ndarray]], motion: str, what: str) -> None:
+    if not all(np.array_equal(array, copy, equal_nan=array.dtype.kind == "f") for array, copy in before):
+        raise Mismatch(f"{motion} wrote into {what}")
+
+
+def _same_bytes(outline: Any, saved: Any) -> None:
+    foretold, found = nbytes_of(outline), nbytes_of(saved)
+    if foretold != found:
+        raise Mismatch(f"outline: foretold {foretold} bytes saved, found {found}")

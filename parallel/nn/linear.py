@@ -1,0 +1,82 @@
+"""x W + b, and its kin without parameters: new shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from parallel.nn import kernels
+from parallel.nn.checks import elements, expect, expect_last, widened
+from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, constant, normal
+
+Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+class Linear(Operator):
+    """y = x W + b over the last axis.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+    bias : bool
+    init : callable, optional
+        First values of W, by default normal with variance 1 / inputs. Those of b are 0.
+    first : bool
+        Nothing that learns stands before it: backward gives None in place of dx, and saves a product.
+
+    Attributes
+    ----------
+    weight : Parameter of shape (inputs, outputs)
+    bias : Parameter of shape (outputs,), or None
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: Init | None = None, first: bool = False):
+        self.inputs, self.outputs, self.first = inputs, outputs, first
+        self.weight = Parameter((inputs, outputs), init or normal(1 / math.sqrt(max(inputs, 1))))
+        self.bias = Parameter((outputs,), constant(0.0), decay=False) if bias else None
+
+    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
+        """Saves x."""
+        expect_last(self, x, self.inputs)
+        rows = x.reshape(-1, self.inputs)
+        if self.bias is None:
+            y = kernels.matmul(rows, self.weight.data)
+        else:
+            y = kernels.affine(rows, self.weight.data, self.bias.data)
+        return y.reshape(*x.shape[:-1], self.outputs), x
+
+    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
+        """dx = dy W^T; dW = x^T dy; db = the sum of dy."""
+        rows, upper = saved.reshape(-1, self.inputs), dy.reshape(-1, self.outputs)
+        dx = None if self.first else kernels.matmul(upper, self.weight.data.T).reshape(saved.shape)
+        grads(self.weight, lambda out: kernels.matmul(rows.T, upper, out=out))
+        if self.bias is not None:
+            grads(self.bias, lambda out: kernels.sum_rows(upper, out=out))
+        return dx
+
+    def outline(self, x: Spec) -> Outline:
+        """2 inputs outputs flops a row."""
+        expect_last(self, x, self.inputs)
+        y = Spec((*x.shape[:-1], self.outputs), x.dtype)
+        weight = Spec(self.weight.shape, x.dtype)
+        return Outline(y, x, 2 * elements(x) * self.outputs, widened(x, weight, y))
+
+
+class Flatten(Operator):
+    """All axes but the first become one."""
+
+    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
+        """Saves the shape."""
+        return x.reshape(len(x), math.prod(x.shape[1:])), x.shape
+
+    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
+        """The shape as it was; None where the next operator is the first that learns."""
+        return None if dy is None else dy.reshape(saved)
+
+    def outline(self, x: Spec) -> Outline:
+        """Nothing is computed."""
+        expect(len(x.shape) >= 1, self, "at least one axis", x)
+        return Outline(Spec((x.shape[0], math.prod(x.shape[1:])), x.dtype), ())

@@ -1,0 +1,229 @@
+"""Models to start from: perceptron, small convolutional net, and decoder-only transformer, each a list of units.
+
+A model is a `Sequential`; its items are the units in which parameters come and go and are recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from parallel.nn.activation import GELU, ReLU
+from parallel.nn.attention import self_attention
+from parallel.nn.compose import Recompute, Residual, Sequential
+from parallel.nn.conv import Conv2d, MaxPool2d
+from parallel.nn.dropout import Dropout
+from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
+from parallel.nn.linear import Flatten, Linear
+from parallel.nn.norm import LayerNorm
+from parallel.nn.operator import Operator, normal
+
+
+def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False) -> Sequential:
+    """Linear maps with ReLU between them; whatever shape a sample has, it is flattened first.
+
+    Parameters
+    ----------
+    widths : sequence of int
+        Elements of a sample, then of each hidden layer, then classes: at least two.
+    dropout : float
+        After each ReLU.
+    recompute : bool
+        Keep no values within hidden layers.
+
+    Returns
+    -------
+    Sequential
+        A unit for each linear map. Weights begin normal, with variance 2 / inputs before a ReLU (He et al., 2015).
+    """
+    if len(widths) < 2:
+        raise ValueError(f"mlp: expected at least two widths, found {list(widths)}")
+    units: list[Operator] = []
+    for number, (inputs, outputs) in enumerate(pairwise(widths)):
+        last, first = number == len(widths) - 2, number == 0
+        linear = Linear(inputs, outputs, init=normal(math.sqrt((1 if last else 2) / inputs)), first=first)
+        unit = [Flatten()] * first + [linear] + ([] if last else [ReLU(), *_dropouts(dropout)])
+        units.append(_unit(unit, recompute and not last))
+    return Sequential(units)
+
+
+def convnet(
+    shape: tuple[int, int, int],
+    classes: int,
+    channels: Sequence[int] = (16, 32),
+    *,
+    dropout: float = 0.0,
+    recompute: bool = False,
+) -> Sequential:
+    """Convolutions of 3 x 3, each with ReLU and pooled to half the height and width; then a linear map.
+
+    Parameters
+    ----------
+    shape : (channels, height, width)
+        Of a sample.
+    classes : int
+    channels : sequence of int
+        Of each convolution's result.
+    dropout : float
+        Before the linear map.
+    recompute : bool
+        Keep no values within the convolutions' units.
+
+    Returns
+    -------
+    Sequential
+        A unit for each convolution, and one for the linear map.
+    """
+    units: list[Operator] = []
+    before, height, width = shape
+    for number, after in enumerate(channels):
+        if min(height, width) < 2:
+            raise ValueError(f"convnet: images of {shape[1]} x {shape[2]} cannot be halved {len(channels)} times")
+        conv = Conv2d(before, after, 3, padding=1, init=normal(math.sqrt(2 / (9 * before))), first=number == 0)
+        units.append(_unit([conv, ReLU(), MaxPool2d(2)], recompute))
+        before, height, width = after, height // 2, width // 2
+    units.append(Sequential([Flatten(), *_dropouts(dropout), Linear(before * height * width, classes)]))
+    return Sequential(units)
+
+
+def transformer(
+    vocabulary: int,
+    context: int,
+    layers: int,
+    heads: int,
+    width: int,
+    *,
+    dropout: float = 0.0,
+    recompute: bool = False,
+) -> Sequential:
+    """A decoder in the style of GPT-2: norms before, GELU, learned positions, scores by the embedding's own table.
+
+    Parameters
+    ----------
+    vocabulary, context : int
+        Tokens from 0 to below `vocabulary`, in sequences of at most `context`.
+    layers, heads, width : int
+        Blocks; heads in each; numbers per position, a multiple of `heads`.
+    dropout : float
+        After the embedding, the attention and the feed-forward part of each block.
+    recompute : bool
+        Keep only the input of each block.
+
+    Returns
+    -------
+    Sequential
+        From tokens (batch, length) to scores (batch, length, vocabulary). Units: the embedding, each block, the head.
+        Weights begin normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2 layers)
+        (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
+    """
+    init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
+    embedding = Embedding(vocabulary, width, init=init)
+    units: list[Operator] = [Sequential([embedding, PositionEmbedding(context, width, init=init), *_dropouts(dropout)])]
+    for _ in range(layers):
+        attention = [LayerNorm(width), *self_attention(width, heads, init=init, init_out=init_out).items]
+        forward = [
+            LayerNorm(width),
+            Linear(width, 4 * width, init=init),
+            GELU(),
+            Linear(4 * width, width, init=init_out),
+        ]
+        halves = [Residual(Sequential([*half, *_dropouts(dropout)])) for half in (attention, forward)]
+        units.append(_unit(halves, recompute))
+    units.append(Sequential([LayerNorm(width), Unembedding(embedding)]))
+    return Sequential(units)
+
+
+def _unit(items: Sequence[Operator], recompute: bool) -> Operator:
+    unit = Sequential(items)
+    return Recompute(unit) if recompute else unit
+
+
+def _dropouts(rate: float) -> list[Operator]:
+    return [Dropout(rate)] if rate else []
+
+
+# ------------------------------------------------------------------------------------------ by name
+
+
+class Size(NamedTuple):
+    """Of a transformer."""
+
+    layers: int
+    heads: int
+    width: int
+
+
+MLPS = {"tiny": (32,), "small": (256, 128), "medium": (1024, 1024), "large": (4096, 4096, 4096)}
+CONVNETS = {"tiny": (4, 8), "small": (16, 32), "medium": (32, 64, 128)}
+TRANSFORMERS = {
+    "tiny": Size(2, 2, 64),
+    "small": Size(4, 4, 256),
+    "medium": Size(6, 6, 384),
+    "large": Size(12, 12, 768),
+}
+
+
+def _mlp(shape: tuple[int, ...], classes: int, size: str, **options: object) -> Sequential:
+    return mlp([math.prod(shape), *MLPS[size], classes], **options)  # type: ignore[arg-type]
+
+
+def _convnet(shape: tuple[int, ...], classes: int, size: str, **options: object) -> Sequential:
+    if len(shape) != 3:
+        raise ValueError(f"convnet: expected samples of shape (channels, height, width), found {shape}")
+    return convnet(shape, classes, CONVNETS[size], **options)  # type: ignore[arg-type]
+
+
+def _gpt(shape: tuple[int, ...], classes: int, size: str, **options: object) -> Sequential:
+    if len(shape) != 1:
+        raise ValueError(f"gpt: expected samples of shape (length,), found {shape}")
+    return transformer(classes, shape[0], *TRANSFORMERS[size], **options)  # type: ignore[arg-type]
+
+
+class Family(NamedTuple):
+    """Models of one kind: how to make one, and the sizes that have names."""
+
+    make: Callable[..., Sequential]
+    sizes: Sequence[str]
+
+
+MODELS = {
+    "mlp": Family(_mlp, tuple(MLPS)),
+    "convnet": Family(_convnet, tuple(CONVNETS)),
+    "gpt": Family(_gpt, tuple(TRANSFORMERS)),
+}
+
+
+def build(
+    name: str, shape: tuple[int, ...], classes: int, *, dropout: float = 0.0, recompute: bool = False
+) -> Sequential:
+    """A model by its name, with or without a size: ``"mlp"``, ``"gpt:tiny"``; the size is ``small`` by default.
+
+    Parameters
+    ----------
+    name : str
+    shape : tuple of int
+        Of one sample: any for mlp, (channels, height, width) for convnet, (length,) for gpt.
+    classes : int
+        For gpt: the vocabulary.
+    dropout : float
+    recompute : bool
+
+    Raises
+    ------
+    ValueError
+        For a name, a size or a shape that there is no model for.
+
+    Examples
+    --------
+    >>> len(build("gpt:tiny", (64,), 256).items)  # the embedding, two blocks, the head
+    4
+    """
+    family, _, size = name.partition(":")
+    if family not in MODELS:
+        raise ValueError(f"model: expected one of {', '.join(MODELS)}, found {family!r}")
+    make, sizes = MODELS[family]
+    if (size := size or "small") not in sizes:
+        raise ValueError(f"model {family}: expected a size of {', '.join(sizes)}, found {size!r}")
+    return make(tuple(shape), classes, size, dropout=dropout, recompute=recompute)
