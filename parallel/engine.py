@@ -27,6 +27,7 @@ from parallel.nn.compose import Sequential
 from parallel.nn.kernels.storage import narrow
 from parallel.nn.operator import Array, Operator, Run
 from parallel.optim import Optimizer, Piece, block_squares, clip_factor
+from parallel.plan import Plan
 from parallel.precision import PRECISIONS
 from parallel.record import Event, Recorder
 from parallel.report import Evaluation, Report
@@ -119,19 +120,18 @@ class Engine:
         tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in self.flat.places]
         guard.agree(comm, [*settings.items(), *tensors, ("optimizer", type(optimizer).__name__)])
         self._units = tuple(model.items) if isinstance(model, Sequential) else (model,)
-        self._memory, self._recorder = Memory(comm, device), Recorder(trace)
-        self._hall = Hall(
-            comm=comm,
+        self._plan = Plan(
             units=self._units,
             flat=self.flat,
-            memory=self._memory,
-            recorder=self._recorder,
-            storage=recipe.storage,
-            wide=recipe.wide,
+            ranks=comm.Get_size(),
+            rank=comm.Get_rank(),
+            precision=recipe,
             reproducible=reproducible,
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
         )
+        self._memory, self._recorder = Memory(comm, device), Recorder(trace)
+        self._hall = Hall(self._plan, comm, self._memory, self._recorder)
         self._gradients = self._layout.gradients(self._hall)
         self._weights = self._layout.weights(self._hall, self._gradients)
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
@@ -294,7 +294,7 @@ class Engine:
             self._comm.Allgather(header, self._header)
             if self._header[:, 3].any():
                 guard.share_problems(self._comm, problem)
-            if not self._hall.reproducible:
+            if not self._plan.reproducible:
                 everyone = [tuple(range(length)) for length in self._header[:, 0].tolist()]
             else:
                 everyone = self._comm.allgather(tuple(batch.number for batch in mine))
@@ -360,7 +360,7 @@ class Engine:
                 f"the loss of micro-batch {numbers} is not a finite number in step {self.steps}"
             )
         with self._recorder("communication", "losses"):
-            if self._hall.reproducible:
+            if self._plan.reproducible:
                 everyone = self._comm.allgather((problem is not None, losses))
                 total, failed = math.fsum(loss for _, some in everyone for _, loss in some), any(f for f, _ in everyone)
             else:
