@@ -98,7 +98,7 @@ class Piece:
                 raise ValueError(f"{name}: expected {expected}, found {vector.dtype} of shape {vector.shape}")
         if self.stored is not None and self.stored.shape != (self.span.size,):
             raise ValueError(f"stored: expected shape ({self.span.size},), found {self.stored.shape}")
-        self.places = tuple(place for place in self.places if place.span.start < stop and place.span.stop > start)
+        self.places = tuple(p for p in self.places if max(p.span.start, start) < min(p.span.stop, stop))
         self.tensors = tuple(
             Run(max(place.span.start, start) - start, min(place.span.stop, stop) - start, place.parameter.decay, place)
             for place in self.places
@@ -228,7 +228,9 @@ def _check(name: str, value: Any, good: bool, expected: str) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum and Nesterov's look ahead (Sutskever et al., ICML 2013), as torch has it.
+    """Stochastic gradient descent, with momentum and Nesterov's look ahead (Sutskever et al., ICML 2013).
+
+    The velocity holds gradients, not steps, so that a change of rate takes effect at once.
 
     Parameters
     ----------

@@ -8,6 +8,7 @@ the same. The numbers are joined in float64 and rounded once to the vectors' typ
 from __future__ import annotations
 
 import math
+
 import numpy as np
 from numba import njit
 
