@@ -430,7 +430,7 @@ def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> Clip:
     >>> clip_factor(np.array([9.0, 16.0]), 1.0, 2.5)
     Clip(norm=5.0, factor=0.5)
     """
-    _check("limit", limit, limit is None or 0 < limit < math.inf, "a positive number, or None")
+    _check("limit", limit, limit is None or limit > 0, "a positive number, or None")
     with np.errstate(over="ignore", invalid="ignore"):
         norm = math.sqrt(total(squares)) * scale
     if not math.isfinite(norm):

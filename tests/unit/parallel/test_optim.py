@@ -364,9 +364,9 @@ def test_hyperparameters_out_of_range(kind, options, message):
 
 
 def test_a_rate_that_goes_wrong_and_a_step_that_cannot_be():
-    with pytest.raises(ValueError, match="rate: expected a number from 0 on at step 3, found -3.0"):
+    with pytest.raises(ValueError, match=r"rate: expected a number from 0 on at step 3, found -3.0"):
         SGD(rate=lambda step: -step).update([], 3, 1.0)
-    with pytest.raises(ValueError, match="step: .* found -1"):
+    with pytest.raises(ValueError, match=r"step: .* found -1"):
         SGD(rate=1.0).update([], -1, 1.0)
     with pytest.raises(ValueError, match="gather"):
         LAMB(rate=1.0).update([], 0, 1.0)
