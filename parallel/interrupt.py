@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish that all ranks hear at the end of a step, instead of an exception that leaves some of them waiting."""
+"""Ctrl-C as a wish that all ranks hear at the end of a step, not an exception that leaves some of them waiting."""
 
 from __future__ import annotations
 

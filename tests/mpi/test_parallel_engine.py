@@ -214,7 +214,7 @@ def test_weights_are_at_hand_while_they_are_used(comm):
         made.step(tiny.batches(made.share(comm.size)))
         assert seen == np.eye(4, dtype=bool).tolist()
         gathered = [event.about["bucket"] for event in communications(made, "start gather")]
-        assert gathered == [3, 2, 1, 0, 3, 2][: len(gathered)] and len(gathered) == 6  # two units stay
+        assert gathered == [3, 2, 1, 0, 2, 3]  # two units stay, and are not gathered again for the backward
 
 
 # ------------------------------------------------------------------------------------------ ranks without work
@@ -308,7 +308,7 @@ def test_a_gradient_that_is_no_number(comm):
             return saved * np.float32(np.inf)
 
     with Engine(tiny.model(), Overflows(), comm, SGD(rate=0.1), clip=1.0) as made:
-        with pytest.raises(StepFailed, match="gradient of 0.weight is not finite in step 0"):
+        with pytest.raises(StepFailed, match=r"gradient of 0\.weight is not finite in step 0"):
             made.step(tiny.batches(made.share(2)))
         assert made.updates == 0
 
@@ -324,18 +324,19 @@ def test_models_that_differ(comm):
         engine(comm, optimizer=AdamW(rate=0.1) if comm.rank else SGD(rate=0.1))
 
 
-@pytest.mark.parametrize("layout", ["dp", "zero1", "zero2"])
+@pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp"])
 def test_weights_that_part(comm, layout):
     if comm.size == 1:
         pytest.skip("one rank agrees with itself")
     model = tiny.model()
-    with engine(comm, layout, model, check_every=2, optimizer=SGD(rate=0.0)) as made:
+    with engine(comm, layout, model, check_every=2) as made:
         made.step(tiny.batches(made.share(3)))
         if comm.rank == 1:
-            model.items[2].inner.items[1].bias.data[3] += 1
-            model.items[4].bias.data[3] += 1
-        who = "rank 1" if layout == "dp" or comm.size > 2 else "rank"
-        with pytest.raises(Diverged, match=f"after step 1 parameter .*bias of {who}"):
+            for unit in (model.items[4], model.items[2].inner.items[1]):
+                unit.bias.data[3] += 1
+        with pytest.raises(
+            Diverged, match=r"after step 1 parameter 2\.inner\.1\.bias of rank 1 differs from that of rank 0"
+        ):
             made.step(tiny.batches(made.share(3)))
 
 
@@ -380,7 +381,7 @@ def test_settings_without_a_meaning(comm, settings, told):
 
 
 def test_a_communicator_of_others(world):
-    with pytest.raises(TypeError, match="comm: expected a collectives.Communicator"):
+    with pytest.raises(TypeError, match=r"comm: expected a collectives.Communicator"):
         engine(world)
 
 
