@@ -744,15 +744,18 @@ class Plans:
 
     # -------------------------------------------------------------------------------- binding and keeping
 
-    def _wire(self, form: Form) -> Wire:
-        """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes."""
+    def _wire(self, form: Form, itemsize: int = 1) -> Wire:
+        """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes.
+
+        Messages are cut between elements, so one that no cell holds must be read where it lies, or be MPI's.
+        """
         if form == "nonblocking":
             return Immediate(self.comm)
         tag, channel = BLOCKING_TAG, BLOCKING_CHANNEL
         if form == "persistent":
             tag, channel = self._tags + self._inits % self._tags, self._inits
         far = Persistent(self.comm, tag)
-        if self.node is None or channel >= CHANNELS:
+        if self.node is None or channel >= CHANNELS or (itemsize > self.node.cells[channel] and not self.node.reads):
             return far
         compiles = form == "persistent" or self._compiles
         return Nearest(Shared(self.node, channel, self._edges[channel], compiles), far)
@@ -768,7 +771,8 @@ class Plans:
         if _learns(call, choice):
             return self._bind_later(call, choice, self._wire(form), device, first)
         if choice.algorithm != NATIVE:
-            return bound(call, choice, self.rank, self.size, self._wire(form), device, first, self.nodes)
+            wire = self._wire(form, call.unit.itemsize)
+            return bound(call, choice, self.rank, self.size, wire, device, first, self.nodes)
         call = native.settled(call)
         ends = _ends(call, None)
         steps = [*first, *ends.first], ends.last
@@ -860,7 +864,7 @@ class Plans:
             program = native.program(self.comm, call, "blocking", source.array, target.array)
         else:
             schedule = task(call, choice, self.rank, self.size, self.nodes)
-            program = bind(schedule, source, target, self._wire("blocking"), _combining(call))
+            program = bind(schedule, source, target, self._wire("blocking", call.unit.itemsize), _combining(call))
         return Slots(program, source.array, target.array, bool(call.brings), _stores(call))
 
     def _keep(self, key: Hashable, kept: Program | Slots) -> None:

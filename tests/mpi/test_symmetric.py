@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from exchanges import ENTRIES, FORMS, TABLE, Question, perform
+from exchanges import ENTRIES, FORMS, TABLE, Exchange, Question, perform
 from mpi4py import MPI
 
 from collectives import Communicator, plans
@@ -381,6 +381,30 @@ def test_on_other_machines(own, method, other):
     for number, nbytes in enumerate((8, *LIMITS, 1_500_000)[:: 1 if size <= 3 else 3]):
         exchange = mixed(own, next(kinds), line, nbytes // 4 + 1, "f", number % size, line.in_place and number % 2)
         perform(own, ("persistent", "blocking")[number % 2], method, exchange, turns=2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_elements_larger_than_a_cell_where_nothing_can_be_read(own, form):
+    """They cannot be cut, and no cell holds them."""
+    if own._plans.node is not None:
+        cannot_read(own._plans.node)
+    datatype = MPI.DOUBLE.Create_contiguous(40_000).Commit()
+    op = MPI.Op.Create(add_doubles, commute=True)
+    rank, size = own.Get_rank(), own.Get_size()
+    exchange = Exchange(
+        [[mine := np.zeros(80_000), 2, datatype], [total := np.zeros(80_000), 2, datatype]],
+        [(mine, lambda turn: np.arange(80_000.0) + rank * turn)],
+        [(total, lambda turn: np.arange(80_000.0) * size + size * (size - 1) // 2 * turn)],
+        op=op,
+    )
+    perform(own, form, "Allreduce", exchange, turns=3)
+    op.Free()
+    datatype.Free()
+
+
+def add_doubles(left, inout, datatype):
+    mine = np.frombuffer(inout)
+    mine += np.frombuffer(left)
 
 
 def test_arrays_may_change_as_soon_as_a_call_is_over(comm):
