@@ -80,6 +80,25 @@ def test_a_shape_that_cannot_be(own):
     assert summed(own, own.empty(3))
 
 
+BAD = {
+    "negative": ((3, -1), "f8", ValueError, r"shape: expected no negative lengths, found \(3, -1\)"),
+    "no length": (2.5, "f8", TypeError, "shape: expected a number or several, found 2.5"),
+    "no dtype": (3, "nonsense", TypeError, "dtype: .*nonsense"),
+    "objects": (3, object, TypeError, "dtype: expected elements of one known size.*object"),
+    "nothing": (3, "V0", TypeError, "dtype: expected elements of one known size"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_one_rank_asks_for_wrongly_is_told_to_all(own, bad):
+    shape, dtype, kind, message = BAD[bad]
+    for who in range(own.Get_size()):
+        asked = (shape, dtype) if own.Get_rank() == who else (7,)
+        with pytest.raises(kind, match=f"{message}.* on rank {who}"):
+            own.empty(*asked)
+    assert summed(own, own.empty(3))
+
+
 # ------------------------------------------------------------------------------------------ coming and going
 
 
