@@ -241,6 +241,7 @@ class Communicator(PointToPoint):
         """Do a call now; `known` and the arguments are for `Plans.again` to know it by."""
         plans, choice = self._living(), self._choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
+            plans.check_in_step()
             plans.skip()
             until(self._checker.check("blocking", call, choice))
         plans.run(call, choice, known, *arguments)

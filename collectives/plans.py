@@ -19,7 +19,7 @@ from collectives.buffers import Buffer
 from collectives.calls import Blocks, Call, staged
 from collectives.catalog import blocks, build, find
 from collectives.chunks import Layout, Place, even
-from collectives.errors import InvalidArgument
+from collectives.errors import InvalidArgument, OutOfStep
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
 from collectives.measured import NATIVE, Choice, Form
 from collectives.ops import on_device
@@ -410,6 +410,7 @@ class Plans:
         self._quick: dict[tuple[Any, ...], Compiled] = {}
         self._quickly: dict[tuple[Any, ...], Program] = {}
         self._repeats = 0
+        self._broken: str | None = None  # what broke a blocking call off, after which none can be trusted
         self._idle: dict[Hashable, list[Program]] = {}
         self._lengths: dict[Hashable, Lengths] = {}
         self._lent: set[Request] = set()
@@ -451,10 +452,17 @@ class Plans:
                     said = quick[0](s, r, quick[1], quick[2])
             except TypeError:  # something that cannot be looked up, or other arrays than were compiled for
                 pass
+            except KeyboardInterrupt as error:
+                self._break_off(error)
+                raise
             if said == _DONE:
                 return ()
             if said != _NO and quick is not None:
-                quick.finish(said, s, r)
+                try:
+                    quick.finish(said, s, r)
+                except BaseException as error:
+                    self._break_off(error)
+                    raise
                 return ()
         if sends and receives:
             s, r = sendbuf, recvbuf
@@ -495,8 +503,9 @@ class Plans:
             else:
                 for call in calls:
                     call()
-        except BaseException:
+        except BaseException as error:
             self._forget(origin.bound)
+            self._break_off(error)
             raise
         if finish is not None:
             finish(recvbuf)
@@ -505,6 +514,27 @@ class Plans:
         if load is not None or store is not None:
             self._repeated()
         return ()
+
+    def _break_off(self, error: BaseException) -> None:
+        """A blocking call ends in the middle: its messages may still come, or never leave. Trust no other after it."""
+        self._broken = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._again.clear()
+        self._quick.clear()
+        self._quickly.clear()
+
+    def check_in_step(self) -> None:
+        """Refuse a blocking call after one that was broken off.
+
+        Raises
+        ------
+        OutOfStep
+            If there was one.
+        """
+        if self._broken is not None:
+            message = (
+                f"a blocking call was broken off on rank {self.rank} by {self._broken}; what comes now may be of it"
+            )
+            raise OutOfStep(MPI.ERR_OTHER, f"{message}: go on with a new Communicator")
 
     def _repeated(self) -> None:
         """Count short calls that were made before: if there are many, they are bound anew, and compiled."""
@@ -625,6 +655,7 @@ class Plans:
         op: MPI.Op = MPI.SUM,
     ) -> None:
         """Do a blocking call; `known` and the arguments are those of `again`, to remember it by."""
+        self.check_in_step()
         if _learns(call, choice):
             call, known = self._learn(call, choice), NEW
         if _needs_staging(call):
@@ -642,8 +673,9 @@ class Plans:
                 kept.run(call)
             else:
                 drive(kept)
-        except BaseException:
+        except BaseException as error:
             self._forget(key)  # its messages may still be under way: never start them again
+            self._break_off(error)
             raise
         self._know(known, sendbuf, recvbuf, op, key, call, choice)
 
@@ -653,7 +685,7 @@ class Plans:
         call, device = self._where(call, choice)
         if device is None:
             program = self._bind(call, choice, "blocking")
-            drive(program)
+            self._drive(program)
             program.free()
             return
         key = _key(call, choice, True, device)
@@ -664,9 +696,16 @@ class Plans:
         assert isinstance(kept, Program) and kept.lane is not None
         try:
             kept.lane.follow(*_owners(call))
-            drive(kept)
+            self._drive(kept)
         except BaseException:
             self._forget(key)
+            raise
+
+    def _drive(self, program: Program) -> None:
+        try:
+            drive(program)
+        except BaseException as error:
+            self._break_off(error)
             raise
 
     def _where(self, call: Call, choice: Choice) -> tuple[Call, Device | None]:
@@ -823,7 +862,7 @@ class Plans:
         if lengths is None:
             lengths = self._asking(call, choice, self._wire("blocking"))
         lengths.tell(call)
-        drive(lengths.program)
+        self._drive(lengths.program)
         self._lengths[key] = lengths
         if len(self._lengths) > KEPT:
             self._lengths.pop(next(iter(self._lengths))).program.free()
