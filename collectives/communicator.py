@@ -327,9 +327,9 @@ class Communicator(PointToPoint):
         except Invalid as error:
             wanted = error
         until(plans.comm.Ibarrier().Test)  # others may have to wait before for what this rank has under way
-        for rank, error in enumerate(plans.comm.allgather(wanted if isinstance(wanted, Invalid) else None)):
-            if error is not None:
-                raise type(error)(error.Get_error_class(), f"{error} on rank {rank}")
+        for rank, trouble in enumerate(plans.comm.allgather(wanted if isinstance(wanted, Invalid) else None)):
+            if trouble is not None:
+                raise type(trouble)(trouble.Get_error_class(), f"{trouble} on rank {rank}")
         assert not isinstance(wanted, Invalid)
         lengths, kind = wanted
         return plans.allocate(prod(lengths) * kind.itemsize).view(kind).reshape(lengths)
