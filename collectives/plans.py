@@ -6,7 +6,8 @@ address; larger ones are bound to the user's own memory, and nothing is copied t
 
 from __future__ import annotations
 
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -413,8 +414,10 @@ class Plans:
         self._broken: str | None = None  # what broke a blocking call off, after which none can be trusted
         self._idle: dict[Hashable, list[Program]] = {}
         self._lengths: dict[Hashable, Lengths] = {}
-        self._lent: set[Request] = set()
-        self._held = self._resting = self._calls = self._inits = 0
+        self._lent: weakref.WeakSet[Request] = weakref.WeakSet()  # those under way are in `requests.under_way`
+        self._dropped: deque[tuple[Program, int | None]] = deque()  # at any moment, by requests that are gone
+        self._channels: set[int] = set()  # that requests have given back
+        self._held = self._resting = self._calls = self._inits = self._used = 0
         bound = comm.Get_attr(MPI.TAG_UB)
         self._tags = (32767 if bound is None else int(bound)) // 2
 
@@ -714,6 +717,7 @@ class Plans:
 
     def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
         """Begin a non-blocking call."""
+        self._take_back()
         device = None
         if _needs_staging(call):
             call, device = self._where(call, choice)
@@ -748,10 +752,42 @@ class Plans:
         self._inits += 1
         call, device = self._where(call, choice)
         first = [] if device is None else [partial(device.follow, *_owners(call))]
-        program = self._bind(call, choice, "persistent", device, first)
-        request = Request(call.collective, program, self._return, call, persistent=True)
+        channel = None if self.node is None or choice.algorithm == NATIVE else self._channel()
+        program = self._bind(call, choice, "persistent", device, first, channel)
+        request = Request(call.collective, program, partial(self._return, channel), call, persistent=True)
+        request.finalizer = weakref.finalize(request, self._dropped.append, (program, channel))
+        request.finalizer.atexit = False
         self._lent.add(request)
         return request
+
+    def _channel(self) -> int | None:
+        """A channel for one more persistent request, the same on all ranks; None if all are in use. Collective.
+
+        Each is used once before ranks ask each other which of them everyone has given back: whoever has done so has
+        taken all messages that came there, so the next request goes on where the last one ended.
+        """
+        if self._used < CHANNELS - 1:
+            self._used += 1
+            return self._used
+        self._take_back()
+        mine, common = np.array([sum(1 << channel for channel in self._channels)]), np.zeros(1, np.int64)
+        until(self.comm.Iallreduce(mine, common, MPI.BAND).Test)  # others may wait for what is under way here
+        lowest = int(common[0] & -common[0])
+        if not lowest:
+            return None
+        channel = lowest.bit_length() - 1
+        self._channels.remove(channel)
+        return channel
+
+    def _take_back(self) -> None:
+        """Give back what requests held that were dropped without `Free`."""
+        while self._dropped:
+            self._give_back(*self._dropped.popleft())
+
+    def _give_back(self, program: Program, channel: int | None) -> None:
+        program.free()
+        if channel is not None and not program.broken:
+            self._channels.add(channel)
 
     def free(self) -> None:
         """Give everything back: programs, idle requests, shared memory, and the private communicator. Collective."""
@@ -764,6 +800,7 @@ class Plans:
         for request in tuple(self._lent):
             if not request.active:
                 request.Free()
+        self._take_back()
         self._bound.clear()
         self._again.clear()
         self._quick.clear()
@@ -783,18 +820,16 @@ class Plans:
 
     # -------------------------------------------------------------------------------- binding and keeping
 
-    def _wire(self, form: Form, itemsize: int = 1) -> Wire:
-        """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes.
+    def _wire(self, form: Form, channel: int | None = BLOCKING_CHANNEL, itemsize: int = 1) -> Wire:
+        """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes, if it has one.
 
         Messages are cut between elements, so one that no cell holds must be read where it lies, or be MPI's.
         """
         if form == "nonblocking":
             return Immediate(self.comm)
-        tag, channel = BLOCKING_TAG, BLOCKING_CHANNEL
-        if form == "persistent":
-            tag, channel = self._tags + self._inits % self._tags, self._inits
+        tag = self._tags + self._inits % self._tags if form == "persistent" else BLOCKING_TAG
         far = Persistent(self.comm, tag)
-        if self.node is None or channel >= CHANNELS or (itemsize > self.node.cells[channel] and not self.node.reads):
+        if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
             return far
         compiles = form == "persistent" or self._compiles
         return Nearest(Shared(self.node, channel, self._edges[channel], compiles), far)
@@ -806,11 +841,12 @@ class Plans:
         form: Form,
         device: Device | None = None,
         first: Sequence[Callable[[], object]] = (),
+        channel: int | None = BLOCKING_CHANNEL,
     ) -> Program:
         if _learns(call, choice):
-            return self._bind_later(call, choice, self._wire(form), device, first)
+            return self._bind_later(call, choice, self._wire(form, channel), device, first)
         if choice.algorithm != NATIVE:
-            wire = self._wire(form, call.unit.itemsize)
+            wire = self._wire(form, channel, call.unit.itemsize)
             return bound(call, choice, self.rank, self.size, wire, device, first, self.nodes)
         call = native.settled(call)
         ends = _ends(call, None)
@@ -903,7 +939,9 @@ class Plans:
             program = native.program(self.comm, call, "blocking", source.array, target.array)
         else:
             schedule = task(call, choice, self.rank, self.size, self.nodes)
-            program = bind(schedule, source, target, self._wire("blocking", call.unit.itemsize), _combining(call))
+            program = bind(
+                schedule, source, target, self._wire("blocking", itemsize=call.unit.itemsize), _combining(call)
+            )
         return Slots(program, source.array, target.array, bool(call.brings), _stores(call))
 
     def _keep(self, key: Hashable, kept: Program | Slots) -> None:
@@ -936,9 +974,9 @@ class Plans:
             if not self._idle[oldest]:
                 del self._idle[oldest]
 
-    def _return(self, request: Request, program: Program) -> None:
+    def _return(self, channel: int | None, request: Request, program: Program) -> None:
         self._lent.discard(request)
-        program.free()
+        self._give_back(program, channel)
 
 
 def _in_shape(slot: np.ndarray, array: np.ndarray) -> np.ndarray:

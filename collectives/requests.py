@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -78,17 +79,12 @@ class Request:
     """
 
     __slots__ = (
-        "_active",
-        "_broken",
-        "_freed",
-        "_gate",
-        "_keep",
-        "_name",
-        "_persistent",
-        "_program",
-        "_release",
-        "_startable",
+        *("__weakref__", "_active", "_broken", "_freed", "_gate", "_keep", "_name", "_persistent", "_program"),
+        *("_release", "_startable", "finalizer"),
     )
+
+    finalizer: weakref.finalize[Any, Any] | None
+    """What gives back what the request holds when its last reference is gone."""
 
     def __init__(
         self,
@@ -106,6 +102,7 @@ class Request:
         self._gate: Callable[[], bool] | None = None
         self._active = self._freed = self._broken = False
         self._startable = persistent
+        self.finalizer = None
 
     def __repr__(self) -> str:
         states = {"freed": self._freed, "broken off": self._broken, "under way": self._active, "idle": True}
@@ -132,7 +129,7 @@ class Request:
             for call in self._program.opening:
                 call()
         except BaseException:
-            self._broken = True
+            self._broken = self._program.broken = True
             raise
         self._active = True
         under_way.append(self)
@@ -166,7 +163,7 @@ class Request:
         try:
             return act()
         except BaseException:
-            self._active, self._broken = False, True
+            self._active, self._broken, self._program.broken = False, True, True
             under_way.remove(self)
             raise
 
@@ -208,7 +205,7 @@ class Request:
                 else:
                     program.finish()
             except BaseException:
-                self._broken = True
+                self._broken = self._program.broken = True
                 raise
             self._startable = True
             return True
@@ -224,6 +221,8 @@ class Request:
             raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
         self._freed, self._startable = True, False
         self._keep = None
+        if self.finalizer is not None:
+            self.finalizer.detach()
         if self._persistent:
             self._release(self, self._program)
 
