@@ -5,6 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 from parallel.pool import Pool
 
