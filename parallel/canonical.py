@@ -1,0 +1,136 @@
+"""The order in which gradients are added, the same for every layout: a binary tree over the step's micro-batches.
+
+Micro-batches are numbered 0 to M-1. Node (k, i) is the sum over numbers 2^k i up to 2^k (i+1): its left half plus its
+right half, and of what lies beyond M-1 nothing is added. Whoever has both halves of a node adds them, like a carry in
+binary addition, so a rank can add what it has before it knows the rest; the order in which terms come, and who has
+them, never shows in the digits. (Pairwise summation: Higham, "The Accuracy of Floating Point Summation", SIAM J. Sci.
+Comput. 14, 1993.) Knows no MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+
+class Node(NamedTuple):
+    """A node of the tree: the numbers from ``place << level`` on, ``1 << level`` of them."""
+
+    level: int
+    place: int
+
+    @property
+    def first(self) -> int:
+        """The first number below it."""
+        return self.place << self.level
+
+
+class Pool:
+    """Vectors that are given back and taken again.
+
+    Parameters
+    ----------
+    make : callable () -> array
+        Makes one more.
+    """
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make, self._idle = make, []  # type: ignore[var-annotated]
+
+    def take(self) -> Any:
+        """A vector, whatever it holds."""
+        return self._idle.pop() if self._idle else self._make()
+
+    def give(self, vector: Any) -> None:
+        """Take it back."""
+        self._idle.append(vector)
+
+
+class Counter:
+    """Sums of the nodes that are known, as few of them as can be.
+
+    Parameters
+    ----------
+    pool : Pool
+        Where vectors come from and go to.
+    """
+
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        self.sums: dict[Node, Any] = {}
+
+    def push(self, node: Node, vector: Any, ours: bool) -> None:
+        """Add the sum of one more node, and carry.
+
+        Parameters
+        ----------
+        vector : array
+        ours : bool
+            Whether the vector comes from the pool, and is the counter's from now on; otherwise it is only read.
+        """
+        while (other := self.sums.pop(sibling := Node(node.level, node.place ^ 1), None)) is not None:
+            other += vector  # left + right and right + left have the same bits
+            if ours:
+                self.pool.give(vector)
+            node, vector, ours = Node(sibling.level + 1, sibling.place >> 1), other, True
+        if not ours:
+            kept = self.pool.take()
+            kept[...] = vector
+            vector = kept
+        self.sums[node] = vector
+
+    def clear(self) -> None:
+        """Forget all sums, and give their vectors back."""
+        for vector in self.sums.values():
+            self.pool.give(vector)
+        self.sums = {}
+
+    def total(self) -> Any:
+        """The sum of all, an array from the pool; None if there was nothing. The counter is empty afterwards."""
+        parts = [self.sums[node] for node in in_order(self.sums)]
+        self.sums = {}
+        while len(parts) > 1:  # what is missing on the right is left out: the last one joins its left neighbour
+            right = parts.pop()
+            parts[-1] += right
+            self.pool.give(right)
+        return parts[0] if parts else None
+
+
+def in_order(nodes: Iterable[Node]) -> list[Node]:
+    """Nodes from left to right."""
+    return sorted(nodes, key=lambda node: node.first)
+
+
+@lru_cache(maxsize=256)
+def nodes_of(numbers: tuple[int, ...]) -> tuple[Node, ...]:
+    """The nodes that whoever has these micro-batches comes to, from left to right.
+
+    >>> nodes_of((2, 3, 4))
+    (Node(level=1, place=1), Node(level=0, place=4))
+    """
+    return _played(numbers)[0]
+
+
+@lru_cache(maxsize=256)
+def width(numbers: tuple[int, ...]) -> int:
+    """Vectors that a counter has at once while these come, the one that has just come among them.
+
+    >>> width((0, 1, 2, 3))
+    3
+    """
+    return _played(numbers)[1]
+
+
+def _played(numbers: tuple[int, ...]) -> tuple[tuple[Node, ...], int]:
+    """A counter's nodes, and the vectors that it took, without any vectors."""
+    nodes: set[Node] = set()
+    most = 0
+    for number in numbers:
+        most = max(most, len(nodes) + 1)
+        node = Node(0, number)
+        while (sibling := Node(node.level, node.place ^ 1)) in nodes:
+            nodes.remove(sibling)
+            node = Node(node.level + 1, node.place >> 1)
+        nodes.add(node)
+    return tuple(in_order(nodes)), most

@@ -1,0 +1,194 @@
+"""Data parallelism: all ranks have all weights, and one sum of gradients over the ranks a step.
+
+Each layout is a sink of gradients: what it does when a bucket is complete in the last micro-batch of the step is all
+that they differ in. No communication in between. (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", VLDB 2020.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from parallel.bucket import Bucket
+from parallel.flat import Place, Span, buckets
+from parallel.hall import Hall
+from parallel.nn.operator import Array, Parameter
+from parallel.sums import Canonical, Numbers, Plain
+
+MOST_REQUESTS = 24
+"""Buckets of `Overlapped`: a communicator has shared memory for 31 persistent requests."""
+
+
+class Naive:
+    """One bucket, and one allreduce when the last backward is over. What all others are compared with.
+
+    Attributes
+    ----------
+    own : list of (Span, array)
+        The spans of the flat vector that this rank updates, and their gradients after `finish`.
+    started : int
+        Exchanges that were started in this step.
+    rounds : callable (numbers of all ranks) -> int
+        How many micro-batches a rank takes part in.
+    """
+
+    def __init__(self, hall: Hall):
+        self._hall = hall
+        places = [places for places in self.cut(hall) if places]
+        self.buckets = [Bucket(number, some, hall.ranks, hall.rank) for number, some in enumerate(places)]
+        self.vector = hall.memory.seen("gradients", hall.flat.length, hall.wide)
+        scratch = hall.memory.own("buffers", hall.longest, hall.wide)
+        part = self.part()
+        kind = Canonical if hall.reproducible else Plain
+        self.sums = [kind(hall, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]
+        self._of = {id(place.parameter): sum_ for sum_ in self.sums for place in sum_.bucket.places}
+        self.own = [(span, self._view(span)) for span in self.spans()]
+        self.started = 0
+        self._next = 0
+        self._left = 0
+        self._number: int | None = None
+
+    # ------------------------------------------------------------------------------------ what layouts differ in
+
+    @staticmethod
+    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
+        """The buckets' places."""
+        return [hall.flat.places]
+
+    def part(self) -> Array:
+        """Memory for a part of a reduce-scatter."""
+        return None
+
+    def spans(self) -> list[Span]:
+        """What this rank updates."""
+        return [Span(0, self._hall.flat.length)] if self._hall.flat.length else []
+
+    def ready(self, sum_: Plain | Canonical) -> None:
+        """The next bucket in line has its last gradient."""
+
+    def settle(self) -> None:
+        """All backwards are over."""
+        for sum_ in self.sums:
+            self._blocking("allreduce", sum_)
+
+    # ------------------------------------------------------------------------------------ the motions of a step
+
+    @staticmethod
+    def rounds(everyone: Numbers, rank: int) -> int:
+        """Ranks take part in their own micro-batches only."""
+        return len(everyone[rank])
+
+    def begin(self, everyone: Numbers) -> None:
+        """A step begins."""
+        self.started = self._next = 0
+        self._left = len(everyone[self._hall.rank])
+        for sum_ in self.sums:
+            sum_.begin(everyone)
+
+    def open(self, turn: int, number: int | None) -> None:
+        """A backward begins."""
+        assert number is not None
+        self._number, self._left = number, self._left - 1
+        self._open = set(range(len(self.sums)))
+        for sum_ in self.sums:
+            sum_.open(number)
+
+    def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
+        """Take a gradient."""
+        sum_ = self._of[id(parameter)]
+        sum_.put(parameter, compute)
+        if sum_.complete:
+            self._shut(sum_)
+
+    def left(self, unit: int) -> None:
+        """The backward has left a unit."""
+
+    def shut(self) -> None:
+        """The backward is over; what it did not hand in is zero."""
+        for number in sorted(self._open):
+            self._shut(self.sums[number])
+
+    def finish(self) -> None:
+        """Complete the gradients in `own`."""
+        self.settle()
+
+    def close(self) -> None:
+        """Give requests back."""
+        for sum_ in self.sums:
+            sum_.close()
+
+    def _shut(self, sum_: Plain | Canonical) -> None:
+        assert self._number is not None
+        self._open.remove(sum_.bucket.number)
+        sum_.shut(self._number)
+        while not self._left and self._next < len(self.sums) and self._next not in self._open:
+            self._next += 1
+            self.ready(self.sums[self._next - 1])
+
+    def _view(self, span: Span) -> Array:
+        return self.vector[span.start : span.stop]
+
+    def _blocking(self, what: str, sum_: Plain | Canonical) -> None:
+        self.started += 1
+        with self._hall.recorder("communication", what, bucket=sum_.bucket.number):
+            getattr(sum_, what)()
+
+
+class Bucketed(Naive):
+    """An allreduce for each bucket as soon as it is complete; the backward waits for it."""
+
+    @staticmethod
+    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
+        return buckets(hall.flat.places, hall.bucket_bytes, hall.first_bytes, hall.wide.itemsize)
+
+    def ready(self, sum_: Plain | Canonical) -> None:
+        self._blocking("allreduce", sum_)
+
+    def settle(self) -> None:
+        for sum_ in self.sums[self._next :]:  # of a rank without micro-batches
+            self._blocking("allreduce", sum_)
+
+
+class Overlapped(Bucketed):
+    """An allreduce for each bucket, which goes on while the backward does; moved on with every gradient handed in."""
+
+    def __init__(self, hall: Hall):
+        super().__init__(hall)
+        self._flying: dict[int, float] = {}
+
+    @staticmethod
+    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
+        least = -(-hall.flat.length * hall.wide.itemsize // MOST_REQUESTS)
+        return buckets(hall.flat.places, max(hall.bucket_bytes, least), hall.first_bytes, hall.wide.itemsize)
+
+    def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
+        super().__call__(parameter, compute)
+        if self._flying:
+            with self._hall.recorder("communication", "test"):
+                self._move()
+
+    def ready(self, sum_: Plain | Canonical) -> None:
+        number = sum_.bucket.number
+        with self._hall.recorder("communication", "start", bucket=number):
+            sum_.start()
+        self.started += 1
+        self._flying[number] = time.perf_counter()
+
+    def settle(self) -> None:
+        for sum_ in self.sums[self._next :]:
+            self.ready(sum_)
+        for sum_ in self.sums:
+            with self._hall.recorder("communication", "finish", bucket=sum_.bucket.number):
+                sum_.finish()
+            self._landed(sum_.bucket.number)
+
+    def _move(self) -> None:
+        for number in list(self._flying):
+            if self.sums[number].test():
+                self._landed(number)
+
+    def _landed(self, number: int) -> None:
+        if number in self._flying:
+            began = self._flying.pop(number)
+            self._hall.recorder.note("flight", "allreduce", began, time.perf_counter(), bucket=number)

@@ -1,0 +1,441 @@
+"""A training step on any layout: forward and backward unit by unit, gradients summed over the ranks, the update.
+
+The units' motions are called here, and nowhere else; where gradients go and weights come from is the layout's matter.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel import guard
+from parallel.blocks import Blocks, blocks_of
+from parallel.data import Batch
+from parallel.flat import Flat, Span, shards
+from parallel.hall import Hall
+from parallel.layouts import LAYOUTS
+from parallel.ledger import Ledger
+from parallel.memory import Memory
+from parallel.motion import Motion, nobody
+from parallel.nn.compose import Sequential
+from parallel.nn.kernels.storage import narrow
+from parallel.nn.operator import Array, Operator, Run
+from parallel.optim import Optimizer, Piece, block_squares, clip_factor
+from parallel.precision import PRECISIONS
+from parallel.record import Event, Recorder
+from parallel.report import Evaluation, Report
+from parallel.schedules import rate_at
+from parallel.stretches import Stretch, stretches
+
+__all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "Report", "Stretch"]
+
+
+class Engine:
+    """A model in training, spread over the ranks of a communicator. Making one is collective.
+
+    Parameters
+    ----------
+    model : Operator
+        A `Sequential`'s items are the units in which weights come and go; any other operator is one unit.
+    loss : loss operator
+    comm : Communicator
+        Of ours. Stays the caller's.
+    optimizer : Optimizer
+    layout : str
+        A name of `LAYOUTS`.
+    seed : int
+        Of first values and of dropout.
+    precision : str
+        A name of `PRECISIONS`.
+    reproducible : bool
+        Whether gradients are added in the canonical order, the same for every layout and number of ranks.
+    clip : float, optional
+        Limit of the gradient's norm.
+    bucket_bytes, first_bytes : int
+        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first.
+    check_every : int
+        Compare the parameters of all ranks after every so many steps; 0 for never.
+    device : "cpu" or "cuda"
+        Where all of it happens. On a GPU the current device.
+    trace : bool
+        Whether to keep `events`.
+
+    Attributes
+    ----------
+    steps, updates : int
+        Steps that were made, skipped ones included; those that changed the weights.
+    scaling : LossScale
+        What the loss is multiplied with; 1 but in fp16.
+    flat : Flat
+        The vector of parameters.
+    ledger : Ledger
+        Bytes by kind.
+
+    Raises
+    ------
+    ValueError
+        If an argument has no meaning.
+    Disagreement
+        On all ranks, if their models or settings differ; it names the first difference.
+
+    Notes
+    -----
+    All methods are collective, but for `share`, `stretches`, `state` and `load`.
+    """
+
+    def __init__(
+        self,
+        model: Operator,
+        loss: Any,
+        comm: Communicator,
+        optimizer: Optimizer,
+        *,
+        layout: str = "dp",
+        seed: int = 0,
+        precision: str = "fp32",
+        reproducible: bool = False,
+        clip: float | None = None,
+        bucket_bytes: int = 4 << 20,
+        first_bytes: int = 256 << 10,
+        check_every: int = 0,
+        device: str = "cpu",
+        trace: bool = False,
+    ) -> None:
+        problem = _refusal(comm, layout=layout, precision=precision, clip=clip, check_every=check_every)
+        if problem:
+            raise problem
+        self._comm, self._loss, self._optimizer = comm, loss, optimizer
+        self._layout, self._clip, self._seed, self._check_every = LAYOUTS[layout], clip, seed, check_every
+        self.flat = Flat(model)
+        recipe = PRECISIONS[precision]
+        settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
+        settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
+        tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in self.flat.places]
+        guard.agree(comm, [*settings.items(), *tensors, ("optimizer", type(optimizer).__name__)])
+        self._units = tuple(model.items) if isinstance(model, Sequential) else (model,)
+        self._memory, self._recorder = Memory(comm, device), Recorder(trace)
+        self._hall = Hall(
+            comm=comm,
+            units=self._units,
+            flat=self.flat,
+            memory=self._memory,
+            recorder=self._recorder,
+            storage=recipe.storage,
+            wide=recipe.wide,
+            reproducible=reproducible,
+            bucket_bytes=bucket_bytes,
+            first_bytes=first_bytes,
+        )
+        self._gradients = self._layout.gradients(self._hall)
+        self._weights = self._layout.weights(self._hall, self._gradients)
+        self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
+        self._pieces = self._make_pieces(recipe.master)
+        self._blocks = Blocks(self._hall, self._spans_of_all())
+        self.ledger = Ledger(self._memory.allocated)
+        self._header = np.empty((comm.Get_size(), 4), np.int64)
+        self._seen_shapes: set[tuple[int, ...]] = set()
+        self.steps = self.updates = 0
+        self.refresh()
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def share(self, micro_batches: int) -> range:
+        """The numbers of this rank's micro-batches, of so many in the step."""
+        return self._layout.share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
+
+    def step(self, batches: Sequence[Batch], *, stop: bool = False) -> Report:
+        """One update from the micro-batches of all ranks.
+
+        Parameters
+        ----------
+        batches : sequence of Batch, or of tuples like it
+            This rank's. It may have none. `share` says which a rank should have.
+        stop : bool
+            Whether this rank wants to end, after a Ctrl-C say: all ranks learn it from the report.
+
+        Raises
+        ------
+        StepFailed
+            On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number
+            (in fp16 the latter makes a skipped step). Nothing was updated then.
+        Diverged
+            On all ranks, if parameters that should be the same are not.
+        """
+        began, spent = time.perf_counter(), self._recorder.seconds["communication"]
+        mine, problem = self._checked(batches)
+        everyone, count, stop = self._meet(mine, stop, problem)
+        scale = self.scaling.value
+        with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
+            early, losses, problem = self._passes(mine, everyone, scale)
+        loss = self._losses(losses, problem) / count if count else math.nan
+        norm, factor, finite = self._norm(count, scale) if count else (None, 0.0, False)
+        if count:
+            self.scaling.update(finite)
+        rate = rate_at(self._optimizer.rate, self.updates)
+        if finite:
+            gather = self._blocks.gather if self._layout.divided else np.asarray
+            with self._recorder("compute", "update"):
+                self._optimizer.update(self._pieces, self.updates, factor, gather)
+            self.updates += 1
+            self._weights.publish()
+        step, self.steps = self.steps, self.steps + 1
+        if self._check_every and self.steps % self._check_every == 0 and self._weights.replicated:
+            guard.compare(self._comm, self.flat, step)
+        seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
+        return Report(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, early)
+
+    def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
+        """Mean loss without training.
+
+        Parameters
+        ----------
+        batches : sequence of Batch
+            This rank's, which may be none.
+        measure : callable (scores, targets) -> float, optional
+            Summed over all batches: how many are right, say.
+        """
+        mine, problem = self._checked(batches)
+        everyone, count, _ = self._meet(mine, False, problem)
+        turns = self._gradients.rounds(everyone, self._comm.Get_rank())
+        self._weights.begin([*range(len(self._units))] * turns)
+        totals, measured = [], 0.0
+        for turn in range(turns):
+            motion = self._motion(mine[turn], training=False) if turn < len(mine) else nobody()
+            for unit in self._units:
+                self._weights.enter()
+                motion.forward(unit)
+                motion.saved.clear()
+                self._weights.leave()
+            motion.score()
+            measured += motion.measure(measure) if measure else 0.0
+            problem = problem or motion.problem
+            if turn < len(mine):
+                totals.append((mine[turn].number, motion.total))
+        loss = self._losses(totals, problem)
+        if measure:
+            measured = self._comm.allreduce(measured)
+        mean = 1 / count if count else math.nan
+        return Evaluation(loss * mean, measured * mean if measure else None, count)
+
+    # ------------------------------------------------------------------------------------------ its state
+
+    def stretches(self) -> Iterator[Stretch]:
+        """All that a checkpoint has of parameters and optimiser, as far as this rank holds it; in a fixed order."""
+        yield from stretches(self._pieces, self._spans_of_all()[self._comm.Get_rank()])
+
+    def refresh(self) -> None:
+        """Make what was assigned to the stretches count, after all of them were, on all ranks."""
+        for piece in self._pieces:
+            if piece.stored is not None:
+                narrow(piece.weights, piece.stored.dtype, out=piece.stored)
+        self._weights.publish()
+
+    def state(self) -> dict[str, Any]:
+        """Besides the stretches: steps, updates, the loss scale; numbers that are the same on all ranks."""
+        return {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`."""
+        self.scaling.load(state["scaling"])
+        self.steps, self.updates = state["steps"], state["updates"]
+
+    @property
+    def events(self) -> list[Event]:
+        """What has happened since the engine was made, or since the list was cleared; empty without `trace`."""
+        return self._recorder.events
+
+    def close(self) -> None:
+        """Give back requests and let go of the memory; the engine is of no use afterwards."""
+        self._gradients.close()
+        self._weights.close()
+        for place in self.flat.places:
+            place.parameter.data = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------ the parts of a step
+
+    def _checked(self, batches: Sequence[Batch]) -> tuple[list[Batch], Exception | None]:
+        """The batches in order of their numbers, on the device; or none, and why."""
+        xp = self._memory.xp
+        try:
+            mine = [Batch(*batch) for batch in batches]
+            for batch in mine:
+                if len(batch.x) != len(batch.y) or len(batch.x) != len(batch.samples):
+                    lengths = f"{len(batch.x)} inputs, {len(batch.y)} targets, {len(batch.samples)} sample numbers"
+                    raise ValueError(f"micro-batch {batch.number} has {lengths}")
+            mine.sort(key=lambda batch: batch.number)
+            return [batch._replace(x=xp.asarray(batch.x), y=xp.asarray(batch.y)) for batch in mine], None
+        except Exception as error:
+            return [], error
+
+    def _meet(
+        self, mine: list[Batch], stop: bool, problem: Exception | None
+    ) -> tuple[list[tuple[int, ...]], int, bool]:
+        """The numbers of all ranks' micro-batches, how many targets there are, and whether anyone wants to stop."""
+        count = 0
+        if problem is None:
+            try:
+                count = sum(int(self._loss.count(batch.y)) for batch in mine)
+            except Exception as error:
+                problem = error
+        with self._recorder("communication", "meet"):
+            header = np.array([len(mine), count, stop, problem is not None], np.int64)
+            self._comm.Allgather(header, self._header)
+            if self._header[:, 3].any():
+                guard.share_problems(self._comm, problem)
+            if not self._hall.reproducible:
+                everyone = [tuple(range(length)) for length in self._header[:, 0].tolist()]
+            else:
+                everyone = self._comm.allgather(tuple(batch.number for batch in mine))
+                numbers = sorted(number for some in everyone for number in some)
+                if numbers != list(range(len(numbers))):
+                    wanted = f"each of the numbers 0 to {len(numbers) - 1} on one rank"
+                    raise ValueError(f"micro-batches: expected {wanted}, found {everyone}")
+        return everyone, int(self._header[:, 1].sum()), bool(self._header[:, 2].any())
+
+    def _motion(self, batch: Batch, training: bool) -> Motion:
+        x = batch.x if batch.x.dtype.kind in "iub" else batch.x.astype(self._hall.storage, copy=False)
+        y = batch.y if batch.y.dtype.kind in "iub" else batch.y.astype(self._hall.wide, copy=False)
+        return Motion(x, y, Run(training, self._seed, self.steps, np.asarray(batch.samples, np.int64)), self._loss)
+
+    def _passes(
+        self, mine: list[Batch], everyone: list[tuple[int, ...]], scale: float
+    ) -> tuple[int, list[tuple[int, float]], Exception | None]:
+        """All forwards and backwards, and the sum of gradients."""
+        gradients, weights = self._gradients, self._weights
+        turns = gradients.rounds(everyone, self._comm.Get_rank())
+        there = range(len(self._units))
+        weights.begin([*there, *reversed(there)] * turns)
+        gradients.begin(everyone)
+        early, losses, problem = 0, [], None
+        for turn in range(turns):
+            batch = mine[turn] if turn < len(mine) else None
+            motion = nobody() if batch is None or problem is not None else self._motion(batch, training=True)
+            with self._recorder("compute", "forward", turn=turn):
+                for unit in self._units:
+                    weights.enter()
+                    motion.forward(unit)
+                    weights.leave()
+                motion.score()
+                self._note_activations(batch, motion)
+                motion.turn(scale)
+            gradients.open(turn, None if batch is None else batch.number)
+            with self._recorder("compute", "backward", turn=turn):
+                for number in reversed(there):
+                    weights.enter()
+                    motion.backward(self._units[number], gradients)
+                    weights.leave()
+                    gradients.left(number)
+            problem = problem or motion.problem
+            if batch is not None:
+                losses.append((batch.number, motion.total))
+            early = gradients.started
+            gradients.shut()
+        gradients.finish()
+        return early, losses, problem
+
+    def _note_activations(self, batch: Batch | None, motion: Motion) -> None:
+        """Count what was saved, for shapes that are new."""
+        if batch is not None and motion.problem is None and batch.x.shape not in self._seen_shapes:
+            self._seen_shapes.add(batch.x.shape)
+            self._memory.at_least("activations", motion.nbytes())
+
+    def _losses(self, losses: list[tuple[int, float]], problem: Exception | None) -> float:
+        """The sum of all ranks' losses, the same whoever has which; or what has gone wrong, on all ranks."""
+        odd = [number for number, loss in losses if not math.isfinite(loss)]
+        if problem is None and odd:
+            numbers = ", ".join(map(str, odd))
+            problem = FloatingPointError(
+                f"the loss of micro-batch {numbers} is not a finite number in step {self.steps}"
+            )
+        with self._recorder("communication", "losses"):
+            if self._hall.reproducible:
+                everyone = self._comm.allgather((problem is not None, losses))
+                total, failed = math.fsum(loss for _, some in everyone for _, loss in some), any(f for f, _ in everyone)
+            else:
+                pair = np.array([math.fsum(loss for _, loss in losses), problem is not None])
+                self._comm.Allreduce(MPI.IN_PLACE, pair)
+                total, failed = float(pair[0]), bool(pair[1] != 0)
+            if failed:
+                guard.share_problems(self._comm, problem)
+        return total
+
+    def _norm(self, count: int, scale: float) -> tuple[float | None, float, bool]:
+        """The gradient's norm if it is wanted, the factor for the update, and whether to make it."""
+        factor = 1 / (count * scale)
+        if self._clip is None and not self._scaled:
+            return None, factor, True
+        with self._recorder("compute", "norm"):
+            squares = self._blocks.gather(self._block_squares())
+        if not np.isfinite(squares).all():
+            if self._scaled:
+                return math.inf, factor, False
+            odd = next(place for place in self.flat.places if not np.isfinite(squares[blocks_of(place.span)]).all())
+            raise guard.StepFailed(
+                f"nothing was updated; the gradient of {odd.parameter.name} is not finite in step {self.steps}"
+            )
+        norm, clip = clip_factor(squares, factor, self._clip)
+        return norm, factor * clip, True
+
+    def _block_squares(self) -> np.ndarray:
+        """Of this rank's part of the gradient."""
+        if self._layout.divided:
+            parts = [gradient for _, gradient in self._gradients.own]
+        else:
+            here = self._spans_of_all()[self._comm.Get_rank()]
+            parts = [self._gradients.vector[span.start : span.stop] for span in here]
+        return np.concatenate([np.zeros(0), *map(block_squares, parts)])
+
+    # ------------------------------------------------------------------------------------------ how it is built
+
+    def _spans_of_all(self) -> list[list[Span]]:
+        """Rank by rank, spans that make up the whole vector together."""
+        ranks = range(self._comm.Get_size())
+        if self._layout.divided:
+            return [[bucket.parts[rank] for bucket in self._gradients.buckets] for rank in ranks]
+        return [[span] for span in shards(Span(0, self.flat.length), len(ranks))]
+
+    def _make_pieces(self, mixed: bool) -> list[Piece]:
+        """What this rank updates, with first values."""
+        memory, wide, own = self._memory, self._hall.wide, self._weights.own
+        size = sum(span.size for span, _ in own)
+        vectors = {name: memory.own("optimizer", size, wide) for name in self._optimizer.states()}
+        master = memory.own("optimizer", size, wide) if mixed else None
+        pieces, at = [], 0
+        for (span, stored), (_, gradient) in zip(own, self._gradients.own):
+            here = slice(at, at + span.size)
+            at += span.size
+            weights = stored if master is None else master[here]
+            first = weights if memory.xp is np else np.empty(span.size, wide)
+            self.flat.initialise(first, self._seed, span)
+            if first is not weights:
+                weights[...] = memory.xp.asarray(first)
+            state = {name: vector[here] for name, vector in vectors.items()}
+            pieces.append(Piece(span, weights, gradient, state, self.flat.places, None if master is None else stored))
+        return pieces
+
+
+def _refusal(comm: Any, *, layout: str, precision: str, clip: float | None, check_every: int) -> Exception | None:
+    """What is wrong with the arguments."""
+    if not isinstance(comm, Communicator):
+        return TypeError(f"comm: expected a collectives.Communicator, found {comm!r}")
+    if layout not in LAYOUTS:
+        return ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {layout!r}")
+    if precision not in PRECISIONS:
+        return ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {precision!r}")
+    if clip is not None and not clip > 0:
+        return ValueError(f"clip: expected a positive limit, found {clip}")
+    if check_every < 0:
+        return ValueError(f"check_every: expected a number of steps, or 0 for never; found {check_every}")
+    return None

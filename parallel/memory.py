@@ -1,0 +1,76 @@
+"""Where the vectors of a training come from, and an account of their bytes by kind."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from collectives import Communicator
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+"""Parameters as operators see them; gradients; master weights and moments; what forward saves; all else."""
+
+
+def namespace(device: str) -> ModuleType:
+    """NumPy for "cpu", CuPy for "cuda"."""
+    if device == "cpu":
+        return np
+    if device != "cuda":
+        raise ValueError(f'device: expected "cpu" or "cuda", found {device!r}')
+    try:
+        import cupy
+    except ImportError as error:
+        raise ValueError(f'device: "cuda" needs CuPy, which is not installed ({error})') from error
+    return cupy
+
+
+class Memory:
+    """Vectors of zeros, counted.
+
+    Parameters
+    ----------
+    comm : Communicator
+    device : "cpu" or "cuda"
+
+    Attributes
+    ----------
+    xp : module
+        NumPy or CuPy.
+    allocated : Counter
+        Bytes by kind, as the arrays themselves say.
+    """
+
+    def __init__(self, comm: Communicator, device: str = "cpu"):
+        self.comm, self.xp = comm, namespace(device)
+        self.allocated: Counter[str] = Counter()
+
+    def own(self, kind: str, size: int, dtype: Any) -> Any:
+        """A vector of this rank's."""
+        return self._count(kind, self.xp.zeros(size, dtype))
+
+    def seen(self, kind: str, size: int, dtype: Any) -> Any:
+        """A vector that the neighbours see, on the host. Collective."""
+        if self.xp is not np:
+            return self.own(kind, size, dtype)
+        return self._count(kind, self.comm.zeros(size, dtype))
+
+    def on_host(self, kind: str, size: int, dtype: Any) -> np.ndarray:
+        """A vector of this rank's, on the host in any case."""
+        return self._count(kind, np.zeros(size, dtype))
+
+    def at_least(self, kind: str, nbytes: int) -> None:
+        """Count memory that comes and goes: the most there has been."""
+        self.allocated[kind] = max(self.allocated[kind], nbytes)
+
+    def _count(self, kind: str, vector: Any) -> Any:
+        self.allocated[kind] += vector.nbytes
+        return vector
+
+
+def to_host(array: Any) -> np.ndarray:
+    """The array itself, or a copy from the device."""
+    return array if isinstance(array, np.ndarray) else sys.modules["cupy"].asnumpy(array)

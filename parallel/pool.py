@@ -1,0 +1,107 @@
+"""Work for ranks of unequal speed: whoever is ready draws the next number, from one counter that all of them see.
+
+A draw is one `Fetch_and_op` on a window of rank 0, without rank 0's help where the MPI can reach its memory, as
+within a node. Elsewhere it may be answered only when rank 0 next enters MPI, which it does with every draw of its own.
+So place the pool's rank 0 on a quick node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+
+import numpy as np
+from mpi4py import MPI
+
+COUNTERS = 2
+"""Rounds take turns: the counter of the next round is set back when all have begun this one, and so left the last."""
+
+
+class Pool:
+    """Numbers that ranks draw, each number by one of them. Making and freeing it are collective.
+
+    Which rank gets which number depends on time. Results that belong to a number (its predictions, its gradient as a
+    leaf of a canonical tree) do not; sums that a rank makes of what it happened to draw differ in their last digits
+    from run to run. So do not use it where a run must be repeatable, unless what comes out is put in order of numbers.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The ranks that share the work.
+
+    Examples
+    --------
+    >>> with Pool(MPI.COMM_SELF) as pool:
+    ...     [number for number in pool.draw(3)]
+    [0, 1, 2]
+    """
+
+    def __init__(self, comm: MPI.Intracomm):
+        self.comm = comm
+        mine = COUNTERS if comm.Get_rank() == 0 else 0
+        word = MPI.INT64_T.Get_size()
+        self._window = MPI.Win.Allocate(mine * word, word, comm=comm)
+        self._round = 0
+        self._window.Lock_all()
+        if mine:
+            for counter in range(COUNTERS):
+                self._add(0, counter, MPI.REPLACE)
+
+    def draw(self, count: int) -> Iterator[int]:
+        """Numbers 0 .. count-1 in rising order, shared with all ranks; ends for each when none is left.
+
+        To begin is collective: ranks wait for each other here, not when they run out. A rank may leave off early, and
+        the others then have what it did not draw; but what it left behind is over when the next round begins.
+
+        Parameters
+        ----------
+        count : int
+            The same on all ranks.
+
+        Raises
+        ------
+        RuntimeError
+            From an iterator of an earlier round, or of a pool that is closed.
+        """
+        if count < 0:
+            raise ValueError(f"count: expected 0 or more, found {count}")
+        self._open()
+        self._round += 1
+        self.comm.Barrier()
+        if self.comm.Get_rank() == 0:
+            self._add(0, (self._round + 1) % COUNTERS, MPI.REPLACE)
+        return self._numbers(self._round, count)
+
+    def _numbers(self, round: int, count: int) -> Iterator[int]:
+        while True:
+            self._open()
+            if round != self._round:
+                raise RuntimeError(f"pool: this iterator belongs to round {round}, and round {self._round} has begun")
+            number = self._add(1, round % COUNTERS, MPI.SUM)
+            if number >= count:
+                return
+            yield number
+
+    def _add(self, value: int, counter: int, op: MPI.Op) -> int:
+        """Change a counter at once for all, and tell what it was."""
+        given, was = np.array([value], np.int64), np.empty(1, np.int64)
+        self._window.Fetch_and_op([given, MPI.INT64_T], [was, MPI.INT64_T], 0, counter, op)
+        self._window.Flush(0)
+        return int(was[0])
+
+    def _open(self) -> None:
+        if self._window == MPI.WIN_NULL:
+            raise RuntimeError("pool: it has been closed")
+
+    def close(self) -> None:
+        """Give the counters back. Collective."""
+        if self._window != MPI.WIN_NULL:
+            self._window.Unlock_all()
+            self._window.Free()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if kind is None:  # a rank that failed does not wait for the others
+            self.close()

@@ -1,0 +1,166 @@
+"""ZeRO: every rank updates a part of the weights, and keeps only what it needs for that.
+
+Stage 1 divides the optimiser's state, stage 2 the gradients as well, stage 3 the weights too. (Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from parallel import shares
+from parallel.bucket import Bucket
+from parallel.data_parallel import Bucketed, Naive
+from parallel.flat import Place, Span, buckets
+from parallel.hall import Hall
+from parallel.nn.operator import Array, Operator, Parameter
+from parallel.sums import Numbers
+
+
+class Stage1(Naive):
+    """Gradients of all micro-batches are added up on every rank; in the end each gets the sum of its part."""
+
+    cut = staticmethod(Bucketed.cut)
+
+    def part(self) -> Array:
+        longest = max((bucket.own.size for bucket in self.buckets), default=0)
+        return self._hall.memory.own("buffers", longest, self._hall.wide)
+
+    def spans(self) -> list[Span]:
+        return [bucket.own for bucket in self.buckets]
+
+    def settle(self) -> None:
+        for sum_ in self.sums:
+            self._blocking("reduce_scatter", sum_)
+
+
+class Stage2:
+    """A bucket is reduced to everyone's part as soon as a backward has left it, and its memory used again.
+
+    Attributes
+    ----------
+    own, started
+        As of `Naive`.
+    """
+
+    def __init__(self, hall: Hall):
+        self._hall = hall
+        users = users_of(hall.units)
+        self.buckets = [Bucket(number, some, hall.ranks, hall.rank) for number, some in enumerate(self.cut(hall))]
+        self.users = [
+            tuple(sorted({unit for place in bucket.places for unit in users[id(place.parameter)]}))
+            for bucket in self.buckets
+        ]
+        size = sum(bucket.own.size for bucket in self.buckets)
+        self.vector = hall.memory.own("gradients", size, hall.wide)
+        self.own, at = [], 0
+        for bucket in self.buckets:
+            self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
+            at += bucket.own.size
+        slot, sizes = slots([(units[-1], units[0]) for units in self.users], [b.span.size for b in self.buckets])
+        memory = [hall.memory.seen("gradients", size, hall.wide) for size in sizes]
+        scratch = hall.memory.own("buffers", hall.longest, hall.wide)
+        longest = max((hall.ranks * bucket.own.size for bucket in self.buckets), default=0)
+        arriving = hall.memory.own("buffers", longest, hall.wide)
+        kind = shares.Canonical if hall.reproducible else shares.Plain
+        self.shares = [
+            kind(hall, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)
+            for bucket, (_, own) in zip(self.buckets, self.own)
+        ]
+        self._of = {id(place.parameter): share for share in self.shares for place in share.bucket.places}
+        self.started = 0
+        self._turn = 0
+
+    @staticmethod
+    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
+        """The buckets' places."""
+        return buckets(hall.flat.places, hall.bucket_bytes, hall.first_bytes, hall.wide.itemsize)
+
+    @staticmethod
+    def rounds(everyone: Numbers, rank: int) -> int:
+        """Every rank takes part in as many micro-batches as any has."""
+        return max(map(len, everyone))
+
+    def begin(self, everyone: Numbers) -> None:
+        """A step begins."""
+        self.started = 0
+        for share in self.shares:
+            share.begin(everyone)
+
+    def open(self, turn: int, number: int | None) -> None:
+        """A backward begins, if only on other ranks."""
+        self._turn = turn
+        for share in self.shares:
+            share.open()
+
+    def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
+        """Take a gradient."""
+        self._of[id(parameter)].put(parameter, compute)
+
+    def left(self, unit: int) -> None:
+        """The backward has left a unit: exchange the buckets that no other unit will add to."""
+        for share, units in zip(self.shares, self.users):
+            if units[0] == unit:
+                self.started += 1
+                with self._hall.recorder("communication", "reduce_scatter", bucket=share.bucket.number):
+                    share.exchange(self._turn)
+
+    def shut(self) -> None:
+        """The backward is over."""
+
+    def finish(self) -> None:
+        """Complete the gradients in `own`."""
+        for share in self.shares:
+            share.settle()
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Stage3(Stage2):
+    """As stage 2, with a bucket for each unit, whose weights come and go with it (`weights.Gathered`)."""
+
+    @staticmethod
+    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
+        users = users_of(hall.units)
+        runs = [list(run) for _, run in groupby(hall.flat.places, lambda place: users[id(place.parameter)])]
+        return runs[::-1]
+
+
+def users_of(units: Sequence[Operator]) -> dict[int, tuple[int, ...]]:
+    """By a parameter's identity: the numbers of the units that it belongs to, ascending."""
+    users: dict[int, tuple[int, ...]] = {}
+    for number, unit in enumerate(units):
+        for parameter in unit.parameters():
+            users[id(parameter)] = (*users.get(id(parameter), ()), number)
+    return users
+
+
+def slots(uses: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Memory for what is used for a while, as units go down from the last one to the first.
+
+    Parameters
+    ----------
+    uses : sequence of (int, int)
+        The first and the last unit, in that order, at which each is used.
+    sizes : sequence of int
+
+    Returns
+    -------
+    list of int, list of int
+        The slot of each, and the size of every slot. What shares a slot is not used at the same unit.
+
+    >>> slots([(3, 2), (2, 1), (1, 0)], [10, 20, 30])
+    ([0, 1, 0], [30, 20])
+    """
+    chosen, lengths, free_below = [0] * len(uses), [], []  # type: ignore[var-annotated]
+    for number in sorted(range(len(uses)), key=lambda number: -uses[number][0]):
+        first, last = uses[number]
+        slot = next((slot for slot, unit in enumerate(free_below) if first < unit), len(lengths))
+        if slot == len(lengths):
+            lengths.append(0)
+            free_below.append(0)
+        chosen[number], free_below[slot] = slot, last
+        lengths[slot] = max(lengths[slot], sizes[number])
+    return chosen, lengths
