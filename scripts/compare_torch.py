@@ -18,6 +18,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,7 +133,13 @@ def gradients_compared(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray
         return float(np.sqrt(sum(np.square(values, dtype=np.float64).sum() for values in side.values())))
 
     within = all(np.allclose(ours[name], theirs[name], rtol=RTOL, atol=ATOL) for name in ours)
-    return {"max_error": apart[worst], "tensor": worst, "ours_norm": norm(ours), "torch_norm": norm(theirs), "within": within}
+    return {
+        "max_error": apart[worst],
+        "tensor": worst,
+        "ours_norm": norm(ours),
+        "torch_norm": norm(theirs),
+        "within": within,
+    }
 
 
 def batches(task: Task, options: argparse.Namespace, comm: Communicator) -> Iterator[Batch]:
@@ -168,7 +175,10 @@ def summary(rates: dict[str, list[float]]) -> dict[str, Any]:
     """Medians and quartiles of each side's rates, and of their ratio turn by turn."""
     ratios = np.divide(rates["ours"], rates["torch"])
     series = {**rates, "ratio": ratios.tolist()}
-    return {name: dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist())) for name, values in series.items()}
+    return {
+        name: dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist()))
+        for name, values in series.items()
+    }
 
 
 def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
@@ -176,6 +186,8 @@ def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
     from benchlib.peer import Peer  # PyTorch takes a while to load
 
     task = load(options.data, seed=options.seed, length=options.length)
+    if task.kind == "values":
+        raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
     unit = "tokens" if task.kind == "bytes" else "samples"
     source = batches(task, options, comm)
     first = next(source)
@@ -185,19 +197,25 @@ def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
     gradients = gradients_compared(our_gradients(task, options, comm, first), theirs.gradients(first.x, first.y))
     size = comm.Get_size()
     work = int(first.y.size) * size
-    say(f"{options.model}, {ours.engine.flat.length} parameters, {size} ranks of {options.threads} threads, {work} {unit} a step")
+    parameters = sum(place.size for place in ours.engine.flat.places)
+    say(f"{options.model}, {parameters} parameters, {size} ranks, {options.threads} threads each, {work} {unit} a step")
     say(
-        f"gradients of step 1: largest difference {gradients['max_error']:.2g} (in {gradients['tensor']}), norms "
-        f"{gradients['ours_norm']:.7g} and {gradients['torch_norm']:.7g}: {'equal' if gradients['within'] else 'NOT EQUAL'} "
-        f"within {ATOL:g} + {RTOL:g} of the size"
+        f"gradients of step 1: largest difference {gradients['max_error']:.2g} (in {gradients['tensor']}), "
+        f"norms {gradients['ours_norm']:.7g} and {gradients['torch_norm']:.7g}: "
+        f"{'equal' if gradients['within'] else 'NOT EQUAL'} within {ATOL:g} + {RTOL:g} of the size"
     )
-    sides: dict[str, Callable[[Batch], float]] = {"ours": ours.step, "torch": lambda batch: theirs.step(batch.x, batch.y)}
+    sides: dict[str, Callable[[Batch], float]] = {
+        "ours": ours.step,
+        "torch": lambda batch: theirs.step(batch.x, batch.y),
+    }
     losses: dict[str, list[float]] = {name: [] for name in sides}
     rates: dict[str, list[float]] = {name: [] for name in sides}
     done, number = 0, 0
     with launch.progress(options.steps, "race", "step") as bar:
         while done < options.steps:
-            turn = [first] * (done == 0) + [next(source) for _ in range(min(options.turn, options.steps - done) - (done == 0))]
+            turn = [first] * (done == 0) + [
+                next(source) for _ in range(min(options.turn, options.steps - done) - (done == 0))
+            ]
             for name in sorted(sides, reverse=bool(number % 2)):  # who goes first alternates
                 result = take_turn(sides[name], turn, comm)
                 losses[name] += result.losses
@@ -209,11 +227,15 @@ def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
     timed = {name: values[1:] or values for name, values in rates.items()}  # in the first turn both warm up
     return {
         "model": options.model,
-        "parameters": ours.engine.flat.length,
+        "parameters": parameters,
         "unit": f"{unit}/s",
         "ranks": size,
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
-        "machine": {"processor": platform.processor() or platform.machine(), "numpy": np.__version__, "torch": version("torch")},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "numpy": np.__version__,
+            "torch": version("torch"),
+        },
         "gradients": gradients,
         "losses": losses,
         "rates": rates,
@@ -228,19 +250,26 @@ def show(report: dict[str, Any]) -> None:
         unit = "" if name == "ratio" else f" {report['unit']}"
         say(f"{label:8} {of['median']:.{digits}f}{unit}  (quartiles {of['q1']:.{digits}f} to {of['q3']:.{digits}f})")
     ours, theirs = (np.array(report["losses"][name]) for name in ("ours", "torch"))
-    say(f"loss after {len(ours)} steps: {ours[-1]:.5f} and {theirs[-1]:.5f}; largest difference on the way {np.abs(ours - theirs).max():.2g}")
+    apart = np.abs(ours - theirs).max()
+    say(f"loss after {len(ours)} steps: {ours[-1]:.5f} and {theirs[-1]:.5f}; largest difference on the way {apart:.2g}")
+
+
+def blas_threads(threads: int) -> AbstractContextManager[Any]:
+    """While this lasts, NumPy's products use so many threads; without threadpoolctl as many as they like."""
+    if find_spec("threadpoolctl") is None:
+        return nullcontext()
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(threads)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0 if the gradients are equal."""
     options = parse(argv)
     keep_freed_memory()
-    if find_spec("threadpoolctl"):
-        from threadpoolctl import threadpool_limits
-
-        threadpool_limits(options.threads)
     comm = Communicator(MPI.COMM_WORLD)
-    report = race(options, comm)
+    with blas_threads(options.threads):
+        report = race(options, comm)
     if comm.Get_rank() == 0:
         show(report)
         if options.json:

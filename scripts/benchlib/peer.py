@@ -98,7 +98,9 @@ class Twin:
 
     def _build(self, operator: Operator) -> nn.Module:
         if type(operator) not in COUNTERPARTS:
-            raise TypeError(f"{type(operator).__name__} {operator.name}: this operator has no counterpart in PyTorch here")
+            raise TypeError(
+                f"{type(operator).__name__} {operator.name}: this operator has no counterpart in PyTorch here"
+            )
         return COUNTERPARTS[type(operator)](self, operator)
 
     def _same(self, parameter: Parameter, transposed: bool = False) -> nn.Parameter:
@@ -186,7 +188,7 @@ class Peer:
     def _backward(self, x: Array, y: Array) -> Any:
         self.optimizer.zero_grad(set_to_none=True)
         scores = self.module(torch.from_numpy(x))
-        loss = F.cross_entropy(scores.reshape(-1, scores.shape[-1]), torch.from_numpy(y).reshape(-1))
+        loss = F.cross_entropy(scores.reshape(-1, scores.shape[-1]), torch.from_numpy(y).reshape(-1), ignore_index=-1)
         loss.backward()
         return loss
 
@@ -200,7 +202,7 @@ class Peer:
         """The gradient of the mean loss over all ranks, by the names of our parameters, without an update."""
         self._backward(x, y)
         return {
-            ours.name: np.array(theirs.grad.T if transposed else theirs.grad)
+            ours.name: np.array((theirs.grad.T if transposed else theirs.grad).numpy())
             for ours, theirs, transposed in self.twin.pairs
         }
 

@@ -23,7 +23,7 @@ from parallel.nn.kernels import philox, reference
 from parallel.nn.kernels.scalar import ONE, ZERO, F, exp_down, logistic, normal
 
 ROWS = 64
-"""Rows that are added up by themselves before they join a longer sum, so that rounding does not grow with its length."""
+"""Rows that are added up by themselves before they join a longer sum: rounding grows less with its length."""
 
 
 def loop(function: Callable[..., Any]) -> Any:

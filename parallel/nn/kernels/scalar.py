@@ -78,8 +78,8 @@ def normal(x):
     """(Phi(x), phi(x)): the normal distribution and its density, both from one exponential.
 
     erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.42 z), for z = |x| / sqrt 2: the form of formula 7.1.26 of Abramowitz
-    and Stegun, "Handbook of Mathematical Functions" (1964), here with eight coefficients, fitted for z up to 9.4 (beyond,
-    erfc is 0 in float32) so that the largest relative error is least: 1.7e-7.
+    and Stegun, "Handbook of Mathematical Functions" (1964), here with eight coefficients, fitted for z up to 9.4
+    (beyond, erfc is 0 in float32) so that the largest relative error is least: 1.7e-7.
     """
     z = abs(x) * _ROOT_HALF
     e = exp_down(-(z * z))
