@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+import torch.distributed
 import torch.nn.functional as F
 from mpi4py import MPI
 from torch import nn
@@ -26,8 +26,11 @@ from parallel.nn.linear import Flatten, Linear
 from parallel.nn.norm import LayerNorm
 from parallel.nn.operator import Operator, Parameter
 from parallel.optim import AdamW
+from parallel.schedules import rate_at
 
 Array = np.ndarray
+
+dist: Any = torch.distributed  # which does not say in its types what it exports
 
 
 class _Residual(nn.Module):
@@ -130,7 +133,7 @@ class Twin:
         return module
 
     def embedding(self, operator: Embedding) -> nn.Module:
-        module = nn.Embedding(*operator.weight.shape)
+        module = nn.Embedding(operator.vocabulary, operator.width)
         module.weight = self._same(operator.weight)
         return module
 
@@ -158,7 +161,7 @@ class Peer:
     model : Operator
         Of ours, with values, the same on all ranks; they are copied.
     optimizer : AdamW
-        Of ours: the same settings are taken.
+        Of ours: the same settings are taken, the rate as it is at the first step.
     comm : Intracomm
         Over which the ranks find each other; gradients go over gloo.
     threads : int
@@ -182,7 +185,11 @@ class Peer:
             for decays in (True, False)
         ]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=optimizer.rate, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps, fused=True
+            groups,
+            lr=rate_at(optimizer.rate, 0),
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            fused=True,
         )
 
     def _backward(self, x: Array, y: Array) -> Any:
@@ -201,10 +208,11 @@ class Peer:
     def gradients(self, x: Array, y: Array) -> dict[str, Array]:
         """The gradient of the mean loss over all ranks, by the names of our parameters, without an update."""
         self._backward(x, y)
-        return {
-            ours.name: np.array((theirs.grad.T if transposed else theirs.grad).numpy())
-            for ours, theirs, transposed in self.twin.pairs
-        }
+        found = {}
+        for ours, theirs, transposed in self.twin.pairs:
+            gradient: Any = theirs.grad
+            found[ours.name] = np.array((gradient.T if transposed else gradient).numpy())
+        return found
 
     def close(self) -> None:
         """Part from the other ranks."""
