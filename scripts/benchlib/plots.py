@@ -90,9 +90,7 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
         look = {"color": SEVERAL[i % len(SEVERAL)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5}
         look["lw"] = 2.2 if " auto" in name else 1.4
         at = [max(1, row["bytes"]) for row in line]
-        times.plot(
-            at, [row["ours_us"] for row in line], label=name, zorder=4 if " auto" in name else 2, **look
-        )
+        times.plot(at, [row["ours_us"] for row in line], label=name, zorder=4 if " auto" in name else 2, **look)
         against = [(max(1, row["bytes"]), row["ratio"]) for row in line if row["ratio"] is not None]
         if against:
             ratios.plot(*zip(*against, strict=True), **look)
@@ -113,9 +111,7 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
     ratios.set_ylim(low, high)
     ratios.axhspan(low, 1, color="#2a9d52", alpha=0.08, lw=0, zorder=0)
     ratios.axhline(1, color=NATIVE, lw=1.2, ls="--", zorder=1)
-    ratios.text(
-        0.99, 0.04, "ours is faster", transform=ratios.transAxes, ha="right", fontsize=8.5, color="#2a7d45"
-    )
+    ratios.text(0.99, 0.04, "ours is faster", transform=ratios.transAxes, ha="right", fontsize=8.5, color="#2a7d45")
     ratios.set_xlabel("message size (bytes)")
 
 
@@ -259,6 +255,38 @@ def plot_training(
             fontsize=10,
         )
         figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def plot_peers(path: str | Path, report: Mapping[str, Any]) -> None:
+    """Write the race against PyTorch as a picture: both loss curves, and the rate of every turn.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    report
+        As `compare_torch.race` makes it.
+    """
+    looks: dict[str, dict[str, Any]] = {
+        "ours": {"label": "Chorus", "lw": 4, "alpha": 0.45, "color": OURS[0]},
+        "torch": {"label": "PyTorch DDP, gloo", "lw": 1.6, "ls": "--", "color": NATIVE},
+    }
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for name, look in looks.items():
+            marker = "o" if len(report["losses"][name]) == 1 else None  # a line of one point would not be seen
+            left.plot(range(1, len(report["losses"][name]) + 1), report["losses"][name], marker=marker, **look)
+            right.plot(range(1, len(report["rates"][name]) + 1), report["rates"][name], marker="o", ms=3, **look)
+        left.set(xlabel="step")
+        left.set_title("loss", loc="left")
+        right.set(xlabel="turn", ylim=(0, None))
+        right.set_title(report["unit"], loc="left")
+        left.legend(loc="best")
+        ratio = report["summary"]["ratio"]["median"]
+        title = f"{report['model']}, {report['ranks']} ranks: {ratio:.2f} times the speed of PyTorch (median)"
+        figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+        figure.savefig(path, dpi=110)
         plt.close(figure)
 
 
