@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from collectives import Communicator
+from collectives.transport.heap import LINE
 
 
 def namespace(device: str) -> ModuleType:
@@ -54,6 +56,14 @@ class Memory:
         if self.xp is not np:
             return self.own(kind, size, dtype)
         return self._count(kind, self.comm.zeros(size, dtype))
+
+    def reserve(self, sizes: Sequence[int], dtypes: Sequence[Any]) -> None:
+        """Have room for vectors that neighbours will see, in one piece: otherwise it grows, and with it what is left
+        over of it. Collective.
+        """
+        if self.xp is np:
+            nbytes = (size * np.dtype(dtype).itemsize for size, dtype in zip(sizes, dtypes, strict=True))
+            self.comm.empty(sum(-(-length // LINE) * LINE for length in nbytes), np.uint8)  # given back at once
 
     def on_host(self, kind: str, size: int, dtype: Any) -> np.ndarray:
         """A vector of this rank's, on the host in any case."""

@@ -17,6 +17,7 @@ from parallel.hall import Hall
 from parallel.nn.operator import Array, Parameter
 from parallel.plan import Plan
 from parallel.sums import Numbers
+from parallel.weights import resident_slots, slot_sizes
 
 
 class Stage1(Naive):
@@ -56,6 +57,9 @@ class Stage2:
             self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
             at += bucket.own.size
         slot, sizes = slots(self.users, [bucket.span.size for bucket in self.buckets])
+        weights = self.weights(hall.plan)
+        dtypes = [hall.wide] * len(sizes) + [hall.storage] * len(weights)
+        hall.memory.reserve([*sizes, *weights], dtypes)
         memory = [hall.memory.seen("gradients", size, hall.wide) for size in sizes]
         scratch = hall.memory.own("buffers", hall.plan.longest, hall.wide)
         parts = hall.plan.ranks if hall.plan.reproducible else 1
@@ -74,6 +78,10 @@ class Stage2:
     def cut(plan: Plan) -> Sequence[Sequence[Place]]:
         """The buckets' places."""
         return Bucketed.cut(plan)
+
+    def weights(self, plan: Plan) -> list[int]:
+        """Elements of the vectors of weights that the neighbours will see."""
+        return [plan.flat.length]
 
     @staticmethod
     def rounds(everyone: Numbers, rank: int) -> int:
@@ -123,6 +131,10 @@ class Stage3(Stage2):
     def cut(plan: Plan) -> Sequence[Sequence[Place]]:
         runs = groupby(plan.flat.places, lambda place: plan.users[id(place.parameter)])
         return [list(run) for _, run in runs][::-1]
+
+    def weights(self, plan: Plan) -> list[int]:
+        own = sum(bucket.own.size for bucket in self.buckets)
+        return [own, *slot_sizes(resident_slots(self.users), self.buckets).values()]
 
 
 def users_of(buckets: Sequence[Bucket], plan: Plan) -> list[tuple[int, ...]]:
