@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from parallel import guard
-from parallel.blocks import Blocks, blocks_of
+from parallel.blocks import Blocks, Everything, blocks_of
 from parallel.data import Batch
 from parallel.flat import Flat, Span, shards
 from parallel.hall import Hall
@@ -148,6 +148,8 @@ class Engine:
         self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
         self._looked_at: set[tuple[Any, ...]] = set()
         self._header = np.empty((comm.Get_size(), 4), np.int64)
+        everything = Everything([piece.span for piece in self._pieces])
+        self._of_pieces = self._blocks.gather if self._layout.divided else everything.gather
         self.steps = self.updates = 0
         self.refresh()
 
@@ -189,7 +191,7 @@ class Engine:
         if finite:
             gather = self._blocks.gather if self._layout.divided else np.asarray
             with self._recorder("compute", "update"):
-                self._optimizer.update(self._pieces, self.updates, factor, gather)
+                self._optimizer.update(self._pieces, self.updates, factor, self._of_pieces)
             self.updates += 1
             self._weights.publish()
         step, self.steps = self.steps, self.steps + 1

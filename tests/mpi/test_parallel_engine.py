@@ -127,6 +127,27 @@ def test_the_same_bits_of_a_transformer(comm, layout, alone):
 
 @layouts
 def test_whoever_has_which(comm, layout, alone):
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("layout", ["dp-bucket", "dp"])
+def test_norms_of_tensors_whatever_the_pieces(comm, layout, in_pieces, monkeypatch):
+    """LAMB's, of several buckets: also where a rank's pieces of the vector are not in the vector's order."""
+
+    class InPieces(LAYOUTS[layout].gradients):
+        def spans(self):
+            return [bucket.span for bucket in self.buckets]
+
+    if in_pieces:
+        monkeypatch.setitem(LAYOUTS, layout, LAYOUTS[layout]._replace(gradients=InPieces))
+
+    def after(comm, layout):
+        with engine(comm, layout, optimizer=LAMB(rate=0.1), reproducible=True) as made:
+            for step, count in enumerate(STEPS):
+                made.step(tiny.batches(made.share(count), step))
+            return whole(comm, made)
+
+    assert differing(after(comm, layout), after(comm, "dp-naive")) == []
+
+
     """In reproducible training it does not matter how micro-batches are dealt out, or in which order they come."""
     turns = np.random.default_rng(5).integers(0, comm.size, 9)
     with engine(comm, layout, reproducible=True) as made, engine(alone, reproducible=True) as other:
