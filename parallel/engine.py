@@ -126,7 +126,8 @@ class Engine:
         settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
         settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
         tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in self.flat.places]
-        guard.agree(comm, [*settings.items(), *tensors, ("optimizer", type(optimizer).__name__)])
+        described = [(f"optimizer's {what}", value) for what, value in optimizer.describe().items()]
+        guard.agree(comm, [*settings.items(), *tensors, *described])
         self._units = tuple(model.items) if isinstance(model, Sequential) else (model,)
         self._plan = Plan(
             units=self._units,

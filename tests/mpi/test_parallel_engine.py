@@ -373,6 +373,10 @@ def test_ctrl_c_on_one_rank_ends_all(comm, when):
         for step in range(10):
             if when == "between" and step == 3 and comm.rank == 0:
                 signal.raise_signal(signal.SIGINT)
+    with pytest.raises(Disagreement, match=r"rank 0 has optimizer's rate: 0\.1; rank 1 has optimizer's rate: 0\.2"):
+        engine(comm, optimizer=AdamW(rate=0.2 if comm.rank == 1 else 0.1))
+    with pytest.raises(Disagreement, match=r"rank 0 has optimizer's decay: 0\.0; rank 1 has optimizer's decay: 0\.5"):
+        engine(comm, optimizer=AdamW(rate=0.1, decay=comm.rank / 2))
             report = made.step(tiny.batches(made.share(comm.size), step), stop=interrupt.seen)
             if report.stop:
                 break
