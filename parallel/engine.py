@@ -10,6 +10,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import index
 from typing import Any, Self
 
 import numpy as np
@@ -146,11 +148,11 @@ class Engine:
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
         self._pieces = self._make_pieces(recipe.master)
         self._blocks = Blocks(self._hall, self._spans_of_all())
-        self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
-        self._looked_at: set[tuple[Any, ...]] = set()
-        self._header = np.empty((comm.Get_size(), 4), np.int64)
         everything = Everything([piece.span for piece in self._pieces])
         self._of_pieces = self._blocks.gather if self._layout.divided else everything.gather
+        self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
+        self._looked_at: set[tuple[Any, ...]] = set()
+        self._header = np.empty((comm.Get_size(), 5), np.int64)
         self.steps = self.updates = 0
         self.refresh()
 
@@ -280,7 +282,7 @@ class Engine:
         """The batches in order of their numbers, on the device; or none, and why."""
         xp = self._memory.xp
         try:
-            mine = [Batch(*batch) for batch in batches]
+            mine = [Batch(index(number), *rest) for number, *rest in batches]
             for batch in mine:
                 if len(batch.x) != len(batch.y) or len(batch.x) != len(batch.samples):
                     lengths = f"{len(batch.x)} inputs, {len(batch.y)} targets, {len(batch.samples)} sample numbers"
@@ -301,17 +303,17 @@ class Engine:
             except Exception as error:
                 problem = error
         with self._recorder("communication", "meet"):
-            header = np.array([len(mine), count, stop, problem is not None], np.int64)
+            numbers = tuple(batch.number for batch in mine)
+            header = np.array([len(mine), count, stop, problem is not None, guard.mark(numbers)], np.int64)
             self._comm.Allgather(header, self._header)
             if self._header[:, 3].any():
                 guard.share_problems(self._comm, problem)
-            if not self._plan.reproducible:
-                everyone = [tuple(range(length)) for length in self._header[:, 0].tolist()]
-            else:
-                everyone = self._comm.allgather(tuple(batch.number for batch in mine))
-                numbers = sorted(number for some in everyone for number in some)
-                if numbers != list(range(len(numbers))):
-                    wanted = f"each of the numbers 0 to {len(numbers) - 1} on one rank"
+            lengths = self._header[:, 0].tolist()
+            everyone = [tuple(range(length)) for length in lengths]
+            if self._plan.reproducible or guard.mark(range(sum(lengths))) != guard.joined(self._header[:, 4].tolist()):
+                everyone = self._comm.allgather(numbers)
+                if sorted(chain.from_iterable(everyone)) != list(range(sum(lengths))):
+                    wanted = f"each of the numbers 0 to {sum(lengths) - 1} on one rank"
                     raise ValueError(f"micro-batches: expected {wanted}, found {everyone}")
         return everyone, int(self._header[:, 1].sum()), bool(self._header[:, 2].any())
 

@@ -383,10 +383,17 @@ def test_ctrl_c_on_one_rank_ends_all(comm, when):
         assert (report.step, interrupt.seen) == (3, comm.rank == 0)
 
 
-def test_numbers_that_are_no_order(comm):
-    with engine(comm, reproducible=True) as made:
-        with pytest.raises(ValueError, match="each of the numbers 0 to"):
-            made.step(tiny.batches([1 + comm.rank]))
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("numbers", ["from 1 on", "one twice", "no integer"])
+def test_numbers_that_are_no_order(comm, reproducible, numbers):
+    with engine(comm, reproducible=reproducible) as made:
+        mine = {"from 1 on": [1 + comm.rank], "one twice": [comm.rank, 0], "no integer": [comm.rank]}[numbers]
+        batches = tiny.batches(mine)
+        if numbers == "no integer" and comm.rank == comm.size - 1:
+            batches = [(str(number), *rest) for number, *rest in batches]
+        told = "each of the numbers 0 to" if numbers != "no integer" else f"rank {comm.size - 1}: TypeError: 'str'"
+        with pytest.raises((ValueError, StepFailed), match=told):
+            made.step(batches)
         assert made.step(tiny.batches([comm.rank])).count == 5 * comm.size
 
 
