@@ -176,7 +176,7 @@ class Engine:
         ------
         StepFailed
             On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number
-            (in fp16 the latter makes a skipped step). Nothing was updated then.
+            (in fp16 the latter makes a skipped step, unless the loss scale cannot go lower). Nothing was updated then.
         Diverged
             On all ranks, if parameters that should be the same are not.
         """
@@ -189,10 +189,9 @@ class Engine:
         loss = self._losses(losses, problem) / count if count else math.nan
         norm, factor, finite = self._norm(count, scale) if count else (None, 0.0, False)
         if count:
-            self.scaling.update(finite)
+            self._rescale(finite)
         rate = rate_at(self._optimizer.rate, self.updates)
         if finite:
-            gather = self._blocks.gather if self._layout.divided else np.asarray
             with self._recorder("compute", "update"):
                 self._optimizer.update(self._pieces, self.updates, factor, self._of_pieces)
             self.updates += 1
@@ -399,22 +398,26 @@ class Engine:
                 guard.share_problems(self._comm, problem)
         return total
 
-    def _norm(self, count: int, scale: float) -> tuple[float | None, float, bool]:
-        """The gradient's norm if it is wanted, the factor for the update, and whether to make it."""
-        factor = 1 / (count * scale)
-        if self._clip is None and not self._scaled:
-            return None, factor, True
+    def _norm(self, count: int, scale: float) -> tuple[float, float, bool]:
+        """The gradient's norm, the factor for the update, and whether to make it."""
         with self._recorder("compute", "norm"):
             squares = self._blocks.gather(self._block_squares())
-        if not np.isfinite(squares).all():
-            if self._scaled:
-                return math.inf, factor, False
-            odd = next(place for place in self.flat.places if not np.isfinite(squares[blocks_of(place.span)]).all())
-            raise guard.StepFailed(
-                f"nothing was updated; the gradient of {odd.parameter.name} is not finite in step {self.steps}"
-            )
+        factor = 1 / (count * scale)
         norm, clip = clip_factor(squares, factor, self._clip)
-        return norm, factor * clip, True
+        finite = math.isfinite(norm)
+        if not finite and not self._scaled:
+            odd = (place for place in self.flat.places if not np.isfinite(squares[blocks_of(place.span)]).all())
+            names = ", ".join(place.parameter.name for place in odd)
+            what = f"the gradient of {names} is" if names else "the norm of the gradient is"
+            raise guard.StepFailed(f"nothing was updated; {what} not finite in step {self.steps}")
+        return norm if finite else math.inf, factor * clip, finite
+
+    def _rescale(self, finite: bool) -> None:
+        """Tell the loss scale; if it can do no more, raise an exception on all ranks, which have told it the same."""
+        try:
+            self.scaling.update(finite)
+        except FloatingPointError as error:
+            raise guard.StepFailed(f"nothing was updated; {error}, in step {self.steps}") from error
 
     def _block_squares(self) -> np.ndarray:
         """Of this rank's part of the gradient."""

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.requests import under_way
 from parallel.engine import LAYOUTS, Engine
+from parallel.flat import BLOCK
 from parallel.guard import Disagreement, Diverged, StepFailed
 from parallel.interrupt import Interrupt
 from parallel.nn.compose import Sequential
@@ -18,6 +19,7 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.nn.operator import NotAtHand
 from parallel.optim import LAMB, SGD, AdamW
+from parallel.scaling import LossScale
 
 STEPS = (7, 1, 4, 3)
 """Micro-batches of each step: more than ranks, fewer than ranks, not divisible."""
@@ -125,8 +127,6 @@ def test_the_same_bits_of_a_transformer(comm, layout, alone):
     assert differing(after(comm, layout, True), after(alone, "dp-naive", False)) == []
 
 
-@layouts
-def test_whoever_has_which(comm, layout, alone):
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("layout", ["dp-bucket", "dp"])
 def test_norms_of_tensors_whatever_the_pieces(comm, layout, in_pieces, monkeypatch):
@@ -148,6 +148,8 @@ def test_norms_of_tensors_whatever_the_pieces(comm, layout, in_pieces, monkeypat
     assert differing(after(comm, layout), after(comm, "dp-naive")) == []
 
 
+@layouts
+def test_whoever_has_which(comm, layout, alone):
     """In reproducible training it does not matter how micro-batches are dealt out, or in which order they come."""
     turns = np.random.default_rng(5).integers(0, comm.size, 9)
     with engine(comm, layout, reproducible=True) as made, engine(alone, reproducible=True) as other:
@@ -323,15 +325,43 @@ def test_one_rank_fails(comm, layout, when, alone):
         assert report.loss == pytest.approx(other.step(tiny.batches(range(4))).loss, rel=1e-12)
 
 
-def test_a_gradient_that_is_no_number(comm):
-    class Overflows(tiny.Squares):
-        def backward(self, scale, saved):
-            return saved * np.float32(np.inf)
+class Overflows(tiny.Squares):
+    """The loss is finite, the gradient is not."""
 
-    with Engine(tiny.model(), Overflows(), comm, SGD(rate=0.1), clip=1.0) as made:
-        with pytest.raises(StepFailed, match=r"gradient of 0\.weight is not finite in step 0"):
+    def backward(self, scale, saved):
+        return saved * saved.dtype.type(np.inf)
+
+
+@layouts
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_that_is_no_number(comm, layout, clip):
+    with Engine(tiny.model(), Overflows(), comm, SGD(rate=0.1), layout=layout, clip=clip) as made:
+        before = whole(comm, made)
+        with pytest.raises(StepFailed, match=r"nothing was updated; the gradient of 0\.weight, .*not finite in step 0"):
+            made.step(tiny.batches(made.share(2)))
+        assert made.updates == 0 and differing(before, whole(comm, made)) == []
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
+    """Squares of every block are finite, their sum is not: no step is made, least of all one of length 0."""
+    monkeypatch.setattr("parallel.engine.block_squares", lambda gradient: np.full(len(gradient) // BLOCK, 1e308))
+    with engine(comm, precision="fp64", clip=clip) as made:
+        with pytest.raises(StepFailed, match=r"nothing was updated; the norm of the gradient is not finite in step 0"):
             made.step(tiny.batches(made.share(2)))
         assert made.updates == 0
+    with engine(comm, precision="fp16", clip=clip) as made:
+        report = made.step(tiny.batches(made.share(2)))
+        assert (report.skipped, report.norm, made.updates) == (True, math.inf, 0)
+
+
+def test_a_loss_scale_that_can_do_no_more(comm):
+    with Engine(tiny.model(), Overflows(), comm, SGD(rate=0.1), precision="fp16") as made:
+        made.scaling = LossScale(value=2.0, patience=2)
+        for _ in range(3):  # at 2, and twice at 1
+            assert made.step(tiny.batches(made.share(2))).skipped
+        with pytest.raises(StepFailed, match=r"4 steps in a row, in the last 3 of them .* floor 1\.0, in step 3"):
+            made.step(tiny.batches(made.share(2)))
 
 
 def test_models_that_differ(comm):
@@ -343,6 +373,10 @@ def test_models_that_differ(comm):
         engine(comm, "zero1" if comm.rank == 0 else "zero2")
     with pytest.raises(Disagreement, match="rank 0 has optimizer"):
         engine(comm, optimizer=AdamW(rate=0.1) if comm.rank else SGD(rate=0.1))
+    with pytest.raises(Disagreement, match=r"rank 0 has optimizer's rate: 0\.1; rank 1 has optimizer's rate: 0\.2"):
+        engine(comm, optimizer=AdamW(rate=0.2 if comm.rank == 1 else 0.1))
+    with pytest.raises(Disagreement, match=r"rank 0 has optimizer's decay: 0\.0; rank 1 has optimizer's decay: 0\.5"):
+        engine(comm, optimizer=AdamW(rate=0.1, decay=comm.rank / 2))
 
 
 @pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp"])
@@ -373,10 +407,6 @@ def test_ctrl_c_on_one_rank_ends_all(comm, when):
         for step in range(10):
             if when == "between" and step == 3 and comm.rank == 0:
                 signal.raise_signal(signal.SIGINT)
-    with pytest.raises(Disagreement, match=r"rank 0 has optimizer's rate: 0\.1; rank 1 has optimizer's rate: 0\.2"):
-        engine(comm, optimizer=AdamW(rate=0.2 if comm.rank == 1 else 0.1))
-    with pytest.raises(Disagreement, match=r"rank 0 has optimizer's decay: 0\.0; rank 1 has optimizer's decay: 0\.5"):
-        engine(comm, optimizer=AdamW(rate=0.1, decay=comm.rank / 2))
             report = made.step(tiny.batches(made.share(comm.size), step), stop=interrupt.seen)
             if report.stop:
                 break
