@@ -174,6 +174,8 @@ class Engine:
 
         Raises
         ------
+        ValueError
+            On all ranks, if the numbers of their micro-batches are not those from 0 on, each once.
         StepFailed
             On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number
             (in fp16 the latter makes a skipped step, unless the loss scale cannot go lower). Nothing was updated then.
