@@ -21,7 +21,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -33,6 +33,7 @@ from mpi4py import MPI
 
 from parallel.memory import to_host
 from parallel.tensorfile import Entry, Reader, Writer, digest_of
+from parallel.together import agree, together
 
 FORMAT = "chorus checkpoint 1"
 FAMILIES = ("model", "optimizer")
@@ -94,7 +95,7 @@ def all_in(directory: Path) -> list[Path]:
 
 def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
     """The newest checkpoint in a directory as rank 0 sees it, or None. Collective."""
-    found = _together(comm, lambda: all_in(directory), f"cannot look into {directory}", root=0)
+    found = together(comm, lambda: all_in(directory), f"cannot look into {directory}", CheckpointError, 0)
     return found[-1] if found else None
 
 
@@ -162,16 +163,16 @@ def save(
     folder = directory / f".{target.name}{PARTIAL}"
     trouble = f"checkpoint {target} was not written"
 
-    _together(comm, lambda: _begin(target, folder), trouble, root=0)
-    _together(comm, lambda: _see(folder), trouble)
+    together(comm, lambda: _begin(target, folder), trouble, CheckpointError, 0)
+    together(comm, lambda: _see(folder), trouble, CheckpointError)
     tensors = plan(comm, held)
     files: dict[str, list[Any]] = {}
     for family in FAMILIES:
         mine, problem = _write(comm, folder, family, tensors[family], held)
-        _agree(comm, problem, trouble)
+        agree(comm, problem, trouble, CheckpointError)
         files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
-    _together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, root=0)
-    _together(comm, lambda: _clear(directory, keep), f"{target} is there, but older ones cannot be removed", root=0)
+    together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
+    together(comm, lambda: _clear(directory, keep), f"{target} is there, but older ones cannot be removed", CheckpointError, 0)
     return target
 
 
@@ -368,12 +369,17 @@ class Checkpoint:
     def __init__(self, comm: MPI.Intracomm, path: Path):
         self._comm, self.path = comm, path
         trouble = f"{path} cannot be used"
-        state = _together(comm, lambda: _state(path), trouble, root=0)
+        state = together(comm, lambda: _state(path), trouble, CheckpointError, 0)
         self.step: int = state["step"]
         self.facts: dict[str, Any] = state["facts"]
         names = sorted(state["files"])
         mine = names[comm.Get_rank() :: comm.Get_size()]
-        found = _together(comm, lambda: {name: _verified(path / name, *state["files"][name]) for name in mine}, trouble)
+        found = together(
+            comm,
+            lambda: {name: _verified(path / name, *state["files"][name]) for name in mine},
+            trouble,
+            CheckpointError,
+        )
         self.entries: dict[str, Entry] = {}
         self._file_of: dict[str, str] = {}
         for file, entries in sorted((item for some in comm.allgather(found) for item in some.items())):
@@ -411,7 +417,7 @@ class Checkpoint:
         """
         stretches = list(stretches)
         self.fit(stretches)
-        _together(self._comm, lambda: self._copy(stretches), f"{self.path} can no longer be read")
+        together(self._comm, lambda: self._copy(stretches), f"{self.path} can no longer be read", CheckpointError)
 
     def _copy(self, stretches: Iterable[Stretch]) -> None:
         readers: dict[str, Reader] = {}
@@ -456,30 +462,3 @@ def _verified(path: Path, size: int, digest: str) -> dict[str, Entry]:
     if digest_of(path) != (size, digest):
         raise ValueError(f"{path.name} is damaged: its checksum is wrong")
     return Reader(path).entries if path.suffix == ".safetensors" else {}
-
-
-# ---------------------------------------------------------------------------------------------- together
-
-
-def _agree(comm: MPI.Intracomm, problem: Exception | None, trouble: str) -> None:
-    """Raise on all ranks what has gone wrong on any. Collective."""
-    text = None if problem is None else f"{problem}" or type(problem).__name__
-    told: dict[str, list[int]] = {}
-    for rank, said in enumerate(comm.allgather(text)):
-        if said is not None:
-            told.setdefault(said, []).append(rank)
-    if told:
-        words = "; ".join(f"{said} (rank {', '.join(map(str, ranks))})" for said, ranks in told.items())
-        raise CheckpointError(f"{trouble}: {words}") from problem
-
-
-def _together(comm: MPI.Intracomm, function: Callable[[], Any], trouble: str, root: int | None = None) -> Any:
-    """Do something that may fail, on all ranks or on one, whose result all get; fail together. Collective."""
-    result, problem = None, None
-    if root is None or comm.Get_rank() == root:
-        try:
-            result = function()
-        except (OSError, ValueError, ImportError, MemoryError) as error:
-            problem = error
-    _agree(comm, problem, trouble)
-    return result if root is None else comm.bcast(result, root)
