@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from parallel.flat import Flat, Place, Span, shards
 from parallel.nn.operator import Array, Parameter
+from parallel.plan import Plan
 
 
 class Bucket:
@@ -43,6 +44,11 @@ class Bucket:
     def within(self, span: Span) -> slice:
         """Where a part of the bucket lies in a vector that holds the bucket."""
         return slice(span.start - self.span.start, span.stop - self.span.start)
+
+
+def buckets_of(cut: Iterable[Sequence[Place]], plan: Plan) -> list[Bucket]:
+    """Numbered buckets of these places; without those that have none."""
+    return [Bucket(number, places, plan.ranks, plan.rank) for number, places in enumerate(filter(None, cut))]
 
 
 class Filling:

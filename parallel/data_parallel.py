@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from parallel.bucket import Bucket
+from parallel.bucket import buckets_of
 from parallel.flat import Place, Span, buckets
 from parallel.hall import Hall
 from parallel.nn.operator import Array, Parameter
+from parallel.plan import Plan
 from parallel.sums import Canonical, Numbers, Plain
 
 MOST_REQUESTS = 24
@@ -35,12 +36,11 @@ class Naive:
 
     def __init__(self, hall: Hall):
         self._hall = hall
-        places = [places for places in self.cut(hall) if places]
-        self.buckets = [Bucket(number, some, hall.ranks, hall.rank) for number, some in enumerate(places)]
+        self.buckets = buckets_of(self.cut(hall.plan), hall.plan)
         self.vector = hall.memory.seen("gradients", hall.flat.length, hall.wide)
-        scratch = hall.memory.own("buffers", hall.longest, hall.wide)
+        scratch = hall.memory.own("buffers", hall.plan.longest, hall.wide)
         part = self.part()
-        kind = Canonical if hall.reproducible else Plain
+        kind = Canonical if hall.plan.reproducible else Plain
         self.sums = [kind(hall, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]
         self._of = {id(place.parameter): sum_ for sum_ in self.sums for place in sum_.bucket.places}
         self.own = [(span, self._view(span)) for span in self.spans()]
@@ -52,9 +52,9 @@ class Naive:
     # ------------------------------------------------------------------------------------ what layouts differ in
 
     @staticmethod
-    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
+    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
         """The buckets' places."""
-        return [hall.flat.places]
+        return [plan.flat.places]
 
     def part(self) -> Array:
         """Memory for a part of a reduce-scatter."""
@@ -82,7 +82,7 @@ class Naive:
     def begin(self, everyone: Numbers) -> None:
         """A step begins."""
         self.started = self._next = 0
-        self._left = len(everyone[self._hall.rank])
+        self._left = len(everyone[self._hall.plan.rank])
         for sum_ in self.sums:
             sum_.begin(everyone)
 
@@ -139,8 +139,8 @@ class Bucketed(Naive):
     """An allreduce for each bucket as soon as it is complete; the backward waits for it."""
 
     @staticmethod
-    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
-        return buckets(hall.flat.places, hall.bucket_bytes, hall.first_bytes, hall.wide.itemsize)
+    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
+        return buckets(plan.flat.places, plan.bucket_bytes, plan.first_bytes, plan.precision.wide.itemsize)
 
     def ready(self, sum_: Plain | Canonical) -> None:
         self._blocking("allreduce", sum_)
@@ -158,9 +158,10 @@ class Overlapped(Bucketed):
         self._flying: dict[int, float] = {}
 
     @staticmethod
-    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
-        least = -(-hall.flat.length * hall.wide.itemsize // MOST_REQUESTS)
-        return buckets(hall.flat.places, max(hall.bucket_bytes, least), hall.first_bytes, hall.wide.itemsize)
+    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
+        itemsize = plan.precision.wide.itemsize
+        least = -(-plan.flat.length * itemsize // MOST_REQUESTS)
+        return buckets(plan.flat.places, max(plan.bucket_bytes, least), plan.first_bytes, itemsize)
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
         super().__call__(parameter, compute)

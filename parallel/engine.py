@@ -27,11 +27,12 @@ from parallel.nn.compose import Sequential
 from parallel.nn.kernels.storage import narrow
 from parallel.nn.operator import Array, Operator, Run
 from parallel.optim import Optimizer, Piece, block_squares, clip_factor
+from parallel.plan import Plan
 from parallel.precision import PRECISIONS
 from parallel.record import Event, Recorder
 from parallel.report import Evaluation, Report
-from parallel.scaling import LossScale
-from parallel.stretches import Stretch, common, stretches
+from parallel.schedules import rate_at
+from parallel.stretches import Stretch, stretches
 
 __all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "Report", "Stretch"]
 
@@ -70,8 +71,8 @@ class Engine:
     ----------
     steps, updates : int
         Steps that were made, skipped ones included; those that changed the weights.
-    scaling : LossScale or None
-        What the loss is multiplied with, in fp16.
+    scaling : LossScale
+        What the loss is multiplied with; 1 but in fp16.
     flat : Flat
         The vector of parameters.
     ledger : Ledger
@@ -119,23 +120,22 @@ class Engine:
         tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in self.flat.places]
         guard.agree(comm, [*settings.items(), *tensors, ("optimizer", type(optimizer).__name__)])
         self._units = tuple(model.items) if isinstance(model, Sequential) else (model,)
-        self._memory, self._recorder = Memory(comm, device), Recorder(trace)
-        self._hall = Hall(
-            comm=comm,
+        self._plan = Plan(
             units=self._units,
             flat=self.flat,
-            memory=self._memory,
-            recorder=self._recorder,
-            storage=recipe.storage,
-            wide=recipe.wide,
+            ranks=comm.Get_size(),
+            rank=comm.Get_rank(),
+            precision=recipe,
             reproducible=reproducible,
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
         )
+        self._memory, self._recorder = Memory(comm, device), Recorder(trace)
+        self._hall = Hall(self._plan, comm, self._memory, self._recorder)
         self._gradients = self._layout.gradients(self._hall)
         self._weights = self._layout.weights(self._hall, self._gradients)
-        self.scaling = LossScale() if recipe.scaled else None
-        self._pieces = self._make_pieces(recipe.mixed)
+        self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
+        self._pieces = self._make_pieces(recipe.master)
         self._blocks = Blocks(self._hall, self._spans_of_all())
         self.ledger = Ledger(self._memory.allocated)
         self._header = np.empty((comm.Get_size(), 4), np.int64)
@@ -170,20 +170,20 @@ class Engine:
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         mine, problem = self._checked(batches)
         everyone, count, stop = self._meet(mine, stop, problem)
-        scale = 1.0 if self.scaling is None else self.scaling.value
+        scale = self.scaling.value
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
             early, losses, problem = self._passes(mine, everyone, scale)
         loss = self._losses(losses, problem) / count if count else math.nan
         norm, factor, finite = self._norm(count, scale) if count else (None, 0.0, False)
-        if count and self.scaling is not None:
+        if count:
             self.scaling.update(finite)
+        rate = rate_at(self._optimizer.rate, self.updates)
         if finite:
             gather = self._blocks.gather if self._layout.divided else np.asarray
             with self._recorder("compute", "update"):
                 self._optimizer.update(self._pieces, self.updates, factor, gather)
             self.updates += 1
-            self._publish()
-        rate = self._optimizer.rate_at(self.updates - finite)
+            self._weights.publish()
         step, self.steps = self.steps, self.steps + 1
         if self._check_every and self.steps % self._check_every == 0 and self._weights.replicated:
             guard.compare(self._comm, self.flat, step)
@@ -231,18 +231,19 @@ class Engine:
 
     def refresh(self) -> None:
         """Make what was assigned to the stretches count, after all of them were, on all ranks."""
-        self._publish()
+        for piece in self._pieces:
+            if piece.stored is not None:
+                narrow(piece.weights, piece.stored.dtype, out=piece.stored)
+        self._weights.publish()
 
     def state(self) -> dict[str, Any]:
         """Besides the stretches: steps, updates, the loss scale; numbers that are the same on all ranks."""
-        scaling = {} if self.scaling is None else {"scaling": self.scaling.state()}
-        return {"steps": self.steps, "updates": self.updates, **scaling}
+        return {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a `state`."""
+        self.scaling.load(state["scaling"])
         self.steps, self.updates = state["steps"], state["updates"]
-        if self.scaling is not None and "scaling" in state:
-            self.scaling.load(state["scaling"])
 
     @property
     def events(self) -> list[Event]:
@@ -293,7 +294,7 @@ class Engine:
             self._comm.Allgather(header, self._header)
             if self._header[:, 3].any():
                 guard.share_problems(self._comm, problem)
-            if not self._hall.reproducible:
+            if not self._plan.reproducible:
                 everyone = [tuple(range(length)) for length in self._header[:, 0].tolist()]
             else:
                 everyone = self._comm.allgather(tuple(batch.number for batch in mine))
@@ -359,7 +360,7 @@ class Engine:
                 f"the loss of micro-batch {numbers} is not a finite number in step {self.steps}"
             )
         with self._recorder("communication", "losses"):
-            if self._hall.reproducible:
+            if self._plan.reproducible:
                 everyone = self._comm.allgather((problem is not None, losses))
                 total, failed = math.fsum(loss for _, some in everyone for _, loss in some), any(f for f, _ in everyone)
             else:
@@ -373,18 +374,18 @@ class Engine:
     def _norm(self, count: int, scale: float) -> tuple[float | None, float, bool]:
         """The gradient's norm if it is wanted, the factor for the update, and whether to make it."""
         factor = 1 / (count * scale)
-        if self._clip is None and self.scaling is None:
+        if self._clip is None and not self._scaled:
             return None, factor, True
         with self._recorder("compute", "norm"):
             squares = self._blocks.gather(self._block_squares())
         if not np.isfinite(squares).all():
-            if self.scaling is not None:
+            if self._scaled:
                 return math.inf, factor, False
             odd = next(place for place in self.flat.places if not np.isfinite(squares[blocks_of(place.span)]).all())
             raise guard.StepFailed(
                 f"nothing was updated; the gradient of {odd.parameter.name} is not finite in step {self.steps}"
             )
-        norm, clip = clip_factor(squares, factor, math.inf if self._clip is None else self._clip)
+        norm, clip = clip_factor(squares, factor, self._clip)
         return norm, factor * clip, True
 
     def _block_squares(self) -> np.ndarray:
@@ -395,12 +396,6 @@ class Engine:
             here = self._spans_of_all()[self._comm.Get_rank()]
             parts = [self._gradients.vector[span.start : span.stop] for span in here]
         return np.concatenate([np.zeros(0), *map(block_squares, parts)])
-
-    def _publish(self) -> None:
-        """From this rank's master weights to everyone's weights."""
-        for (_, weights), piece in zip(self._weights.own, self._all_pieces):
-            narrow(piece.weights, weights.dtype, out=weights)
-        self._weights.publish()
 
     # ------------------------------------------------------------------------------------------ how it is built
 
@@ -418,19 +413,17 @@ class Engine:
         vectors = {name: memory.own("optimizer", size, wide) for name in self._optimizer.states()}
         master = memory.own("optimizer", size, wide) if mixed else None
         pieces, at = [], 0
-        for (span, weights), (_, gradient) in zip(own, self._gradients.own):
+        for (span, stored), (_, gradient) in zip(own, self._gradients.own):
             here = slice(at, at + span.size)
             at += span.size
-            weights = weights if master is None else master[here]
+            weights = stored if master is None else master[here]
             first = weights if memory.xp is np else np.empty(span.size, wide)
             self.flat.initialise(first, self._seed, span)
             if first is not weights:
                 weights[...] = memory.xp.asarray(first)
-            places = tuple(place for place in self.flat.places if common(span, place).size > 0)
             state = {name: vector[here] for name, vector in vectors.items()}
-            pieces.append(Piece(span, weights, gradient, state, places))
-        self._all_pieces = pieces
-        return [piece for piece in pieces if piece.span.size]
+            pieces.append(Piece(span, weights, gradient, state, self.flat.places, None if master is None else stored))
+        return pieces
 
 
 def _refusal(comm: Any, *, layout: str, precision: str, clip: float | None, check_every: int) -> Exception | None:

@@ -9,48 +9,30 @@ import numpy as np
 from collectives import Communicator
 from parallel.flat import Flat
 from parallel.memory import Memory
-from parallel.nn.operator import Operator
+from parallel.plan import Plan
 from parallel.record import Recorder
 
 
 @dataclass(frozen=True)
 class Hall:
-    """The ranks, the model and its vector, the memory, the types of numbers, the clock.
+    """The plan, the ranks, the memory, the clock."""
 
-    Attributes
-    ----------
-    storage : dtype
-        Of parameters as operators see them, and of activations.
-    wide : dtype
-        Of gradients, master weights and moments.
-    reproducible : bool
-        Whether gradients are added in the canonical order.
-    bucket_bytes, first_bytes : int
-        When a bucket is closed: of gradients, in all layouts that have buckets.
-    """
-
+    plan: Plan
     comm: Communicator
-    units: tuple[Operator, ...]
-    flat: Flat
     memory: Memory
     recorder: Recorder
-    storage: np.dtype
-    wide: np.dtype
-    reproducible: bool
-    bucket_bytes: int
-    first_bytes: int
 
     @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.comm.Get_rank()
+    def flat(self) -> Flat:
+        """The vector of parameters."""
+        return self.plan.flat
 
     @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return self.comm.Get_size()
+    def storage(self) -> np.dtype:
+        """The type of weights as operators see them, and of activations."""
+        return self.plan.precision.storage
 
     @property
-    def longest(self) -> int:
-        """Elements of the longest tensor."""
-        return max((place.size for place in self.flat.places), default=0)
+    def wide(self) -> np.dtype:
+        """The type of gradients, master weights and moments."""
+        return self.plan.precision.wide

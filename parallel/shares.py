@@ -70,7 +70,7 @@ class Canonical(Plain):
 
     def __init__(self, hall: Hall, bucket: Bucket, memory: Array, own: Array, scratch: Array, arriving: Array):
         super().__init__(hall, bucket, memory, own, scratch, arriving)
-        self._rank = hall.rank
+        self._rank = hall.plan.rank
         self._counter = Counter(Pool(lambda: hall.memory.own("gradients", bucket.own.size, hall.wide)))
         self._everyone: Numbers = ()
 

@@ -41,13 +41,13 @@ def stretches(pieces: Sequence[Piece], mine: Sequence[Span]) -> Iterator[Stretch
         vectors = {"model": piece.weights, **{f"optimizer/{name}": view for name, view in piece.state.items()}}
         for place in piece.places:
             for kind, vector in vectors.items():
-                for start, stop, write in _divided(common(piece.span, place), mine):
+                for start, stop, write in _divided(_common(piece.span, place), mine):
                     array = vector[start - piece.span.start : stop - piece.span.start]
                     name, shape = f"{kind}/{place.parameter.name}", place.parameter.shape
                     yield Stretch(name, shape, start - place.span.start, array, write)
 
 
-def common(span: Span, place: Place) -> Span:
+def _common(span: Span, place: Place) -> Span:
     """The elements of a tensor, without its filling, that lie in a span; of no size if there are none."""
     start = max(span.start, place.span.start)
     return Span(start, max(start, min(span.stop, place.span.start + place.size)))

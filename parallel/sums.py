@@ -178,7 +178,7 @@ class Canonical:
         starts = [part.start - self.bucket.span.start for part in self.bucket.parts]
         calls, at = [], 0
         for turn in range(max(map(len, self._nodes))):
-            mine = self._nodes[self._hall.rank]
+            mine = self._nodes[self._hall.plan.rank]
             here = turn < len(mine)
             node = self._counter.sums[mine[turn]] if here else self.vector
             sent = [node, self.bucket.counts if here else [0] * ranks, starts, None]

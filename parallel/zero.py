@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from parallel import shares
-from parallel.bucket import Bucket
+from parallel.bucket import Bucket, buckets_of
 from parallel.data_parallel import Bucketed, Naive
-from parallel.flat import Place, Span, buckets
+from parallel.flat import Place, Span
 from parallel.hall import Hall
-from parallel.nn.operator import Array, Operator, Parameter
+from parallel.nn.operator import Array, Parameter
+from parallel.plan import Plan
 from parallel.sums import Numbers
 
 
@@ -46,24 +47,20 @@ class Stage2:
 
     def __init__(self, hall: Hall):
         self._hall = hall
-        users = users_of(hall.units)
-        self.buckets = [Bucket(number, some, hall.ranks, hall.rank) for number, some in enumerate(self.cut(hall))]
-        self.users = [
-            tuple(sorted({unit for place in bucket.places for unit in users[id(place.parameter)]}))
-            for bucket in self.buckets
-        ]
+        self.buckets = buckets_of(self.cut(hall.plan), hall.plan)
+        self.users = users_of(self.buckets, hall.plan)
         size = sum(bucket.own.size for bucket in self.buckets)
         self.vector = hall.memory.own("gradients", size, hall.wide)
         self.own, at = [], 0
         for bucket in self.buckets:
             self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
             at += bucket.own.size
-        slot, sizes = slots([(units[-1], units[0]) for units in self.users], [b.span.size for b in self.buckets])
+        slot, sizes = slots(self.users, [bucket.span.size for bucket in self.buckets])
         memory = [hall.memory.seen("gradients", size, hall.wide) for size in sizes]
-        scratch = hall.memory.own("buffers", hall.longest, hall.wide)
-        longest = max((hall.ranks * bucket.own.size for bucket in self.buckets), default=0)
+        scratch = hall.memory.own("buffers", hall.plan.longest, hall.wide)
+        longest = max((hall.plan.ranks * bucket.own.size for bucket in self.buckets), default=0)
         arriving = hall.memory.own("buffers", longest, hall.wide)
-        kind = shares.Canonical if hall.reproducible else shares.Plain
+        kind = shares.Canonical if hall.plan.reproducible else shares.Plain
         self.shares = [
             kind(hall, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)
             for bucket, (_, own) in zip(self.buckets, self.own)
@@ -73,9 +70,9 @@ class Stage2:
         self._turn = 0
 
     @staticmethod
-    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
+    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
         """The buckets' places."""
-        return buckets(hall.flat.places, hall.bucket_bytes, hall.first_bytes, hall.wide.itemsize)
+        return Bucketed.cut(plan)
 
     @staticmethod
     def rounds(everyone: Numbers, rank: int) -> int:
@@ -122,41 +119,39 @@ class Stage3(Stage2):
     """As stage 2, with a bucket for each unit, whose weights come and go with it (`weights.Gathered`)."""
 
     @staticmethod
-    def cut(hall: Hall) -> Sequence[Sequence[Place]]:
-        users = users_of(hall.units)
-        runs = [list(run) for _, run in groupby(hall.flat.places, lambda place: users[id(place.parameter)])]
-        return runs[::-1]
+    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
+        runs = groupby(plan.flat.places, lambda place: plan.users[id(place.parameter)])
+        return [list(run) for _, run in runs][::-1]
 
 
-def users_of(units: Sequence[Operator]) -> dict[int, tuple[int, ...]]:
-    """By a parameter's identity: the numbers of the units that it belongs to, ascending."""
-    users: dict[int, tuple[int, ...]] = {}
-    for number, unit in enumerate(units):
-        for parameter in unit.parameters():
-            users[id(parameter)] = (*users.get(id(parameter), ()), number)
-    return users
+def users_of(buckets: Sequence[Bucket], plan: Plan) -> list[tuple[int, ...]]:
+    """For every bucket the units that use it, ascending."""
+    return [
+        tuple(sorted({unit for place in bucket.places for unit in plan.users[id(place.parameter)]}))
+        for bucket in buckets
+    ]
 
 
-def slots(uses: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Memory for what is used for a while, as units go down from the last one to the first.
+def slots(users: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Memory for what is used for a while, as a backward goes down from the last unit to the first.
 
     Parameters
     ----------
-    uses : sequence of (int, int)
-        The first and the last unit, in that order, at which each is used.
+    users : sequence of tuple of int
+        The units that use each, ascending: it is used from the last of them to the first.
     sizes : sequence of int
 
     Returns
     -------
     list of int, list of int
-        The slot of each, and the size of every slot. What shares a slot is not used at the same unit.
+        The slot of each, and the size of every slot. What shares a slot is not used at the same time.
 
-    >>> slots([(3, 2), (2, 1), (1, 0)], [10, 20, 30])
+    >>> slots([(2, 3), (1, 2), (0, 1)], [10, 20, 30])
     ([0, 1, 0], [30, 20])
     """
-    chosen, lengths, free_below = [0] * len(uses), [], []  # type: ignore[var-annotated]
-    for number in sorted(range(len(uses)), key=lambda number: -uses[number][0]):
-        first, last = uses[number]
+    chosen, lengths, free_below = [0] * len(users), [], []  # type: ignore[var-annotated]
+    for number in sorted(range(len(users)), key=lambda number: -users[number][-1]):
+        first, last = users[number][-1], users[number][0]
         slot = next((slot for slot, unit in enumerate(free_below) if first < unit), len(lengths))
         if slot == len(lengths):
             lengths.append(0)

@@ -1,0 +1,51 @@
+"""How a model's vector is divided: what follows from shapes and settings alone. Knows no MPI and no memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from parallel.flat import Flat
+from parallel.nn.operator import Operator
+from parallel.precision import Precision
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The model and its vector, the ranks, the types of numbers.
+
+    Attributes
+    ----------
+    units : tuple of Operator
+        What weights come and go with.
+    precision : Precision
+        `storage` is the type of weights as operators see them and of activations, `wide` that of gradients, master
+        weights and moments.
+    reproducible : bool
+        Whether gradients are added in the canonical order.
+    bucket_bytes, first_bytes : int
+        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first.
+    """
+
+    units: tuple[Operator, ...]
+    flat: Flat
+    ranks: int
+    rank: int
+    precision: Precision
+    reproducible: bool
+    bucket_bytes: int
+    first_bytes: int
+
+    @cached_property
+    def longest(self) -> int:
+        """Elements of the longest tensor."""
+        return max((place.size for place in self.flat.places), default=0)
+
+    @cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """By a parameter's identity: the numbers of the units that it belongs to, ascending."""
+        users: dict[int, tuple[int, ...]] = {}
+        for number, unit in enumerate(self.units):
+            for parameter in unit.parameters():
+                users[id(parameter)] = (*users.get(id(parameter), ()), number)
+        return users
