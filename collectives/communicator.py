@@ -183,14 +183,14 @@ class Communicator(PointToPoint):
 
     def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form) -> Choice:
         if algorithm == "auto":
-            natively = self._native and segments is None and native.refusal(call) is None
+            natively = self._native and segments is None and native.refusal(call, form) is None
             choice = self._selector.choose(
                 call.collective, call.nbytes, call.ordered, call.private, natively, form, call.uneven
             )
         elif not isinstance(algorithm, str):
             raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
         elif algorithm == NATIVE:
-            native.check(call)
+            native.check(call, form)
             choice = Choice(NATIVE)
         else:
             select.check(call.collective, algorithm, call.ordered, self.nodes)

@@ -47,10 +47,23 @@ KINDS = {
 """For which kinds of elements MPI defines its operations; those that are missing here, on none of NumPy's."""
 
 
-def refusal(call: Call) -> str | None:
+UNSOUND: dict[tuple[str, str, str], str] = {
+    ("Intel MPI", method, "persistent"): f"mixes up the data of a persistent {method}, or never ends it"
+    for method in ("Scatter", "Gather", "Allgather")
+}
+"""What MPIs accept and then do wrongly, by vendor, method and form (seen in Intel MPI 2021.18, with one int a rank)."""
+
+
+def unsound(method: str, form: str) -> str | None:
+    """What is known to be wrong with the method in this MPI; None if nothing is."""
+    return UNSOUND.get((MPI.get_vendor()[0], method, form))
+
+
+def refusal(call: Call, form: Form) -> str | None:
     """Why MPI cannot do the call, from facts that are equal on all ranks; None if it can."""
-    if call.operation is None:
-        return None
+    wrong = unsound(METHODS[call.collective][call.uneven], form)
+    if wrong is not None or call.operation is None:
+        return wrong
     if call.unit.char not in KNOWN_TO_MPI or not call.unit.isnative:
         return f"has no operations on elements of {call.unit}"
     if call.operation.is_predefined and call.unit.kind not in KINDS.get(call.operation.handle, ""):
@@ -58,11 +71,11 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-def check(call: Call) -> None:
+def check(call: Call, form: Form) -> None:
     """Refuse what MPI cannot do."""
-    reason = refusal(call)
+    reason = refusal(call, form)
     if reason is not None:
-        raise InvalidArgument(MPI.ERR_OP, f"algorithm: 'native' for {call.collective}: MPI {reason}")
+        raise InvalidArgument(MPI.ERR_OP, f"algorithm: 'native' for {call.collective}: this MPI {reason}")
 
 
 def accompanies(comm: MPI.Intracomm) -> bool:

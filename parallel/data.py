@@ -248,7 +248,7 @@ def _ahead(source: Iterable[Item], depth: int) -> Iterator[Item]:
 
     def make() -> None:
         end: BaseException = StopIteration()
-        items = iter(())
+        items: Iterator[Item] = iter([])
         try:
             items = iter(source)
             while room.acquire() and not stopped.is_set():

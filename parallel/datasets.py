@@ -228,7 +228,7 @@ def documentation(source: str) -> Iterator[str]:
         before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
         text = match["long"] or match["other"] or match["comment"]
         if text and PREFIX.fullmatch(before):
-            strip = r"\n[ \t]*#* ?" if match["comment"] else r"\n" + re.match(r"\s*", before)[0]
+            strip = r"\n[ \t]*#* ?" if match["comment"] else r"\n" + before[: len(before) - len(before.lstrip())]
             text = re.sub(strip, "\n", text.lstrip("# ") if match["comment"] else text).strip()
             if text:
                 yield text

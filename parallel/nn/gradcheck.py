@@ -65,7 +65,7 @@ def check(
     >>> check(Linear(3, 2), np.ones((4, 3))) < 1e-6
     True
     """
-    random = np.random.default_rng(seed)
+    random, x = np.random.default_rng(seed), np.array(x)
     run = run or Run(samples=np.arange(len(x), dtype=np.int64))
     flat = Flat(operator)
     vector = np.zeros(flat.length)
@@ -106,6 +106,7 @@ def check_loss(
     ------
     Mismatch
     """
+    y = np.array(y)
     sum_, saved = loss.forward(y, targets)
     if not isinstance(sum_, float):
         raise Mismatch(f"forward: expected a float, found {type(sum_).__name__}")

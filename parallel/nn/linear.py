@@ -70,6 +70,7 @@ class Flatten(Operator):
 
     def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
         """Saves the shape."""
+        expect(x.ndim >= 1, self, "at least one axis", x)
         return x.reshape(len(x), math.prod(x.shape[1:])), x.shape
 
     def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:

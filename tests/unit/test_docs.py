@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 import collectives
+import parallel
 from collectives.catalog import CATALOG, build_all
 from collectives.catalog import blocks as blocks_of
 from collectives.chunks import Layout
@@ -258,7 +259,11 @@ def test_the_house_is_complete():
     assert described == standing
 
 
-MODULES = [module.name for module in pkgutil.walk_packages(collectives.__path__, "collectives.")]
+MODULES = [
+    module.name
+    for package in (collectives, parallel)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+]
 SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if ">>>" in path.read_text(encoding="utf-8")]
 
 

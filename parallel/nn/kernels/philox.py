@@ -73,4 +73,5 @@ def keep(samples: Array, elements: int, rate: float, key: tuple[int, int]) -> Ar
     kept = xp.empty((len(samples), block.shape[1], 4), bool)
     for lane, word in enumerate(words):
         kept[..., lane] = word >= limit
-    return xp.ascontiguousarray(kept.reshape(len(samples), 4 * block.shape[1])[:, :elements])
+    kept = kept.reshape(len(samples), 4 * block.shape[1])
+    return kept[:, :elements].copy() if elements % 4 else kept

@@ -60,11 +60,12 @@ def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
     dtype = dtype if out is None else out.dtype
     if dtype == BFLOAT16 and x.dtype == FLOAT32:
         x = _to_bfloat16(x)
-    if out is None:
-        return x.astype(dtype, copy=False)
-    if out is not x:
-        out[...] = x
-    return out
+    with np.errstate(over="ignore"):  # what is too large for float16 becomes infinite, as in bfloat16
+        if out is None:
+            return x.astype(dtype, copy=False)
+        if out is not x:
+            out[...] = x
+        return out
 
 
 def _to_bfloat16(x: Array) -> Array:

@@ -1,0 +1,117 @@
+"""Learning rates that change: plain functions from the number of updates made before, to the rate of the next.
+
+>>> warm = Schedule("warm_up_cosine", rate=1.0, warm_up=2, steps=6)
+>>> [round(warm(step), 3) for step in range(7)]
+[0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+>>> Schedule(**warm.describe()) == warm
+True
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def constant(step: int, *, rate: float) -> float:
+    """Always the same."""
+    return rate
+
+
+def linear_warm_up(step: int, *, rate: float, warm_up: int) -> float:
+    """In `warm_up` equal steps up to `rate`, the first of which is made at once; then constant (Goyal et al. 2017)."""
+    return rate * min(1.0, (step + 1) / warm_up) if warm_up else rate
+
+
+def cosine(step: int, *, rate: float, steps: int, floor: float = 0.0) -> float:
+    """Half a cosine from `rate` at step 0 down to `floor` at `steps`, and floor from there on (Loshchilov and Hutter,
+    "SGDR", ICLR 2017, equation 5)."""
+    return floor + 0.5 * (rate - floor) * (1.0 + math.cos(math.pi * min(step, steps) / steps)) if steps else floor
+
+
+def warm_up_cosine(step: int, *, rate: float, warm_up: int, steps: int, floor: float = 0.0) -> float:
+    """A linear warm-up, then a cosine over what is left of `steps`."""
+    if step < warm_up:
+        return linear_warm_up(step, rate=rate, warm_up=warm_up)
+    return cosine(step - warm_up, rate=rate, steps=steps - warm_up, floor=floor)
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {
+    function.__name__: function for function in (constant, linear_warm_up, cosine, warm_up_cosine)
+}
+
+
+class Schedule:
+    """One of `SCHEDULES` with its settings: a function that a checkpoint can describe.
+
+    Parameters
+    ----------
+    name : str
+    **settings
+        The function's: ``rate`` and ``floor`` are rates, ``warm_up`` and ``steps`` numbers of updates.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, or settings that are missing, unknown or out of range.
+    """
+
+    def __init__(self, name: str, **settings: float):
+        if name not in SCHEDULES:
+            raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, found {name!r}")
+        try:
+            inspect.signature(SCHEDULES[name]).bind(0, **settings)
+        except TypeError as error:
+            raise ValueError(f"schedule {name}: {error}") from None
+        for key, value in settings.items():
+            whole = key in ("warm_up", "steps")
+            if not 0 <= value < math.inf or (whole and int(value) != value):
+                raise ValueError(f"{key}: expected {'a whole' if whole else 'a'} number from 0 on, found {value}")
+        if settings.get("warm_up", 0) > settings.get("steps", math.inf):
+            raise ValueError(f"warm_up: expected at most steps = {settings['steps']}, found {settings['warm_up']}")
+        self.name, self.settings = name, settings
+
+    def __call__(self, step: int) -> float:
+        return SCHEDULES[self.name](step, **self.settings)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self.describe() == other.describe()
+
+    def __hash__(self) -> int:
+        return hash((self.name, *sorted(self.settings.items())))
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.name!r}, {', '.join(f'{key}={value}' for key, value in self.settings.items())})"
+
+    def describe(self) -> dict[str, Any]:
+        """Name and settings: what `Schedule` takes."""
+        return {"name": self.name, **self.settings}
+
+
+Rate = float | Callable[[int], float]
+"""A learning rate, or a function of the number of updates made before."""
+
+
+def rate_at(rate: Rate, step: int) -> float:
+    """The rate of the update before which `step` were made.
+
+    Raises
+    ------
+    ValueError
+        If the step is negative, or the rate negative or not finite.
+    """
+    if step < 0:
+        raise ValueError(f"step: expected the number of updates made before, found {step}")
+    value = float(rate(step)) if callable(rate) else float(rate)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"rate: expected a number from 0 on at step {step}, found {value}")
+    return value
+
+
+def describe(rate: Rate) -> Any:
+    """A rate as a checkpoint keeps it: a number, a `Schedule`'s description, or the name of a user's function."""
+    if isinstance(rate, Schedule):
+        return rate.describe()
+    return getattr(rate, "__qualname__", type(rate).__qualname__) if callable(rate) else rate

@@ -1,0 +1,198 @@
+"""What an optimiser does to each element, in NumPy or CuPy: one function an optimiser, on vectors of equal length.
+
+`weights`, `gradient` and the state vectors are of one type, float32 or float64; numbers are Python floats, joined in
+double precision before they meet the vectors. `spare` is workspace of the same type, of shape (2, at least n). No
+element knows of any other, and every operation rounds by itself, so the result does not depend on how a vector is cut.
+`scale` turns the sums of gradients that were gathered into the gradient g of the papers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = Any
+"""A vector of NumPy's or CuPy's; NumPy's functions work on both, where their own memory is."""
+
+
+def sgd(weights: Array, gradient: Array, spare: Array, scale: float, rate: float, decay: float) -> None:
+    """w -= rate (g + decay w)."""
+    g = _gradient(weights, gradient, spare, scale, decay)
+    np.multiply(g, rate, out=g)
+    np.subtract(weights, g, out=weights)
+
+
+def momentum(
+    weights: Array,
+    gradient: Array,
+    velocity: Array,
+    spare: Array,
+    scale: float,
+    rate: float,
+    beta: float,
+    nesterov: bool,
+    decay: float,
+) -> None:
+    """u = beta u + g + decay w; w -= rate u, or with Nesterov's look ahead rate (g + decay w + beta u)."""
+    g, t = _gradient(weights, gradient, spare, scale, decay), spare[1, : len(weights)]
+    np.multiply(velocity, beta, out=velocity)
+    np.add(velocity, g, out=velocity)
+    if nesterov:
+        np.multiply(velocity, beta, out=t)
+        np.add(g, t, out=g)
+        np.multiply(g, rate, out=g)
+    else:
+        np.multiply(velocity, rate, out=g)
+    np.subtract(weights, g, out=weights)
+
+
+def adam(
+    weights: Array,
+    gradient: Array,
+    m: Array,
+    v: Array,
+    spare: Array,
+    scale: float,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    correction1: float,
+    correction2: float,
+) -> None:
+    """g += decay w; then the two moments of g, and w -= rate m^ / (sqrt(v^) + eps)."""
+    g = _gradient(weights, gradient, spare, scale, decay)
+    _moments(g, m, v, spare, beta1, beta2)
+    _descend(weights, m, v, spare, rate, eps, correction1, correction2)
+
+
+def adamw(
+    weights: Array,
+    gradient: Array,
+    m: Array,
+    v: Array,
+    spare: Array,
+    scale: float,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    correction1: float,
+    correction2: float,
+) -> None:
+    """w -= rate decay w; then as Adam does without decay."""
+    g = _gradient(weights, gradient, spare, scale, 0.0)
+    _moments(g, m, v, spare, beta1, beta2)
+    if decay:
+        np.multiply(weights, 1.0 - rate * decay, out=weights)
+    _descend(weights, m, v, spare, rate, eps, correction1, correction2)
+
+
+def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scale: float, beta1: float, beta2: float) -> None:
+    """The two moments of g: the first half of LAMB's step."""
+    g = spare[0, : len(gradient)]
+    np.multiply(gradient, scale, out=g)
+    _moments(g, m, v, spare, beta1, beta2)
+
+
+def lamb_direction(
+    weights: Array,
+    m: Array,
+    v: Array,
+    spare: Array,
+    eps: float,
+    decay: float,
+    correction1: float,
+    correction2: float,
+) -> Array:
+    """m^ / (sqrt(v^) + eps) + decay w, in the first row of `spare`: where LAMB would go, before it knows how far."""
+    u, t = spare[0, : len(weights)], spare[1, : len(weights)]
+    _denominator(v, eps, correction2, u)
+    np.divide(m, u, out=u)
+    np.multiply(u, 1.0 / correction1, out=u)
+    if decay:
+        np.multiply(weights, decay, out=t)
+        np.add(u, t, out=u)
+    return u
+
+
+def lamb(
+    weights: Array,
+    m: Array,
+    v: Array,
+    spare: Array,
+    rate: float,
+    eps: float,
+    decay: float,
+    correction1: float,
+    correction2: float,
+) -> None:
+    """w -= rate (m^ / (sqrt(v^) + eps) + decay w), with the tensor's own rate: the second half of LAMB's step."""
+    u = lamb_direction(weights, m, v, spare, eps, decay, correction1, correction2)
+    np.multiply(u, rate, out=u)
+    np.subtract(weights, u, out=weights)
+
+
+def squares(x: Array, block: int, spare: Array, out: Array) -> None:
+    """The sum of the squares of each block, in float64, always added up by the same tree: halves, quarters, ...
+
+    Parameters
+    ----------
+    x : vector of whole blocks
+    block : int
+        Elements of a block, a power of two.
+    spare : float64 array, shape (at least len(x),)
+    out : float64 array, shape (len(x) / block,)
+    """
+    terms = spare[: len(x)]
+    terms[...] = x
+    np.multiply(terms, terms, out=terms)
+    terms = terms.reshape(-1, block)
+    while block > 1:
+        block //= 2
+        np.add(terms[:, :block], terms[:, block : 2 * block], out=terms[:, :block])
+    out[...] = terms[:, 0]
+
+
+def _gradient(weights: Array, gradient: Array, spare: Array, scale: float, decay: float) -> Array:
+    """scale gradient + decay w, in the first row of `spare`."""
+    g, t = spare[0, : len(weights)], spare[1, : len(weights)]
+    np.multiply(gradient, scale, out=g)
+    if decay:
+        np.multiply(weights, decay, out=t)
+        np.add(g, t, out=g)
+    return g
+
+
+def _moments(g: Array, m: Array, v: Array, spare: Array, beta1: float, beta2: float) -> None:
+    """m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g g, both as steps towards the new value."""
+    t = spare[1, : len(g)]
+    np.subtract(g, m, out=t)
+    np.multiply(t, 1.0 - beta1, out=t)
+    np.add(m, t, out=m)
+    np.multiply(g, g, out=t)
+    np.subtract(t, v, out=t)
+    np.multiply(t, 1.0 - beta2, out=t)
+    np.add(v, t, out=v)
+
+
+def _denominator(v: Array, eps: float, correction2: float, out: Array) -> None:
+    """sqrt(v^) + eps."""
+    np.sqrt(v, out=out)
+    np.multiply(out, 1.0 / math.sqrt(correction2), out=out)
+    np.add(out, eps, out=out)
+
+
+def _descend(
+    weights: Array, m: Array, v: Array, spare: Array, rate: float, eps: float, correction1: float, correction2: float
+) -> None:
+    """w -= rate m^ / (sqrt(v^) + eps)."""
+    t = spare[1, : len(weights)]
+    _denominator(v, eps, correction2, t)
+    np.divide(m, t, out=t)
+    np.multiply(t, rate / correction1, out=t)
+    np.subtract(weights, t, out=weights)

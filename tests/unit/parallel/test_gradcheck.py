@@ -1,0 +1,180 @@
+"""The gradient checker finds what is wrong, and says what."""
+
+import numpy as np
+import pytest
+
+from parallel.nn.gradcheck import Mismatch, check, check_loss
+from parallel.nn.linear import Linear
+from parallel.nn.loss import MSE, SoftmaxCrossEntropy
+from parallel.nn.operator import Operator, Outline, Parameter, Spec, constant
+
+X = np.arange(1.0, 7).reshape(2, 3)
+
+
+class Scale(Operator):
+    """y = factor x, done right; what is wrong comes by subclasses."""
+
+    def __init__(self):
+        self.factor = Parameter((), constant(2.0))
+
+    def forward(self, x, run):
+        return x * self.factor.data, x
+
+    def backward(self, dy, saved, grads):
+        grads(self.factor, lambda out: np.sum(dy * saved, out=out))
+        return dy * self.factor.data
+
+    def outline(self, x):
+        return Outline(Spec(x.shape, x.dtype), x)
+
+
+class WrongDx(Scale):
+    def backward(self, dy, saved, grads):
+        return super().backward(dy, saved, grads) * 1.001
+
+
+class WrongGradient(Scale):
+    def backward(self, dy, saved, grads):
+        grads(self.factor, lambda out: np.sum(dy, out=out))
+        return dy * self.factor.data
+
+
+class NoGradient(Scale):
+    def backward(self, dy, saved, grads):
+        return dy * self.factor.data
+
+
+class Adds(Scale):
+    def backward(self, dy, saved, grads):
+        grads(self.factor, lambda out: np.add(out, (dy * saved).sum(), out=out))
+        return dy * self.factor.data
+
+
+class WritesSaved(Scale):
+    def backward(self, dy, saved, grads):
+        dx = super().backward(dy, saved, grads)
+        saved *= 2
+        return dx
+
+
+class WritesDy(Scale):
+    def backward(self, dy, saved, grads):
+        super().backward(dy, saved, grads)
+        dy *= self.factor.data
+        return dy
+
+
+class SavesMore(Scale):
+    def forward(self, x, run):
+        return x * self.factor.data, x.copy()
+
+    def outline(self, x):
+        return Outline(Spec(x.shape, x.dtype), ())
+
+
+class SavesAnother(Scale):
+    """As much as was foretold, but not the input itself."""
+
+    def forward(self, x, run):
+        y = x * self.factor.data
+        return y, y
+
+    def backward(self, dy, saved, grads):
+        return super().backward(dy, saved / self.factor.data, grads)
+
+    def outline(self, x):
+        return Outline(Spec(x.shape, x.dtype), Spec(x.shape, x.dtype))
+
+
+class AnotherShape(Scale):
+    def outline(self, x):
+        return Outline(Spec((*x.shape, 1), x.dtype), x)
+
+
+class ShapeOfDx(Scale):
+    def backward(self, dy, saved, grads):
+        return super().backward(dy, saved, grads)[:, :1]
+
+
+class Forgets(Scale):
+    def __init__(self):
+        super().__init__()
+        self.random = np.random.default_rng(0)
+
+    def forward(self, x, run):
+        return x * self.factor.data * self.random.random(), x
+
+
+def test_right():
+    assert 0 < check(Scale(), X) < 1e-9
+    assert check(Scale(), X[:0]) == 0
+
+
+@pytest.mark.parametrize(
+    "operator, message",
+    [
+        (WrongDx, "gradient by x, along direction 0: differences give"),
+        (WrongGradient, "gradient by factor, along direction 0"),
+        (NoGradient, "factor is held 1 times, and its gradient came 0 times"),
+        (Adds, "gradient by factor"),
+        (WritesSaved, "backward wrote into dy or what was saved"),
+        (WritesDy, "backward wrote into dy or what was saved"),
+        (SavesMore, "foretold 0 bytes saved, found 48"),
+        (SavesAnother, "foretold 96 bytes saved, found 48"),
+        (AnotherShape, "foretold a result"),
+        (ShapeOfDx, "expected dx of shape"),
+        (Forgets, "different results"),
+    ],
+)
+def test_wrong(operator, message):
+    with pytest.raises(Mismatch, match=message):
+        check(operator(), X)
+
+
+def test_the_point_is_left_as_it_was():
+    x = X.copy()
+    check(Linear(3, 2), x)
+    assert np.array_equal(x, X)
+
+
+LOSSES = [
+    (SoftmaxCrossEntropy, (4, 5), np.array([1, -1, 4, 0])),
+    (SoftmaxCrossEntropy, (2, 3, 5), np.array([[1, 2, 3], [-1, -1, 4]])),
+    (SoftmaxCrossEntropy, (0, 5), np.zeros(0, np.int64)),
+    (MSE, (2, 3), np.ones((2, 3))),
+    (MSE, (0, 3), np.ones((0, 3))),
+]
+
+
+@pytest.mark.parametrize("loss, shape, targets", LOSSES)
+def test_losses(loss, shape, targets):
+    check_loss(loss(), np.random.default_rng(0).standard_normal(shape), targets)
+
+
+def test_counts():
+    targets = np.array([1, -1, 2])
+    assert SoftmaxCrossEntropy().count(targets) == 2 and MSE().count(np.ones((2, 3))) == 6
+    assert SoftmaxCrossEntropy().correct(np.eye(3)[[1, 1, 0]], targets) == 1
+
+
+@pytest.mark.parametrize(
+    "loss, targets, message",
+    [
+        (SoftmaxCrossEntropy(), np.array([1, 5]), "target 5 is not below 5"),
+        (SoftmaxCrossEntropy(), np.array([1, 2, 3]), r"targets of shape \(2,\)"),
+        (SoftmaxCrossEntropy(), np.array([1.0, 2.0]), "integers"),
+        (MSE(), np.ones((2, 4)), r"targets of shape \(2, 5\)"),
+    ],
+)
+def test_wrong_targets(loss, targets, message):
+    with pytest.raises(ValueError, match=message):
+        loss.forward(np.zeros((2, 5)), targets)
+
+
+def test_wrong_loss():
+    class Wrong(MSE):
+        def backward(self, scale, saved):
+            return super().backward(2 * scale, saved)
+
+    with pytest.raises(Mismatch, match="gradient by y"):
+        check_loss(Wrong(), X, X + 1)

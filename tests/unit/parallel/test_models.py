@@ -1,0 +1,113 @@
+"""Models: sizes, first values, names, and that they learn."""
+
+import numpy as np
+import pytest
+
+from parallel.flat import Flat
+from parallel.nn.compose import Recompute
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import MODELS, TRANSFORMERS, build, convnet, mlp, transformer
+from parallel.nn.operator import Run, Spec, nbytes_of
+
+SAMPLES = {"mlp": (1, 8, 8), "convnet": (1, 8, 8), "gpt": (16,)}
+EVERY = [f"{family}:{size}" for family in MODELS for size in MODELS[family].sizes]
+
+
+def elements(model):
+    return sum(parameter.size for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_size_has_an_outline(name):
+    """From shapes alone, so large models cost nothing here; scores of the classes come out."""
+    shape = SAMPLES[name.partition(":")[0]]
+    model = build(name, shape, 10)
+    tokens = name.startswith("gpt")
+    outline = model.outline(Spec((3, *shape), np.dtype(np.int64 if tokens else np.float32)))
+    assert outline.y == ((3, 16, 10) if tokens else (3, 10), np.float32)
+    assert outline.flops > 0
+
+
+@pytest.mark.parametrize("name", ["mlp:tiny", "convnet:tiny", "gpt:tiny"])
+def test_it_learns(name):
+    """A batch by heart in a few dozen steps of plain descent, from a loss near log(classes)."""
+    shape = SAMPLES[name.partition(":")[0]]
+    random, model, loss = np.random.default_rng(0), build(name, shape, 10), SoftmaxCrossEntropy()
+    tokens = name.startswith("gpt")
+    x = random.integers(0, 10, (4, *shape)) if tokens else random.standard_normal((4, *shape)).astype(np.float32)
+    targets = random.integers(0, 10, x.shape if tokens else 4)
+    flat = Flat(model)
+    vector, gradient = np.zeros(flat.length, np.float32), np.zeros(flat.length, np.float32)
+    flat.initialise(vector, 0)
+    flat.bind(vector)
+
+    def sink(parameter, compute):
+        out = np.empty(parameter.shape, np.float32)
+        compute(out)
+        flat.view(gradient, parameter, flat.by_name[parameter.name].span.start)[...] += out
+
+    losses = []
+    for _ in range(60):
+        y, saved = model.forward(x, Run(samples=np.arange(4)))
+        sum_, kept = loss.forward(y, targets)
+        losses.append(sum_ / targets.size)
+        gradient[...] = 0
+        model.backward(loss.backward(1 / targets.size, kept), saved, sink)
+        vector -= 0.3 * gradient
+    assert abs(losses[0] - np.log(10)) < 1.5 and losses[-1] < 0.5 * losses[0]
+
+
+def test_parameters_of_gpt_2():
+    """124 million with GPT-2's vocabulary and context, as published."""
+    assert elements(transformer(50257, 1024, *TRANSFORMERS["large"])) == 124_439_808
+
+
+def test_recompute_keeps_names_and_forgets_activations():
+    plain, again = (build("gpt:tiny", (16,), 10, recompute=recompute) for recompute in (False, True))
+    assert [place.parameter.name for place in Flat(plain).places] == [
+        place.parameter.name for place in Flat(again).places
+    ]
+    spec = Spec((2, 16), np.dtype(np.int64))
+    assert nbytes_of(again.outline(spec).saved) < nbytes_of(plain.outline(spec).saved) / 4
+    assert [isinstance(unit, Recompute) for unit in again.items] == [False, True, True, False]
+
+
+def test_the_embedding_is_tied():
+    model = transformer(7, 4, 1, 1, 8)
+    Flat(model)
+    assert [p.name for p in model.parameters() if p.uses == 2] == ["0.0.weight"]
+
+
+def test_first_values_do_not_depend_on_the_rest():
+    """A parameter of the same name begins the same in a deeper model."""
+    shallow, deep = mlp([4, 5, 3]), mlp([4, 5, 5, 3])
+    for model in (shallow, deep):
+        Flat(model)
+    first = [model.parameters()[0].first(3) for model in (shallow, deep)]
+    assert np.array_equal(*first) and abs(first[0]).max() > 0
+
+
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        ("resnet", (1, 8, 8), "expected one of mlp, convnet, gpt, found 'resnet'"),
+        ("gpt:gigantic", (16,), "expected a size of tiny, small, medium, large, found 'gigantic'"),
+        ("gpt", (1, 8, 8), r"gpt: expected samples of shape \(length,\)"),
+        ("convnet", (64,), r"convnet: expected samples of shape \(channels, height, width\)"),
+        ("convnet:medium", (1, 4, 4), "4 x 4 cannot be halved 3 times"),
+    ],
+)
+def test_what_there_is_no_model_for(name, shape, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, shape, 10)
+
+
+def test_too_few_widths():
+    with pytest.raises(ValueError, match="at least two widths"):
+        mlp([3])
+
+
+def test_odd_images():
+    """Heights and widths that do not halve evenly lose their last row or column, in the linear map's size as well."""
+    outline = convnet((3, 9, 5), 4).outline(Spec((2, 3, 9, 5), np.dtype(np.float32)))
+    assert outline.y.shape == (2, 4)

@@ -1,0 +1,208 @@
+"""What every operator keeps to, and what each of them alone does."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from operators import CASES, inputs, play
+
+from parallel.flat import Flat
+from parallel.nn import gradcheck
+from parallel.nn.attention import QUERIES, CausalAttention, self_attention
+from parallel.nn.compose import Recompute
+from parallel.nn.conv import MaxPool2d
+from parallel.nn.dropout import Dropout
+from parallel.nn.embedding import Embedding
+from parallel.nn.linear import Linear
+from parallel.nn.operator import NotAtHand, Run, Spec, nbytes_of
+
+SHAPES = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
+WRONG = [(name, shape) for name, case in CASES.items() for shape in case.wrong]
+HALVES = {"bfloat16": (ml_dtypes.bfloat16, 2**-8), "float16": (np.float16, 2**-11)}
+
+
+def same(left, right):
+    """Bit for bit, also None."""
+    return left is right or np.array_equal(left, right)
+
+
+@pytest.mark.parametrize("name, shape", SHAPES)
+def test_gradients(name, shape):
+    """Against differences, and whatever else `gradcheck` looks at: saved bytes foretold, nothing written into."""
+    case = CASES[name]
+    gradcheck.check(case.make(), inputs(case, shape), directions=2, elements=3)
+
+
+@pytest.mark.parametrize("name, shape", WRONG)
+def test_wrong_shapes(name, shape):
+    case = CASES[name]
+    operator = case.make()
+    with pytest.raises(ValueError, match="expected"):
+        operator.outline(Spec(shape, np.dtype(np.int64 if case.tokens else np.float64)))
+    with pytest.raises(ValueError, match="expected"):
+        play(operator, inputs(case, shape), run=Run(samples=np.zeros(2, np.int64)))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", CASES)
+def test_half_types(name, half):
+    """Storage is half, gradients are float32, and both are near what float32 gives for the same rounded numbers."""
+    case, (dtype, eps) = CASES[name], HALVES[half]
+    operator, x = case.make(), inputs(case)
+    rounded = x if case.tokens else x.astype(dtype).astype(np.float32)
+    found = play(operator, rounded, dtype)
+    assert found.y.dtype == dtype and found.y.flags.c_contiguous
+    assert found.dx is None or found.dx.dtype == dtype
+    assert {gradient.dtype for gradient in found.gradients.values()} <= {np.dtype(np.float32)}
+    outline = operator.outline(Spec(x.shape, x.dtype if case.tokens else np.dtype(dtype)))
+    assert outline.y == (found.y.shape, found.y.dtype) and nbytes_of(outline.saved) == nbytes_of(found.saved)
+
+    expected = play(operator, rounded, np.float32, through=dtype)
+    for one, other in [(found.y, expected.y), *((found.gradients[k], expected.gradients[k]) for k in found.gradients)]:
+        bound = 64 * eps * max(np.abs(other).max(initial=0), 1)
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_recomputed_is_the_same(name, dtype):
+    """Bit for bit, with only the input kept."""
+    case = CASES[name]
+    x = inputs(case)
+    plain, again = play(case.make(), x, dtype), play(Recompute(case.make()), x, dtype)
+    assert same(plain.y, again.y) and same(plain.dx, again.dx)
+    assert plain.gradients.keys() == again.gradients.keys()
+    for name in plain.gradients:
+        assert same(plain.gradients[name], again.gradients[name]), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_many_micro_batches_under_way(name):
+    """What is saved is a value: forward of another batch between forward and backward changes nothing."""
+    case = CASES[name]
+    operator, x = case.make(), inputs(case)
+    expected = play(operator, x)
+    run = Run(samples=np.arange(len(x), dtype=np.int64))
+    y, saved = operator.forward(x, run)
+    operator.forward(inputs(case, seed=5), run)
+    dy = np.random.default_rng(3).standard_normal(y.shape)
+    dx = operator.backward(dy, saved, lambda parameter, compute: compute(np.empty(parameter.shape)))
+    assert same(expected.y, y) and (dx is None or np.isfinite(dx).all())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_may_be_computed_later(name):
+    """The sink may call what it is given after backward has returned."""
+    case = CASES[name]
+    operator, x = case.make(), inputs(case)
+    expected, queue, found = play(operator, x), [], {}
+    run = Run(samples=np.arange(len(x), dtype=np.int64))
+    random = np.random.default_rng(2)
+    random.standard_normal(Flat(operator).length)  # as play draws
+    y, saved = operator.forward(x, run)
+    operator.backward(random.standard_normal(y.shape), saved, lambda *use: queue.append(use))
+    for parameter, compute in queue:
+        out = np.empty(parameter.shape)
+        compute(out)
+        found[parameter.name] = found.get(parameter.name, 0) + out
+    assert all(same(expected.gradients[name], found[name]) for name in expected.gradients)
+
+
+# ------------------------------------------------------------------------------------------ one by one
+
+
+def test_weights_that_are_not_at_hand():
+    with pytest.raises(NotAtHand):
+        Linear(2, 2).forward(np.ones((1, 2)), Run())
+
+
+@pytest.mark.parametrize("token, message", [(7, "token 7 is not below 7"), (-1, "token -1 is below 0")])
+def test_tokens_out_of_range(token, message):
+    operator = Embedding(7, 4)
+    operator.weight.data = np.zeros((7, 4))
+    with pytest.raises(ValueError, match=message):
+        operator.forward(np.array([[0, token]]), Run())
+
+
+def test_tokens_that_are_no_integers():
+    with pytest.raises(ValueError, match="an array of integers"):
+        Embedding(7, 4).forward(np.zeros((2, 2)), Run())
+
+
+def test_attention_sees_no_future():
+    """What comes after a position does not change its result, across the edges of blocks."""
+    operator, x = CausalAttention(2), np.random.default_rng(0).standard_normal((1, 2 * QUERIES + 3, 12))
+    y = operator.forward(x, Run())[0]
+    for length in (1, QUERIES, QUERIES + 1, 2 * QUERIES + 2):
+        changed = x.copy()
+        changed[:, length:] = 100
+        np.testing.assert_array_equal(operator.forward(changed, Run())[0][:, :length], y[:, :length])
+
+
+def test_attention_keeps_half_of_the_square():
+    length = 8 * QUERIES
+    outline = CausalAttention(2).outline(Spec((1, length, 12), np.dtype(np.float32)))
+    assert sum(p.nbytes for p in outline.saved[1]) == 4 * 2 * length * (length + QUERIES) / 2
+
+
+def test_heads_that_do_not_divide_the_width():
+    with pytest.raises(ValueError, match="multiple of the heads"):
+        self_attention(10, 3)
+
+
+def test_max_pool_of_nan_is_nan():
+    y = MaxPool2d(2).forward(np.array([[[[1.0, np.nan], [2.0, 0.0]]]]), Run())[0]
+    assert np.isnan(y).all()
+
+
+# ------------------------------------------------------------------------------------------ dropout
+
+
+def mask(samples, name="a", seed=0, step=0, elements=1000, rate=0.25):
+    operator = Dropout(rate)
+    operator.name = name
+    run = Run(seed=seed, step=step, samples=np.asarray(samples, np.int64))
+    return operator.forward(np.ones((len(samples), elements)), run)[0] != 0
+
+
+def test_a_mask_belongs_to_its_sample():
+    """In whichever batch and place a sample comes, the same elements are dropped."""
+    whole = mask([5, 6, 7, 2**33])
+    for number, sample in enumerate([5, 6, 7, 2**33]):
+        np.testing.assert_array_equal(mask([99, sample])[1], whole[number])
+
+
+def test_masks_differ():
+    """From sample to sample, step to step, operator to operator, seed to seed: about as often as chance has it."""
+    masks = [mask([1])[0], mask([2])[0], mask([1], step=1)[0], mask([1], name="b")[0], mask([1], seed=1)[0]]
+    masks += [mask([1 + 2**32])[0]]
+    for i, one in enumerate(masks):
+        assert abs(one.mean() - 0.75) < 0.06
+        for other in masks[:i]:
+            assert abs((one == other).mean() - (0.75**2 + 0.25**2)) < 0.07
+
+
+def test_mask_of_fewer_elements_is_a_beginning():
+    np.testing.assert_array_equal(mask([3], elements=7)[0], mask([3], elements=1000)[0, :7])
+
+
+def test_dropout_keeps_the_mean():
+    x = np.ones((50, 1000), np.float32)
+    y, _ = Dropout(0.25).forward(x, Run(samples=np.arange(50)))
+    assert y.dtype == np.float32 and abs(y.mean() - 1) < 0.01 and set(np.unique(y)) == {0, np.float32(1 / 0.75)}
+
+
+def test_no_dropout_outside_training():
+    x = np.ones((3, 4))
+    y, saved = Dropout(0.5).forward(x, Run(training=False))
+    assert y is x and saved is None and Dropout(0.5).backward(x, saved, lambda *_: None) is x
+
+
+def test_dropout_wants_numbers_of_samples():
+    with pytest.raises(ValueError, match="a batch of 2"):
+        Dropout(0.5).forward(np.ones((3, 4)), Run(samples=np.arange(2)))
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+def test_wrong_rates(rate):
+    with pytest.raises(ValueError, match="rate"):
+        Dropout(rate)
