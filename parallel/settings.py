@@ -1,13 +1,9 @@
-"""All that decides a training, in plain values: what a command line says, what a checkpoint keeps, and good defaults.
-
-What is left open (None) is filled from the checkpoint that is resumed, and then from the recipe for the data and the
-model.
-"""
+"""All that decides a training, in plain values: what a command line says, what a checkpoint keeps, and good defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 REPRODUCIBLE_PARTS = 8
@@ -16,7 +12,7 @@ REPRODUCIBLE_PARTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A training.
+    """A training. `complete` makes one from what is said of it.
 
     Attributes
     ----------
@@ -38,13 +34,15 @@ class Settings:
         Limit of the gradient's norm; 0 for none.
     batch : int
         Samples of a step, over all ranks and micro-batches.
-    micro_batch : int
+    micro_batch : int or None
         Samples that go through the model at once.
-    accumulate : int
+    accumulate : int or None
         Micro-batches of each rank in a step, where `micro_batch` is open.
     epochs : float
         Passes over the training set, where `steps` is open.
-    steps, warm_up : int
+    steps : int or None
+    warm_up : int
+        Steps.
     length : int
         Of the sequences, in data that have sequences.
     dropout : float
@@ -56,90 +54,80 @@ class Settings:
         Of a bucket of gradients.
     """
 
-    data: str | None = None
-    model: str | None = None
-    layout: str | None = None
-    precision: str | None = None
-    optimizer: str | None = None
-    rate: float | None = None
-    decay: float | None = None
-    momentum: float | None = None
-    clip: float | None = None
-    batch: int | None = None
+    data: str = "digits"
+    model: str = "mlp"
+    layout: str = "dp"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    rate: float = 1e-3
+    decay: float = 0.01
+    momentum: float = 0.9
+    clip: float = 1.0
+    batch: int = 64
     micro_batch: int | None = None
     accumulate: int | None = None
-    epochs: float | None = None
+    epochs: float = 10
     steps: int | None = None
-    warm_up: int | None = None
-    length: int | None = None
-    dropout: float | None = None
-    recompute: bool | None = None
-    reproducible: bool | None = None
-    seed: int | None = None
-    check_every: int | None = None
-    bucket_bytes: int | None = None
-
-    def over(self, below: Mapping[str, Any]) -> Settings:
-        """These settings, and where they are open, those below. Of two that exclude each other one is enough."""
-        said = {name: value for name, value in asdict(self).items() if value is not None}
-        for one, other in (("steps", "epochs"), ("micro_batch", "accumulate")):
-            if one in said or other in said:
-                below = {name: value for name, value in below.items() if name not in (one, other)}
-        known = {field.name for field in fields(self)}
-        return replace(Settings(), **{name: value for name, value in below.items() if name in known} | said)
-
-    def complete(self) -> Settings:
-        """With the recipe for whatever is still open.
-
-        Examples
-        --------
-        >>> Settings(data="pydoc", rate=0.1).complete().model
-        'gpt'
-        """
-        settings = self.over({"data": "digits"})
-        settings = settings.over({"model": "gpt" if settings.data in TEXTS or _is_text(settings.data) else "mlp"})
-        family = str(settings.model).partition(":")[0]
-        return settings.over(RECIPES.get((settings.data, family), {})).over(BY_FAMILY.get(family, {})).over(COMMON)
+    warm_up: int = 0
+    length: int = 128
+    dropout: float = 0.0
+    recompute: bool = False
+    reproducible: bool = False
+    seed: int = 0
+    check_every: int = 0
+    bucket_bytes: int = 4 << 20
 
     def micro(self, ranks: int) -> int:
-        """Samples of a micro-batch on so many ranks."""
-        assert self.batch is not None and self.accumulate is not None
+        """Samples of a micro-batch on so many ranks.
+
+        >>> Settings(batch=64).micro(4), Settings(batch=64, accumulate=3).micro(4)
+        (16, 6)
+        """
         if self.micro_batch is not None:
             return self.micro_batch
-        parts = REPRODUCIBLE_PARTS if self.reproducible and self.accumulate == 0 else max(1, self.accumulate) * ranks
-        return max(1, -(-self.batch // parts))
-
-    def known(self) -> dict[str, Any]:
-        """What is not open."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-def _is_text(data: str | None) -> bool:
-    return data is not None and "." in data and not data.endswith(".npz")
+        if self.accumulate is not None:
+            parts = self.accumulate * ranks
+        else:
+            parts = REPRODUCIBLE_PARTS if self.reproducible else ranks
+        return -(-self.batch // parts)
 
 
+NAMES = tuple(field.name for field in fields(Settings))
+
+INSTEAD = (("steps", "epochs"), ("micro_batch", "accumulate"))
+"""Pairs of which one is enough: whoever says the one does not want the other, where less is said."""
+
+
+def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from what is said (None counts as unsaid), then what was so before, then the recipe.
+
+    Examples
+    --------
+    >>> complete({"data": "pydoc", "steps": None}).model
+    'gpt'
+    >>> complete({"epochs": 3}, before={"steps": 100, "seed": 7}).steps is None
+    True
+    """
+    said = _over({name: value for name, value in said.items() if value is not None}, before or {})
+    said = _over(said, {"data": Settings.data})
+    said = _over(said, {"model": "gpt" if _is_text(said["data"]) else Settings.model})
+    family = said["model"].partition(":")[0]
+    for below in (RECIPES.get((said["data"], family), {}), BY_FAMILY.get(family, {})):
+        said = _over(said, below)
+    return Settings(**{name: value for name, value in said.items() if name in NAMES})
+
+
+def _over(said: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    gone = {name for pair in INSTEAD for name in pair if any(one in said for one in pair)}
+    return {name: value for name, value in below.items() if name not in gone} | dict(said)
+
+
+def _is_text(data: str) -> bool:
+    return data in TEXTS or (data not in ARRAYS and not data.endswith(".npz"))
+
+
+ARRAYS = ("digits", "teacher", "teacher_classes")
 TEXTS = ("pydoc", "copy")
-
-COMMON: dict[str, Any] = {
-    "layout": "dp",
-    "precision": "fp32",
-    "optimizer": "adamw",
-    "rate": 1e-3,
-    "decay": 0.01,
-    "momentum": 0.9,
-    "clip": 1.0,
-    "batch": 64,
-    "accumulate": 0,
-    "epochs": 10,
-    "warm_up": 0,
-    "length": 128,
-    "dropout": 0.0,
-    "recompute": False,
-    "reproducible": False,
-    "seed": 0,
-    "check_every": 0,
-    "bucket_bytes": 4 << 20,
-}
 
 BY_FAMILY: dict[str, dict[str, Any]] = {
     "mlp": {"rate": 2e-3, "epochs": 20, "clip": 0.0},

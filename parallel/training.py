@@ -20,7 +20,7 @@ import numpy as np
 from collectives import Communicator
 from parallel import checkpoint, datasets
 from parallel.checkpoint import Checkpoint, CheckpointError
-from parallel.data import Batch, Dataset, Sampler, Step, prefetch
+from parallel.data import Batch, Sampler, Step, prefetch
 from parallel.datasets import Task
 from parallel.engine import Engine
 from parallel.layouts import LAYOUTS
@@ -94,7 +94,7 @@ class Training:
     Parameters
     ----------
     settings : Settings
-        What is open is filled from recipes.
+        As `parallel.settings.complete` makes them.
     comm : Communicator
         Of ours; its ranks train together.
     device : "cpu" or "cuda"
@@ -103,8 +103,6 @@ class Training:
 
     Attributes
     ----------
-    settings : Settings
-        Complete.
     task : Task
     engine : Engine
     sampler : Sampler
@@ -119,24 +117,24 @@ class Training:
 
     def __init__(self, settings: Settings, comm: Communicator, *, device: str = "cpu", trace: bool = False):
         self._comm = comm
-        self.settings = said = settings.complete()
+        self.settings = said = settings
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
         self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
         self.sampler = _sampler(said, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
-        self.flops_per_sample = flops(model, self.task, str(said.precision))
+        self.flops_per_sample = flops(model, self.task, said.precision)
         self.engine = Engine(
             model,
             self._loss,
             comm,
             optimizer,
-            layout=str(said.layout),
-            seed=said.seed or 0,
-            precision=str(said.precision),
-            reproducible=bool(said.reproducible),
+            layout=said.layout,
+            seed=said.seed,
+            precision=said.precision,
+            reproducible=said.reproducible,
             clip=said.clip or None,
-            bucket_bytes=said.bucket_bytes or 1,
-            check_every=said.check_every or 0,
+            bucket_bytes=said.bucket_bytes,
+            check_every=said.check_every,
             device=device,
             trace=trace,
         )
@@ -195,7 +193,7 @@ class Training:
     def save(self, directory: Path, *, keep: int = 3) -> Path:
         """Write a checkpoint after so many steps as were `done`. Collective; raises `CheckpointError`."""
         facts = {
-            "settings": self.settings.known(),
+            "settings": asdict(self.settings),
             "engine": self.engine.state(),
             "sampler": self.sampler.position(),
             "random": {"seed": self.settings.seed, "step": self.done},
@@ -247,8 +245,8 @@ def prepare(said: Settings, ranks: int) -> tuple[Task, Sequential, Optimizer]:
         If a setting has no meaning, or they do not fit each other; it names the setting.
     """
     check(said)
-    task = datasets.load(str(said.data), seed=said.seed or 0, length=said.length or 1)
-    family = str(said.model).partition(":")[0]
+    task = datasets.load(said.data, seed=said.seed, length=said.length)
+    family = said.model.partition(":")[0]
     if (task.kind == "bytes") != (family == "gpt"):
         fits = "gpt" if task.kind == "bytes" else ", ".join(name for name in MODELS if name != "gpt")
         raise ValueError(f"model: {task.name} is for {fits}, found {said.model}")
@@ -256,8 +254,8 @@ def prepare(said: Settings, ranks: int) -> tuple[Task, Sequential, Optimizer]:
         raise ValueError(f"more ranks ({ranks}) than samples ({len(task.train)}) in {task.name}")
     if family == "convnet" and len(task.inputs) == 2:
         task = _with_channel(task)
-    options = {"dropout": said.dropout or 0.0, "recompute": bool(said.recompute)}
-    model = build(str(said.model), task.inputs, task.outputs, **options)  # type: ignore[arg-type]
+    options = {"dropout": said.dropout, "recompute": said.recompute}
+    model = build(said.model, task.inputs, task.outputs, **options)  # type: ignore[arg-type]
     return task, model, optimizer_of(said, steps_of(said, task))
 
 
@@ -270,14 +268,13 @@ def check(said: Settings) -> None:
         value = getattr(said, name)
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"{name}: expected a number from {least:g} on, found {value:g}")
-    if said.dropout is not None and said.dropout >= 1:
+    if said.dropout >= 1:
         raise ValueError(f"dropout: expected a number from 0 to below 1, found {said.dropout:g}")
 
 
-LEAST = {name: 1 for name in ("batch", "micro_batch", "length", "bucket_bytes")} | {
+LEAST = {name: 1 for name in ("batch", "micro_batch", "accumulate", "length", "bucket_bytes")} | {
     name: 0
-    for name in ("rate", "decay", "momentum", "clip", "accumulate", "epochs", "steps", "warm_up", "dropout", "seed")
-    + ("check_every",)
+    for name in ("rate", "decay", "momentum", "clip", "epochs", "steps", "warm_up", "dropout", "seed", "check_every")
 }
 """The smallest value that a setting can have."""
 
@@ -289,24 +286,24 @@ def _with_channel(task: Task) -> Task:
 
 
 def _sampler(said: Settings, task: Task, ranks: int) -> Sampler:
-    return Sampler(len(task.train), said.batch or 1, said.micro(ranks), said.seed or 0)
+    return Sampler(len(task.train), said.batch, said.micro(ranks), said.seed)
 
 
 def steps_of(said: Settings, task: Task) -> int:
     """Steps of the whole training."""
     if said.steps is not None:
         return said.steps
-    return math.ceil((said.epochs or 0) * -(-len(task.train) // (said.batch or 1)))
+    return math.ceil(said.epochs * -(-len(task.train) // (said.batch)))
 
 
 def optimizer_of(said: Settings, steps: int) -> Optimizer:
     """The optimiser with its schedule."""
-    rate, warm_up = said.rate or 0.0, min(said.warm_up or 0, steps)
+    rate, warm_up = said.rate, min(said.warm_up, steps)
     schedule = Schedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FLOOR * rate)
-    options = {"rate": schedule, "decay": said.decay or 0.0}
+    options = {"rate": schedule, "decay": said.decay}
     if said.optimizer == "sgd":
-        options["momentum"] = said.momentum or 0.0
-    return OPTIMIZERS[str(said.optimizer)](**options)  # type: ignore[arg-type]
+        options["momentum"] = said.momentum
+    return OPTIMIZERS[said.optimizer](**options)  # type: ignore[arg-type]
 
 
 def flops(model: Sequential, task: Task, precision: str) -> float:
@@ -320,8 +317,5 @@ def flops(model: Sequential, task: Task, precision: str) -> float:
 def changed(found: Checkpoint, settings: Settings) -> dict[str, tuple[Any, Any]]:
     """Settings that are other than in the checkpoint: {name: (there, here)}."""
     there = found.facts.get("settings", {})
-    here = settings.known()
-    return {name: (there.get(name), here.get(name)) for name in asdict(settings) if there.get(name) != here.get(name)}
+    return {name: (there.get(name), here) for name, here in asdict(settings).items() if there.get(name) != here}
 
-
-__all__ = ["TIMED", "Dataset", "Record", "Score", "Training", "changed"]
