@@ -102,35 +102,37 @@ def in_order(nodes: Iterable[Node]) -> list[Node]:
     return sorted(nodes, key=lambda node: node.first)
 
 
-@lru_cache(maxsize=256)
-def nodes_of(numbers: tuple[int, ...]) -> tuple[Node, ...]:
-    """The nodes that whoever has these micro-batches comes to, from left to right.
+class Played(NamedTuple):
+    """What a counter comes to, without any vectors.
 
-    >>> nodes_of((2, 3, 4))
-    (Node(level=1, place=1), Node(level=0, place=4))
+    Attributes
+    ----------
+    nodes : tuple of Node
+        Its sums after the last number, from left to right.
+    kept, taken : int
+        The most vectors that it has at once, if it copies what it has to keep; and if those that come are its own.
     """
-    return _played(numbers)[0]
+
+    nodes: tuple[Node, ...]
+    kept: int
+    taken: int
 
 
 @lru_cache(maxsize=256)
-def width(numbers: tuple[int, ...]) -> int:
-    """Vectors that a counter has at once while these come, the one that has just come among them.
+def played(numbers: tuple[int, ...]) -> Played:
+    """A counter to which these micro-batches come, in this order.
 
-    >>> width((0, 1, 2, 3))
-    3
+    >>> played((2, 3, 4))
+    Played(nodes=(Node(level=1, place=1), Node(level=0, place=4)), kept=2, taken=2)
     """
-    return _played(numbers)[1]
-
-
-def _played(numbers: tuple[int, ...]) -> tuple[tuple[Node, ...], int]:
-    """A counter's nodes, and the vectors that it took, without any vectors."""
     nodes: set[Node] = set()
-    most = 0
+    kept = taken = 0
     for number in numbers:
-        most = max(most, len(nodes) + 1)
+        taken = max(taken, len(nodes) + 1)
         node = Node(0, number)
         while (sibling := Node(node.level, node.place ^ 1)) in nodes:
             nodes.remove(sibling)
             node = Node(node.level + 1, node.place >> 1)
         nodes.add(node)
-    return tuple(in_order(nodes)), most
+        kept = max(kept, len(nodes))
+    return Played(tuple(in_order(nodes)), kept, taken)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -20,12 +21,12 @@ from parallel.data import Batch
 from parallel.flat import Flat, Span, shards
 from parallel.hall import Hall
 from parallel.layouts import LAYOUTS
-from parallel.ledger import Ledger
+from parallel.ledger import Ledger, predict, predict_activations
 from parallel.memory import Memory
 from parallel.motion import Motion, nobody
 from parallel.nn.compose import Sequential
 from parallel.nn.kernels.storage import narrow
-from parallel.nn.operator import Array, Operator, Run
+from parallel.nn.operator import Array, Operator, Run, Spec
 from parallel.optim import Optimizer, Piece, block_squares, clip_factor
 from parallel.plan import Plan
 from parallel.precision import PRECISIONS
@@ -112,7 +113,13 @@ class Engine:
         if problem:
             raise problem
         self._comm, self._loss, self._optimizer = comm, loss, optimizer
-        self._layout, self._clip, self._seed, self._check_every = LAYOUTS[layout], clip, seed, check_every
+        self._name, self._layout, self._clip, self._seed, self._check_every = (
+            layout,
+            LAYOUTS[layout],
+            clip,
+            seed,
+            check_every,
+        )
         self.flat = Flat(model)
         recipe = PRECISIONS[precision]
         settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
@@ -137,9 +144,9 @@ class Engine:
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
         self._pieces = self._make_pieces(recipe.master)
         self._blocks = Blocks(self._hall, self._spans_of_all())
-        self.ledger = Ledger(self._memory.allocated)
+        self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
+        self._looked_at: set[tuple[Any, ...]] = set()
         self._header = np.empty((comm.Get_size(), 4), np.int64)
-        self._seen_shapes: set[tuple[int, ...]] = set()
         self.steps = self.updates = 0
         self.refresh()
 
@@ -305,8 +312,8 @@ class Engine:
         return everyone, int(self._header[:, 1].sum()), bool(self._header[:, 2].any())
 
     def _motion(self, batch: Batch, training: bool) -> Motion:
-        x = batch.x if batch.x.dtype.kind in "iub" else batch.x.astype(self._hall.storage, copy=False)
-        y = batch.y if batch.y.dtype.kind in "iub" else batch.y.astype(self._hall.wide, copy=False)
+        x = batch.x.astype(self._type(batch.x, "storage"), copy=False)
+        y = batch.y.astype(self._type(batch.y, "wide"), copy=False)
         return Motion(x, y, Run(training, self._seed, self.steps, np.asarray(batch.samples, np.int64)), self._loss)
 
     def _passes(
@@ -328,7 +335,7 @@ class Engine:
                     motion.forward(unit)
                     weights.leave()
                 motion.score()
-                self._note_activations(batch, motion)
+                self._note(batch, motion, everyone)
                 motion.turn(scale)
             gradients.open(turn, None if batch is None else batch.number)
             with self._recorder("compute", "backward", turn=turn):
@@ -345,11 +352,25 @@ class Engine:
         gradients.finish()
         return early, losses, problem
 
-    def _note_activations(self, batch: Batch | None, motion: Motion) -> None:
-        """Count what was saved, for shapes that are new."""
-        if batch is not None and motion.problem is None and batch.x.shape not in self._seen_shapes:
-            self._seen_shapes.add(batch.x.shape)
+    def _note(self, batch: Batch | None, motion: Motion, everyone: list[tuple[int, ...]]) -> None:
+        """Enter in the ledger what has not been seen before: other shapes, other numbers of micro-batches."""
+        if batch is None or motion.problem is not None:
+            return
+        kind = (batch.x.shape, batch.y.shape, *(len(numbers) for numbers in everyone))
+        if kind not in self._looked_at:
+            self._looked_at.add(kind)
             self._memory.at_least("activations", motion.nbytes())
+            predicted = self._predict(everyone)
+            x, y = (Spec(array.shape, self._type(array, of)) for array, of in ((batch.x, "storage"), (batch.y, "wide")))
+            predicted["activations"], work = predict_activations(self._plan, self._loss, x, y)
+            self.ledger.expect(predicted, work)
+
+    def _predict(self, everyone: list[tuple[int, ...]]) -> Counter[str]:
+        return predict(self._plan, self._name, len(self._optimizer.states()), everyone)
+
+    def _type(self, array: Array, of: str) -> np.dtype:
+        """What an array of a batch is turned to: integers stay."""
+        return array.dtype if array.dtype.kind in "iub" else getattr(self._plan.precision, of)
 
     def _losses(self, losses: list[tuple[int, float]], problem: Exception | None) -> float:
         """The sum of all ranks' losses, the same whoever has which; or what has gone wrong, on all ranks."""

@@ -11,9 +11,6 @@ import numpy as np
 
 from collectives import Communicator
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-"""Parameters as operators see them; gradients; master weights and moments; what forward saves; all else."""
-
 
 def namespace(device: str) -> ModuleType:
     """NumPy for "cpu", CuPy for "cuda"."""

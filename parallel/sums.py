@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from collectives.requests import Request, wait_all
 from parallel.bucket import Bucket, Filling
-from parallel.canonical import Counter, Node, Pool, nodes_of
+from parallel.canonical import Counter, Node, Pool, played
 from parallel.hall import Hall
 from parallel.nn.operator import Array, Parameter
 
@@ -124,7 +124,7 @@ class Canonical:
 
     def begin(self, everyone: Numbers) -> None:
         """A step begins."""
-        self._nodes = [nodes_of(numbers) for numbers in everyone]
+        self._nodes = [played(numbers).nodes for numbers in everyone]
 
     def open(self, number: int) -> None:
         """A backward begins, in a vector of its own."""
