@@ -19,6 +19,7 @@ from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.linear import Flatten, Linear
+from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import Operator, Run
 
@@ -235,3 +236,23 @@ def play(operator, x, dtype=np.float64, xp=np, run=None, seed=2, through=None):
 
     dx = operator.backward(dy, saved, sink)
     return Played(y, dx, gradients, saved)
+
+
+def on_device_as_on_host(xp, name, dtype):
+    """Both motions on the device give what they give on the host, in arrays of the device; losses likewise."""
+    case = CASES[name]
+    x, tolerance = inputs(case), 64 * np.finfo(dtype).eps
+    host, device = play(case.make(), x, dtype), play(case.make(), x, dtype, xp)
+    pairs = [(host.y, device.y), *((host.gradients[key], device.gradients[key]) for key in host.gradients)]
+    pairs += [(host.dx, device.dx)] if host.dx is not None else []
+    if host.y.ndim > 1:
+        targets = np.arange(host.y[..., 0].size).reshape(host.y.shape[:-1]) % host.y.shape[-1] - 1
+        for loss, wanted in ((SoftmaxCrossEntropy(), targets), (MSE(), np.ones_like(host.y))):
+            ours, theirs = loss.forward(host.y, wanted), loss.forward(device.y, xp.asarray(wanted))
+            assert abs(ours[0] - theirs[0]) <= tolerance * max(1, abs(ours[0]))
+            assert loss.count(wanted) == loss.count(xp.asarray(wanted))
+            pairs.append((loss.backward(0.5, ours[1]), loss.backward(0.5, theirs[1])))
+    for ours, theirs in pairs:
+        assert isinstance(theirs, xp.ndarray) and theirs.dtype == ours.dtype
+        scale = max(1, np.abs(ours).max(initial=0))
+        np.testing.assert_allclose(theirs.get(), ours, rtol=0, atol=tolerance * scale)

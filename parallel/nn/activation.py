@@ -69,5 +69,5 @@ class SiLU(Operator):
 
 
 def _temporaries(x: Spec, count: int) -> int:
-    """Bytes of so many wide arrays as large as x."""
-    return count * elements(x) * kernels.wide(x.dtype).itemsize
+    """Bytes of so many wide arrays of as many elements as are gone through at a time."""
+    return count * min(elements(x), kernels.RUN) * kernels.wide(x.dtype).itemsize

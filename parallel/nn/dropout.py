@@ -47,4 +47,4 @@ class Dropout(Operator):
         if not self.rate:
             return Outline(x, None)
         keep = Spec((x.shape[0], math.prod(x.shape[1:])), kernels.BOOL)
-        return Outline(Spec(x.shape, x.dtype), keep, 0, 24 * elements(x))
+        return Outline(Spec(x.shape, x.dtype), keep, 0, 40 * elements(x))

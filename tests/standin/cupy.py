@@ -317,14 +317,15 @@ class ndarray:
         return capsule
 
     def __getitem__(self, key):
-        whole = self._seen()
-        part = whole[key if key is ... or isinstance(key, tuple) else (key, ...)]
-        offset = part.ctypes.data - whole.ctypes.data if part.size else 0
-        strides = part.strides
-        return ndarray(part.shape, self.dtype, MemoryPointer(_At(self.data, offset), 0), strides)
+        if _by_arrays(key):
+            return _at_once(lambda whole, *key: whole[key], self, *(key if isinstance(key, tuple) else (key,)))
+        return self._view(self._seen()[key if key is ... or isinstance(key, tuple) else (key, ...)])
 
     def __setitem__(self, key, value):
-        _kernel("copy", lambda x: x, [value], self[key])
+        if _by_arrays(key):
+            _at_once(np.ndarray.__setitem__, self, key, value)
+        else:
+            _kernel("copy", lambda x: x, [value], self[key])
 
     def copy(self):
         made = ndarray(self.shape, self.dtype)
@@ -337,24 +338,66 @@ class ndarray:
         GPU.run(stream.number, GPU.begun[stream.number])
         return self._seen().copy()
 
-    def __mul__(self, other):
-        return _kernel("multiply", np.multiply, [self, other], ndarray(self.shape, self.dtype))
+    @property
+    def base(self):
+        return getattr(self.data.mem, "owner", None)
 
-    def __imul__(self, other):
-        return _kernel("multiply", np.multiply, [self, other], self)
+    @property
+    def ndim(self):
+        return len(self.shape)
 
-    def __add__(self, other):
-        return _kernel("add", np.add, [self, other], ndarray(self.shape, self.dtype))
+    @property
+    def T(self):
+        return self.transpose()
 
-    def __iadd__(self, other):
-        return _kernel("add", np.add, [self, other], self)
+    @property
+    def flags(self):
+        return types.SimpleNamespace(c_contiguous=self._seen().flags.c_contiguous)
+
+    def _view(self, part):
+        """A part of what `_seen` gives, as an array on the same memory."""
+        offset = part.ctypes.data - self._seen().ctypes.data if part.size else 0
+        return ndarray(part.shape, part.dtype, MemoryPointer(_At(self.data, offset, self), 0), part.strides)
+
+    def transpose(self, *axes):
+        return self._view(self._seen().transpose(*axes))
+
+    def swapaxes(self, one, other):
+        return self._view(self._seen().swapaxes(one, other))
+
+    def view(self, dtype):
+        return self._view(self._seen().view(dtype))
+
+    def reshape(self, *shape):
+        seen = self._seen().reshape(*shape)
+        return self._view(seen) if np.may_share_memory(seen, self._seen()) else _at_once(np.reshape, self, seen.shape)
+
+    def astype(self, dtype, copy=True):
+        return self if self.dtype == dtype and not copy else _at_once(np.ndarray.astype, self, dtype)
+
+    def __bool__(self):
+        return bool(self.get())
+
+    def __int__(self):
+        return int(self.get())
+
+    def __float__(self):
+        return float(self.get())
+
+    def __iter__(self):
+        return (self[number] for number in range(len(self)))
+
+
+def _by_arrays(key):
+    """Whether an index picks elements by their numbers, which makes a copy."""
+    return any(isinstance(part, ndarray) for part in (key if isinstance(key, tuple) else (key,)))
 
 
 class _At:
     """A part of another array's memory, which it keeps."""
 
-    def __init__(self, base, offset):
-        self.base, self.ptr = base, base.ptr + offset
+    def __init__(self, base, offset, owner=None):
+        self.base, self.ptr, self.owner = base, base.ptr + offset, owner
 
 
 def _kernel(name, function, operands, out):
@@ -393,6 +436,127 @@ logical_and, logical_or, logical_xor = map(_ufunc, ("logical_and", "logical_or",
 bitwise_and, bitwise_or, bitwise_xor = map(_ufunc, ("bitwise_and", "bitwise_or", "bitwise_xor"))
 
 
+def _on_host(value):
+    """Arrays of the device, also in tuples and lists, as what the device sees; arrays of NumPy are refused."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("a kernel takes no NumPy arrays")
+    if isinstance(value, tuple | list):
+        return type(value)(map(_on_host, value))
+    return value._seen() if isinstance(value, ndarray) else value
+
+
+def _at_once(function, *arguments, out=None, **options):
+    """NumPy's function on what the device sees, when all before it on the stream is done."""
+    stream = get_current_stream().number
+    GPU.run(stream, GPU.begun[stream])
+    seen = {} if out is None else {"out": _on_host(out)}
+    result = function(*_on_host(arguments), **_on_host_options(options), **seen)
+    GPU.log.append(("kernel", stream, getattr(result, "nbytes", 0)))
+    if out is not None:
+        return out
+    if isinstance(result, tuple | list):
+        return type(result)(map(asarray, result))
+    return None if result is None else asarray(result)
+
+
+def _on_host_options(options):
+    return {name: _on_host(value) for name, value in options.items()}
+
+
+def _operator(name):
+    def method(self, *others):
+        return _at_once(getattr(np.ndarray, name), self, *others)
+
+    def in_place(self, other):
+        return _at_once(getattr(np, PLAIN[name]), self, other, out=self)
+
+    return in_place if name in PLAIN else method
+
+
+PLAIN = {
+    "__iadd__": "add",
+    "__isub__": "subtract",
+    "__imul__": "multiply",
+    "__itruediv__": "true_divide",
+    "__ilshift__": "left_shift",
+    "__irshift__": "right_shift",
+    "__iand__": "bitwise_and",
+}
+OPERATORS = [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "pow",
+    "matmul",
+    "neg",
+    "abs",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+]
+for _name in [*(f"__{name}__" for name in OPERATORS), *PLAIN]:
+    setattr(ndarray, _name, _operator(_name))
+ndarray.__hash__ = object.__hash__
+
+
+def _method(name):
+    return lambda self, *arguments, **options: _at_once(getattr(np, name), self, *arguments, **options)
+
+
+for _name in ("sum", "mean", "max", "min", "argmax", "any", "all"):
+    setattr(ndarray, _name, _method(_name))
+
+FUNCTIONS = frozenset(
+    [
+        "arange",
+        "argsort",
+        "ascontiguousarray",
+        "clip",
+        "concatenate",
+        "copysign",
+        "empty_like",
+        "exp",
+        "flatnonzero",
+        "isfinite",
+        "log",
+        "matmul",
+        "ones",
+        "pad",
+        "sqrt",
+        "square",
+        "subtract",
+        "tanh",
+        "where",
+        "zeros_like",
+    ]
+)
+"""Of NumPy's, which CuPy has too, under the same names and with these arguments."""
+TYPES = frozenset(
+    ["bool_", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "newaxis"]
+)
+
+
+def __getattr__(name):
+    if name in TYPES:
+        return getattr(np, name)
+    if name in FUNCTIONS:
+        return lambda *arguments, **options: _at_once(getattr(np, name), *arguments, **options)
+    raise AttributeError(f"the stand-in for CuPy has no {name}")
+
+
 def empty(shape, dtype=float):
     return ndarray(shape, dtype)
 
@@ -408,7 +572,9 @@ def zeros(shape, dtype=float):
 
 
 def asarray(values):
-    """A copy of host memory, on the device when this returns."""
+    """A copy of host memory, on the device when this returns; an array of the device as it is."""
+    if isinstance(values, ndarray):
+        return values
     values = np.asarray(values)
     made = ndarray(values.shape, values.dtype)
     made._seen()[...] = values

@@ -94,6 +94,7 @@ avg_pool = _fastest(reference.avg_pool)
 avg_pool_backward = _fastest(reference.avg_pool_backward)
 keep = _fastest(philox.keep)
 key_of = philox.key_of
+RUN = reference.RUN
 positions = reference.positions
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "FLOAT64",
+    "RUN",
     "affine",
     "array_namespace",
     "avg_pool",

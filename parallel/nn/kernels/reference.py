@@ -77,13 +77,27 @@ def sum_rows(x: Array, out: Array | None = None) -> Array:
 # ------------------------------------------------------------------------------------------ element by element
 
 
+RUN = 1 << 14
+"""Elements that a host goes through at a time, so that temporaries stay in the cache."""
+
+
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
     """From a function of wide arrays, one of arrays in any storage, with an `out` that may be an argument."""
 
     @wraps(compute)
     def kernel(*arrays: Array, out: Array | None = None) -> Array:
-        result = compute(*(widen(array) for array in arrays))
-        return narrow(result, arrays[0].dtype, out)
+        xp = array_namespace(arrays[0])
+        if out is None:
+            out = xp.empty(arrays[0].shape, arrays[0].dtype)
+        every = (out, *arrays)
+        if xp is np and all(array.flags.c_contiguous for array in every):
+            every = tuple(array.reshape(-1) for array in every)
+            runs = [tuple(array[first : first + RUN] for array in every) for first in range(0, out.size, RUN)]
+        else:
+            runs = [every]
+        for target, *parts in runs:
+            narrow(compute(*(widen(part) for part in parts)), target.dtype, target)
+        return out
 
     return kernel
 
@@ -173,7 +187,7 @@ def masked(x: Array, keep: Array, scale: float, out: Array | None = None) -> Arr
     keep : array of bool, of the same shape
     scale : float
     """
-    return narrow(widen(x) * keep * wide(x.dtype).type(scale), x.dtype, out)
+    return _elementwise(lambda part, kept: part * kept * scale)(x, keep, out=out)
 
 
 # ------------------------------------------------------------------------------------------ norms, over the last axis
@@ -290,7 +304,7 @@ def causal_softmax(scores: Array, scale: float, first: int) -> Array:
     hidden = xp.arange(keys)[None, first:] > xp.arange(first, first + queries)[:, None]
     scores *= scale
     scores[..., first:] += xp.where(hidden, scores.dtype.type(-math.inf), scores.dtype.type(0))
-    scores -= scores.max(axis=-1, keepdims=True, initial=-math.inf)
+    scores -= scores.max(axis=-1, keepdims=True)
     xp.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
     return scores
@@ -337,7 +351,7 @@ def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
     """
     xp = array_namespace(scores)
     wider, rows = widen(scores), xp.arange(len(targets))
-    top = wider.max(axis=-1, initial=-math.inf)
+    top = wider.max(axis=-1)
     log_sum = xp.log(xp.exp(wider - top[:, None]).sum(axis=-1)) + top
     losses = xp.where(targets < 0, 0, log_sum - wider[rows, xp.maximum(targets, 0)])
     return float(losses.sum(dtype=np.float64)), log_sum
