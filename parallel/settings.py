@@ -136,7 +136,7 @@ BY_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 RECIPES: dict[tuple[str | None, str], dict[str, Any]] = {
-    ("digits", "mlp"): {"rate": 3e-3, "epochs": 30, "dropout": 0.1},
+    ("digits", "mlp"): {"rate": 3e-3, "epochs": 15, "dropout": 0.1},
     ("digits", "convnet"): {"rate": 5e-3, "epochs": 25},
     ("copy", "gpt"): {"length": 32, "model": "gpt:tiny", "rate": 3e-3, "steps": 600},
     ("pydoc", "gpt"): {"length": 128, "batch": 32, "rate": 2e-3, "warm_up": 100, "steps": 1000},

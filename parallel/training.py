@@ -63,12 +63,17 @@ class Record:
     samples: int
     seconds: float
 
+    @property
+    def communication(self) -> float:
+        """Seconds that this rank has spent in communication."""
+        return self.report.communication
+
     def line(self) -> dict[str, Any]:
         """For a file of metrics; `TIMED` are the fields that differ from run to run."""
         report = self.report
         said = {"step": report.step + 1, "epoch": self.epoch, "loss": report.loss, "rate": report.rate}
         said |= {"norm": report.norm, "skipped": report.skipped, "samples": self.samples}
-        return said | {"seconds": self.seconds, "communication": report.communication}
+        return said | {"seconds": self.seconds, "communication": self.communication}
 
 
 TIMED = ("seconds", "communication")
@@ -119,6 +124,7 @@ class Training:
         self._comm = comm
         self.settings = said = settings
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
+        self._optimizer = optimizer
         self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
         self.sampler = _sampler(said, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
@@ -197,7 +203,7 @@ class Training:
             "engine": self.engine.state(),
             "sampler": self.sampler.position(),
             "random": {"seed": self.settings.seed, "step": self.done},
-            "optimizer": self.engine.optimizer.describe(),
+            "optimizer": self._optimizer.describe(),
             "ranks": self._comm.Get_size(),
         }
         return checkpoint.save(self._comm, directory, self.done, self.engine.stretches(), facts, keep=keep)

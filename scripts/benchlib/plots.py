@@ -262,6 +262,74 @@ def plot_training(
         plt.close(figure)
 
 
+def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, note: str) -> None:
+    """Write the course of a training as a picture: the loss, and the accuracy where there is one.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    lines
+        Of a file of metrics: steps, and at the end what sums up. Bytes are drawn in bits.
+    title, note
+        What was trained, and on what.
+    """
+    steps = [line for line in lines if not line.get("final")]
+    tested = [line for line in lines if "test_loss" in line]
+    bits = any("bits_per_byte" in line for line in tested)
+    panels = 1 if bits or not any("test_accuracy" in line for line in tested) else 2
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(5.2 * panels + 2.2 * (panels == 1), 4.4), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        _loss(axes[0], steps, tested, bits)
+        if panels == 2:
+            _accuracy(axes[1], tested)
+        for axis in axes:
+            axis.set_xlabel("step")
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.02, ha="left")
+        figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]], bits: bool) -> None:
+    unit = math.log(2) if bits else 1.0
+    at = np.array([line["step"] for line in steps])
+    losses = np.array([line["loss"] for line in steps]) / unit
+    look: dict[str, Any] = {"color": OURS[0], "marker": "o" if len(at) == 1 else None, "ms": 4}
+    axis.plot(at, losses, lw=0.7, alpha=0.35, **look)
+    width = max(1, len(losses) // 50)
+    if width > 1:
+        mean = np.convolve(losses, np.full(width, 1 / width), "valid")
+        axis.plot(at[width - 1 :], mean, lw=1.8, color=OURS[0], label=f"training (mean of {width} steps)")
+    else:
+        axis.lines[-1].set(alpha=1.0, lw=1.8, label="training")
+    axis.plot([line["step"] for line in tested], [line["test_loss"] / unit for line in tested], label="test", **TESTED)
+    axis.set_title("bits per byte" if bits else "loss", loc="left")
+    if bits:
+        axis.set_ylim(bottom=0, top=8.2)
+        last = tested[-1]
+        axis.annotate(f"{last['bits_per_byte']:.2f}", (last["step"], last["bits_per_byte"]), (0, 8), **LABEL)
+    else:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
+    axis.legend(loc="best")
+
+
+def _accuracy(axis: Axes, tested: list[dict[str, Any]]) -> None:
+    axis.plot([line["step"] for line in tested], [line["test_accuracy"] for line in tested], **TESTED)
+    last = tested[-1]
+    axis.annotate(f"{last['test_accuracy']:.1%}", (last["step"], last["test_accuracy"]), (0, -14), **LABEL)
+    axis.set_title("test accuracy", loc="left")
+    axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    low, high = min(line["test_accuracy"] for line in tested), 1.0
+    axis.set_ylim(low - 0.08 * (high - low) - 1e-3, high + 0.02 * (high - low) + 1e-3)
+
+
+TESTED: dict[str, Any] = {"color": OURS[1], "marker": "o", "ms": 3.5, "lw": 1.4}
+LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": OURS[1], "fontweight": "bold"}
+
+
 def plot_winners(path: str | Path, table: Table) -> None:
     """Write a tuned table as a picture: per collective, the winner by message size and rank count.
 
