@@ -21,7 +21,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -427,6 +427,15 @@ class Checkpoint:
                 reader = readers.get(file) or readers.setdefault(file, Reader(self.path / file))
                 values = reader.read(_inner(stretch.name), stretch.start, size)
                 stretch.array[...] = array_namespace(stretch.array).asarray(values)
+
+
+def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """All tensors of a checkpoint by name, in their order, one at a time; as they are, unchecked."""
+    readers = [(file.name.partition("-")[0], Reader(file)) for file in path.glob("*.safetensors")]
+    everything = {f"{family}/{name}": reader for family, reader in readers for name in reader.entries}
+    for name in sorted(everything, key=_natural):
+        entry = everything[name].entries[_inner(name)]
+        yield name, everything[name].read(_inner(name), 0, math.prod(entry.shape)).reshape(entry.shape)
 
 
 def _described(entry: Entry | None) -> str:
