@@ -5,6 +5,7 @@ The units' motions are called here, and nowhere else; where gradients go and wei
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -362,8 +363,9 @@ class Engine:
             self._memory.at_least("activations", motion.nbytes())
             predicted = self._predict(everyone)
             x, y = (Spec(array.shape, self._type(array, of)) for array, of in ((batch.x, "storage"), (batch.y, "wide")))
-            predicted["activations"], work = predict_activations(self._plan, self._loss, x, y)
-            self.ledger.expect(predicted, work)
+            with contextlib.suppress(NotImplementedError):  # a model of the user's own may have no outlines
+                predicted["activations"], work = predict_activations(self._plan, self._loss, x, y)
+                self.ledger.expect(predicted, work)
 
     def _predict(self, everyone: list[tuple[int, ...]]) -> Counter[str]:
         return predict(self._plan, self._name, len(self._optimizer.states()), everyone)

@@ -66,7 +66,7 @@ class Residual(Operator):
     def outline(self, x: Spec) -> Outline:
         """dy lives on beside what the inner operator takes."""
         inner = self.inner.outline(x)
-        return inner._replace(work=inner.work + x.nbytes)
+        return inner._replace(y=Spec(*inner.y), work=inner.work + x.nbytes)
 
 
 class Recompute(Operator):

@@ -1,0 +1,410 @@
+"""Every layout does what one rank does alone, to the last bit where that is asked for; and nobody is left waiting."""
+
+import math
+import signal
+
+import numpy as np
+import pytest
+import tiny
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.requests import under_way
+from parallel.engine import LAYOUTS, Engine
+from parallel.guard import Disagreement, Diverged, StepFailed
+from parallel.interrupt import Interrupt
+from parallel.nn.compose import Sequential
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import transformer
+from parallel.nn.operator import NotAtHand
+from parallel.optim import LAMB, SGD, AdamW
+
+STEPS = (7, 1, 4, 3)
+"""Micro-batches of each step: more than ranks, fewer than ranks, not divisible."""
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with Communicator(MPI.COMM_SELF) as comm:
+        yield comm
+
+
+def engine(comm, layout="dp", model=None, optimizer=None, **settings):
+    """Buckets small enough that there are several."""
+    settings = {"first_bytes": 1, "bucket_bytes": 5000, **settings}
+    optimizer = optimizer or SGD(rate=0.05, momentum=0.9)
+    return Engine(model or tiny.model(), tiny.Squares(), comm, optimizer, layout=layout, **settings)
+
+
+def whole(comm, made):
+    """All tensors of the state, put together from the stretches of all ranks; every element comes from one."""
+    tensors = {}
+    for stretches in comm.allgather([(s.name, s.shape, s.start, s.array.copy()) for s in made.stretches() if s.mine]):
+        for name, shape, start, values in stretches:
+            tensor, times = tensors.setdefault(name, (np.zeros(math.prod(shape)), np.zeros(math.prod(shape), int)))
+            tensor[start : start + len(values)] = values
+            times[start : start + len(values)] += 1
+    assert all((times == 1).all() for _, times in tensors.values())
+    return {name: tensor for name, (tensor, _) in tensors.items()}
+
+
+def trained(comm, layout, steps=STEPS, **settings):
+    """The state, the reports and an evaluation after some steps."""
+    with engine(comm, layout, **settings) as made:
+        reports = [made.step(tiny.batches(made.share(count), step)) for step, count in enumerate(steps)]
+        return whole(comm, made), reports, made.evaluate(tiny.batches(made.share(5), 99), lambda scores, y: len(y))
+
+
+def differing(one, other):
+    assert one.keys() == other.keys()
+    return [name for name in one if not np.array_equal(one[name], other[name])]
+
+
+@pytest.fixture(scope="module")
+def reference(alone):
+    """What one rank comes to, by settings."""
+    known = {}
+
+    def find(**settings):
+        key = tuple(sorted(settings.items()))
+        if key not in known:
+            known[key] = trained(alone, "dp-naive", **settings)
+        return known[key]
+
+    return find
+
+
+# ------------------------------------------------------------------------------------------ the same as one rank
+
+
+@layouts
+def test_as_one_rank_does(comm, layout, reference):
+    state, reports, evaluation = trained(comm, layout, precision="fp64", clip=3.0)
+    expected, expected_reports, expected_evaluation = reference(precision="fp64", clip=3.0)
+    for name, values in expected.items():
+        np.testing.assert_allclose(state[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+    for report, other in zip(reports, expected_reports):
+        assert report.count == other.count and report.step == other.step
+        assert report.loss == pytest.approx(other.loss, rel=1e-12)
+        assert report.norm == pytest.approx(other.norm, rel=1e-12)
+    assert evaluation.loss == pytest.approx(expected_evaluation.loss, rel=1e-12)
+    assert evaluation.measure == 1 and evaluation.count == 25
+
+
+@layouts
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_same_bits(comm, layout, precision, reference):
+    settings = {"precision": precision, "clip": 1.0, "reproducible": True}
+    expected, expected_reports, expected_evaluation = reference(**settings)
+    state, reports, evaluation = trained(comm, layout, model=tiny.model(recompute=True), **settings)
+    assert differing(state, expected) == []
+    assert evaluation == expected_evaluation
+    for report, other in zip(reports, expected_reports):
+        assert (report.loss, report.norm, report.skipped) == (other.loss, other.norm, other.skipped)
+    assert any(report.skipped for report in reports) == (precision == "fp16")  # its first loss scale is too large
+
+
+@layouts
+def test_the_same_bits_of_a_transformer(comm, layout, alone):
+    def tokens(numbers):
+        for number in numbers:
+            text = np.random.default_rng(number).integers(0, 30, (2, 9))
+            yield number, text[:, :-1], text[:, 1:], np.arange(2) + 2 * number
+
+    def after(comm, layout, recompute):
+        model = transformer(30, 8, 2, 2, 16, dropout=0.2, recompute=recompute)
+        settings = {"layout": layout, "reproducible": True, "bucket_bytes": 4000, "first_bytes": 1000}
+        with Engine(model, SoftmaxCrossEntropy(), comm, LAMB(rate=0.01), **settings) as made:
+            for _ in range(3):
+                made.step(list(tokens(made.share(5))))
+            assert made.ledger.allocated["parameters"] == made.ledger.predicted["parameters"]
+            return whole(comm, made)
+
+    assert differing(after(comm, layout, True), after(alone, "dp-naive", False)) == []
+
+
+@layouts
+def test_whoever_has_which(comm, layout, alone):
+    """In reproducible training it does not matter how micro-batches are dealt out, or in which order they come."""
+    turns = np.random.default_rng(5).integers(0, comm.size, 9)
+    with engine(comm, layout, reproducible=True) as made, engine(alone, reproducible=True) as other:
+        mine = np.flatnonzero(turns == comm.rank)[::-1].tolist()
+        assert made.step(tiny.batches(mine)).loss == other.step(tiny.batches(range(9))).loss
+        assert differing(whole(comm, made), whole(alone, other)) == []
+
+
+@layouts
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_state_knows_no_layout(comm, layout, precision, alone, reference):
+    """What one layout has trained another one goes on with."""
+    settings = {"precision": precision, "reproducible": True}
+    with engine(alone, "dp-naive", **settings) as before:
+        for step, count in enumerate(STEPS[:2]):
+            before.step(tiny.batches(range(count), step))
+        saved, numbers = whole(alone, before), before.state()
+    with engine(comm, layout, seed=8, **settings) as made:  # first values are others
+        made.load(numbers)
+        for stretch in made.stretches():
+            stretch.array[...] = saved[stretch.name][stretch.start : stretch.start + len(stretch.array)]
+        made.refresh()
+        for step, count in enumerate(STEPS[2:], 2):
+            assert made.step(tiny.batches(made.share(count), step)).step == step
+        assert differing(whole(comm, made), reference(**settings)[0]) == []
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3"])
+def test_a_model_that_is_one_unit_or_nothing(comm, layout, alone):
+    with engine(comm, layout, tiny.Dense(7, 7)) as made, engine(alone, "dp-naive", tiny.Dense(7, 7)) as other:
+        mine, theirs = made.step(tiny.batches(made.share(3))), other.step(tiny.batches(range(3)))
+        assert mine.loss == pytest.approx(theirs.loss)
+    with engine(comm, layout, Sequential([])) as made:
+        assert made.step(tiny.batches(made.share(3))).count == 15
+
+
+# ------------------------------------------------------------------------------------------ when things are exchanged
+
+
+def communications(made, *names):
+    return [event for event in made.events if event.kind == "communication" and event.name in names]
+
+
+@pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp", "zero1"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_one_exchange_a_step_however_many_micro_batches(comm, layout, count):
+    with engine(comm, layout, trace=True) as made:
+        made.step(tiny.batches(made.share(count * comm.size)))
+        exchanges = communications(made, "allreduce", "start", "reduce_scatter")
+        buckets = [event.about["bucket"] for event in exchanges]
+        assert buckets == list(range(1 if layout == "dp-naive" else 6))
+
+
+def test_allreduces_start_before_the_backward_ends(comm):
+    with engine(comm, "dp", trace=True) as made:
+        report = made.step(tiny.batches(made.share(2 * comm.size)))
+        ends = max(event.end for event in made.events if event.name == "backward")
+        starts = [event.end for event in communications(made, "start")]
+        flights = [event for event in made.events if event.kind == "flight"]
+        assert len(starts) == len(flights) == 6
+        assert sum(start < ends for start in starts) == report.early >= 5
+        assert 0 < report.communication < report.seconds
+    with engine(comm, "dp-naive") as made:
+        assert made.step(tiny.batches(made.share(comm.size))).early == 0
+        assert not made.events
+
+
+def test_weights_are_at_hand_while_they_are_used(comm):
+    """Of stage 3: those of a unit and of what is tied to it, and nobody else's."""
+    seen = []
+
+    class Probe(tiny.Dense):
+        def forward(self, x, run):
+            at_hand = []
+            for unit in units:
+                try:
+                    at_hand.append(unit.bias.data is not None)
+                except NotAtHand:
+                    at_hand.append(False)
+            seen.append(at_hand)
+            return super().forward(x, run)
+
+    units = [Probe(7, 7) for _ in range(4)]
+    with engine(comm, "zero3", Sequential(units), trace=True) as made:
+        made.step(tiny.batches(made.share(comm.size)))
+        assert seen == np.eye(4, dtype=bool).tolist()
+        gathered = [event.about["bucket"] for event in communications(made, "start gather")]
+        assert gathered == [3, 2, 1, 0, 2, 3]  # two units stay, and are not gathered again for the backward
+
+
+# ------------------------------------------------------------------------------------------ ranks without work
+
+
+@layouts
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_step_for_one_rank_only(comm, layout, reproducible, alone):
+    last = comm.size - 1
+    with engine(comm, layout, precision="fp64", reproducible=reproducible) as made:
+        report = made.step(tiny.batches([0, 1, 2] if comm.rank == last else []))
+        with engine(alone, precision="fp64", reproducible=reproducible) as other:
+            assert report.loss == pytest.approx(other.step(tiny.batches([0, 1, 2])).loss, rel=1e-12)
+            expected = whole(alone, other)
+        for name, values in whole(comm, made).items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-12, atol=1e-12)
+        assert made.evaluate(tiny.batches([0] if comm.rank == last else [], 1)).count == 5
+
+
+@layouts
+def test_nothing_to_learn(comm, layout):
+    with engine(comm, layout, clip=1.0) as made:
+        before = whole(comm, made)
+        report = made.step([])
+        assert report.count == 0 and report.skipped and math.isnan(report.loss)
+        assert math.isnan(made.evaluate([]).loss)
+        assert differing(before, whole(comm, made)) == []
+        assert (made.steps, made.updates) == (1, 0)
+
+
+# ------------------------------------------------------------------------------------------ trouble
+
+
+@layouts
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_loss_that_is_no_number(comm, layout, reproducible):
+    with engine(comm, layout, reproducible=reproducible) as made:
+        before = whole(comm, made)
+        mine = tiny.batches(made.share(comm.size + 1))
+        for number, x, _, _ in mine:
+            x[0] = np.nan if number == comm.size else x[0]
+        where = [
+            rank for rank in range(comm.size) if comm.size in comm.allgather(list(made.share(comm.size + 1)))[rank]
+        ]
+        with pytest.raises(StepFailed, match=rf"nothing was updated; rank {where[0]}: .*micro-batch .* step 0"):
+            made.step(mine)
+        assert differing(before, whole(comm, made)) == []
+        assert made.step(tiny.batches(made.share(3))).loss > 0
+
+
+@layouts
+@pytest.mark.parametrize("when", ["forward", "backward", "before"])
+def test_one_rank_fails(comm, layout, when, alone):
+    """Its model raises an exception, or its batch is wrong: all hear of it, and go on as if nothing had been."""
+    last = comm.size - 1
+
+    class Fails(tiny.Dense):
+        broken = None
+
+        def forward(self, x, run):
+            if self.broken == "forward":
+                raise ArithmeticError("no more")
+            return super().forward(x, run)
+
+        def backward(self, dy, saved, grads):
+            if self.broken == "backward":
+                raise ArithmeticError("no more")
+            return super().backward(dy, saved, grads)
+
+    model = tiny.model()
+    model.items[2] = Fails(20, 20)
+    with engine(comm, layout, model, precision="fp64") as made:
+        before, mine = whole(comm, made), tiny.batches(made.share(2 * comm.size))
+        model.items[2].broken = when if comm.rank == last else None
+        if when == "before" and comm.rank == last:
+            mine[0] = (*mine[0][:2], mine[0][2][:2], mine[0][3])
+        told = rf"rank {last}: (ArithmeticError: no more|ValueError: micro-batch \d+ has 5 inputs, 2 targets)"
+        with pytest.raises(StepFailed, match=told):
+            made.step(mine)
+        model.items[2].broken = None
+        assert differing(before, whole(comm, made)) == []
+        report = made.step(tiny.batches(made.share(4)))
+    model.items[2] = Fails(20, 20)
+    with engine(alone, "dp-naive", model, precision="fp64") as other:
+        assert report.loss == pytest.approx(other.step(tiny.batches(range(4))).loss, rel=1e-12)
+
+
+def test_a_gradient_that_is_no_number(comm):
+    class Overflows(tiny.Squares):
+        def backward(self, scale, saved):
+            return saved * np.float32(np.inf)
+
+    with Engine(tiny.model(), Overflows(), comm, SGD(rate=0.1), clip=1.0) as made:
+        with pytest.raises(StepFailed, match=r"gradient of 0\.weight is not finite in step 0"):
+            made.step(tiny.batches(made.share(2)))
+        assert made.updates == 0
+
+
+def test_models_that_differ(comm):
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(Disagreement, match=r"rank 0 has parameter 0.weight: \(7, 20\); rank 1 has .*\(7, 21\)"):
+        engine(comm, model=tiny.model(20 + comm.rank))
+    with pytest.raises(Disagreement, match="rank 0 has layout: zero1; rank 1 has layout: zero2"):
+        engine(comm, "zero1" if comm.rank == 0 else "zero2")
+    with pytest.raises(Disagreement, match="rank 0 has optimizer"):
+        engine(comm, optimizer=AdamW(rate=0.1) if comm.rank else SGD(rate=0.1))
+
+
+@pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp"])
+def test_weights_that_part(comm, layout):
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    model = tiny.model()
+    with engine(comm, layout, model, check_every=2) as made:
+        made.step(tiny.batches(made.share(3)))
+        if comm.rank == 1:
+            for unit in (model.items[4], model.items[2].inner.items[1]):
+                unit.bias.data[3] += 1
+        with pytest.raises(
+            Diverged, match=r"after step 1 parameter 2\.inner\.1\.bias of rank 1 differs from that of rank 0"
+        ):
+            made.step(tiny.batches(made.share(3)))
+
+
+@pytest.mark.parametrize("when", ["forward", "between"])
+def test_ctrl_c_on_one_rank_ends_all(comm, when):
+    class Presses(tiny.Dense):
+        def forward(self, x, run):
+            if when == "forward" and run.step == 2 and comm.rank == 0:
+                signal.raise_signal(signal.SIGINT)
+            return super().forward(x, run)
+
+    with engine(comm, model=Sequential([Presses(7, 7)])) as made, Interrupt() as interrupt:
+        for step in range(10):
+            if when == "between" and step == 3 and comm.rank == 0:
+                signal.raise_signal(signal.SIGINT)
+            report = made.step(tiny.batches(made.share(comm.size), step), stop=interrupt.seen)
+            if report.stop:
+                break
+        assert (report.step, interrupt.seen) == (3, comm.rank == 0)
+
+
+def test_numbers_that_are_no_order(comm):
+    with engine(comm, reproducible=True) as made:
+        with pytest.raises(ValueError, match="each of the numbers 0 to"):
+            made.step(tiny.batches([1 + comm.rank]))
+        assert made.step(tiny.batches([comm.rank])).count == 5 * comm.size
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"layout": "zero4"}, "layout: expected one of dp-naive, .*; found 'zero4'"),
+        ({"precision": "fp8"}, "precision: expected one of .*found 'fp8'"),
+        ({"clip": -1.0}, "clip: expected a positive limit, found -1.0"),
+        ({"check_every": -1}, "check_every: .*found -1"),
+        ({"device": "tpu"}, "device: expected"),
+    ],
+)
+def test_settings_without_a_meaning(comm, settings, told):
+    with pytest.raises(ValueError, match=told):
+        engine(comm, **settings)
+
+
+def test_a_communicator_of_others(world):
+    with pytest.raises(TypeError, match=r"comm: expected a collectives.Communicator"):
+        engine(world)
+
+
+def test_what_was_held_is_given_back(comm):
+    """More engines, one after another, than a communicator has persistent requests through shared memory."""
+    for _ in range(8):
+        model = tiny.model()
+        with engine(comm, "dp", model) as made:
+            made.step(tiny.batches(made.share(comm.size)))
+        assert not under_way
+        with pytest.raises(NotAtHand):
+            _ = model.items[0].bias.data
+
+
+# ------------------------------------------------------------------------------------------ the ledger
+
+
+@layouts
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_forecast_and_account_agree(comm, layout, precision, reproducible):
+    with engine(comm, layout, precision=precision, reproducible=reproducible, optimizer=AdamW(rate=0.1)) as made:
+        for count in (1, 11, 4):
+            made.step(tiny.batches(made.share(count)))
+        assert made.ledger.allocated == made.ledger.predicted, made.ledger.table()
+        assert "optimizer" in made.ledger.table()

@@ -1,0 +1,157 @@
+"""How a vector is divided into buckets, slots and stretches; what a training will take; a gradient being filled in."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tiny
+
+from parallel.bucket import Bucket, Filling, buckets_of
+from parallel.flat import Flat
+from parallel.layouts import LAYOUTS
+from parallel.ledger import FORMULAS, RECIPES, on_paper, predict
+from parallel.motion import Motion, nobody
+from parallel.nn.compose import Sequential
+from parallel.nn.operator import Parameter, Run, constant
+from parallel.plan import Plan
+from parallel.precision import PRECISIONS
+from parallel.record import Recorder
+from parallel.weights import resident_slots
+from parallel.zero import Stage3, slots, users_of
+
+
+def plan(ranks=2, rank=0, model=None, **settings):
+    model = model or tiny.model()
+    settings = {"precision": PRECISIONS["fp32"], "reproducible": False, **settings}
+    flat = Flat(model)
+    return Plan(tuple(model.items), flat, ranks, rank, bucket_bytes=5000, first_bytes=1, **settings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 40])
+def test_buckets_divide_the_vector(layout, ranks):
+    here = plan(ranks)
+    buckets = buckets_of(LAYOUTS[layout].gradients.cut(here), here)
+    spans = sorted(bucket.span for bucket in buckets)
+    assert spans[0].start == 0 and spans[-1].stop == here.flat.length
+    assert all(one.stop == other.start for one, other in itertools.pairwise(spans))
+    parts = sorted(part for bucket in buckets for part in bucket.parts if part.size)
+    assert all(one.stop == other.start for one, other in itertools.pairwise(parts))
+    assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+
+
+def test_a_bucket_of_stage_3_is_of_one_unit_or_tied():
+    here = plan()
+    buckets = buckets_of(Stage3.cut(here), here)
+    names = {users: [p.parameter.name for p in b.places] for users, b in zip(users_of(buckets, here), buckets)}
+    assert names[(0, 4)] == ["0.weight"] and names[(0,)] == ["0.bias"] and names[(4,)] == ["4.bias"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slots_are_not_used_twice_at_once(seed):
+    random = np.random.default_rng(seed)
+    users = [tuple(sorted(random.integers(0, 9, 2).tolist())) for _ in range(12)]
+    sizes = random.integers(1, 50, 12).tolist()
+    chosen, lengths = slots(users, sizes)
+    for unit in range(9):
+        busy = [slot for slot, units in zip(chosen, users) if units[0] <= unit <= units[-1]]
+        assert len(set(busy)) == len(busy)
+    assert all(lengths[slot] >= size for slot, size in zip(chosen, sizes))
+    assert len(lengths) == max(sum(u[0] <= unit <= u[-1] for u in users) for unit in range(9))
+
+
+def test_neighbouring_units_share_no_slot():
+    users = [(0,), (0, 3), (0,), (1,), (2,), (3,)]
+    taken = resident_slots(users)
+    for one, other in ((0, 1), (1, 2), (2, 3)):
+        here = [slot for slot, units in zip(taken, users) if one in units or other in units]
+        assert len(set(here)) == len(here)
+    assert len(set(taken)) < len(taken)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_stage_takes_less(ranks, precision):
+    """Of what it divides: the optimiser's state, then gradients, then weights."""
+    of = {}
+    for layout in FORMULAS:
+        here = plan(ranks, model=tiny.model(200, 6), precision=PRECISIONS[precision])
+        of[layout] = predict(here, layout, 2, [()] * ranks)
+    kinds = PRECISIONS[precision].bytes_per_parameter(2)
+    length = here.flat.length
+    assert of["dp"]["parameters"] == length * kinds["weights"] and of["dp"]["gradients"] == length * kinds["gradients"]
+    assert of["dp"]["optimizer"] == length * (kinds["master"] + kinds["optimizer"])
+    nearly = 1 + 6 * ranks * 256 * 4 / length * 10  # parts are whole blocks
+    for layout, kind in (
+        ("zero1", "optimizer"),
+        ("zero2", "optimizer"),
+        ("zero3", "optimizer"),
+        ("zero3", "parameters"),
+    ):
+        assert of["dp"][kind] <= ranks * of[layout][kind] <= nearly * of["dp"][kind]
+    if ranks > 2:
+        assert of["zero3"]["gradients"] < of["dp"]["gradients"]
+
+
+def test_on_paper():
+    """The figures of the paper, and of the three recipes for Adam with half weights."""
+    assert [on_paper(7.5e9, 64, stage) / 1e9 for stage in range(4)] == pytest.approx([120, 31.4, 16.6, 1.88], rel=3e-3)
+    for nbytes, recipe in RECIPES.items():
+        assert on_paper(1, 1, 0, recipe) == nbytes
+    assert sum(PRECISIONS["bf16"].bytes_per_parameter(2).values()) == sum(RECIPES[18])
+    assert on_paper(175e9, 1, 0) == 2800e9
+
+
+def filling():
+    first, second = (Parameter(shape, constant(0.0)) for shape in ((3, 5), (300,)))
+    model = tiny.Dense(3, 5)
+    model.weight, model.bias = first, second
+    bucket = Bucket(0, Flat(model).places, 1, 0)
+    return Filling(bucket, np.empty(300)), first, second, np.full(bucket.span.size, np.nan)
+
+
+def test_a_gradient_is_written_then_added_to():
+    fill, first, second, vector = filling()
+    fill.fresh(vector)
+    for times in (1, 2):
+        fill.expect()
+        assert fill.missing == 2
+        fill.put(second, lambda out: out.fill(2.0))
+        fill.put(first, lambda out: out.fill(1.0))
+        assert not fill.missing
+        assert (vector[:15] == times).all() and (vector[256:556] == 2 * times).all()
+    fill.complete(gaps=True)
+    assert (vector[15:256] == 0).all() and (vector[556:] == 0).all()
+
+
+def test_what_got_nothing_is_zero():
+    fill, first, _, vector = filling()
+    fill.fresh(vector)
+    fill.expect()
+    fill.put(first, lambda out: out.fill(1.0))
+    fill.complete()
+    assert fill.missing == 1 and (vector[256:] == 0).all() and (vector[:15] == 1).all()
+
+
+def test_a_motion_that_fails_goes_on_as_nobody():
+    unit = tiny.Dense(7, 7)
+    flat = Flat(Sequential([unit]))
+    flat.bind(np.zeros(flat.length))
+    number, x, y, samples = tiny.batches([0])[0]
+    broken = Motion(x[:, :3], y, Run(True, 0, number, samples), tiny.Squares())
+    for motion in (broken, nobody()):
+        motion.forward(unit)
+        motion.score()
+        motion.turn(1.0)
+        motion.backward(unit, lambda parameter, compute: pytest.fail("a gradient of nothing"))
+        assert motion.total == 0 and not motion.saved and motion.measure(lambda scores, y: 1.0) == 0
+    assert isinstance(broken.problem, ValueError) and nobody().problem is None
+
+
+def test_seconds_add_up():
+    recorder = Recorder()
+    recorder.note("communication", "a", 1.0, 3.0)
+    recorder.note("communication", "b", 3.0, 3.5)
+    with recorder("compute", "c"):
+        pass
+    assert recorder.seconds["communication"] == 2.5 and 0 <= recorder.seconds["compute"] < 1 and not recorder.events
