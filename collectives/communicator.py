@@ -19,7 +19,7 @@ from mpi4py import MPI
 from collectives import buffers, calls, catalog, native, select
 from collectives.calls import Call
 from collectives.debug import Checker
-from collectives.errors import InvalidArgument, InvalidType
+from collectives.errors import Invalid, InvalidArgument, InvalidType
 from collectives.measured import BLOCKING, NATIVE, Choice, Form, Table
 from collectives.ops import is_commutative
 from collectives.plans import NEW, Plans
@@ -70,6 +70,29 @@ def _named(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> tuple[int, ...] 
     if first is not None and len(first) != len(everyone):
         raise InvalidArgument(MPI.ERR_ARG, f"nodes: expected a number for each of {len(everyone)} ranks, found {first}")
     return first
+
+
+def _shaped(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the dtype of an array in shared memory.
+
+    Raises
+    ------
+    InvalidArgument, InvalidType
+        If there can be no such array.
+    """
+    try:
+        kind = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise InvalidType(MPI.ERR_TYPE, f"dtype: {error}") from None
+    if kind.hasobject or not kind.itemsize or kind.subdtype is not None:
+        raise InvalidType(MPI.ERR_TYPE, f"dtype: expected elements of one known size, without references, found {kind}")
+    try:
+        lengths = tuple(map(index, shape)) if isinstance(shape, Iterable) else (index(shape),)
+    except TypeError:
+        raise InvalidType(MPI.ERR_ARG, f"shape: expected a number or several, found {shape!r}") from None
+    if min(lengths, default=0) < 0:
+        raise InvalidArgument(MPI.ERR_ARG, f"shape: expected no negative lengths, found {lengths}")
+    return lengths, kind
 
 
 class Communicator(PointToPoint):
@@ -218,6 +241,7 @@ class Communicator(PointToPoint):
         """Do a call now; `known` and the arguments are for `Plans.again` to know it by."""
         plans, choice = self._living(), self._choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
+            plans.check_in_step()
             plans.skip()
             until(self._checker.check("blocking", call, choice))
         plans.run(call, choice, known, *arguments)
@@ -291,16 +315,24 @@ class Communicator(PointToPoint):
 
         Raises
         ------
+        InvalidArgument, InvalidType
+            On all ranks, if one of them asks for a shape or a dtype that cannot be; the message says which.
         OutOfMemory
             On all ranks, if one of them cannot have its share.
         """
-        dtype = np.dtype(dtype)
-        shape = tuple(map(index, shape)) if isinstance(shape, Iterable) else (index(shape),)
-        if min(shape, default=0) < 0:
-            raise InvalidArgument(MPI.ERR_ARG, f"shape: expected no negative lengths, found {shape}")
-        nbytes, plans = prod(shape) * dtype.itemsize, self._living()
+        plans = self._living()
+        wanted: tuple[tuple[int, ...], np.dtype] | Invalid
+        try:
+            wanted = _shaped(shape, dtype)
+        except Invalid as error:
+            wanted = error
         until(plans.comm.Ibarrier().Test)  # others may have to wait before for what this rank has under way
-        return plans.allocate(nbytes).view(dtype).reshape(shape)
+        for rank, trouble in enumerate(plans.comm.allgather(wanted if isinstance(wanted, Invalid) else None)):
+            if trouble is not None:
+                raise type(trouble)(trouble.Get_error_class(), f"{trouble} on rank {rank}")
+        assert not isinstance(wanted, Invalid)
+        lengths, kind = wanted
+        return plans.allocate(prod(lengths) * kind.itemsize).view(kind).reshape(lengths)
 
     def zeros(self, shape: Any, dtype: Any = float) -> np.ndarray:
         """As `empty`, filled with zeros."""

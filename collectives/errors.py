@@ -14,7 +14,7 @@ root: expected 0 <= root < 4, found 7 True
 
 from mpi4py import MPI
 
-__all__ = ["Invalid", "InvalidArgument", "InvalidBuffer", "InvalidType", "OutOfMemory", "UnknownDatatype"]
+__all__ = ["Invalid", "InvalidArgument", "InvalidBuffer", "InvalidType", "OutOfMemory", "OutOfStep", "UnknownDatatype"]
 
 
 class Invalid(MPI.Exception):
@@ -59,3 +59,7 @@ class UnknownDatatype(InvalidType, KeyError):
 
 class OutOfMemory(Invalid, MemoryError):
     """Memory that cannot be had; nothing was taken on any rank."""
+
+
+class OutOfStep(Invalid, RuntimeError):
+    """A call after one that was broken off, by Ctrl-C or an operation that raised: what comes may be of that one."""

@@ -137,9 +137,12 @@ class Program:
         Where its local work goes on.
     swap : Swapping or None
         All that it does, if that is no more than a message for a message.
+    broken : bool
+        Whether a run of it was broken off, after which its messages may still be under way.
     """
 
     swap: Swapping | None = None
+    broken = False
     begins: tuple[tuple[int, int], ...] = ()
 
     def __init__(

@@ -6,7 +6,8 @@ address; larger ones are bound to the user's own memory, and nothing is copied t
 
 from __future__ import annotations
 
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from collectives.buffers import Buffer
 from collectives.calls import Blocks, Call, staged
 from collectives.catalog import blocks, build, find
 from collectives.chunks import Layout, Place, even
-from collectives.errors import InvalidArgument
+from collectives.errors import InvalidArgument, OutOfStep
 from collectives.execute import SOURCE, TARGET, Combining, Memory, Program, Task, bind
 from collectives.measured import NATIVE, Choice, Form
 from collectives.ops import on_device
@@ -410,10 +411,13 @@ class Plans:
         self._quick: dict[tuple[Any, ...], Compiled] = {}
         self._quickly: dict[tuple[Any, ...], Program] = {}
         self._repeats = 0
+        self._broken: str | None = None  # what broke a blocking call off, after which none can be trusted
         self._idle: dict[Hashable, list[Program]] = {}
         self._lengths: dict[Hashable, Lengths] = {}
-        self._lent: set[Request] = set()
-        self._held = self._resting = self._calls = self._inits = 0
+        self._lent: weakref.WeakSet[Request] = weakref.WeakSet()  # those under way are in `requests.under_way`
+        self._dropped: deque[tuple[Program, int | None]] = deque()  # at any moment, by requests that are gone
+        self._channels: set[int] = set()  # that requests have given back
+        self._held = self._resting = self._calls = self._inits = self._used = 0
         bound = comm.Get_attr(MPI.TAG_UB)
         self._tags = (32767 if bound is None else int(bound)) // 2
 
@@ -451,10 +455,17 @@ class Plans:
                     said = quick[0](s, r, quick[1], quick[2])
             except TypeError:  # something that cannot be looked up, or other arrays than were compiled for
                 pass
+            except KeyboardInterrupt as error:
+                self._break_off(error)
+                raise
             if said == _DONE:
                 return ()
             if said != _NO and quick is not None:
-                quick.finish(said, s, r)
+                try:
+                    quick.finish(said, s, r)
+                except BaseException as error:
+                    self._break_off(error)
+                    raise
                 return ()
         if sends and receives:
             s, r = sendbuf, recvbuf
@@ -495,8 +506,9 @@ class Plans:
             else:
                 for call in calls:
                     call()
-        except BaseException:
+        except BaseException as error:
             self._forget(origin.bound)
+            self._break_off(error)
             raise
         if finish is not None:
             finish(recvbuf)
@@ -505,6 +517,27 @@ class Plans:
         if load is not None or store is not None:
             self._repeated()
         return ()
+
+    def _break_off(self, error: BaseException) -> None:
+        """A blocking call ends in the middle: its messages may still come, or never leave. Trust no other after it."""
+        self._broken = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._again.clear()
+        self._quick.clear()
+        self._quickly.clear()
+
+    def check_in_step(self) -> None:
+        """Refuse a blocking call after one that was broken off.
+
+        Raises
+        ------
+        OutOfStep
+            If there was one.
+        """
+        if self._broken is not None:
+            message = (
+                f"a blocking call was broken off on rank {self.rank} by {self._broken}; what comes now may be of it"
+            )
+            raise OutOfStep(MPI.ERR_OTHER, f"{message}: go on with a new Communicator")
 
     def _repeated(self) -> None:
         """Count short calls that were made before: if there are many, they are bound anew, and compiled."""
@@ -625,6 +658,7 @@ class Plans:
         op: MPI.Op = MPI.SUM,
     ) -> None:
         """Do a blocking call; `known` and the arguments are those of `again`, to remember it by."""
+        self.check_in_step()
         if _learns(call, choice):
             call, known = self._learn(call, choice), NEW
         if _needs_staging(call):
@@ -642,8 +676,9 @@ class Plans:
                 kept.run(call)
             else:
                 drive(kept)
-        except BaseException:
+        except BaseException as error:
             self._forget(key)  # its messages may still be under way: never start them again
+            self._break_off(error)
             raise
         self._know(known, sendbuf, recvbuf, op, key, call, choice)
 
@@ -653,7 +688,7 @@ class Plans:
         call, device = self._where(call, choice)
         if device is None:
             program = self._bind(call, choice, "blocking")
-            drive(program)
+            self._drive(program)
             program.free()
             return
         key = _key(call, choice, True, device)
@@ -664,9 +699,16 @@ class Plans:
         assert isinstance(kept, Program) and kept.lane is not None
         try:
             kept.lane.follow(*_owners(call))
-            drive(kept)
+            self._drive(kept)
         except BaseException:
             self._forget(key)
+            raise
+
+    def _drive(self, program: Program) -> None:
+        try:
+            drive(program)
+        except BaseException as error:
+            self._break_off(error)
             raise
 
     def _where(self, call: Call, choice: Choice) -> tuple[Call, Device | None]:
@@ -675,6 +717,7 @@ class Plans:
 
     def begin(self, call: Call, choice: Choice, gate: Callable[[], bool] | None) -> Request:
         """Begin a non-blocking call."""
+        self._take_back()
         device = None
         if _needs_staging(call):
             call, device = self._where(call, choice)
@@ -709,10 +752,42 @@ class Plans:
         self._inits += 1
         call, device = self._where(call, choice)
         first = [] if device is None else [partial(device.follow, *_owners(call))]
-        program = self._bind(call, choice, "persistent", device, first)
-        request = Request(call.collective, program, self._return, call, persistent=True)
+        channel = None if self.node is None or choice.algorithm == NATIVE else self._channel()
+        program = self._bind(call, choice, "persistent", device, first, channel)
+        request = Request(call.collective, program, partial(self._return, channel), call, persistent=True)
+        request.finalizer = weakref.finalize(request, self._dropped.append, (program, channel))
+        request.finalizer.atexit = False
         self._lent.add(request)
         return request
+
+    def _channel(self) -> int | None:
+        """A channel for one more persistent request, the same on all ranks; None if all are in use. Collective.
+
+        Each is used once before ranks ask each other which of them everyone has given back: whoever has done so has
+        taken all messages that came there, so the next request goes on where the last one ended.
+        """
+        if self._used < CHANNELS - 1:
+            self._used += 1
+            return self._used
+        self._take_back()
+        mine, common = np.array([sum(1 << channel for channel in self._channels)]), np.zeros(1, np.int64)
+        until(self.comm.Iallreduce(mine, common, MPI.BAND).Test)  # others may wait for what is under way here
+        lowest = int(common[0] & -common[0])
+        if not lowest:
+            return None
+        channel = lowest.bit_length() - 1
+        self._channels.remove(channel)
+        return channel
+
+    def _take_back(self) -> None:
+        """Give back what requests held that were dropped without `Free`."""
+        while self._dropped:
+            self._give_back(*self._dropped.popleft())
+
+    def _give_back(self, program: Program, channel: int | None) -> None:
+        program.free()
+        if channel is not None and not program.broken:
+            self._channels.add(channel)
 
     def free(self) -> None:
         """Give everything back: programs, idle requests, shared memory, and the private communicator. Collective."""
@@ -725,6 +800,7 @@ class Plans:
         for request in tuple(self._lent):
             if not request.active:
                 request.Free()
+        self._take_back()
         self._bound.clear()
         self._again.clear()
         self._quick.clear()
@@ -744,15 +820,16 @@ class Plans:
 
     # -------------------------------------------------------------------------------- binding and keeping
 
-    def _wire(self, form: Form) -> Wire:
-        """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes."""
+    def _wire(self, form: Form, channel: int | None = BLOCKING_CHANNEL, itemsize: int = 1) -> Wire:
+        """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes, if it has one.
+
+        Messages are cut between elements, so one that no cell holds must be read where it lies, or be MPI's.
+        """
         if form == "nonblocking":
             return Immediate(self.comm)
-        tag, channel = BLOCKING_TAG, BLOCKING_CHANNEL
-        if form == "persistent":
-            tag, channel = self._tags + self._inits % self._tags, self._inits
+        tag = self._tags + self._inits % self._tags if form == "persistent" else BLOCKING_TAG
         far = Persistent(self.comm, tag)
-        if self.node is None or channel >= CHANNELS:
+        if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
             return far
         compiles = form == "persistent" or self._compiles
         return Nearest(Shared(self.node, channel, self._edges[channel], compiles), far)
@@ -764,11 +841,13 @@ class Plans:
         form: Form,
         device: Device | None = None,
         first: Sequence[Callable[[], object]] = (),
+        channel: int | None = BLOCKING_CHANNEL,
     ) -> Program:
         if _learns(call, choice):
-            return self._bind_later(call, choice, self._wire(form), device, first)
+            return self._bind_later(call, choice, self._wire(form, channel), device, first)
         if choice.algorithm != NATIVE:
-            return bound(call, choice, self.rank, self.size, self._wire(form), device, first, self.nodes)
+            wire = self._wire(form, channel, call.unit.itemsize)
+            return bound(call, choice, self.rank, self.size, wire, device, first, self.nodes)
         call = native.settled(call)
         ends = _ends(call, None)
         steps = [*first, *ends.first], ends.last
@@ -819,7 +898,7 @@ class Plans:
         if lengths is None:
             lengths = self._asking(call, choice, self._wire("blocking"))
         lengths.tell(call)
-        drive(lengths.program)
+        self._drive(lengths.program)
         self._lengths[key] = lengths
         if len(self._lengths) > KEPT:
             self._lengths.pop(next(iter(self._lengths))).program.free()
@@ -860,7 +939,9 @@ class Plans:
             program = native.program(self.comm, call, "blocking", source.array, target.array)
         else:
             schedule = task(call, choice, self.rank, self.size, self.nodes)
-            program = bind(schedule, source, target, self._wire("blocking"), _combining(call))
+            program = bind(
+                schedule, source, target, self._wire("blocking", itemsize=call.unit.itemsize), _combining(call)
+            )
         return Slots(program, source.array, target.array, bool(call.brings), _stores(call))
 
     def _keep(self, key: Hashable, kept: Program | Slots) -> None:
@@ -893,9 +974,9 @@ class Plans:
             if not self._idle[oldest]:
                 del self._idle[oldest]
 
-    def _return(self, request: Request, program: Program) -> None:
+    def _return(self, channel: int | None, request: Request, program: Program) -> None:
         self._lent.discard(request)
-        program.free()
+        self._give_back(program, channel)
 
 
 def _in_shape(slot: np.ndarray, array: np.ndarray) -> np.ndarray:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from mpi4py import MPI
 
-from collectives.errors import InvalidArgument
+from collectives.errors import InvalidArgument, OutOfStep
 from collectives.execute import Program
 from collectives.transport.wire import pause
 
@@ -77,7 +78,13 @@ class Request:
     (True, [1.0, 1.0, 1.0])
     """
 
-    __slots__ = ("_active", "_freed", "_gate", "_keep", "_name", "_persistent", "_program", "_release", "_startable")
+    __slots__ = (
+        *("__weakref__", "_active", "_broken", "_freed", "_gate", "_keep", "_name", "_persistent", "_program"),
+        *("_release", "_startable", "finalizer"),
+    )
+
+    finalizer: weakref.finalize[Any, Any] | None
+    """What gives back what the request holds when its last reference is gone."""
 
     def __init__(
         self,
@@ -93,11 +100,13 @@ class Request:
         self._keep = keep
         self._persistent = persistent
         self._gate: Callable[[], bool] | None = None
-        self._active = self._freed = False
+        self._active = self._freed = self._broken = False
         self._startable = persistent
+        self.finalizer = None
 
     def __repr__(self) -> str:
-        state = "freed" if self._freed else "under way" if self._active else "idle"
+        states = {"freed": self._freed, "broken off": self._broken, "under way": self._active, "idle": True}
+        state = next(name for name, it_is in states.items() if it_is)
         return f"<{'persistent ' if self._persistent else ''}request of {self._name}, {state}>"
 
     @property
@@ -111,13 +120,17 @@ class Request:
         Raises
         ------
         InvalidArgument
-            If it is, was freed, or comes from an ``I...`` method.
+            If it is, was freed or broken off, or comes from an ``I...`` method.
         """
         if not self._startable:
             raise self._not_startable()
         self._startable = False
-        for call in self._program.opening:
-            call()
+        try:
+            for call in self._program.opening:
+                call()
+        except BaseException:
+            self._broken = self._program.broken = True
+            raise
         self._active = True
         under_way.append(self)
 
@@ -150,7 +163,7 @@ class Request:
         try:
             return act()
         except BaseException:
-            self._active = False
+            self._active, self._broken, self._program.broken = False, True, True
             under_way.remove(self)
             raise
 
@@ -163,29 +176,42 @@ class Request:
             self._keep = None
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        """Whether the operation is over; makes progress if it is not."""
+        """Whether the operation is over; makes progress if it is not.
+
+        Raises
+        ------
+        InvalidArgument
+            If it was freed.
+        OutOfStep
+            If it was broken off, by Ctrl-C or an operation that raised: it never ends.
+        """
         self._check("Test")
         if self._active:
             progress()
         return not self._active
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Return when the operation is over."""
+        """Return when the operation is over. Raises what `Test` does."""
         if self._active and self._persistent and len(under_way) == 1:  # nothing else to move: MPI may wait for us
-            _take_turn()
-            under_way.clear()
-            _end_turn()
-            self._active = False
             program = self._program
-            if program.position == program.first:  # as `finish` does it, without the call
-                for call in program.rest:
-                    call()
-            else:
-                program.finish()
+            try:
+                _take_turn()
+                under_way.clear()
+                _end_turn()
+                self._active = False
+                if program.position == program.first:  # as `finish` does it, without the call
+                    for call in program.rest:
+                        call()
+                else:
+                    program.finish()
+            except BaseException:
+                self._broken = self._program.broken = True
+                raise
             self._startable = True
             return True
         self._check("Wait")
         until(lambda: not self._active)
+        self._check("Wait")
         return True
 
     def Free(self) -> None:
@@ -195,6 +221,8 @@ class Request:
             raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
         self._freed, self._startable = True, False
         self._keep = None
+        if self.finalizer is not None:
+            self.finalizer.detach()
         if self._persistent:
             self._release(self, self._program)
 
@@ -203,6 +231,8 @@ class Request:
     def _check(self, verb: str) -> None:
         if self._freed:
             raise InvalidArgument(MPI.ERR_REQUEST, f"{verb} of {self!r}")
+        if self._broken and verb != "Free":
+            raise OutOfStep(MPI.ERR_REQUEST, f"{verb} of {self!r}")
 
     @property
     def active(self) -> bool:

@@ -49,7 +49,7 @@ class GELU(Operator):
 
     def outline(self, x: Spec) -> Outline:
         """Temporaries of the error function."""
-        return Outline(Spec(x.shape, x.dtype), x, 0, _temporaries(x, 6))
+        return Outline(Spec(x.shape, x.dtype), x, 0, _temporaries(x, 8))
 
 
 class SiLU(Operator):
@@ -69,5 +69,6 @@ class SiLU(Operator):
 
 
 def _temporaries(x: Spec, count: int) -> int:
-    """Bytes of so many wide arrays of as many elements as are gone through at a time."""
+    """Bytes of so many wide arrays of as many elements as are gone through at a time, and for halves."""
+    count += 3 * (x.dtype.itemsize == 2)
     return count * min(elements(x), kernels.RUN) * kernels.wide(x.dtype).itemsize

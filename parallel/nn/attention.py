@@ -85,6 +85,7 @@ class CausalAttention(Operator):
         block = max((elements(p) for p in kept), default=0) * kernels.wide(x.dtype).itemsize
         half = x.dtype.itemsize == 2
         work = 2 * block + block * half + (elements(x) // 3) * kernels.wide(x.dtype).itemsize * (1 + 3 * half)
+        work += 16 * QUERIES * length  # of the mask, and of sums of rows
         return Outline(Spec((batch, length, width), x.dtype), (x, kept), 4 * batch * pairs * width, work)
 
 

@@ -34,3 +34,8 @@ def elements(x: Spec) -> int:
 def widened(*specs: Spec) -> int:
     """Bytes of float32 copies of arrays in a half type; none of wide ones."""
     return sum(4 * elements(spec) for spec in specs if spec.dtype.itemsize == 2)
+
+
+def stored(*specs: Spec) -> int:
+    """Bytes that it takes to store float32 results in a half type: the results, and what rounding them takes."""
+    return sum(9 * elements(spec) for spec in specs if spec.dtype.itemsize == 2)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.checks import elements, expect, widened
+from parallel.nn.checks import elements, expect, stored, widened
 from parallel.nn.linear import Init
 from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, constant, normal
 
@@ -87,8 +87,8 @@ class Conv2d(Operator):
         upper = xp.ascontiguousarray(dy.swapaxes(0, 1)).reshape(self.outputs, dy.size // self.outputs)
         dx = None
         if not self.first:
-            columns = kernels.matmul(self.weight.data.reshape(self.outputs, -1).T, upper)
-            dx = kernels.col2im(columns, saved.shape, self.window, self.stride, self.padding)
+            weight = self.weight.data.reshape(self.outputs, -1)
+            dx = kernels.col2im(kernels.matmul(weight.T, upper), saved.shape, self.window, self.stride, self.padding)
         grads(
             self.weight,
             lambda out: kernels.matmul(upper, self._columns(saved).T, out=out.reshape(self.outputs, -1)),
@@ -103,7 +103,7 @@ class Conv2d(Operator):
         fan, places = self.inputs * math.prod(self.window), x.shape[0] * math.prod(over)
         y, columns = Spec((x.shape[0], self.outputs, *over), x.dtype), Spec((fan, places), x.dtype)
         padded = Spec((*x.shape[:2], *(length + 2 * self.padding for length in x.shape[2:])), x.dtype)
-        work = columns.nbytes + y.nbytes + padded.nbytes + widened(columns, y, padded)
+        work = columns.nbytes + 2 * y.nbytes + padded.nbytes + stored(columns, y) + widened(padded)
         return Outline(y, x, 2 * fan * places * self.outputs, work)
 
 
@@ -153,7 +153,7 @@ class MaxPool2d(_Pool2d):
         """A few temporaries as large as the result."""
         y = Spec((*x.shape[:2], *self._over(x)), x.dtype)
         which = Spec(y.shape, kernels.smallest_type(math.prod(self.window) - 1))
-        work = 2 * (y.nbytes + which.nbytes) + 6 * elements(y) + widened(x, y)
+        work = 2 * (y.nbytes + which.nbytes) + 6 * elements(y) + stored(x) + widened(y)
         return Outline(y, (which, x.shape), 0, work)
 
 
@@ -179,4 +179,4 @@ class AvgPool2d(_Pool2d):
     def outline(self, x: Spec) -> Outline:
         """A temporary as large as the result."""
         y = Spec((*x.shape[:2], *self._over(x)), x.dtype)
-        return Outline(y, (), 0, y.nbytes + widened(x, y))
+        return Outline(y, (), 0, y.nbytes + stored(x) + widened(y))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.checks import elements, expect, expect_last, expect_range, widened
+from parallel.nn.checks import elements, expect, expect_last, expect_range, stored, widened
 from parallel.nn.linear import Init
 from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, normal
 
@@ -78,8 +78,9 @@ class Unembedding(Operator):
         """As a `Linear` without bias."""
         vocabulary, width = self.weight.shape
         expect_last(self, x, width)
-        y = Spec((*x.shape[:-1], vocabulary), x.dtype)
-        return Outline(y, x, 2 * elements(x) * vocabulary, widened(x, y, Spec(self.weight.shape, x.dtype)))
+        y, weight = Spec((*x.shape[:-1], vocabulary), x.dtype), Spec(self.weight.shape, x.dtype)
+        work = max(widened(x) + stored(y), widened(y) + stored(x)) + widened(weight)
+        return Outline(y, x, 2 * elements(x) * vocabulary, work)
 
 
 class PositionEmbedding(Operator):

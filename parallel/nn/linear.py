@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn import kernels
-from parallel.nn.checks import elements, expect, expect_last, widened
+from parallel.nn.checks import elements, expect, expect_last, stored, widened
 from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, constant, normal
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -62,7 +62,8 @@ class Linear(Operator):
         expect_last(self, x, self.inputs)
         y = Spec((*x.shape[:-1], self.outputs), x.dtype)
         weight = Spec(self.weight.shape, x.dtype)
-        return Outline(y, x, 2 * elements(x) * self.outputs, widened(x, weight, y))
+        work = max(widened(x) + stored(y), widened(y) + stored(x)) + widened(weight)
+        return Outline(y, x, 2 * elements(x) * self.outputs, work)
 
 
 class Flatten(Operator):

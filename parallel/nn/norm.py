@@ -13,6 +13,11 @@ def _rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
+def _work(x: Spec) -> int:
+    """Bytes of the wide temporaries of a backward."""
+    return (5 + (x.dtype.itemsize == 2)) * elements(x) * kernels.wide(x.dtype).itemsize
+
+
 class LayerNorm(Operator):
     """y = (x - mean) / sqrt(variance + eps) gain + bias over the last axis (Ba, Kiros and Hinton, 2016).
 
@@ -49,7 +54,7 @@ class LayerNorm(Operator):
         """Two numbers a row are saved beside x."""
         expect_last(self, x, self.width)
         mean, rstd = (Spec((elements(x) // max(self.width, 1),), kernels.wide(x.dtype)) for _ in range(2))
-        return Outline(Spec(x.shape, x.dtype), (x, mean, rstd), 0, 5 * elements(x) * mean.dtype.itemsize)
+        return Outline(Spec(x.shape, x.dtype), (x, mean, rstd), 0, _work(x))
 
 
 class RMSNorm(Operator):
@@ -86,4 +91,4 @@ class RMSNorm(Operator):
         """A number a row is saved beside x."""
         expect_last(self, x, self.width)
         rstd = Spec((elements(x) // max(self.width, 1),), kernels.wide(x.dtype))
-        return Outline(Spec(x.shape, x.dtype), (x, rstd), 0, 5 * elements(x) * rstd.dtype.itemsize)
+        return Outline(Spec(x.shape, x.dtype), (x, rstd), 0, _work(x))

@@ -330,6 +330,38 @@ TESTED: dict[str, Any] = {"color": OURS[1], "marker": "o", "ms": 3.5, "lw": 1.4}
 LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": OURS[1], "fontweight": "bold"}
 
 
+def plot_peers(path: str | Path, report: Mapping[str, Any]) -> None:
+    """Write the race against PyTorch as a picture: both loss curves, and the rate of every turn.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    report
+        As `compare_torch.race` makes it.
+    """
+    looks: dict[str, dict[str, Any]] = {
+        "ours": {"label": "Chorus", "lw": 4, "alpha": 0.45, "color": OURS[0]},
+        "torch": {"label": "PyTorch DDP, gloo", "lw": 1.6, "ls": "--", "color": NATIVE},
+    }
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for name, look in looks.items():
+            marker = "o" if len(report["losses"][name]) == 1 else None  # a line of one point would not be seen
+            left.plot(range(1, len(report["losses"][name]) + 1), report["losses"][name], marker=marker, **look)
+            right.plot(range(1, len(report["rates"][name]) + 1), report["rates"][name], marker="o", ms=3, **look)
+        left.set(xlabel="step")
+        left.set_title("loss", loc="left")
+        right.set(xlabel="turn", ylim=(0, None))
+        right.set_title(report["unit"], loc="left")
+        left.legend(loc="best")
+        ratio = report["summary"]["ratio"]["median"]
+        title = f"{report['model']}, {report['ranks']} ranks: {ratio:.2f} times the speed of PyTorch (median)"
+        figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
 def plot_winners(path: str | Path, table: Table) -> None:
     """Write a tuned table as a picture: per collective, the winner by message size and rank count.
 

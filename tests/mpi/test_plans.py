@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, plans
+from collectives import Communicator, plans, wait_all
+from collectives.transport import mailbox
+from collectives.transport.mpi import Persistent
 
 
 @pytest.fixture
@@ -157,3 +159,67 @@ def test_no_memory_is_lost_over_communicators(comm):
         own.Free()
     gc.collect()
     assert resident() - before < 8_000_000
+
+
+def wired(request):
+    """Whether its messages go through the node's memory, rather than being MPI's."""
+    return not isinstance(request.program.wire, Persistent)
+
+
+@pytest.mark.parametrize("how", ["Free", "del"])
+def test_persistent_requests_give_their_channels_back(own, how):
+    """Many more than there are channels, of different collectives, some of them kept: all go through shared memory."""
+    rank, size, few = own.Get_rank(), own.Get_size(), mailbox.CHANNELS - 4
+    shared = own._plans.node is not None
+    mine, kept = np.full(40, rank + 1.0), []
+    for turn in range(3 * mailbox.CHANNELS):
+        total = np.zeros(40)
+        made = [own.Allreduce_init(mine, total), own.Bcast_init(vector := np.full(300, float(rank)), turn % size)]
+        assert all(wired(request) == shared for request in made)
+        for _ in range(3):
+            for request in made:
+                request.Start()
+            for request in made[:: -1 if rank % 2 else 1]:
+                request.Wait()
+            assert (total == size * (size + 1) // 2).all() and (vector == turn % size).all()
+        if turn < few // 2:
+            kept += made
+        elif how == "Free":
+            for request in made[:: -1 if rank % 2 else 1]:
+                request.Free()
+        del made, request
+        if turn == few // 2:
+            for request in kept[::2]:
+                request.Free()
+            kept = kept[1::2]
+    for request in kept:
+        request.Start()
+        request.Wait()
+        request.Free()
+
+
+def test_channels_that_one_rank_holds_are_nobody_s(own):
+    """The last rank frees nothing: all agree that none is left, nobody hangs, and MPI carries the rest."""
+    last, shared = own.Get_rank() == own.Get_size() - 1, own._plans.node is not None
+    mine, total, held, others = np.ones(3), np.zeros(3), [], []
+    for turn in range(mailbox.CHANNELS + 5):
+        request = own.Allreduce_init(mine, total)
+        assert wired(request) == (shared and turn < mailbox.CHANNELS - 1)
+        others.append(own.Iallreduce(mine, total.copy()))  # whoever waits for one hangs on the others' progress
+        request.Start()
+        request.Wait()
+        if (turn + own.Get_rank()) % 3 == 0:
+            wait_all(others)
+        assert (total == own.Get_size()).all()
+        if last:
+            held.append(request)
+        else:
+            request.Free()
+    wait_all(others)
+    for request in held:
+        request.Free()
+    request = own.Allreduce_init(mine, total)
+    assert wired(request) == shared
+    request.Start()
+    request.Wait()
+    request.Free()

@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from exchanges import ENTRIES, FORMS, TABLE, Question, perform
+from exchanges import ENTRIES, FORMS, TABLE, Exchange, Question, perform
 from mpi4py import MPI
 
 from collectives import Communicator, plans
@@ -77,6 +77,25 @@ def test_a_shape_that_cannot_be(own):
             own.empty(shape)
     with pytest.raises(TypeError):
         own.empty(2.5)
+    assert summed(own, own.empty(3))
+
+
+BAD = {
+    "negative": ((3, -1), "f8", ValueError, r"shape: expected no negative lengths, found \(3, -1\)"),
+    "no length": (2.5, "f8", TypeError, "shape: expected a number or several, found 2.5"),
+    "no dtype": (3, "nonsense", TypeError, "dtype: .*nonsense"),
+    "objects": (3, object, TypeError, "dtype: expected elements of one known size.*object"),
+    "nothing": (3, "V0", TypeError, "dtype: expected elements of one known size"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_one_rank_asks_for_wrongly_is_told_to_all(own, bad):
+    shape, dtype, kind, message = BAD[bad]
+    for who in range(own.Get_size()):
+        asked = (shape, dtype) if own.Get_rank() == who else (7,)
+        with pytest.raises(kind, match=f"{message}.* on rank {who}"):
+            own.empty(*asked)
     assert summed(own, own.empty(3))
 
 
@@ -242,6 +261,14 @@ def one_rank_cannot_map(monkeypatch):
         nothing_maps(monkeypatch)
 
 
+def beside_rank_0(own):
+    """Is this rank on the machine of rank 0?"""
+    sharing = own.Split_type(MPI.COMM_TYPE_SHARED)
+    found = 0 in sharing.allgather(own.Get_rank())
+    sharing.Free()
+    return found
+
+
 def somebody_else_s(monkeypatch):
     """The number of the process means another one here."""
     map_ = heap._map
@@ -268,6 +295,7 @@ POORER = [nothing_maps, one_rank_cannot_map, somebody_else_s, no_memfd, an_old_k
 @pytest.mark.parametrize("poorer", POORER, ids=lambda poorer: poorer.__name__)
 @pytest.mark.parametrize("reads", [True, False], ids=["reads", "cannot read"])
 def test_where_memory_cannot_be_shared_all_works(own, monkeypatch, poorer, reads):
+    shows = poorer is an_old_kernel or (poorer is one_rank_cannot_map and not beside_rank_0(own))
     poorer(monkeypatch)
     if own._plans.node is not None and not reads:
         own._plans.node.reads = False
@@ -275,8 +303,7 @@ def test_where_memory_cannot_be_shared_all_works(own, monkeypatch, poorer, reads
         mine, total = own.full(n, 1.0), own.empty(n)
         own.Allreduce(mine, total)
         assert (total == own.Get_size()).all()
-        shown = own._plans.heap.shows(mine.ctypes.data, mine.nbytes)
-        assert shown == (poorer is an_old_kernel)
+        assert own._plans.heap.shows(mine.ctypes.data, mine.nbytes) == shows
 
 
 def test_where_ranks_share_nothing(world):
@@ -381,6 +408,30 @@ def test_on_other_machines(own, method, other):
     for number, nbytes in enumerate((8, *LIMITS, 1_500_000)[:: 1 if size <= 3 else 3]):
         exchange = mixed(own, next(kinds), line, nbytes // 4 + 1, "f", number % size, line.in_place and number % 2)
         perform(own, ("persistent", "blocking")[number % 2], method, exchange, turns=2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_elements_larger_than_a_cell_where_nothing_can_be_read(own, form):
+    """They cannot be cut, and no cell holds them."""
+    if own._plans.node is not None:
+        cannot_read(own._plans.node)
+    datatype = MPI.DOUBLE.Create_contiguous(40_000).Commit()
+    op = MPI.Op.Create(add_doubles, commute=True)
+    rank, size = own.Get_rank(), own.Get_size()
+    exchange = Exchange(
+        [[mine := np.zeros(80_000), 2, datatype], [total := np.zeros(80_000), 2, datatype]],
+        [(mine, lambda turn: np.arange(80_000.0) + rank * turn)],
+        [(total, lambda turn: np.arange(80_000.0) * size + size * (size - 1) // 2 * turn)],
+        op=op,
+    )
+    perform(own, form, "Allreduce", exchange, turns=3)
+    op.Free()
+    datatype.Free()
+
+
+def add_doubles(left, inout, datatype):
+    mine = np.frombuffer(inout)
+    mine += np.frombuffer(left)
 
 
 def test_arrays_may_change_as_soon_as_a_call_is_over(comm):

@@ -1,0 +1,287 @@
+"""Train one model twice, by Chorus and by PyTorch's DistributedDataParallel over gloo, and compare digits and speed.
+
+mpirun -n 2 python scripts/compare_torch.py --model gpt:small --plot race.png
+
+Same first weights, same batches, same threads, float32 and AdamW. First the gradients of step 1; then both train in
+turns, a few steps each and never at the same time. Needs PyTorch (the extra peers).
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from benchlib import launch
+from benchlib.launch import say
+from collectives import Communicator
+from parallel.data import Batch, Sampler
+from parallel.datasets import Task, load
+from parallel.engine import LAYOUTS, Engine
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import build
+from parallel.nn.workspace import keep_freed_memory
+from parallel.optim import SGD, AdamW
+
+DATA = {"gpt": "pydoc", "mlp": "digits"}
+RTOL, ATOL = 1e-5, 4e-5
+"""What a gradient's element may differ by: ATOL + RTOL of its size."""
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
+    parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="gpt:small", metavar="NAME[:SIZE]", help="gpt or mlp, with a size (default gpt:small)")
+    add("--data", metavar="NAME|FILE", help="what train.py understands (default pydoc for gpt, digits for mlp)")
+    add("--length", type=count, default=128, metavar="N", help="tokens of a sequence (default 128)")
+    add("--micro-batch", type=count, default=16, metavar="N", help="samples of a rank and step (default 16)")
+    add("--steps", type=count, default=200, metavar="N", help="of each (default 200)")
+    add("--turn", type=count, default=10, metavar="N", help="steps until it is the other's turn (default 10)")
+    add("--rate", type=float, default=3e-4, metavar="X", help="learning rate (default 3e-4)")
+    add("--layout", choices=tuple(LAYOUTS), default="dp", help="of ours (default dp)")
+    add("--threads", type=count, default=1, metavar="N", help="for each rank (default 1)")
+    add("--bucket-mb", type=float, default=25.0, metavar="X", help="of PyTorch's buckets (default 25, its own)")
+    add("--seed", type=int, default=0, metavar="N", help="(default 0)")
+    add("--json", type=Path, metavar="FILE", help="write all results")
+    add("--plot", type=Path, metavar="FILE", help="draw both loss curves and all turns (PNG)")
+    options = parser.parse_args(argv)
+    family = options.model.partition(":")[0]
+    if family not in DATA:
+        parser.error(f"argument --model: expected one of {', '.join(DATA)}, found {options.model!r}")
+    if not 0 < options.rate < np.inf:
+        parser.error(f"argument --rate: expected a number above 0, found {options.rate}")
+    if find_spec("torch") is None:
+        parser.error("PyTorch is not installed: pip install 'chorus-mpi[peers]'")
+    options.data = options.data or DATA[family]
+    return options
+
+
+class Tap(SGD):
+    """An optimiser that keeps the gradient and changes nothing."""
+
+    def update(self, pieces: Any, step: int, scale: float, gather: Any = None) -> None:
+        """Note the pieces of this rank."""
+        self.seen = [(piece.span, piece.gradient * scale) for piece in pieces]
+
+
+class Ours:
+    """Chorus's side of the race: an engine, and what it trains."""
+
+    def __init__(self, task: Task, options: argparse.Namespace, comm: Communicator, optimizer: Any):
+        self.model = build(options.model, task.inputs, task.outputs)
+        self.engine = Engine(
+            self.model, SoftmaxCrossEntropy(), comm, optimizer, layout=options.layout, seed=options.seed
+        )
+
+    def step(self, batch: Batch) -> float:
+        """One update; the mean loss over all ranks."""
+        return self.engine.step([batch]).loss
+
+
+def our_gradients(task: Task, options: argparse.Namespace, comm: Communicator, batch: Batch) -> dict[str, np.ndarray]:
+    """Of the mean loss over all ranks, by name, whole on every rank whatever the layout."""
+    tap = Tap(rate=0.0)
+    ours = Ours(task, options, comm, tap)
+    ours.step(batch)
+    flat = ours.engine.flat
+    vector, owners = np.zeros(flat.length, np.float32), np.zeros(flat.length, np.float32)
+    for span, gradient in tap.seen:
+        vector[span.start : span.stop] += gradient
+        owners[span.start : span.stop] += 1
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, vector)
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, owners)
+    vector /= owners
+    ours.engine.close()
+    return {place.parameter.name: flat.view(vector, place.parameter, place.span.start) for place in flat.places}
+
+
+def gradients_compared(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Largest difference, in which tensor, both norms, and whether every element is within bounds."""
+    if ours.keys() != theirs.keys():
+        raise ValueError(f"parameters of one side only: {sorted(ours.keys() ^ theirs.keys())}")
+    apart = {name: float(np.abs(ours[name] - theirs[name]).max(initial=0.0)) for name in ours}
+    worst = max(apart, key=lambda name: apart[name])
+
+    def norm(side: dict[str, np.ndarray]) -> float:
+        return float(np.sqrt(sum(np.square(values, dtype=np.float64).sum() for values in side.values())))
+
+    within = all(np.allclose(ours[name], theirs[name], rtol=RTOL, atol=ATOL) for name in ours)
+    return {
+        "max_error": apart[worst],
+        "tensor": worst,
+        "ours_norm": norm(ours),
+        "torch_norm": norm(theirs),
+        "within": within,
+    }
+
+
+def batches(task: Task, options: argparse.Namespace, comm: Communicator) -> Iterator[Batch]:
+    """This rank's micro-batch of each step: full ones only, so that every step is the same work."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    together = size * options.micro_batch
+    if len(task.train) < together:
+        raise ValueError(f"--micro-batch: a step takes {together} samples, and {task.name} has {len(task.train)}")
+    sampler = Sampler(len(task.train), together, options.micro_batch, options.seed)
+    for step in sampler.ahead():
+        if step.samples == together:
+            yield next(step.batches(task.train, [rank]))
+
+
+class Turn(NamedTuple):
+    """Some steps of one side: mean losses, and seconds for all of them on the slowest rank."""
+
+    losses: list[float]
+    seconds: float
+
+
+def take_turn(step: Callable[[Batch], float], turn: list[Batch], comm: Communicator) -> Turn:
+    """Let one side train while the other rests."""
+    MPI.COMM_WORLD.Barrier()
+    began = time.perf_counter()
+    losses = [step(batch) for batch in turn]
+    MPI.COMM_WORLD.Barrier()
+    seconds = MPI.COMM_WORLD.allreduce(time.perf_counter() - began, MPI.MAX)
+    return Turn([loss / comm.Get_size() for loss in MPI.COMM_WORLD.allreduce(np.array(losses))], seconds)
+
+
+def summary(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians and quartiles of each side's rates, and of their ratio turn by turn."""
+    ratios = np.divide(rates["ours"], rates["torch"])
+    series = {**rates, "ratio": ratios.tolist()}
+    return {
+        name: dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist()))
+        for name, values in series.items()
+    }
+
+
+def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
+    """All of it; the same report on every rank."""
+    from benchlib.peer import Peer  # PyTorch takes a while to load
+
+    task = load(options.data, seed=options.seed, length=options.length)
+    if task.kind == "values":
+        raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
+    unit = "tokens" if task.kind == "bytes" else "samples"
+    source = batches(task, options, comm)
+    first = next(source)
+    adamw = AdamW(rate=options.rate, beta2=0.95, decay=0.1)
+    ours = Ours(task, options, comm, adamw)
+    theirs = Peer(ours.model, adamw, MPI.COMM_WORLD, options.threads, options.bucket_mb)
+    gradients = gradients_compared(our_gradients(task, options, comm, first), theirs.gradients(first.x, first.y))
+    size = comm.Get_size()
+    work = int(first.y.size) * size
+    parameters = sum(place.size for place in ours.engine.flat.places)
+    say(f"{options.model}, {parameters} parameters, {size} ranks, {options.threads} threads each, {work} {unit} a step")
+    say(
+        f"gradients of step 1: largest difference {gradients['max_error']:.2g} (in {gradients['tensor']}), "
+        f"norms {gradients['ours_norm']:.7g} and {gradients['torch_norm']:.7g}: "
+        f"{'equal' if gradients['within'] else 'NOT EQUAL'} within {ATOL:g} + {RTOL:g} of the size"
+    )
+    sides: dict[str, Callable[[Batch], float]] = {
+        "ours": ours.step,
+        "torch": lambda batch: theirs.step(batch.x, batch.y),
+    }
+    losses: dict[str, list[float]] = {name: [] for name in sides}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    done, number = 0, 0
+    with launch.progress(options.steps, "race", "step") as bar:
+        while done < options.steps:
+            turn = [first] * (done == 0) + [
+                next(source) for _ in range(min(options.turn, options.steps - done) - (done == 0))
+            ]
+            for name in sorted(sides, reverse=bool(number % 2)):  # who goes first alternates
+                result = take_turn(sides[name], turn, comm)
+                losses[name] += result.losses
+                rates[name].append(work * len(turn) / result.seconds)
+            done, number = done + len(turn), number + 1
+            bar.update(len(turn))
+    theirs.close()
+    ours.engine.close()
+    timed = {name: values[1:] or values for name, values in rates.items()}  # in the first turn both warm up
+    return {
+        "model": options.model,
+        "parameters": parameters,
+        "unit": f"{unit}/s",
+        "ranks": size,
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "numpy": np.__version__,
+            "torch": version("torch"),
+        },
+        "gradients": gradients,
+        "losses": losses,
+        "rates": rates,
+        "summary": summary(timed),
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report as text."""
+    for name, label, digits in (("ours", "Chorus", 0), ("torch", "PyTorch", 0), ("ratio", "ratio", 3)):
+        of = report["summary"][name]
+        unit = "" if name == "ratio" else f" {report['unit']}"
+        say(f"{label:8} {of['median']:.{digits}f}{unit}  (quartiles {of['q1']:.{digits}f} to {of['q3']:.{digits}f})")
+    ours, theirs = (np.array(report["losses"][name]) for name in ("ours", "torch"))
+    apart = np.abs(ours - theirs).max()
+    say(f"loss after {len(ours)} steps: {ours[-1]:.5f} and {theirs[-1]:.5f}; largest difference on the way {apart:.2g}")
+
+
+def blas_threads(threads: int) -> AbstractContextManager[Any]:
+    """While this lasts, NumPy's products use so many threads; without threadpoolctl as many as they like."""
+    if find_spec("threadpoolctl") is None:
+        return nullcontext()
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(threads)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0 if the gradients are equal."""
+    options = parse(argv)
+    keep_freed_memory()
+    comm = Communicator(MPI.COMM_WORLD)
+    with blas_threads(options.threads):
+        report = race(options, comm)
+    if comm.Get_rank() == 0:
+        show(report)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        if options.plot:
+            from benchlib.plots import plot_peers
+
+            options.plot.parent.mkdir(parents=True, exist_ok=True)
+            plot_peers(options.plot, report)
+    return 0 if report["gradients"]["within"] else 1
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,138 @@
+"""Calls that are broken off, by Ctrl-C or an operation that raises: what comes after them works or says why not."""
+
+import signal
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from collectives import Communicator, plans
+from collectives.errors import InvalidArgument, OutOfStep
+
+SOON, LATER = 0.1, 0.6  # seconds until a rank is interrupted, and until those that it waits for come
+
+
+@contextmanager
+def ctrl_c():
+    """Ctrl-C for this process, soon."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, SOON)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def own(world, monkeypatch):
+    """A communicator that compiles soon, of at least two ranks that wait for each other in Python."""
+    monkeypatch.setattr(plans, "WORTH_COMPILING", 2)
+    with Communicator(world) as comm:
+        if comm.Get_size() == 1 or comm._plans.node is None:
+            pytest.skip("nobody waits in Python")
+        yield comm
+
+
+@pytest.mark.parametrize("before", [0, 1, 6], ids=["new", "known", "compiled"])
+@pytest.mark.parametrize("method", ["Reduce", "Allreduce"])
+def test_ctrl_c_in_a_blocking_call(own, before, method):
+    """Rank 0 waits for the others' terms, which then come. It never takes them for those of another call."""
+    rank, size = own.Get_rank(), own.Get_size()
+    if method == "Allreduce" and size > 2:
+        pytest.skip("others would wait for more than one message of rank 0")
+
+    def call(turn):
+        total = np.full(5, -1.0)
+        getattr(own, method)(np.full(5, float(rank + turn)), total, algorithm="linear" if size > 2 else "auto")
+        assert (rank and method == "Reduce") or (total == size * (size - 1) // 2 + size * turn).all()
+
+    for turn in range(before):
+        call(turn)
+    own.Barrier()
+    if rank == 0:
+        with ctrl_c():
+            call(before)
+    else:
+        time.sleep(LATER)
+        call(before)
+    if rank == 0:
+        for _ in range(2):
+            with pytest.raises(OutOfStep, match=r"broken off on rank 0 by KeyboardInterrupt.*new Communicator"):
+                call(before + 1)
+    with Communicator(own) as new:
+        total = np.zeros(5)
+        new.Allreduce(np.ones(5), total)
+        assert (total == size).all()
+
+
+@pytest.mark.parametrize("waits", ["Wait", "Test"])
+def test_ctrl_c_in_a_persistent_one(own, waits):
+    rank, size = own.Get_rank(), own.Get_size()
+    mine, total = np.ones(5), np.zeros(5)
+    request, other = own.Reduce_init(mine, total, algorithm="linear"), own.Allreduce_init(mine, total.copy())
+    request.Start()
+    request.Wait()
+    if waits == "Test":
+        other.Start()  # then all that is under way is moved by turns
+    own.Barrier()
+    if rank == 0:
+        with ctrl_c():
+            request.Start()
+            while waits == "Test" and not request.Test():
+                pass
+            request.Wait()
+        assert "broken off" in repr(request) or request.active
+        if request.active:  # it was interrupted between two looks: nothing is lost
+            request.Wait()
+            assert (total == size).all()
+        else:
+            for verb in (request.Wait, request.Test):
+                with pytest.raises(OutOfStep, match="broken off"):
+                    verb()
+            with pytest.raises(InvalidArgument, match=r"broken off>: only an idle"):
+                request.Start()
+    else:
+        time.sleep(LATER)
+        request.Start()
+        request.Wait()
+    if waits == "Test":
+        other.Wait()
+    request.Free()
+    own.Barrier()
+    own.Allreduce(mine, total)
+    assert (total == size).all()
+    other.Free()
+
+
+def test_a_sum_that_raises(own):
+    """The root is told, again when it asks again; what goes on besides is right."""
+    rank, size = own.Get_rank(), own.Get_size()
+    most, mine, total = np.full(5, np.finfo("f8").max), np.ones(5), np.zeros(5)
+    own.Barrier()
+    if rank:
+        time.sleep(LATER)
+    request = own.Ireduce(most, total, algorithm="linear")
+    if rank == 0:
+        with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+            request.Wait()
+        for verb in (request.Wait, request.Test):
+            with pytest.raises(OutOfStep, match="broken off"):
+                verb()
+    else:
+        request.Wait()
+    own.Allreduce(mine, total)
+    assert (total == size).all()
+    if rank == 0:
+        with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+            own.Reduce(most, total, algorithm="linear")
+        with pytest.raises(OutOfStep, match="by FloatingPointError: overflow"):
+            own.Barrier()
+    else:
+        own.Reduce(most, total, algorithm="linear")

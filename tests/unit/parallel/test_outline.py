@@ -1,0 +1,62 @@
+"""The temporaries that an outline foretells are enough: as the allocator counts them."""
+
+import tracemalloc
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from parallel.flat import Flat
+from parallel.nn.activation import GELU, ReLU, SiLU
+from parallel.nn.attention import CausalAttention
+from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
+from parallel.nn.dropout import Dropout
+from parallel.nn.linear import Linear
+from parallel.nn.norm import LayerNorm, RMSNorm
+from parallel.nn.operator import Run, Spec, nbytes_of
+
+LARGE = {
+    "linear": (partial(Linear, 128, 256), (1000, 128)),
+    "gelu": (GELU, (500, 300)),
+    "relu": (ReLU, (500, 300)),
+    "silu": (SiLU, (500, 300)),
+    "layer norm": (partial(LayerNorm, 300), (500, 300)),
+    "rms norm": (partial(RMSNorm, 300), (500, 300)),
+    "dropout": (partial(Dropout, 0.1), (500, 300)),
+    "attention": (partial(CausalAttention, 4), (4, 192, 192)),
+    "convolution": (partial(Conv2d, 4, 8, 3, padding=1), (16, 4, 24, 24)),
+    "max pool": (partial(MaxPool2d, 2), (16, 8, 40, 40)),
+    "average pool": (partial(AvgPool2d, 2), (16, 8, 40, 40)),
+}
+
+
+def peak(motion):
+    """Bytes at the worst moment of a motion, beyond those before it."""
+    tracemalloc.start()
+    try:
+        result = motion()
+        return tracemalloc.get_traced_memory()[1], result
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", LARGE)
+def test_work_is_enough(name, dtype):
+    make, shape = LARGE[name]
+    operator, x = make(), np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    flat = Flat(operator)
+    vector = np.zeros(flat.length, dtype)
+    flat.initialise(vector, 0)
+    flat.bind(vector)
+    outline = operator.outline(Spec(x.shape, x.dtype))
+    run = Run(samples=np.arange(len(x)))
+    gradients = {parameter: np.empty(parameter.shape, np.float32) for parameter in operator.parameters()}
+    forward, (y, saved) = peak(lambda: operator.forward(x, run))
+    forward -= nbytes_of((x, y, saved)) - x.nbytes
+    dy = np.ones_like(y)
+    backward, _ = peak(lambda: operator.backward(dy, saved, lambda parameter, compute: compute(gradients[parameter])))
+    found = max(forward, backward - x.nbytes)
+    assert found <= outline.work + 2**17, f"{found} bytes of temporaries, {outline.work} foretold"
+    assert outline.work <= 4 * found + 2**18, f"{outline.work} bytes foretold, {found} found"
