@@ -9,9 +9,9 @@ A checkpoint is a folder:
         optimizer.safetensors.index.json
         state.json                                 all that is no tensor; size and SHA-256 of every other file
 
-All ranks write it, each its own share of whole tensors, which it gathers one at a time, into a folder with another name.
-When everything is on the disk, rank 0 renames that folder. So whatever has the name of a checkpoint is a whole one, and
-a crash leaves at most a folder that begins with a dot, which the next checkpoint clears away.
+All ranks write it, each its own share of whole tensors, which it gathers one at a time, into a folder with another
+name. When everything is on the disk, rank 0 renames that folder. So whatever has the name of a checkpoint is a whole
+one, and a crash leaves at most a folder that begins with a dot, which the next checkpoint clears away.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def save(
         agree(comm, problem, trouble, CheckpointError)
         files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
     together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
-    together(comm, lambda: _clear(directory, keep), f"{target} is there, but older ones cannot be removed", CheckpointError, 0)
+    trouble = f"{target} is there, but older ones cannot be removed"
+    together(comm, lambda: _clear(directory, keep), trouble, CheckpointError, 0)
     return target
 
 
@@ -382,7 +383,7 @@ class Checkpoint:
         )
         self.entries: dict[str, Entry] = {}
         self._file_of: dict[str, str] = {}
-        for file, entries in sorted((item for some in comm.allgather(found) for item in some.items())):
+        for file, entries in sorted(item for some in comm.allgather(found) for item in some.items()):
             family = file.partition("-")[0]
             self.entries |= {f"{family}/{name}": entry for name, entry in entries.items()}
             self._file_of |= {f"{family}/{name}": file for name in entries}

@@ -15,7 +15,7 @@ SIZE = {"cpu": 512, "cuda": 4096}
 
 
 def cores_per_rank(comm: MPI.Intracomm) -> int:
-    """Cores that the node's ranks may run on, shared out evenly; at least 1, and no more than this rank may. Collective."""
+    """Cores of the node, shared out evenly to its ranks; at least 1, no more than this rank may run on. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
         mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

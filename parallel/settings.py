@@ -1,4 +1,4 @@
-"""All that decides a training, in plain values: what a command line says, what a checkpoint keeps, and good defaults."""
+"""All that decides a training, in plain values: what is said, what a checkpoint keeps, and good defaults."""
 
 from __future__ import annotations
 

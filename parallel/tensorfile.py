@@ -1,7 +1,7 @@
 """A safetensors file written tensor after tensor, so that no more than one of them is in memory.
 
-The format (https://github.com/huggingface/safetensors): eight bytes that say how long the header is, the header, which is
-JSON and says where every tensor lies, and the tensors, row by row, one after another. What is written here, the
+The format (https://github.com/huggingface/safetensors): eight bytes that say how long the header is, the header, which
+is JSON and says where every tensor lies, and the tensors, row by row, one after another. What is written here, the
 `safetensors` package opens; reading is left to it.
 """
 

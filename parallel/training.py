@@ -324,4 +324,3 @@ def changed(found: Checkpoint, settings: Settings) -> dict[str, tuple[Any, Any]]
     """Settings that are other than in the checkpoint: {name: (there, here)}."""
     there = found.facts.get("settings", {})
     return {name: (there.get(name), here) for name, here in asdict(settings).items() if there.get(name) != here}
-

@@ -1,7 +1,7 @@
 """Train a model on all ranks: digits, the text of Python's documentation, made-up tasks, or your own file.
 
 mpirun -n 4 python scripts/train.py --data digits --model mlp
-mpirun -n 2 python scripts/train.py --data pydoc --model gpt --checkpoint out/gpt --json out/gpt.jsonl --plot out/gpt.png
+mpirun -n 2 python scripts/train.py --data pydoc --model gpt --checkpoint out/gpt --plot out/gpt.png
 mpirun -n 4 python scripts/train.py --checkpoint out/gpt --resume --parallel zero3
 
 What is not said comes from the checkpoint that is resumed, or else from a recipe for the data and the model. Ctrl-C
@@ -28,22 +28,23 @@ from mpi4py import MPI
 from benchlib import launch, ours, traces
 from benchlib.launch import say
 from benchlib.metrics import Metrics
-from collectives.tuning import machine as machine_in_words
 from benchlib.training import (
     REFRESH,
-    Ending,
     loss_in_words,
     score_in_words,
     short,
     speed_in_words,
+    status,
     tokens,
     unit,
     write_trace,
 )
 from collectives import Communicator
+from collectives.tuning import machine as machine_in_words
 from parallel import datasets, machine, settings
 from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, step_of
 from parallel.guard import Diverged, StepFailed
+from parallel.interrupt import Interrupt
 from parallel.layouts import LAYOUTS
 from parallel.meter import Meter
 from parallel.nn.models import MODELS
@@ -97,8 +98,9 @@ def parser() -> launch.Parser:
     add("--parallel", dest="layout", choices=list(LAYOUTS), help="what each rank holds (default dp)")
     add("--precision", choices=list(PRECISIONS), help="of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
-    add("--recompute", action=argparse.BooleanOptionalAction, default=None, help="forget activations, compute them again")
-    add("--reproducible", action=argparse.BooleanOptionalAction, default=None, help="the same digits on any ranks and layout")
+    either: Any = {"action": argparse.BooleanOptionalAction, "default": None}
+    add("--recompute", **either, help="forget activations, and compute them again")
+    add("--reproducible", **either, help="the same digits on any number of ranks, in any layout")
     add("--bucket-bytes", type=int, metavar="N", help="of a bucket of gradients (default 4 MiB)")
     add("--check-every", type=int, metavar="N", help="compare parameters over the ranks every N steps")
     add("--threads", type=int, metavar="N", help="of BLAS, for each rank (default: cores of the node over its ranks)")
@@ -107,7 +109,7 @@ def parser() -> launch.Parser:
     add("--checkpoint", type=Path, metavar="DIR", help="where checkpoints go")
     add("--every", type=int, metavar="N", help="steps from checkpoint to checkpoint (default: ten in all)")
     add("--keep", type=int, default=3, metavar="K", help="how many of them are kept (default 3)")
-    add("--resume", nargs="?", const=True, default=None, metavar="CHECKPOINT", help="go on from the newest, or from this")
+    add("--resume", nargs="?", const=True, metavar="CHECKPOINT", help="go on from the newest, or from this one")
     add("--test-every", type=int, metavar="N", help="steps from test to test (default: an epoch, or ten in all)")
     add("--json", type=Path, metavar="FILE", help="metrics, a line for each step; the last one sums up")
     add("--plot", type=Path, metavar="FILE", help="the curve as a picture")
@@ -190,10 +192,10 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     metrics = together(comm, lambda: Metrics(args.json if root else None, training.done), "--json")
     each, every = intervals(args, training)
     saved, events, shown = training.done, [], ""
-    ending = Ending()
-    with launch.progress(training.steps, training.task.name, "step") as bar:
+    bar = launch.progress(training.steps, training.task.name, "step")
+    with bar, Interrupt() as interrupt:
         bar.update(training.done)
-        for made, record in enumerate(training.run(ending)):
+        for made, record in enumerate(training.run(lambda: interrupt.seen)):
             meter.add(record)
             done, line = training.done, record.line()
             if done % each == 0 and done < training.steps and not record.report.stop:
@@ -210,12 +212,12 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
                 words = loss_in_words(training, record.report.loss), speed_in_words(training, meter.recent())
                 bar.set_postfix_str(f"{words[0]}{shown}, {words[1]}", refresh=False)
             bar.update()
-    if args.checkpoint and training.done > saved:
-        saved = _step_saved(training, args)
-    if status := ending.status(comm):
-        where = f"; --resume goes on from {args.checkpoint}" if args.checkpoint else ", and no --checkpoint to keep it"
-        say(f"ended by {signal.Signals(status - 128).name} after step {training.done}{where}")
-        return status
+        if args.checkpoint and training.done > saved:
+            saved = _step_saved(training, args)
+        if code := status(comm, interrupt):
+            where = f"; --resume goes on from {args.checkpoint}" if args.checkpoint else "; no --checkpoint keeps it"
+            say(f"ended by {signal.Signals(code - 128).name} after step {training.done}{where}")
+            return code
 
     score, speed = training.score(), meter.overall(comm)
     final = {"final": True, "step": training.done, "loss": metrics.lines[-1]["loss"] if metrics.lines else None}
@@ -224,7 +226,8 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     final |= {"seconds": time.perf_counter() - began, "ranks": comm.Get_size(), "settings": asdict(training.settings)}
     metrics.add(final)
     metrics.close()
-    say(f"{score_in_words(score)} after {training.done} steps and {final['seconds']:.1f} s; {speed_in_words(training, speed)}")
+    spent = f"{training.done} steps and {final['seconds']:.1f} s"
+    say(f"{score_in_words(score)} after {spent}; {speed_in_words(training, speed)}")
     if args.checkpoint:
         say(f"checkpoints are in {args.checkpoint}")
     if args.plot and root:

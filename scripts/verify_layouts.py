@@ -3,10 +3,10 @@
 python scripts/verify_layouts.py
 python scripts/verify_layouts.py --model gpt --ranks 1,2,4 --layouts dp,zero3
 
-Each line of the table is a training of its own by scripts/train.py --reproducible, under an mpiexec of its own, with the
-same micro-batches and global batch; what is compared is the checkpoint at its end, weights and the optimiser's state.
-The first line of a model is the one that the others are compared with; where one differs, the first tensor that does is
-named. Exit status 1 if any differs or does not end.
+Each line of the table is a training of its own by scripts/train.py --reproducible, under an mpiexec of its own, with
+the same micro-batches and global batch; what is compared is the checkpoint at its end, weights and the optimiser's
+state. The first line of a model is the one that the others are compared with; where one differs, the first tensor that
+does is named. Exit status 1 if any differs or does not end.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def trained(mpiexec: str, model: str, line: Line, steps: int, folder: Path, limi
     command = [mpiexec, "-n", str(line.ranks), sys.executable, str(ROOT / "scripts" / "train.py"), *MODELS[model]]
     micro = int(MODELS[model][MODELS[model].index("--batch") + 1]) // PARTS
     command += ["--reproducible", "--micro-batch", str(micro), "--steps", str(steps), "--clip", "1"]
-    command += ["--parallel", line.layout, "--checkpoint", str(folder), "--every", str(steps), "--test-every", str(steps)]
+    command += ["--parallel", line.layout, "--checkpoint", str(folder), "--every", str(steps), *line.options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.Popen(
-        [*command, *line.options], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:

@@ -25,7 +25,6 @@ from matplotlib.ticker import (
     NullLocator,
     PercentFormatter,
 )
-from numpy.typing import NDArray
 
 from benchlib.rows import Report, Row
 from benchlib.sizes import format_size
@@ -195,70 +194,6 @@ def plot_scale(path: str | Path, title: str, costs: str, across: list[Any], alon
         note = f"{costs}; hollow: by formula, the others by playing all ranks"
         figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
         figure.savefig(path, dpi=100)
-        plt.close(figure)
-
-
-def plot_training(
-    path: str | Path,
-    curves: dict[str, tuple[list[float], list[float]]],
-    templates: NDArray[np.float64],
-    goal: float,
-) -> None:
-    """Write training curves as a picture, and what the model looks for in each digit.
-
-    Parameters
-    ----------
-    path
-        Of the picture.
-    curves
-        Per run, loss and test accuracy after each epoch.
-    templates
-        Per digit, an image of the learnt weights.
-    goal
-        Accuracy to mark with a line.
-    """
-    with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
-        halves: Any = figure.subfigures(2, 1, height_ratios=[3.2, 1])
-        above, below = halves
-        left, right = above.subplots(1, 2)
-        looks: tuple[dict[str, Any], ...] = (
-            {"lw": 4, "alpha": 0.45, "color": OURS[0]},
-            {"lw": 1.6, "ls": "--", "color": NATIVE},
-        )
-        for (name, (losses, accuracies)), look in zip(curves.items(), looks, strict=False):
-            epochs = range(1, len(losses) + 1)
-            marker = "o" if len(losses) == 1 else None  # a line of one point would not be seen
-            left.plot(epochs, losses, label=name, marker=marker, **look)
-            right.plot(epochs, accuracies, label=name, marker=marker, **look)
-        right.axhline(goal, color=OURS[2], lw=1, ls=":")
-        right.text(
-            1,
-            goal,
-            f"goal {goal:.0%}",
-            transform=right.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            color=OURS[2],
-        )
-        left.set_title("training loss", loc="left")
-        right.set_title("test accuracy", loc="left")
-        right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        for axis in (left, right):
-            axis.set_xlabel("epoch")
-            axis.legend(loc="best")
-        largest = float(np.abs(templates).max())
-        for digit, axis in enumerate(below.subplots(1, len(templates))):
-            axis.imshow(templates[digit], cmap="RdBu_r", vmin=-largest, vmax=largest)
-            axis.set_title(str(digit), fontsize=10)
-            axis.axis("off")
-        below.suptitle(
-            "the learnt weights (red: ink speaks for the digit, blue: against it)",
-            x=0.03,
-            ha="left",
-            fontsize=10,
-        )
-        figure.savefig(path, dpi=130)
         plt.close(figure)
 
 

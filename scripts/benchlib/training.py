@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +9,19 @@ from mpi4py import MPI
 
 from benchlib import launch, traces
 from collectives import Communicator
+from parallel.interrupt import Interrupt
 from parallel.meter import Speed
 from parallel.record import Event
 from parallel.training import Score, Training
-
-GRACE = 1.0
-"""Seconds after a signal in which another one is taken for the same: launchers and terminals may both send it."""
 
 REFRESH = 0.2
 """Seconds between two looks at the bar."""
 
 
-class Ending:
-    """Whether somebody wants the program to end: Ctrl-C, or a polite kill. The second time it ends at once.
-
-    Attributes
-    ----------
-    signal : int
-        What has come; 0 for nothing.
-    """
-
-    def __init__(self) -> None:
-        self.signal, self._since = 0, 0.0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._hear)
-
-    def _hear(self, number: int, _: object) -> None:
-        now = time.monotonic()
-        if self.signal and now - self._since > GRACE:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        elif not self.signal:
-            self.signal, self._since = number, now
-
-    def __call__(self) -> bool:
-        return bool(self.signal)
-
-    def status(self, comm: MPI.Intracomm) -> int:
-        """The customary exit status of a program that a signal has ended, the same on all ranks. Collective."""
-        number = int(comm.allreduce(self.signal, MPI.MAX))
-        return 128 + number if number else 0
+def status(comm: MPI.Intracomm, interrupt: Interrupt) -> int:
+    """The customary exit status of a program that a signal has ended, the same on all ranks. Collective."""
+    number = int(comm.allreduce(interrupt.number, MPI.MAX))
+    return 128 + number if number else 0
 
 
 def tokens(training: Training) -> int:
