@@ -274,13 +274,14 @@ def check(said: Settings) -> None:
         value = getattr(said, name)
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"{name}: expected a number from {least:g} on, found {value:g}")
-    if said.dropout >= 1:
-        raise ValueError(f"dropout: expected a number from 0 to below 1, found {said.dropout:g}")
+    for name in ("dropout", "momentum", "beta2"):
+        if getattr(said, name) >= 1:
+            raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(said, name):g}")
 
 
 LEAST = {name: 1 for name in ("batch", "micro_batch", "accumulate", "length", "bucket_bytes")} | {
     name: 0
-    for name in ("rate", "decay", "momentum", "clip", "epochs", "steps", "warm_up", "dropout", "seed", "check_every")
+    for name in ("rate", "decay", "momentum", "beta2", "clip", "epochs", "steps", "warm_up", "dropout", "seed", "check_every")
 }
 """The smallest value that a setting can have."""
 
@@ -307,8 +308,7 @@ def optimizer_of(said: Settings, steps: int) -> Optimizer:
     rate, warm_up = said.rate, min(said.warm_up, steps)
     schedule = Schedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FLOOR * rate)
     options = {"rate": schedule, "decay": said.decay}
-    if said.optimizer == "sgd":
-        options["momentum"] = said.momentum
+    options |= {"momentum": said.momentum} if said.optimizer == "sgd" else {"beta2": said.beta2}
     return OPTIMIZERS[said.optimizer](**options)  # type: ignore[arg-type]
 
 

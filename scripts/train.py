@@ -85,6 +85,7 @@ def parser() -> launch.Parser:
     add("--warm-up", type=int, metavar="N", help="steps until it is reached; then it falls to a tenth")
     add("--decay", type=float, metavar="D", help="weight decay")
     add("--momentum", type=float, metavar="M", help="of sgd")
+    add("--beta2", type=float, metavar="B", help="decay of the second moment, of all others")
     add("--clip", type=float, metavar="NORM", help="limit of the gradient's norm, 0 for none")
     add("--batch", type=int, metavar="N", help="samples of a step, over all ranks")
     several = made.add_mutually_exclusive_group().add_argument
