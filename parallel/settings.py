@@ -107,15 +107,18 @@ def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     Examples
     --------
     >>> complete({"data": "pydoc", "steps": None}).model
-    'gpt'
+    'gpt:mini'
     >>> complete({"epochs": 3}, before={"steps": 100, "seed": 7}).steps is None
     True
     """
     said = _over({name: value for name, value in said.items() if value is not None}, before or {})
     said = _over(said, {"data": Settings.data})
     said = _over(said, {"model": "gpt" if _is_text(said["data"]) else Settings.model})
-    family = said["model"].partition(":")[0]
-    for below in (RECIPES.get((said["data"], family), {}), BY_FAMILY.get(family, {})):
+    family, _, size = said["model"].partition(":")
+    recipe = RECIPES.get((said["data"], family), {})
+    if not size and "size" in recipe:
+        said["model"] = f"{family}:{recipe['size']}"
+    for below in (recipe, BY_FAMILY.get(family, {})):
         said = _over(said, below)
     return Settings(**{name: value for name, value in said.items() if name in NAMES})
 
@@ -141,7 +144,7 @@ BY_FAMILY: dict[str, dict[str, Any]] = {
 RECIPES: dict[tuple[str | None, str], dict[str, Any]] = {
     ("digits", "mlp"): {"rate": 3e-3, "epochs": 15, "dropout": 0.1},
     ("digits", "convnet"): {"rate": 5e-3, "epochs": 25},
-    ("copy", "gpt"): {"length": 32, "model": "gpt:tiny", "rate": 3e-3, "steps": 600},
-    ("pydoc", "gpt"): {"model": "gpt:mini", "length": 64, "steps": 4000},
+    ("copy", "gpt"): {"size": "tiny", "length": 32, "rate": 3e-3, "steps": 600},
+    ("pydoc", "gpt"): {"size": "mini", "length": 64, "steps": 4000},
 }
 """What was found to learn well, by data and family of models."""

@@ -279,10 +279,9 @@ def check(said: Settings) -> None:
             raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(said, name):g}")
 
 
-LEAST = {name: 1 for name in ("batch", "micro_batch", "accumulate", "length", "bucket_bytes")} | {
-    name: 0
-    for name in ("rate", "decay", "momentum", "beta2", "clip", "epochs", "steps", "warm_up", "dropout", "seed", "check_every")
-}
+NONE_BELOW = "rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every"
+LEAST = dict.fromkeys(("batch", "micro_batch", "accumulate", "length", "bucket_bytes"), 1)
+LEAST |= dict.fromkeys(NONE_BELOW.split(), 0)
 """The smallest value that a setting can have."""
 
 
