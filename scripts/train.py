@@ -35,6 +35,7 @@ from benchlib.training import (
     short,
     speed_in_words,
     status,
+    title_of,
     tokens,
     unit,
     write_trace,
@@ -253,12 +254,6 @@ def memory(comm: Communicator, training: Training) -> dict[str, int]:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
     known = sum(ledger.allocated.values()) + ledger.work
     return {"peak_bytes": int(comm.allreduce(known, MPI.MAX)), "resident_bytes": int(comm.allreduce(resident, MPI.MAX))}
-
-
-def title_of(training: Training) -> str:
-    """What the picture shows."""
-    said = training.settings
-    return f"{said.model} on {training.task.name}: {said.layout}, {said.precision}, {said.optimizer}"
 
 
 def main(argv: list[str] | None = None) -> int:

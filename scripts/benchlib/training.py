@@ -67,6 +67,12 @@ def score_in_words(score: Score) -> str:
     return f"test loss {score.loss:.4g}"
 
 
+def title_of(training: Training) -> str:
+    """What the picture shows."""
+    said = training.settings
+    return f"{said.model} on {training.task.name}: {said.layout}, {said.precision}, {said.optimizer}"
+
+
 LANES = ("", " under way")
 """What a rank does, and which exchanges are under way meanwhile."""
 

