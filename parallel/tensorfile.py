@@ -79,7 +79,7 @@ class Writer:
 
     def add(self, values: np.ndarray) -> None:
         """The next tensor's elements, of the type that was announced, in any shape."""
-        self._write(memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8)))
+        self._write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
     @property
     def digest(self) -> str:

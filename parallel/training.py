@@ -71,7 +71,7 @@ class Record:
     def line(self) -> dict[str, Any]:
         """For a file of metrics; `TIMED` are the fields that differ from run to run."""
         report = self.report
-        said = {"step": report.step + 1, "epoch": self.epoch, "loss": report.loss, "rate": report.rate}
+        said: dict[str, Any] = {"step": report.step + 1, "epoch": self.epoch, "loss": report.loss, "rate": report.rate}
         said |= {"norm": report.norm, "skipped": report.skipped, "samples": self.samples}
         return said | {"seconds": self.seconds, "communication": self.communication}
 

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from benchlib import launch, ours, table
+from benchlib import launch, table
 from benchlib.launch import say
 from benchlib.measure import measure
 from benchlib.rows import Report, make_report
 from benchlib.sizes import format_size
 from benchlib.training import title_of
+from collectives import Communicator
 from collectives.tuning import machine
 from parallel.settings import complete
 from parallel.training import Score, Training
@@ -49,7 +50,7 @@ class Course:
     seconds: float = 0.0
 
 
-def train(comm: MPI.Intracomm, epochs: int, name: str) -> Course:
+def train(comm: Communicator, epochs: int, name: str) -> Course:
     """Train on the ranks of `comm`, one of our communicators. The same on all ranks, and on any number of them."""
     said = {"data": "digits", "model": "mlp", "epochs": epochs, "reproducible": True}
     with Training(complete(said), comm) as training, launch.progress(training.steps, name, "step") as bar:
@@ -84,13 +85,13 @@ def ranks_in_words(size: int) -> str:
     return f"{size} rank{'s' * (size != 1)}"
 
 
-def learn(plain: MPI.Intracomm, comm: MPI.Intracomm, epochs: int) -> tuple[Course, bool]:
+def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int) -> tuple[Course, bool]:
     """Train on all ranks, then on rank 0 alone, and compare: (together, all is well)."""
     rank, size = plain.Get_rank(), plain.Get_size()
     together = train(comm, epochs, "all ranks together")
     well = True
     if rank == 0:
-        alone = train(ours.communicator(MPI.COMM_SELF), epochs, "rank 0 alone")
+        alone = train(Communicator(MPI.COMM_SELF), epochs, "rank 0 alone")
         apart, accuracy = first_difference(together, alone), together.score.accuracy or 0.0
         well = apart is None and accuracy >= GOAL
         say(f"{'':22}{'test accuracy':>14}{'test loss':>11}{'seconds':>9}")
@@ -148,7 +149,7 @@ def main() -> int:
         parser.error("--epochs must be at least 1 and --seconds must not be negative")
 
     plain = MPI.COMM_WORLD
-    comm = ours.communicator(plain)
+    comm = Communicator(plain)
     say("1. Learning to read digits, the gradients joined by our Allreduce")
     say()
     together, well = learn(plain, comm, args.epochs)

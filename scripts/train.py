@@ -20,12 +20,13 @@ import resource
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
 
-from benchlib import launch, ours, traces
+from benchlib import launch, traces
 from benchlib.launch import say
 from benchlib.metrics import Metrics
 from benchlib.training import (
@@ -160,7 +161,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     together(comm, lambda: machine.limit_threads(threads), "--threads")
     for option in ("json", "plot", "trace"):
         if path := getattr(args, option):
-            together(comm, lambda path=path: path.parent.mkdir(parents=True, exist_ok=True), f"--{option}", root=0)
+            together(comm, partial(path.parent.mkdir, parents=True, exist_ok=True), f"--{option}", root=0)
     training = Training(chosen, comm, device=args.device, trace=args.trace is not None)
     if found is not None:
         training.resume(found)
@@ -171,11 +172,11 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     batch = f"batch {chosen.batch} in micro-batches of {training.sampler.micro_batch}"
     say(f"{training.task.name}: {len(training.task.train)} samples, {len(training.task.test)} for the test")
     say(f"{chosen.model}: {short(parameters)} parameters, {chosen.precision}, {chosen.optimizer}, {batch}")
-    say(f"{chosen.layout} on {ours_in_words(comm.Get_size(), threads)}, {training.steps} steps")
+    say(f"{chosen.layout} on {ranks_in_words(comm.Get_size(), threads)}, {training.steps} steps")
     return training
 
 
-def ours_in_words(ranks: int, threads: int) -> str:
+def ranks_in_words(ranks: int, threads: int) -> str:
     """1 rank of 2 threads, 4 ranks of 1 thread, ..."""
     return f"{ranks} rank{'s' * (ranks != 1)} of {threads} thread{'s' * (threads != 1)}"
 
@@ -258,11 +259,11 @@ def memory(comm: Communicator, training: Training) -> dict[str, int]:
 
 def main(argv: list[str] | None = None) -> int:
     """Train; 1 if it came to no good end, 128 and the signal's number if somebody ended it."""
-    made, plain = parser(), MPI.COMM_WORLD
+    made = parser()
     args = made.parse_args(argv)
     if problem := refuse(args):
         made.error(problem)
-    comm = ours.communicator(plain)
+    comm = Communicator(MPI.COMM_WORLD)
     try:
         training = begin(comm, args)
     except (CheckpointError, ValueError) as error:

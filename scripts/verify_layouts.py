@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     mpiexec = find_mpiexec()
     if mpiexec is None:
         parser.error("there is no mpiexec: set MPIEXEC to one")
-    verdicts = []
+    verdicts: list[bool] = []
     for model in MODELS if args.model == "all" else [args.model]:
         verdicts += verify(mpiexec, model, table(ranks, names), args.steps, args.limit)
     print(f"{sum(verdicts)} of {len(verdicts)} trainings of {args.steps} steps are as they should be")
