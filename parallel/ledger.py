@@ -108,7 +108,8 @@ def _apart(cut: Callable[[Plan], Any], resident: bool, plan: Plan, everyone: Num
         turns = range(max(map(len, everyone)))
         order = tuple(numbers[turn] for turn in turns for numbers in everyone if turn < len(numbers))
         gradients += own * played(order).kept
-    buffers = max((plan.ranks * bucket.own.size for bucket in buckets), default=0) * wide
+    parts = plan.ranks if plan.reproducible else 1  # of a bucket, that arrive at once
+    buffers = parts * max((bucket.own.size for bucket in buckets), default=0) * wide
     if resident:
         buffers += _resident(buckets, users) * storage
     parameters = (own if resident else plan.flat.length) * storage

@@ -28,7 +28,7 @@ class Plain:
     own : array
         For the sum of this rank's part.
     scratch, arriving : array
-        As long as the longest tensor; as long as the longest bucket.
+        As long as the longest tensor; as the longest of this rank's parts, in `Canonical` from every rank.
     """
 
     def __init__(self, hall: Hall, bucket: Bucket, memory: Array, own: Array, scratch: Array, arriving: Array):

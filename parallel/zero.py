@@ -58,7 +58,8 @@ class Stage2:
         slot, sizes = slots(self.users, [bucket.span.size for bucket in self.buckets])
         memory = [hall.memory.seen("gradients", size, hall.wide) for size in sizes]
         scratch = hall.memory.own("buffers", hall.plan.longest, hall.wide)
-        longest = max((hall.plan.ranks * bucket.own.size for bucket in self.buckets), default=0)
+        parts = hall.plan.ranks if hall.plan.reproducible else 1
+        longest = parts * max((bucket.own.size for bucket in self.buckets), default=0)
         arriving = hall.memory.own("buffers", longest, hall.wide)
         kind = shares.Canonical if hall.plan.reproducible else shares.Plain
         self.shares = [

@@ -1,0 +1,36 @@
+"""Every layout trains on a GPU as it does on the host, by the same code."""
+
+import numpy as np
+import pytest
+import tiny
+
+from parallel.engine import LAYOUTS, Engine
+from parallel.optim import AdamW
+
+
+def trained(comm, layout, device, **settings):
+    optimizer = AdamW(rate=0.01)
+    settings = {"layout": layout, "device": device, "first_bytes": 1, "bucket_bytes": 5000, "clip": 1.0, **settings}
+    with Engine(tiny.model(), tiny.Squares(), comm, optimizer, **settings) as made:
+        reports = [made.step(tiny.batches(made.share(5), step)) for step in range(3)]
+        assert made.ledger.allocated == made.ledger.predicted
+        values = {}
+        for stretch in made.stretches():
+            values[stretch.name, stretch.start] = np.asarray(stretch.array.get() if device == "cuda" else stretch.array)
+        return reports, values
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp64"])
+def test_as_on_the_host(comm, cupy, layout, precision):
+    if cupy.__version__ == "stand-in":
+        pytest.skip("the stand-in cannot compute")
+    settings = {"precision": precision, "reproducible": True}
+    reports, values = trained(comm, layout, "cuda", **settings)
+    expected_reports, expected = trained(comm, layout, "cpu", **settings)
+    loose = {"fp32": 1e-4, "fp16": 3e-2, "fp64": 1e-10}[precision]
+    for report, other in zip(reports, expected_reports):
+        assert report.loss == pytest.approx(other.loss, rel=loose) and report.skipped == other.skipped
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(values[name], value, rtol=loose, atol=loose, err_msg=str(name))
