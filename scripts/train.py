@@ -50,6 +50,7 @@ from parallel.interrupt import Interrupt
 from parallel.layouts import LAYOUTS
 from parallel.meter import Meter
 from parallel.nn.models import MODELS
+from parallel.nn.workspace import keep_freed_memory
 from parallel.optim import OPTIMIZERS
 from parallel.precision import PRECISIONS
 from parallel.together import together
@@ -157,6 +158,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     found = resumed(comm, args)
     said = {name: getattr(args, name) for name in settings.NAMES}
     chosen = settings.complete(said, found.facts.get("settings") if found else None)
+    keep_freed_memory()
     threads = args.threads or (1 if chosen.reproducible else machine.cores_per_rank(comm))
     together(comm, lambda: machine.limit_threads(threads), "--threads")
     for option in ("json", "plot", "trace"):
