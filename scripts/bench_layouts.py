@@ -1,0 +1,211 @@
+"""Race the layouts of data parallelism against each other: one model, one communicator, all of them in turns.
+
+mpirun -n 2 python scripts/bench_layouts.py --model mlp:medium --micro-batch 8 --json run.json
+
+Two that are no layouts set the bound: `alone` makes the same steps on every rank by itself, `exchange` only sums a vector
+as long as the gradient over the ranks. Where a rank moves its own bytes, a step takes no less than both together.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from benchlib import launch
+from benchlib.launch import say
+from collectives import Communicator
+from compare_torch import DATA, batches, blas_threads, count
+from parallel.data import Batch
+from parallel.datasets import Task, load
+from parallel.engine import LAYOUTS, Engine
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import build
+from parallel.nn.workspace import keep_freed_memory
+from parallel.optim import AdamW
+
+BOUND = ("alone", "exchange")
+FIRST = "dp-naive"
+"""What all others are compared with."""
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
+    parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="mlp:medium", metavar="NAME[:SIZE]", help="gpt or mlp, with a size (default mlp:medium)")
+    add("--data", metavar="NAME|FILE", help="what to train on (default pydoc for gpt, digits for mlp)")
+    add("--length", type=count, default=128, metavar="N", help="tokens of a sequence (default 128)")
+    add("--micro-batch", type=count, default=16, metavar="N", help="samples of a rank and step (default 16)")
+    add("--turns", type=count, default=15, metavar="N", help="of each layout, after one to warm up (default 15)")
+    add("--turn", type=count, default=5, metavar="N", help="steps in a turn (default 5)")
+    add("--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"with commas; {FIRST} always takes part")
+    add("--threads", type=count, default=1, metavar="N", help="for each rank (default 1)")
+    add("--bucket-mb", type=float, default=4.0, metavar="X", help="of a bucket of gradients (default 4)")
+    add("--first-mb", type=float, default=0.25, metavar="X", help="of the first one (default 0.25)")
+    add("--seed", type=int, default=0, metavar="N", help="(default 0)")
+    add("--json", type=Path, metavar="FILE", help="write all results")
+    options = parser.parse_args(argv)
+    family = options.model.partition(":")[0]
+    if family not in DATA:
+        parser.error(f"argument --model: expected one of {', '.join(DATA)}, found {options.model!r}")
+    options.data = options.data or DATA[family]
+    names = options.layouts.split(",")
+    unknown = [name for name in names if name not in LAYOUTS]
+    if unknown:
+        parser.error(f"argument --layouts: expected some of {', '.join(LAYOUTS)}, found {unknown[0]!r}")
+    options.layouts = [FIRST, *(name for name in LAYOUTS if name in names and name != FIRST)]
+    return options
+
+
+class Contestants:
+    """By name, what makes a step and tells the seconds in it that were communication."""
+
+    def __init__(self, options: argparse.Namespace, task: Task):
+        self._options, self._task = options, task
+        self._engines: list[Engine] = []
+        world = MPI.COMM_WORLD
+        self.steps = {name: self._layout(name, world) for name in options.layouts}
+        self.steps |= {"alone": self._layout(FIRST, MPI.COMM_SELF), "exchange": self._exchange(world)}
+
+    @property
+    def length(self) -> int:
+        """Elements of the vector of gradients."""
+        return self._engines[0].flat.length
+
+    def _layout(self, name: str, ranks: MPI.Intracomm) -> Callable[[Batch], float]:
+        options, task = self._options, self._task
+        engine = Engine(
+            build(options.model, task.inputs, task.outputs),
+            SoftmaxCrossEntropy(),
+            Communicator(ranks),  # of its own: it has so many persistent requests, and no more
+            AdamW(rate=1e-4),
+            layout=name,
+            seed=options.seed,
+            bucket_bytes=int(options.bucket_mb * 2**20),
+            first_bytes=int(options.first_mb * 2**20),
+        )
+        self._engines.append(engine)
+        return lambda batch: engine.step([batch]).communication
+
+    def _exchange(self, ranks: MPI.Intracomm) -> Callable[[Batch], float]:
+        comm = Communicator(ranks)
+        vector = comm.zeros(self.length, np.float32)
+
+        def exchange(batch: Batch) -> float:
+            began = time.perf_counter()
+            comm.Allreduce(MPI.IN_PLACE, vector)
+            return time.perf_counter() - began
+
+        return exchange
+
+    def close(self) -> None:
+        """Give requests back."""
+        for engine in self._engines:
+            engine.close()
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles."""
+    return dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist(), strict=True))
+
+
+def summary(seconds: dict[str, list[float]], communication: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Of each contestant: seconds of a step; how many times as fast as the first layout, turn by turn; the share of
+    communication; and how near it is to the bound, 1 being there."""
+    bound = sum(np.median(seconds[name]) for name in BOUND)
+    return {
+        name: {
+            "seconds": quartiles(values),
+            "speedup": quartiles(np.divide(seconds[FIRST], values).tolist()),
+            "communication": float(np.median(np.divide(communication[name], values))),
+            "bound": float(bound / np.median(values)),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
+    """All of it; the same report on every rank."""
+    task = load(options.data, seed=options.seed, length=options.length)
+    if task.kind == "values":
+        raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
+    contestants = Contestants(options, task)
+    source = batches(task, options, comm)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants.steps}
+    communication: dict[str, list[float]] = {name: [] for name in contestants.steps}
+    names = list(contestants.steps)
+    with launch.progress(options.turns + 1, "race", "turn") as bar:
+        for number in range(options.turns + 1):
+            turn = [next(source) for _ in range(options.turn)]
+            for name in names[number % len(names) :] + names[: number % len(names)]:  # who goes first alternates
+                MPI.COMM_WORLD.Barrier()
+                began = time.perf_counter()
+                within = sum(contestants.steps[name](batch) for batch in turn)
+                MPI.COMM_WORLD.Barrier()
+                both = MPI.COMM_WORLD.allreduce(np.array([time.perf_counter() - began, within])) / comm.Get_size()
+                if number:
+                    seconds[name].append(both[0] / options.turn)
+                    communication[name].append(both[1] / options.turn)
+            bar.update(1)
+    contestants.close()
+    return {
+        "model": options.model,
+        "gradient_bytes": 4 * contestants.length,
+        "ranks": comm.Get_size(),
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "machine": {"processor": platform.processor() or platform.machine(), "numpy": np.__version__},
+        "mpi": MPI.Get_library_version().splitlines()[0].strip(),
+        "seconds": seconds,
+        "communication": communication,
+        "summary": summary(seconds, communication),
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report as text."""
+    options = report["options"]
+    say(
+        f"{report['model']}, {report['gradient_bytes'] / 1e6:.1f} MB of gradients, {report['ranks']} ranks, "
+        f"{options['threads']} threads each, {options['micro_batch']} samples a rank"
+    )
+    say(f"{'':10}{'ms a step':>10}  {'quartiles':>16}  {'x ' + FIRST:>10}  {'quartiles':>14}  {'comm':>5}  {'bound':>6}")
+    for name, row in report["summary"].items():
+        ms = {key: 1e3 * value for key, value in row["seconds"].items()}
+        times = row["speedup"]
+        text = f"{name:10}{ms['median']:10.2f}  {ms['q1']:7.2f} - {ms['q3']:6.2f}"
+        if name not in BOUND:
+            text += f"  {times['median']:10.3f}  {times['q1']:.3f} - {times['q3']:.3f}"
+            text += f"  {row['communication']:5.0%}  {row['bound']:6.0%}"
+        say(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: always 0."""
+    options = parse(argv)
+    keep_freed_memory()
+    comm = Communicator(MPI.COMM_WORLD)
+    with blas_threads(options.threads):
+        report = race(options, comm)
+    if comm.Get_rank() == 0:
+        show(report)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    launch.run(main)
