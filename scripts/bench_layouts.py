@@ -2,8 +2,9 @@
 
 mpirun -n 2 python scripts/bench_layouts.py --model mlp:medium --micro-batch 8 --json run.json
 
-Two that are no layouts set the bound: `alone` makes the same steps on every rank by itself, `exchange` only sums a vector
-as long as the gradient over the ranks. Where a rank moves its own bytes, a step takes no less than both together.
+Two that are no layouts set the bound: `alone` makes the same steps on every rank by itself, `exchange` only sums a
+vector as long as the gradient over the ranks. Where a rank moves its own bytes, a layout that updates all weights on
+every rank takes no less than both together.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ def show(report: dict[str, Any]) -> None:
         f"{report['model']}, {report['gradient_bytes'] / 1e6:.1f} MB of gradients, {report['ranks']} ranks, "
         f"{options['threads']} threads each, {options['micro_batch']} samples a rank"
     )
-    say(f"{'':10}{'ms a step':>10}  {'quartiles':>16}  {'x ' + FIRST:>10}  {'quartiles':>14}  {'comm':>5}  {'bound':>6}")
+    say(
+        f"{'':10}{'ms a step':>10}  {'quartiles':>16}  {'x ' + FIRST:>10}  {'quartiles':>14}  {'comm':>5}  {'bound':>6}"
+    )
     for name, row in report["summary"].items():
         ms = {key: 1e3 * value for key, value in row["seconds"].items()}
         times = row["speedup"]
