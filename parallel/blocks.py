@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -12,7 +12,7 @@ from parallel.hall import Hall
 
 
 class Blocks:
-    """Which blocks of the flat vector each rank knows.
+    """Which blocks of the flat vector each rank knows, so that all get those of all.
 
     Parameters
     ----------
@@ -23,8 +23,7 @@ class Blocks:
 
     def __init__(self, hall: Hall, spans: Sequence[Sequence[Span]]):
         self._hall = hall
-        ranges = [np.arange(span.start // BLOCK, span.stop // BLOCK) for some in spans for span in some]
-        self._order = np.concatenate([np.zeros(0, np.int64), *ranges])
+        self._order = numbers_of(span for some in spans for span in some)
         self._counts = [sum(span.size for span in some) // BLOCK for some in spans]
         self._starts = list(accumulate(self._counts[:-1], initial=0))
         self._arriving = hall.memory.on_host("buffers", len(self._order), np.float64)
@@ -33,9 +32,41 @@ class Blocks:
         """Every block's number, float64, in the order of the vector, from those of each rank's spans. Collective."""
         with self._hall.recorder("communication", "gather block sums"):
             self._hall.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
-        whole = np.empty_like(self._arriving)
-        whole[self._order] = self._arriving
-        return whole
+        return in_order(self._arriving, self._order)
+
+
+class Everything:
+    """As `Blocks`, where every rank knows all blocks.
+
+    Parameters
+    ----------
+    spans : sequence of Span
+        This rank's, which make up the vector.
+    """
+
+    def __init__(self, spans: Sequence[Span]):
+        self._order = numbers_of(spans)
+
+    def gather(self, mine: np.ndarray) -> np.ndarray:
+        """Every block's number in the order of the vector, from those in the order of the spans."""
+        return in_order(mine, self._order)
+
+
+def numbers_of(spans: Iterable[Span]) -> np.ndarray:
+    """The numbers of the spans' blocks, one span after another.
+
+    >>> numbers_of([Span(512, 1024), Span(0, 256)]).tolist()
+    [2, 3, 0]
+    """
+    ranges = [np.arange(span.start // BLOCK, span.stop // BLOCK) for span in spans]
+    return np.concatenate([np.zeros(0, np.int64), *ranges])
+
+
+def in_order(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The value of each block, in the order of the vector; the k-th value is that of block ``numbers[k]``."""
+    whole = np.empty_like(values)
+    whole[numbers] = values
+    return whole
 
 
 def blocks_of(span: Span) -> slice:

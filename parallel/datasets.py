@@ -252,6 +252,11 @@ def from_npz(path: Path, seed: int = 0, length: int = 0) -> Task:
     whole = _pair(path, held["x"], held["y"], "")
     if not len(whole):
         raise ValueError(f"{path}: x has no samples")
+    for name, array in (("x", whole.x), ("y", whole.y)):
+        if not array.size:
+            raise ValueError(f"{path}: samples of {name} have no values, but shape {array.shape[1:]}")
+    if whole.y.dtype == np.int64 and whole.y.max() < 0:
+        raise ValueError(f"{path}: y: no sample has a class, all numbers are below 0")
     if "x_test" not in names:
         train, test = _split(whole, seed, HELD_OUT)
     else:
@@ -284,13 +289,18 @@ def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> Arrays:
             raise ValueError(f"{path}: {name}: expected real numbers, found {array.dtype}")
         if array.ndim == 0:
             raise ValueError(f"{path}: {name}: expected samples along the first axis, found a single number")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"{path}: {name}: not all values are finite")
+        if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+            raise ValueError(f"{path}: {name}: {array.max()} is too large for int64")
     if len(x) != len(y):
         raise ValueError(f"{path}: x{end} has {len(x)} samples, y{end} has {len(y)}")
     if y.dtype.kind != "f" and y.ndim != 1:
         raise ValueError(f"{path}: y{end}: expected one class for each sample, found integers of shape {y.shape}")
-    return Arrays(*(array.astype(np.float32 if array.dtype.kind == "f" else np.int64) for array in (x, y)))
+    with np.errstate(over="ignore"):
+        pair = [array.astype(np.float32 if array.dtype.kind == "f" else np.int64) for array in (x, y)]
+    for name, array in (("x", pair[0]), ("y", pair[1])):
+        if not np.isfinite(array).all():
+            raise ValueError(f"{path}: {name}{end}: not all values are finite in {array.dtype}")
+    return Arrays(*pair)
 
 
 def from_text(path: Path, seed: int = 0, length: int = 128) -> Task:

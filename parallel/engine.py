@@ -10,6 +10,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import index
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +19,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from parallel import guard
-from parallel.blocks import Blocks, blocks_of
+from parallel.blocks import Blocks, Everything, blocks_of
 from parallel.data import Batch
 from parallel.flat import Flat, Span, shards
 from parallel.hall import Hall
@@ -126,7 +128,8 @@ class Engine:
         settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
         settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
         tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in self.flat.places]
-        guard.agree(comm, [*settings.items(), *tensors, ("optimizer", type(optimizer).__name__)])
+        described = [(f"optimizer's {what}", value) for what, value in optimizer.describe().items()]
+        guard.agree(comm, [*settings.items(), *tensors, *described])
         self._units = tuple(model.items) if isinstance(model, Sequential) else (model,)
         self._plan = Plan(
             units=self._units,
@@ -145,9 +148,11 @@ class Engine:
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
         self._pieces = self._make_pieces(recipe.master)
         self._blocks = Blocks(self._hall, self._spans_of_all())
+        everything = Everything([piece.span for piece in self._pieces])
+        self._of_pieces = self._blocks.gather if self._layout.divided else everything.gather
         self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
         self._looked_at: set[tuple[Any, ...]] = set()
-        self._header = np.empty((comm.Get_size(), 4), np.int64)
+        self._header = np.empty((comm.Get_size(), 5), np.int64)
         self.steps = self.updates = 0
         self.refresh()
 
@@ -169,9 +174,11 @@ class Engine:
 
         Raises
         ------
+        ValueError
+            On all ranks, if the numbers of their micro-batches are not those from 0 on, each once.
         StepFailed
             On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number
-            (in fp16 the latter makes a skipped step). Nothing was updated then.
+            (in fp16 the latter makes a skipped step, unless the loss scale cannot go lower). Nothing was updated then.
         Diverged
             On all ranks, if parameters that should be the same are not.
         """
@@ -184,12 +191,11 @@ class Engine:
         loss = self._losses(losses, problem) / count if count else math.nan
         norm, factor, finite = self._norm(count, scale) if count else (None, 0.0, False)
         if count:
-            self.scaling.update(finite)
+            self._rescale(finite)
         rate = rate_at(self._optimizer.rate, self.updates)
         if finite:
-            gather = self._blocks.gather if self._layout.divided else np.asarray
             with self._recorder("compute", "update"):
-                self._optimizer.update(self._pieces, self.updates, factor, gather)
+                self._optimizer.update(self._pieces, self.updates, factor, self._of_pieces)
             self.updates += 1
             self._weights.publish()
         step, self.steps = self.steps, self.steps + 1
@@ -277,7 +283,7 @@ class Engine:
         """The batches in order of their numbers, on the device; or none, and why."""
         xp = self._memory.xp
         try:
-            mine = [Batch(*batch) for batch in batches]
+            mine = [Batch(index(number), *rest) for number, *rest in batches]
             for batch in mine:
                 if len(batch.x) != len(batch.y) or len(batch.x) != len(batch.samples):
                     lengths = f"{len(batch.x)} inputs, {len(batch.y)} targets, {len(batch.samples)} sample numbers"
@@ -298,17 +304,17 @@ class Engine:
             except Exception as error:
                 problem = error
         with self._recorder("communication", "meet"):
-            header = np.array([len(mine), count, stop, problem is not None], np.int64)
+            numbers = tuple(batch.number for batch in mine)
+            header = np.array([len(mine), count, stop, problem is not None, guard.mark(numbers)], np.int64)
             self._comm.Allgather(header, self._header)
             if self._header[:, 3].any():
                 guard.share_problems(self._comm, problem)
-            if not self._plan.reproducible:
-                everyone = [tuple(range(length)) for length in self._header[:, 0].tolist()]
-            else:
-                everyone = self._comm.allgather(tuple(batch.number for batch in mine))
-                numbers = sorted(number for some in everyone for number in some)
-                if numbers != list(range(len(numbers))):
-                    wanted = f"each of the numbers 0 to {len(numbers) - 1} on one rank"
+            lengths = self._header[:, 0].tolist()
+            everyone = [tuple(range(length)) for length in lengths]
+            if self._plan.reproducible or guard.mark(range(sum(lengths))) != guard.joined(self._header[:, 4].tolist()):
+                everyone = self._comm.allgather(numbers)
+                if sorted(chain.from_iterable(everyone)) != list(range(sum(lengths))):
+                    wanted = f"each of the numbers 0 to {sum(lengths) - 1} on one rank"
                     raise ValueError(f"micro-batches: expected {wanted}, found {everyone}")
         return everyone, int(self._header[:, 1].sum()), bool(self._header[:, 2].any())
 
@@ -394,22 +400,26 @@ class Engine:
                 guard.share_problems(self._comm, problem)
         return total
 
-    def _norm(self, count: int, scale: float) -> tuple[float | None, float, bool]:
-        """The gradient's norm if it is wanted, the factor for the update, and whether to make it."""
-        factor = 1 / (count * scale)
-        if self._clip is None and not self._scaled:
-            return None, factor, True
+    def _norm(self, count: int, scale: float) -> tuple[float, float, bool]:
+        """The gradient's norm, the factor for the update, and whether to make it."""
         with self._recorder("compute", "norm"):
             squares = self._blocks.gather(self._block_squares())
-        if not np.isfinite(squares).all():
-            if self._scaled:
-                return math.inf, factor, False
-            odd = next(place for place in self.flat.places if not np.isfinite(squares[blocks_of(place.span)]).all())
-            raise guard.StepFailed(
-                f"nothing was updated; the gradient of {odd.parameter.name} is not finite in step {self.steps}"
-            )
+        factor = 1 / (count * scale)
         norm, clip = clip_factor(squares, factor, self._clip)
-        return norm, factor * clip, True
+        finite = math.isfinite(norm)
+        if not finite and not self._scaled:
+            odd = (place for place in self.flat.places if not np.isfinite(squares[blocks_of(place.span)]).all())
+            names = ", ".join(place.parameter.name for place in odd)
+            what = f"the gradient of {names} is" if names else "the norm of the gradient is"
+            raise guard.StepFailed(f"nothing was updated; {what} not finite in step {self.steps}")
+        return norm if finite else math.inf, factor * clip, finite
+
+    def _rescale(self, finite: bool) -> None:
+        """Tell the loss scale; if it can do no more, raise an exception on all ranks, which have told it the same."""
+        try:
+            self.scaling.update(finite)
+        except FloatingPointError as error:
+            raise guard.StepFailed(f"nothing was updated; {error}, in step {self.steps}") from error
 
     def _block_squares(self) -> np.ndarray:
         """Of this rank's part of the gradient."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
+GRACE = 1.0
+"""Seconds after a signal in which others are taken for the same: a terminal and a launcher may both send it."""
+
 
 class Interrupt:
-    """While it is open, these signals are only noted; the second one of a kind does what it did before.
+    """While it is open, these signals are only noted; another one, later, does what it did before.
 
     Parameters
     ----------
@@ -17,7 +21,8 @@ class Interrupt:
 
     Attributes
     ----------
-    seen : bool
+    number : int
+        The first signal that came, or 0.
 
     Examples
     --------
@@ -30,7 +35,12 @@ class Interrupt:
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)):
         self._signals = signals
         self._before: dict[int, Any] = {}
-        self.seen = False
+        self.number, self._since = 0, 0.0
+
+    @property
+    def seen(self) -> bool:
+        """Whether one has come."""
+        return self.number > 0
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in self._signals}
@@ -41,5 +51,9 @@ class Interrupt:
             signal.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.seen = True
-        signal.signal(number, self._before[number])
+        now = time.monotonic()
+        if not self.seen:
+            self.number, self._since = number, now
+        elif now - self._since > GRACE:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)

@@ -161,7 +161,7 @@ class Optimizer:
     def describe(self) -> dict[str, Any]:
         """Name and hyperparameters, as a checkpoint keeps them."""
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {"name": NAMES[type(self)], **settings, "rate": describe(self.rate)}
+        return {"name": NAMES.get(type(self), type(self).__name__), **settings, "rate": describe(self.rate)}
 
     def update(self, pieces: Sequence[Piece], step: int, scale: float, gather: Gather | None = None) -> None:
         """Make one step: change weights, state and stored weights of these pieces.

@@ -18,7 +18,7 @@ class Report:
     count : int
         Targets of all ranks.
     norm : float or None
-        Of the mean loss's gradient, before clipping; None if nobody asked: no `clip`, no loss scale.
+        Of the mean loss's gradient, before clipping; inf if it has overflowed, None if there were no targets.
     skipped : bool
         Nothing was updated: there were no targets, or the gradient has overflowed and the loss scale is smaller now.
     scale : float

@@ -30,8 +30,11 @@ class LossScale:
     interval : int
     floor, ceiling : float
         It does not leave these bounds.
-    good, skipped : int
-        Finite gradients in a row since the last change, and others in a row until now: where a life goes on.
+    patience : int
+        How many steps in a row may be left out with the factor at its floor, before that is an error.
+    good, skipped, stuck : int
+        Finite gradients in a row since the last change, others in a row until now, and of these the ones at the floor:
+        where a life goes on.
 
     Raises
     ------
@@ -45,8 +48,10 @@ class LossScale:
     interval: int = 2000
     floor: float = 1.0
     ceiling: float = 2.0**32
+    patience: int = 20
     good: int = 0
     skipped: int = 0
+    stuck: int = 0
 
     def __post_init__(self) -> None:
         for name, good, expected in (
@@ -56,8 +61,10 @@ class LossScale:
             ("growth", 1 <= self.growth < math.inf, "a number from 1 on"),
             ("backoff", 0 < self.backoff <= 1, "0 < backoff <= 1"),
             ("interval", self.interval >= 1, "at least 1"),
+            ("patience", self.patience >= 0, "a number from 0 on"),
             ("good", 0 <= self.good < self.interval, f"0 <= good < interval = {self.interval}"),
             ("skipped", self.skipped >= 0, "a number from 0 on"),
+            ("stuck", 0 <= self.stuck <= self.skipped, f"0 <= stuck <= skipped = {self.skipped}"),
         ):
             if not good:
                 raise ValueError(f"{name}: expected {expected}, found {getattr(self, name)}")
@@ -68,12 +75,24 @@ class LossScale:
         return cls(value, growth=1.0, backoff=1.0, floor=min(1.0, value), ceiling=max(1.0, value))
 
     def update(self, finite: bool) -> None:
-        """Take note of a step: the gradient was finite and applied, or the step was left out."""
+        """Take note of a step: the gradient was finite and applied, or the step was left out.
+
+        Raises
+        ------
+        FloatingPointError
+            If more steps in a row than `patience` were left out with the factor at its floor: it can do no more.
+        """
         if not finite:
+            self.stuck += self.value == self.floor
             self.value = max(self.value * self.backoff, self.floor)
             self.good, self.skipped = 0, self.skipped + 1
+            if self.stuck > self.patience:
+                raise FloatingPointError(
+                    f"the gradient is not finite in {self.skipped} steps in a row, in the last {self.stuck} of them "
+                    f"with the loss scale at its floor {self.floor}"
+                )
             return
-        self.good, self.skipped = self.good + 1, 0
+        self.good, self.skipped, self.stuck = self.good + 1, 0, 0
         if self.good == self.interval:
             self.value, self.good = min(self.value * self.growth, self.ceiling), 0
 

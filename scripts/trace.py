@@ -25,7 +25,7 @@ from collectives import catalog
 from collectives.placement import regular
 from collectives.walk import price
 
-WARMUP, PINGS = 5, 50
+WARMUP = 5
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -62,26 +62,6 @@ def played(arguments: argparse.Namespace) -> list[traces.Entry]:
     return [*traces.names(nodes, traces.LANES), *traces.of_model(events, nodes)]
 
 
-def offset(comm: MPI.Intracomm) -> float:
-    """Seconds that this rank's clock is ahead of rank 0's, from the fastest of many round trips. Collective."""
-    rank, ahead = comm.Get_rank(), 0.0
-    for peer in range(1, comm.Get_size()):
-        if rank == 0:
-            best = (float("inf"), 0.0)
-            for _ in range(PINGS):
-                left = time.perf_counter()
-                there = comm.sendrecv(None, peer, source=peer)
-                back = time.perf_counter()
-                best = min(best, (back - left, there - (left + back) / 2))
-            comm.send(best[1], peer)
-        elif rank == peer:
-            for _ in range(PINGS):
-                comm.recv(source=0)
-                comm.send(time.perf_counter(), 0)
-            ahead = comm.recv(source=0)
-    return ahead
-
-
 def timed(calls: tuple[Callable[[], object], ...]) -> list[float]:
     """Do the calls; when each began, and when the last one ended."""
     clock = time.perf_counter
@@ -108,7 +88,7 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
         buffers.advance()
         request.Start()
         request.Wait()
-    ahead = offset(plain)
+    ahead = traces.offset(plain)
     buffers.advance()
     buffers.poison()
     plain.Barrier()

@@ -159,6 +159,7 @@ MLPS = {"tiny": (32,), "small": (256, 128), "medium": (1024, 1024), "large": (40
 CONVNETS = {"tiny": (4, 8), "small": (16, 32), "medium": (32, 64, 128)}
 TRANSFORMERS = {
     "tiny": Size(2, 2, 64),
+    "mini": Size(4, 4, 128),
     "small": Size(4, 4, 256),
     "medium": Size(6, 6, 384),
     "large": Size(12, 12, 768),

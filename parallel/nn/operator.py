@@ -150,7 +150,8 @@ class Outline(NamedTuple):
     flops : int
         Of the forward: multiplications and additions of its matrix products and convolutions.
     work : int
-        Bytes of temporaries at the worst moment of the forward or the backward, besides x, y, dx, dy and `saved`.
+        Bytes of temporaries at the worst moment of the forward or the backward, besides x, y, dx, dy and `saved`: with
+        the reference kernels; compiled ones take less.
     """
 
     y: Spec

@@ -25,7 +25,6 @@ from matplotlib.ticker import (
     NullLocator,
     PercentFormatter,
 )
-from numpy.typing import NDArray
 
 from benchlib.rows import Report, Row
 from benchlib.sizes import format_size
@@ -90,7 +89,9 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
         look = {"color": SEVERAL[i % len(SEVERAL)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5}
         look["lw"] = 2.2 if " auto" in name else 1.4
         at = [max(1, row["bytes"]) for row in line]
-        times.plot(at, [row["ours_us"] for row in line], label=name, zorder=4 if " auto" in name else 2, **look)
+        times.plot(
+            at, [row["ours_us"] for row in line], label=name, zorder=4 if " auto" in name else 2, **look
+        )
         against = [(max(1, row["bytes"]), row["ratio"]) for row in line if row["ratio"] is not None]
         if against:
             ratios.plot(*zip(*against, strict=True), **look)
@@ -111,7 +112,9 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
     ratios.set_ylim(low, high)
     ratios.axhspan(low, 1, color="#2a9d52", alpha=0.08, lw=0, zorder=0)
     ratios.axhline(1, color=NATIVE, lw=1.2, ls="--", zorder=1)
-    ratios.text(0.99, 0.04, "ours is faster", transform=ratios.transAxes, ha="right", fontsize=8.5, color="#2a7d45")
+    ratios.text(
+        0.99, 0.04, "ours is faster", transform=ratios.transAxes, ha="right", fontsize=8.5, color="#2a7d45"
+    )
     ratios.set_xlabel("message size (bytes)")
 
 
@@ -194,68 +197,72 @@ def plot_scale(path: str | Path, title: str, costs: str, across: list[Any], alon
         plt.close(figure)
 
 
-def plot_training(
-    path: str | Path,
-    curves: dict[str, tuple[list[float], list[float]]],
-    templates: NDArray[np.float64],
-    goal: float,
-) -> None:
-    """Write training curves as a picture, and what the model looks for in each digit.
+def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, note: str) -> None:
+    """Write the course of a training as a picture: the loss, and the accuracy where there is one.
 
     Parameters
     ----------
     path
         Of the picture.
-    curves
-        Per run, loss and test accuracy after each epoch.
-    templates
-        Per digit, an image of the learnt weights.
-    goal
-        Accuracy to mark with a line.
+    lines
+        Of a file of metrics: steps, and at the end what sums up. Bytes are drawn in bits.
+    title, note
+        What was trained, and on what.
     """
+    steps = [line for line in lines if not line.get("final")]
+    tested = [line for line in lines if "test_loss" in line]
+    bits = any("bits_per_byte" in line for line in tested)
+    panels = 1 if bits or not any("test_accuracy" in line for line in tested) else 2
     with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
-        halves: Any = figure.subfigures(2, 1, height_ratios=[3.2, 1])
-        above, below = halves
-        left, right = above.subplots(1, 2)
-        looks: tuple[dict[str, Any], ...] = (
-            {"lw": 4, "alpha": 0.45, "color": OURS[0]},
-            {"lw": 1.6, "ls": "--", "color": NATIVE},
-        )
-        for (name, (losses, accuracies)), look in zip(curves.items(), looks, strict=False):
-            epochs = range(1, len(losses) + 1)
-            marker = "o" if len(losses) == 1 else None  # a line of one point would not be seen
-            left.plot(epochs, losses, label=name, marker=marker, **look)
-            right.plot(epochs, accuracies, label=name, marker=marker, **look)
-        right.axhline(goal, color=OURS[2], lw=1, ls=":")
-        right.text(
-            1,
-            goal,
-            f"goal {goal:.0%}",
-            transform=right.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            color=OURS[2],
-        )
-        left.set_title("training loss", loc="left")
-        right.set_title("test accuracy", loc="left")
-        right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        for axis in (left, right):
-            axis.set_xlabel("epoch")
-            axis.legend(loc="best")
-        largest = float(np.abs(templates).max())
-        for digit, axis in enumerate(below.subplots(1, len(templates))):
-            axis.imshow(templates[digit], cmap="RdBu_r", vmin=-largest, vmax=largest)
-            axis.set_title(str(digit), fontsize=10)
-            axis.axis("off")
-        below.suptitle(
-            "the learnt weights (red: ink speaks for the digit, blue: against it)",
-            x=0.03,
-            ha="left",
-            fontsize=10,
-        )
-        figure.savefig(path, dpi=130)
+        figure = plt.figure(figsize=(5.2 * panels + 2.2 * (panels == 1), 4.4), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        _loss(axes[0], steps, tested, bits)
+        if panels == 2:
+            _accuracy(axes[1], tested)
+        for axis in axes:
+            axis.set_xlabel("step")
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.02, ha="left")
+        figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
+        figure.savefig(path, dpi=110)
         plt.close(figure)
+
+
+def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]], bits: bool) -> None:
+    unit = math.log(2) if bits else 1.0
+    at = np.array([line["step"] for line in steps])
+    losses = np.array([line["loss"] for line in steps]) / unit
+    look: dict[str, Any] = {"color": OURS[0], "marker": "o" if len(at) == 1 else None, "ms": 4}
+    axis.plot(at, losses, lw=0.7, alpha=0.35, **look)
+    width = max(1, len(losses) // 50)
+    if width > 1:
+        mean = np.convolve(losses, np.full(width, 1 / width), "valid")
+        axis.plot(at[width - 1 :], mean, lw=1.8, color=OURS[0], label=f"training (mean of {width} steps)")
+    else:
+        axis.lines[-1].set(alpha=1.0, lw=1.8, label="training")
+    axis.plot([line["step"] for line in tested], [line["test_loss"] / unit for line in tested], label="test", **TESTED)
+    axis.set_title("bits per byte" if bits else "loss", loc="left")
+    if bits:
+        axis.set_ylim(bottom=0, top=8.2)
+        last = tested[-1]
+        axis.annotate(f"{last['bits_per_byte']:.2f}", (last["step"], last["bits_per_byte"]), (0, 8), **LABEL)
+    else:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
+    axis.legend(loc="best")
+
+
+def _accuracy(axis: Axes, tested: list[dict[str, Any]]) -> None:
+    axis.plot([line["step"] for line in tested], [line["test_accuracy"] for line in tested], **TESTED)
+    last = tested[-1]
+    axis.annotate(f"{last['test_accuracy']:.1%}", (last["step"], last["test_accuracy"]), (0, -14), **LABEL)
+    axis.set_title("test accuracy", loc="left")
+    axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    low, high = min(line["test_accuracy"] for line in tested), 1.0
+    axis.set_ylim(low - 0.08 * (high - low) - 1e-3, high + 0.02 * (high - low) + 1e-3)
+
+
+TESTED: dict[str, Any] = {"color": OURS[1], "marker": "o", "ms": 3.5, "lw": 1.4}
+LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": OURS[1], "fontweight": "bold"}
 
 
 def plot_peers(path: str | Path, report: Mapping[str, Any]) -> None:

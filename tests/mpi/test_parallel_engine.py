@@ -11,6 +11,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.requests import under_way
 from parallel.engine import LAYOUTS, Engine
+from parallel.flat import BLOCK
 from parallel.guard import Disagreement, Diverged, StepFailed
 from parallel.interrupt import Interrupt
 from parallel.nn.compose import Sequential
@@ -18,6 +19,7 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.nn.operator import NotAtHand
 from parallel.optim import LAMB, SGD, AdamW
+from parallel.scaling import LossScale
 
 STEPS = (7, 1, 4, 3)
 """Micro-batches of each step: more than ranks, fewer than ranks, not divisible."""
@@ -123,6 +125,27 @@ def test_the_same_bits_of_a_transformer(comm, layout, alone):
             return whole(comm, made)
 
     assert differing(after(comm, layout, True), after(alone, "dp-naive", False)) == []
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("layout", ["dp-bucket", "dp"])
+def test_norms_of_tensors_whatever_the_pieces(comm, layout, in_pieces, monkeypatch):
+    """LAMB's, of several buckets: also where a rank's pieces of the vector are not in the vector's order."""
+
+    class InPieces(LAYOUTS[layout].gradients):
+        def spans(self):
+            return [bucket.span for bucket in self.buckets]
+
+    if in_pieces:
+        monkeypatch.setitem(LAYOUTS, layout, LAYOUTS[layout]._replace(gradients=InPieces))
+
+    def after(comm, layout):
+        with engine(comm, layout, optimizer=LAMB(rate=0.1), reproducible=True) as made:
+            for step, count in enumerate(STEPS):
+                made.step(tiny.batches(made.share(count), step))
+            return whole(comm, made)
+
+    assert differing(after(comm, layout), after(comm, "dp-naive")) == []
 
 
 @layouts
@@ -302,15 +325,43 @@ def test_one_rank_fails(comm, layout, when, alone):
         assert report.loss == pytest.approx(other.step(tiny.batches(range(4))).loss, rel=1e-12)
 
 
-def test_a_gradient_that_is_no_number(comm):
-    class Overflows(tiny.Squares):
-        def backward(self, scale, saved):
-            return saved * np.float32(np.inf)
+class Overflows(tiny.Squares):
+    """The loss is finite, the gradient is not."""
 
-    with Engine(tiny.model(), Overflows(), comm, SGD(rate=0.1), clip=1.0) as made:
-        with pytest.raises(StepFailed, match=r"gradient of 0\.weight is not finite in step 0"):
+    def backward(self, scale, saved):
+        return saved * saved.dtype.type(np.inf)
+
+
+@layouts
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_that_is_no_number(comm, layout, clip):
+    with Engine(tiny.model(), Overflows(), comm, SGD(rate=0.1), layout=layout, clip=clip) as made:
+        before = whole(comm, made)
+        with pytest.raises(StepFailed, match=r"nothing was updated; the gradient of 0\.weight, .*not finite in step 0"):
+            made.step(tiny.batches(made.share(2)))
+        assert made.updates == 0 and differing(before, whole(comm, made)) == []
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
+    """Squares of every block are finite, their sum is not: no step is made, least of all one of length 0."""
+    monkeypatch.setattr("parallel.engine.block_squares", lambda gradient: np.full(len(gradient) // BLOCK, 1e308))
+    with engine(comm, precision="fp64", clip=clip) as made:
+        with pytest.raises(StepFailed, match=r"nothing was updated; the norm of the gradient is not finite in step 0"):
             made.step(tiny.batches(made.share(2)))
         assert made.updates == 0
+    with engine(comm, precision="fp16", clip=clip) as made:
+        report = made.step(tiny.batches(made.share(2)))
+        assert (report.skipped, report.norm, made.updates) == (True, math.inf, 0)
+
+
+def test_a_loss_scale_that_can_do_no_more(comm):
+    with Engine(tiny.model(), Overflows(), comm, SGD(rate=0.1), precision="fp16") as made:
+        made.scaling = LossScale(value=2.0, patience=2)
+        for _ in range(3):  # at 2, and twice at 1
+            assert made.step(tiny.batches(made.share(2))).skipped
+        with pytest.raises(StepFailed, match=r"4 steps in a row, in the last 3 of them .* floor 1\.0, in step 3"):
+            made.step(tiny.batches(made.share(2)))
 
 
 def test_models_that_differ(comm):
@@ -322,6 +373,10 @@ def test_models_that_differ(comm):
         engine(comm, "zero1" if comm.rank == 0 else "zero2")
     with pytest.raises(Disagreement, match="rank 0 has optimizer"):
         engine(comm, optimizer=AdamW(rate=0.1) if comm.rank else SGD(rate=0.1))
+    with pytest.raises(Disagreement, match=r"rank 0 has optimizer's rate: 0\.1; rank 1 has optimizer's rate: 0\.2"):
+        engine(comm, optimizer=AdamW(rate=0.2 if comm.rank == 1 else 0.1))
+    with pytest.raises(Disagreement, match=r"rank 0 has optimizer's decay: 0\.0; rank 1 has optimizer's decay: 0\.5"):
+        engine(comm, optimizer=AdamW(rate=0.1, decay=comm.rank / 2))
 
 
 @pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp"])
@@ -358,10 +413,17 @@ def test_ctrl_c_on_one_rank_ends_all(comm, when):
         assert (report.step, interrupt.seen) == (3, comm.rank == 0)
 
 
-def test_numbers_that_are_no_order(comm):
-    with engine(comm, reproducible=True) as made:
-        with pytest.raises(ValueError, match="each of the numbers 0 to"):
-            made.step(tiny.batches([1 + comm.rank]))
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("numbers", ["from 1 on", "one twice", "no integer"])
+def test_numbers_that_are_no_order(comm, reproducible, numbers):
+    with engine(comm, reproducible=reproducible) as made:
+        mine = {"from 1 on": [1 + comm.rank], "one twice": [comm.rank, 0], "no integer": [comm.rank]}[numbers]
+        batches = tiny.batches(mine)
+        if numbers == "no integer" and comm.rank == comm.size - 1:
+            batches = [(str(number), *rest) for number, *rest in batches]
+        told = "each of the numbers 0 to" if numbers != "no integer" else f"rank {comm.size - 1}: TypeError: 'str'"
+        with pytest.raises((ValueError, StepFailed), match=told):
+            made.step(batches)
         assert made.step(tiny.batches([comm.rank])).count == 5 * comm.size
 
 

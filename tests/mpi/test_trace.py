@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from spans import check
 
+from benchlib import traces
 from collectives import catalog
 
 trace = SimpleNamespace(**runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "trace.py")))
@@ -31,4 +32,4 @@ def test_a_recorded_call(world, algorithm, nbytes):
 
 def test_clocks_of_one_machine_agree(world):
     """Ranks of one machine read the same clock; what is found between them is a part of a message's way."""
-    assert abs(trace.offset(world)) < 0.1
+    assert abs(traces.offset(world)) < 0.1

@@ -145,6 +145,7 @@ def _keep(samples, limit, key0, key1, kept):
 
 @wraps(philox.keep)
 def keep(samples, elements, rate, key):
+    """As `philox.keep`, bit for bit."""
     if samples.dtype != np.int64 or samples.ndim != 1:
         return philox.keep(samples, elements, rate, key)
     kept = np.empty((len(samples), -(-elements // 4) * 4), bool)

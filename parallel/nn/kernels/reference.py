@@ -119,8 +119,8 @@ def gelu(x: Array) -> Array:
     """x Phi(x), with the normal distribution Phi(x) = (1 + erf(x / sqrt 2)) / 2 (Hendrycks and Gimpel, 2016)."""
     y = erf(x * math.sqrt(0.5))
     y += 1
+    y *= 0.5  # before x, which may be as large as numbers are
     y *= x
-    y *= 0.5
     return y
 
 
@@ -139,30 +139,35 @@ def gelu_backward(dy: Array, x: Array) -> Array:
     return dx
 
 
-_CUBIC, _SLOPE = 0.044715, math.sqrt(2 / math.pi)
+def _logistic(x: Array) -> Array:
+    """1 / (1 + exp(-x)), from the exponential of -|x|: it cannot overflow, and small results keep their digits."""
+    xp = array_namespace(x)
+    e = xp.exp(-abs(x))
+    y = xp.where(x < 0, e, x.dtype.type(1))
+    e += 1
+    y /= e
+    return y
+
+
+_CUBIC, _TWICE_SLOPE, _FAR = 0.044715, 2 * math.sqrt(2 / math.pi), 16.0
 
 
 @_elementwise
 def gelu_tanh(x: Array) -> Array:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2: the approximation of GPT-2."""
-    y = array_namespace(x).tanh(_SLOPE * (x + _CUBIC * x * x * x))
-    y += 1
-    y *= x
-    y *= 0.5
-    return y
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2: the approximation of GPT-2.
+
+    As x logistic(2 u), which (1 + tanh(u)) / 2 is.
+    """
+    return x * _logistic(_TWICE_SLOPE * x * (1 + _CUBIC * x * x))
 
 
 @_elementwise
 def gelu_tanh_backward(dy: Array, x: Array) -> Array:
     """dy times the derivative of `gelu_tanh` at x."""
-    square = x * x
-    t = array_namespace(x).tanh(_SLOPE * x * (1 + _CUBIC * square))
-    return dy * (0.5 * (1 + t) + 0.5 * _SLOPE * x * (1 - t * t) * (1 + 3 * _CUBIC * square))
-
-
-def _logistic(x: Array) -> Array:
-    """1 / (1 + exp(-x)) by way of tanh, which cannot overflow."""
-    return 0.5 * (1 + array_namespace(x).tanh(0.5 * x))
+    near = array_namespace(x).clip(x, -_FAR, _FAR)  # farther out, it is 0 or 1
+    square = near * near
+    s = _logistic(_TWICE_SLOPE * near * (1 + _CUBIC * square))
+    return dy * (s + near * s * (1 - s) * _TWICE_SLOPE * (1 + 3 * _CUBIC * square))
 
 
 @_elementwise

@@ -253,6 +253,11 @@ X, Y = np.ones((4, 2)), np.arange(4)
         ({"x": np.float64(1), "y": Y}, "x: expected samples along the first axis"),
         ({"x": X, "y": X.astype(int)}, "one class for each sample, found integers of shape"),
         ({"x": X[:0], "y": Y[:0]}, "x has no samples"),
+        ({"x": X[:, :0], "y": Y}, r"samples of x have no values, but shape \(0,\)"),
+        ({"x": X, "y": X[:, :0]}, r"samples of y have no values, but shape \(0,\)"),
+        ({"x": X * 1e39, "y": Y}, "x: not all values are finite in float32"),
+        ({"x": X, "y": Y - 4}, "no sample has a class, all numbers are below 0"),
+        ({"x": X, "y": np.full(4, 2**64 - 1, np.uint64)}, "y: 18446744073709551615 is too large for int64"),
     ],
 )
 def test_arrays_that_are_no_data_set(npz, arrays, message):

@@ -127,6 +127,31 @@ def test_elementwise(kernel, count, dtype):
     assert kernel(*arrays[:, :0]).shape == (0,)
 
 
+@pytest.mark.parametrize("kernel", [reference.gelu, reference.gelu_tanh, reference.silu])
+def test_activations_of_the_largest_numbers(kernel):
+    """They overflow no sooner than their results do."""
+    x = np.array([3e38, 1e20, -1e20, -3e38, np.inf], np.float32)
+    with np.errstate(over="ignore"):  # of the cube, which is the argument of an exponential
+        np.testing.assert_array_equal(kernel(x), [x[0], x[1], 0, 0, np.inf])
+
+
+@pytest.mark.parametrize("backward", [reference.gelu_tanh_backward, reference.silu_backward])
+def test_slopes_far_out(backward):
+    """Small ones keep their digits, on the way to 0; the largest numbers have the limits."""
+    x = np.array([-3e38, -1e20, -13, -9, -6, -4, 4, 9, 1e20, 3e38], np.float32)
+    one = np.ones_like(x)
+    with np.errstate(all="raise", under="ignore"):
+        found, expected = backward(one, x), backward(one.astype("f8"), x.astype("f8"))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-38)
+    assert found[0] == found[1] == 0 and found[-1] == found[-2] == 1
+
+
+@pytest.mark.parametrize("kernel", [reference.gelu_tanh, reference.silu])
+def test_logistic_tails_keep_their_digits(kernel):
+    x = np.array([-20, -13, -9, -6, -4, -1], np.float32)
+    np.testing.assert_allclose(kernel(x), kernel(x.astype("f8")), rtol=1e-4, atol=1e-38)
+
+
 def test_causal_softmax():
     """A block of queries in the middle: rows sum to 1, the future is 0, equal scores share alike, in place."""
     scores = np.zeros((2, 3, 5))

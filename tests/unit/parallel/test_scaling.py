@@ -30,6 +30,16 @@ def test_steps_left_out_in_a_row_are_counted():
         assert scale.skipped == skipped
 
 
+def test_it_gives_up_at_the_floor():
+    """Not by how many steps were left out, but by how many at the floor, in a row; and there is a finite one."""
+    scale = LossScale(value=8.0, patience=2)
+    for finite in "nnnnnynn":
+        scale.update(finite == "y")
+    assert (scale.stuck, scale.skipped) == (2, 2)
+    with pytest.raises(FloatingPointError, match=r"3 steps in a row, in the last 3 of them .* its floor 1\.0"):
+        scale.update(False)
+
+
 def test_a_fixed_scale_stays():
     scale = LossScale.fixed(8.0)
     for finite in [True] * 2001 + [False]:

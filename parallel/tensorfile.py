@@ -1,0 +1,150 @@
+"""A safetensors file written tensor after tensor, so that no more than one of them is in memory.
+
+The format (https://github.com/huggingface/safetensors): eight bytes that say how long the header is, the header, which
+is JSON and says where every tensor lies, and the tensors, row by row, one after another. What is written here, the
+`safetensors` package opens; reading is left to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CODES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "U8": "|u1"}
+"""How the format calls element types, and what they are in NumPy."""
+CODE_OF = {np.dtype(name): code for code, name in CODES.items()}
+
+
+class Entry(NamedTuple):
+    """What a file says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Writer:
+    """A new file.
+
+    Parameters
+    ----------
+    path : Path
+        Must not exist.
+    entries : mapping of name -> Entry
+        All tensors, in the order in which they will come.
+
+    Attributes
+    ----------
+    size : int
+        Bytes written so far.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from safetensors.numpy import load_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "a.safetensors")
+    ...     writer = Writer(path, {"x": Entry((2,), np.dtype(np.float32))})
+    ...     writer.add(np.ones(2, np.float32))
+    ...     writer.close()
+    ...     load_file(path)
+    {'x': array([1., 1.], dtype=float32)}
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]):
+        header, place = {}, 0
+        for name, entry in entries.items():
+            header[name] = {
+                "dtype": CODE_OF[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [place, place + entry.nbytes],
+            }
+            place += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.size, self._hash, self._path = 0, sha256(), path
+        self._file = path.open("xb", buffering=0)
+        self._write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, values: np.ndarray) -> None:
+        """The next tensor's elements, of the type that was announced, in any shape."""
+        self._write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what was written, as `sha256sum` prints it."""
+        return self._hash.hexdigest()
+
+    def _write(self, data: Any) -> None:
+        self._hash.update(data)
+        data = memoryview(data)
+        self.size += len(data)
+        while data:  # one call takes 2 GiB at most
+            data = data[self._file.write(data) :]
+
+    def close(self, sync: bool = True) -> None:
+        """Close the file; with `sync`, not before it is on the disk."""
+        try:
+            if sync:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def digest_of(path: Path) -> tuple[int, str]:
+    """Bytes and SHA-256 of a file."""
+    size, digest = 0, sha256()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(1 << 22):
+            size += len(data)
+            digest.update(data)
+    return size, digest.hexdigest()
+
+
+class Reader:
+    """A file that is there, through the `safetensors` package. `entries` says what is in it.
+
+    Raises
+    ------
+    ImportError
+        Without the package.
+    ValueError
+        If it is no such file, or of an element type that has no meaning here.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ImportError("checkpoints are read with safetensors: pip install 'chorus-mpi[train]'") from error
+        try:
+            self._file = safe_open(path, framework="np")
+        except SafetensorError as error:
+            raise ValueError(f"{path.name} is no safetensors file: {error}") from error
+        self.entries: dict[str, Entry] = {}
+        for name in self._file.keys():  # noqa: SIM118 (not a dictionary)
+            found = self._file.get_slice(name)
+            if found.get_dtype() not in CODES:
+                raise ValueError(f"{path.name}: {name} has elements of type {found.get_dtype()}")
+            self.entries[name] = Entry(tuple(found.get_shape()), np.dtype(CODES[found.get_dtype()]))
+
+    def read(self, name: str, start: int, size: int) -> np.ndarray:
+        """Some elements of a flattened tensor; no more rows than these lie in are read."""
+        shape = self.entries[name].shape
+        if not shape:
+            return self._file.get_tensor(name).reshape(-1)[start : start + size]
+        width = math.prod(shape[1:])
+        first = start // width
+        rows = self._file.get_slice(name)[first : -(-(start + size) // width)]
+        return rows.reshape(-1)[start - first * width :][:size]

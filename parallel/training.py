@@ -1,0 +1,325 @@
+"""A training from its settings to its last step: data, model and engine put together, and the loop around them.
+
+    for record in training.run():
+        ...
+
+Whoever iterates sees every step, and may save, show or end between two of them; nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from collectives import Communicator
+from parallel import checkpoint, datasets
+from parallel.checkpoint import Checkpoint, CheckpointError
+from parallel.data import Batch, Sampler, Step, prefetch
+from parallel.datasets import Task
+from parallel.engine import Engine
+from parallel.layouts import LAYOUTS
+from parallel.nn.compose import Sequential
+from parallel.nn.loss import MSE, SoftmaxCrossEntropy
+from parallel.nn.models import MODELS, build
+from parallel.nn.operator import Spec
+from parallel.optim import OPTIMIZERS, Optimizer
+from parallel.precision import PRECISIONS
+from parallel.report import Report
+from parallel.schedules import Schedule
+from parallel.settings import Settings
+from parallel.together import together
+
+BACKWARD = 2
+"""A backward computes twice what its forward does. What is computed again for want of memory does not count."""
+
+FLOOR = 0.1
+"""Share of the highest rate that the schedule ends at."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step as the loop saw it.
+
+    Attributes
+    ----------
+    report : Report
+        The engine's.
+    epoch : int
+        Which one the step belongs to, from 0.
+    samples : int
+        Of the step, over all ranks.
+    seconds : float
+        Since the step before it had ended, without what was done between the two: the step and waiting for its data.
+    """
+
+    report: Report
+    epoch: int
+    samples: int
+    seconds: float
+
+    @property
+    def communication(self) -> float:
+        """Seconds that this rank has spent in communication."""
+        return self.report.communication
+
+    def line(self) -> dict[str, Any]:
+        """For a file of metrics; `TIMED` are the fields that differ from run to run."""
+        report = self.report
+        said: dict[str, Any] = {"step": report.step + 1, "epoch": self.epoch, "loss": report.loss, "rate": report.rate}
+        said |= {"norm": report.norm, "skipped": report.skipped, "samples": self.samples}
+        return said | {"seconds": self.seconds, "communication": self.communication}
+
+
+TIMED = ("seconds", "communication")
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the model makes of the test set: the mean loss, and by kind of task the share that is right, or bits."""
+
+    loss: float
+    accuracy: float | None
+    bits_per_byte: float | None
+
+    def line(self) -> dict[str, Any]:
+        """For a file of metrics."""
+        said = {"test_loss": self.loss, "test_accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+class Training:
+    """A training that can be iterated, saved and resumed. Making one is collective.
+
+    Parameters
+    ----------
+    settings : Settings
+        As `parallel.settings.complete` makes them.
+    comm : Communicator
+        Of ours; its ranks train together.
+    device : "cpu" or "cuda"
+    trace : bool
+        Whether the engine keeps events.
+
+    Attributes
+    ----------
+    task : Task
+    engine : Engine
+    sampler : Sampler
+    steps : int
+        How many there will be.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if the settings fit neither each other nor the ranks.
+    """
+
+    def __init__(self, settings: Settings, comm: Communicator, *, device: str = "cpu", trace: bool = False):
+        self._comm = comm
+        self.settings = said = settings
+        self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
+        self._optimizer = optimizer
+        self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
+        self.sampler = _sampler(said, self.task, comm.Get_size())
+        self.steps = steps_of(said, self.task)
+        self.flops_per_sample = flops(model, self.task, said.precision)
+        self.engine = Engine(
+            model,
+            self._loss,
+            comm,
+            optimizer,
+            layout=said.layout,
+            seed=said.seed,
+            precision=said.precision,
+            reproducible=said.reproducible,
+            clip=said.clip or None,
+            bucket_bytes=said.bucket_bytes,
+            check_every=said.check_every,
+            device=device,
+            trace=trace,
+        )
+
+    @property
+    def done(self) -> int:
+        """Steps that were made, those before a restart among them."""
+        return self.engine.steps
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Record]:
+        """Train up to the last step. Collective; all ranks iterate to the same end.
+
+        Parameters
+        ----------
+        stop : callable
+            Whether this rank wants to end: asked in every step, which is then the last one, on all ranks.
+
+        Raises
+        ------
+        StepFailed, Diverged
+            As `Engine.step`.
+        """
+        batches = prefetch(self._ahead())
+        try:
+            while self.done < self.steps:
+                began = time.perf_counter()
+                step, mine = next(batches)
+                report = self.engine.step(mine, stop=stop())
+                self.sampler.done(step)
+                yield Record(report, step.epoch, step.samples, time.perf_counter() - began)
+                if report.stop:
+                    return
+        finally:
+            batches.close()  # type: ignore[attr-defined]
+
+    def _ahead(self) -> Iterator[tuple[Step, list[Batch]]]:
+        for step in self.sampler.ahead():
+            yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
+
+    def score(self, most: int | None = None) -> Score:
+        """Put the model to the test, on all of the test set or on its first `most` samples. Collective."""
+        count = len(self.task.test) if most is None else min(most, len(self.task.test))
+        sampler = Sampler(count, max(1, count), self.sampler.micro_batch, shuffle=False)
+        mine: list[Batch] = []
+        for step in sampler.steps(0):
+            mine += step.batches(self.task.test, self.engine.share(len(step.parts)))
+        if isinstance(self._loss, SoftmaxCrossEntropy):
+            found = self.engine.evaluate(mine, self._loss.correct)
+        else:
+            found = self.engine.evaluate(mine)
+        bits = found.loss / math.log(2) if self.task.kind == "bytes" else None
+        return Score(found.loss, found.measure, bits)
+
+    # ------------------------------------------------------------------------------------------ restart
+
+    def save(self, directory: Path, *, keep: int = 3) -> Path:
+        """Write a checkpoint after so many steps as were `done`. Collective; raises `CheckpointError`."""
+        facts = {
+            "settings": asdict(self.settings),
+            "engine": self.engine.state(),
+            "sampler": self.sampler.position(),
+            "random": {"seed": self.settings.seed, "step": self.done},
+            "optimizer": self._optimizer.describe(),
+            "ranks": self._comm.Get_size(),
+        }
+        return checkpoint.save(self._comm, directory, self.done, self.engine.stretches(), facts, keep=keep)
+
+    def resume(self, found: Checkpoint) -> None:
+        """Go on from a checkpoint, written on any number of ranks in any layout and precision. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if it is of another model, optimiser or data, before anything is changed.
+        """
+        for name in ("engine", "sampler"):
+            if name not in found.facts:
+                raise CheckpointError(f"{found.path} is no training's: it has no {name}")
+        try:
+            _sampler(self.settings, self.task, self._comm.Get_size()).load(found.facts["sampler"])
+        except ValueError as error:
+            raise CheckpointError(f"{found.path} is of another training: {error}") from error
+        found.restore(self.engine.stretches())
+        self.sampler.load(found.facts["sampler"])
+        self.engine.load(found.facts["engine"])
+        self.engine.refresh()
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ---------------------------------------------------------------------------------------------- from the settings
+
+
+def prepare(said: Settings, ranks: int) -> tuple[Task, Sequential, Optimizer]:
+    """Data, model and optimiser of complete settings.
+
+    Raises
+    ------
+    ValueError
+        If a setting has no meaning, or they do not fit each other; it names the setting.
+    """
+    check(said)
+    task = datasets.load(said.data, seed=said.seed, length=said.length)
+    family = said.model.partition(":")[0]
+    if (task.kind == "bytes") != (family == "gpt"):
+        fits = "gpt" if task.kind == "bytes" else ", ".join(name for name in MODELS if name != "gpt")
+        raise ValueError(f"model: {task.name} is for {fits}, found {said.model}")
+    if ranks > len(task.train):
+        raise ValueError(f"more ranks ({ranks}) than samples ({len(task.train)}) in {task.name}")
+    if family == "convnet" and len(task.inputs) == 2:
+        task = _with_channel(task)
+    options = {"dropout": said.dropout, "recompute": said.recompute}
+    model = build(said.model, task.inputs, task.outputs, **options)  # type: ignore[arg-type]
+    return task, model, optimizer_of(said, steps_of(said, task))
+
+
+def check(said: Settings) -> None:
+    """Raise ValueError for a setting out of range."""
+    for name, table in (("layout", LAYOUTS), ("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+        if getattr(said, name) not in table:
+            raise ValueError(f"{name}: expected one of {', '.join(table)}, found {getattr(said, name)!r}")
+    for name, least in LEAST.items():
+        value = getattr(said, name)
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{name}: expected a number from {least:g} on, found {value:g}")
+    for name in ("dropout", "momentum", "beta2"):
+        if getattr(said, name) >= 1:
+            raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(said, name):g}")
+
+
+NONE_BELOW = "rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every"
+LEAST = dict.fromkeys(("batch", "micro_batch", "accumulate", "length", "bucket_bytes"), 1)
+LEAST |= dict.fromkeys(NONE_BELOW.split(), 0)
+"""The smallest value that a setting can have."""
+
+
+def _with_channel(task: Task) -> Task:
+    """Images of one channel."""
+    parts = [datasets.Arrays(part.x[:, None], part.y) for part in (task.train, task.test)]  # type: ignore[attr-defined]
+    return Task(task.name, parts[0], parts[1], task.kind, (1, *task.inputs), task.outputs)
+
+
+def _sampler(said: Settings, task: Task, ranks: int) -> Sampler:
+    return Sampler(len(task.train), said.batch, said.micro(ranks), said.seed)
+
+
+def steps_of(said: Settings, task: Task) -> int:
+    """Steps of the whole training."""
+    if said.steps is not None:
+        return said.steps
+    return math.ceil(said.epochs * -(-len(task.train) // (said.batch)))
+
+
+def optimizer_of(said: Settings, steps: int) -> Optimizer:
+    """The optimiser with its schedule."""
+    rate, warm_up = said.rate, min(said.warm_up, steps)
+    schedule = Schedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FLOOR * rate)
+    options = {"rate": schedule, "decay": said.decay}
+    options |= {"momentum": said.momentum} if said.optimizer == "sgd" else {"beta2": said.beta2}
+    return OPTIMIZERS[said.optimizer](**options)  # type: ignore[arg-type]
+
+
+def flops(model: Sequential, task: Task, precision: str) -> float:
+    """Multiplications and additions of matrix products, forward and backward, for one sample."""
+    storage = PRECISIONS[precision].storage
+    x, _ = task.train.take(np.zeros(1, np.int64))
+    outline = model.outline(Spec(x.shape, x.dtype if x.dtype.kind in "iub" else storage))
+    return float((1 + BACKWARD) * outline.flops)
+
+
+def changed(found: Checkpoint, settings: Settings) -> dict[str, tuple[Any, Any]]:
+    """Settings that are other than in the checkpoint: {name: (there, here)}."""
+    there = found.facts.get("settings", {})
+    return {name: (there.get(name), here) for name, here in asdict(settings).items() if there.get(name) != here}

@@ -1,0 +1,165 @@
+"""Do all layouts end in the same parameters, bit for bit?
+
+python scripts/verify_layouts.py
+python scripts/verify_layouts.py --model gpt --ranks 1,2,4 --layouts dp,zero3
+
+Each line of the table is a training of its own by scripts/train.py --reproducible, under an mpiexec of its own, with
+the same micro-batches and global batch; what is compared is the checkpoint at its end, weights and the optimiser's
+state. The first line of a model is the one that the others are compared with; where one differs, the first tensor that
+does is named. Exit status 1 if any differs or does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel.checkpoint import all_in, tensors_in
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = 4
+"""Micro-batches of a step."""
+
+MODELS = {
+    "mlp": ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "40", "--dropout", "0.1"],
+    "gpt": ["--data", "copy", "--model", "gpt:tiny", "--length", "16", "--batch", "16", "--dropout", "0.1"],
+}
+"""What is trained, in options of train.py."""
+
+VARIANTS = (("--recompute",), ("--bucket-bytes", "16384"))
+"""What must not matter either. Small buckets are several, so that there is something to overlap."""
+
+
+class Line(NamedTuple):
+    """A line of the table: how the same training is run."""
+
+    ranks: int
+    layout: str
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = [option.removeprefix("--").replace("bucket-bytes", "buckets of") for option in self.options]
+        return f"{self.layout:10} {self.ranks:2} rank{'s' if self.ranks > 1 else ' '}  {' '.join(words)}".rstrip()
+
+
+def table(ranks: list[int], layouts: list[str]) -> list[Line]:
+    """Every layout on every number of ranks; recomputing and small buckets on the largest.
+
+    Accumulation needs no line of its own: with fewer ranks than micro-batches each rank has several.
+    """
+    lines = [Line(1, "dp")]
+    for size in ranks:
+        lines += [line for name in layouts if (line := Line(size, name)) not in lines]
+    for name in layouts:
+        lines += [Line(max(ranks), name, options) for options in VARIANTS]
+    return lines
+
+
+def find_mpiexec() -> str | None:
+    """The one named by MPIEXEC, that of this Python's environment, or that of PATH."""
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=places)
+
+
+def trained(mpiexec: str, model: str, line: Line, steps: int, folder: Path, limit: float) -> Path | str:
+    """Run one line: its last checkpoint, or what has gone wrong."""
+    command = [mpiexec, "-n", str(line.ranks), sys.executable, str(ROOT / "scripts" / "train.py"), *MODELS[model]]
+    micro = int(MODELS[model][MODELS[model].index("--batch") + 1]) // PARTS
+    command += ["--reproducible", "--micro-batch", str(micro), "--steps", str(steps), "--clip", "1"]
+    command += ["--parallel", line.layout, "--checkpoint", str(folder), "--every", str(steps), *line.options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = done.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(done.pid, signal.SIGKILL)
+        done.communicate()
+        return f"did not end within {limit:g} s"
+    except BaseException:  # Ctrl-C: what we have started ends with us
+        os.killpg(done.pid, signal.SIGKILL)
+        raise
+    if done.returncode:
+        last = [text for text in output.splitlines() if text.strip()][-3:]
+        return f"ended with status {done.returncode}: {' / '.join(last)}"
+    found = all_in(folder)
+    return found[-1] if found else "left no checkpoint"
+
+
+def first_difference(one: Path, other: Path) -> str | None:
+    """The first tensor whose bits differ, and how; None if there is none."""
+    mine, theirs = tensors_in(one), tensors_in(other)
+    for (name, a), (other_name, b) in zip(mine, theirs, strict=True):
+        if name != other_name or a.shape != b.shape or a.dtype != b.dtype:
+            return f"{name} is {other_name} there"
+        bits = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(1)
+        if bits.any():
+            apart = np.abs(a.astype(np.float64) - b).max()
+            return f"{name}: {bits.sum()} of {a.size} elements differ, by at most {apart:.1e}"
+    return None
+
+
+def verify(mpiexec: str, model: str, lines: list[Line], steps: int, limit: float) -> Iterator[bool]:
+    """Run the table of one model and print it; whether each line is as the first."""
+    reference: Path | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for number, line in enumerate(lines):
+            began = time.perf_counter()
+            found = trained(mpiexec, model, line, steps, Path(folder, str(number)), limit)
+            if isinstance(found, str):
+                verdict, good = found, False
+            elif reference is None:
+                reference, verdict, good = found, "the reference", number == 0
+            else:
+                difference = first_difference(reference, found)
+                verdict, good = difference or "the same bits", difference is None
+                shutil.rmtree(found)
+            print(f"{model:5} {line!s:46} {time.perf_counter() - began:6.1f} s  {verdict}", flush=True)
+            yield good
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all tables; 1 if anything differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", choices=[*MODELS, "all"], default="all", help="default all")
+    add("--ranks", default="1,2,4", metavar="LIST", help="numbers of ranks (default 1,2,4)")
+    layouts = "dp-naive,dp-bucket,dp,zero1,zero2,zero3"
+    add("--layouts", default=layouts, metavar="LIST", help=f"default {layouts}")
+    add("--steps", type=int, default=50, metavar="N", help="default 50")
+    add("--limit", type=float, default=120, metavar="SECONDS", help="for each line (default 120)")
+    args = parser.parse_args(argv)
+    try:
+        ranks = [int(word) for word in args.ranks.split(",")]
+    except ValueError:
+        parser.error(f"--ranks: expected numbers as in 1,2,4, found {args.ranks!r}")
+    names = args.layouts.split(",")
+    if unknown := [name for name in names if name not in layouts.split(",")]:
+        parser.error(f"--layouts: expected some of {layouts}, found {', '.join(unknown)}")
+    if min(ranks) < 1 or args.steps < 1:
+        parser.error("--ranks and --steps: expected 1 or more")
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        parser.error("there is no mpiexec: set MPIEXEC to one")
+    verdicts: list[bool] = []
+    for model in MODELS if args.model == "all" else [args.model]:
+        verdicts += verify(mpiexec, model, table(ranks, names), args.steps, args.limit)
+    print(f"{sum(verdicts)} of {len(verdicts)} trainings of {args.steps} steps are as they should be")
+    return 0 if all(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""A checkpoint knows no layout: it is written by all ranks, read by any, and refused by all at once."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+
+from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, tensors_in
+from parallel.layouts import LAYOUTS
+from parallel.settings import complete
+from parallel.training import Training
+
+SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "micro_batch": 5, "dropout": 0.1, "steps": 6}
+
+
+@pytest.fixture
+def folder(world):
+    """The same new folder on all ranks of a node."""
+    path = world.bcast(tempfile.mkdtemp() if world.Get_rank() == 0 else None)
+    if not all(world.allgather(Path(path).is_dir())):
+        pytest.skip("ranks share no directory")
+    yield Path(path)
+    world.Barrier()
+    if world.Get_rank() == 0:
+        shutil.rmtree(path)
+
+
+def trained(comm, steps=3, resume=None, into=None, **more):
+    """Train up to `steps`, save into `into`, and give the losses."""
+    with Training(complete(SAID | more), comm) as training:
+        if resume is not None:
+            training.resume(Checkpoint(comm, resume))
+        losses = []
+        for record in training.run(lambda: training.done + 1 >= steps) if steps > training.done else ():
+            losses.append(record.report.loss)
+        if into is not None:
+            training.save(into)
+    return losses
+
+
+def same(one, other):
+    pairs = list(zip(tensors_in(one), tensors_in(other), strict=True))
+    return len(pairs) > 5 and all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in pairs)
+
+
+@pytest.mark.parametrize("read", ["dp", "zero1", "zero3"])
+@pytest.mark.parametrize("written", LAYOUTS)
+def test_from_any_layout_to_any_on_fewer_ranks(world, comm, folder, written, read):
+    trained(comm, layout=written, into=folder / "a")
+    path = latest(comm, folder / "a")
+    assert path.name == "step-000000003"
+    half = comm.Split(world.Get_rank() % 2, 0)
+    again = folder / f"b{world.Get_rank() % 2}"
+    trained(half, 0, path, again, layout=read)
+    assert same(path, all_in(again)[0])
+    half.Free()
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero2", "zero3"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_goes_on_is_what_would_have_been(comm, folder, layout, precision):
+    said = {"layout": layout, "precision": precision}
+    whole = trained(comm, 6, into=folder / "whole", **said)
+    first = trained(comm, 2, into=folder / "parts", **said)
+    rest = trained(comm, 6, latest(comm, folder / "parts"), folder / "parts", **said)
+    assert len(first) == 2 and first + rest == whole
+    assert same(all_in(folder / "parts")[-1], all_in(folder / "whole")[-1])
+
+
+def test_files_are_shared_out(world, comm, folder):
+    trained(comm, 1, into=folder)
+    names = [path.name for path in latest(comm, folder).glob("model-*.safetensors")]
+    tensors = 4  # of the model: two matrices, two biases
+    assert len(names) == min(world.Get_size(), tensors)
+
+
+def test_damage_is_told_on_all_ranks_and_nothing_has_changed(world, comm, folder):
+    trained(comm, 1, into=folder)
+    path = latest(comm, folder)
+    world.Barrier()
+    if world.Get_rank() == 0:
+        file = sorted(path.glob("optimizer-*.safetensors"))[-1]
+        file.write_bytes(file.read_bytes()[:-10])
+    world.Barrier()
+    with pytest.raises(CheckpointError, match=r"has .* bytes instead of"):
+        Checkpoint(comm, path)
+
+
+def test_another_model_is_told_on_all_ranks_and_nothing_has_changed(comm, folder):
+    trained(comm, 1, into=folder)
+    with Training(complete(SAID | {"model": "mlp:small", "layout": "zero1"}), comm) as training:
+        before = [stretch.array.copy() for stretch in training.engine.stretches()]
+        with pytest.raises(CheckpointError, match="is of another model or optimiser"):
+            training.resume(Checkpoint(comm, latest(comm, folder)))
+        after = [stretch.array for stretch in training.engine.stretches()]
+        assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_rank_that_cannot_write_fails_all(world, comm, folder, monkeypatch):
+    trained(comm, 1, into=folder)
+    if world.Get_rank() == world.Get_size() - 1:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("parallel.checkpoint.Writer", full)
+    with Training(complete(SAID), comm) as training:
+        training.engine.steps = 7
+        if world.Get_size() <= 4:  # there is a tensor for each rank
+            with pytest.raises(CheckpointError, match=r"step-000000007 was not written: .*No space left"):
+                training.save(folder)
+    assert [path.name for path in all_in(folder)] == ["step-000000001"]

@@ -1,0 +1,290 @@
+"""Checkpoints are whole or not there, and what is damaged or foreign is told before anything is changed."""
+
+import contextlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+
+from mpi4py import MPI
+from safetensors.numpy import load_file, save_file
+
+from parallel import checkpoint, tensorfile
+from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, name_of, save
+
+SELF = MPI.COMM_SELF
+SHAPES = {"model/0.weight": (3, 5), "model/10.bias": (7,), "model/9.gain": (), "optimizer/m/0.weight": (3, 5)}
+
+
+class Stretch(NamedTuple):
+    name: str
+    shape: tuple
+    start: int
+    array: np.ndarray
+    mine: bool = True
+
+
+def whole(offset=0.0, dtype=np.float32, shapes=SHAPES):
+    """Each tensor in one stretch; element i of tensor t is 100 t + i + offset."""
+    values = {name: 100 * at + np.arange(np.prod(shape, dtype=int)) for at, (name, shape) in enumerate(shapes.items())}
+    return [Stretch(name, shape, 0, (values[name] + offset).astype(dtype)) for name, shape in shapes.items()]
+
+
+def cut(stretches, size=2):
+    """The same elements in stretches of at most `size`, last ones first."""
+    return [
+        Stretch(one.name, one.shape, start, one.array[start : start + size])
+        for one in stretches
+        for start in reversed(range(0, len(one.array), size))
+    ]
+
+
+def restored(path, pieces=1000):
+    target = whole(offset=-7)
+    found = Checkpoint(SELF, path)
+    found.restore(cut(target, pieces))
+    return found, target
+
+
+def equal(some, others):
+    return all(np.array_equal(a.array, b.array) for a, b in zip(some, others, strict=True))
+
+
+def everything(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("written, read", [(1000, 1000), (2, 1000), (1000, 3), (4, 1)])
+def test_what_was_written_in_any_pieces_is_read_in_any_pieces(tmp_path, written, read):
+    path = save(SELF, tmp_path, 12, cut(whole(), written), {"a": [1, 0.1, None]})
+    found, target = restored(path, read)
+    assert path.name == "step-000000012" and found.step == 12 and found.facts == {"a": [1, 0.1, None]}
+    assert equal(target, whole())
+
+
+def test_the_ordinary_library_opens_the_files(tmp_path):
+    path = save(SELF, tmp_path, 1, cut(whole()), {})
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * (15 + 7 + 1)
+    assert list(index["weight_map"]) == ["0.weight", "9.gain", "10.bias"]
+    tensors = load_file(path / index["weight_map"]["0.weight"])
+    assert tensors["0.weight"].shape == (3, 5) and tensors["9.gain"].shape == ()
+    assert np.array_equal(tensors["10.bias"], whole()[1].array)
+    assert list(load_file(path / "optimizer-00001-of-00001.safetensors")) == ["m/0.weight"]
+
+
+def test_no_state_of_the_optimiser_is_no_file_of_it(tmp_path):
+    stretches = [one for one in whole() if one.name.startswith("model")]
+    path = save(SELF, tmp_path, 1, stretches, {})
+    assert sorted(file.name for file in path.iterdir()) == [
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "optimizer.safetensors.index.json",
+        "state.json",
+    ]
+    Checkpoint(SELF, path).fit(stretches)
+
+
+def test_the_newest_are_kept(tmp_path):
+    assert latest(SELF, tmp_path / "nothing") is None
+    for step in (5, 30, 200, 1000000000):
+        save(SELF, tmp_path, step, whole(), {}, keep=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000000200", "step-1000000000"]
+    assert latest(SELF, tmp_path) == tmp_path / "step-1000000000"
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path):
+    save(SELF, tmp_path, 5, whole(), {})
+    before = everything(tmp_path)
+    with pytest.raises(CheckpointError, match="exists"):
+        save(SELF, tmp_path, 5, whole(1), {})
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "held, words",
+    [
+        (whole()[:1] + whole()[:1], "on no rank, or on two"),
+        ([whole()[0]._replace(start=1)], "from 0 on are on no rank"),
+        ([whole()[0]._replace(array=np.zeros(14, np.float32))], "from 14 on are on no rank"),
+    ],
+)
+def test_elements_that_nobody_or_everybody_writes(tmp_path, held, words):
+    with pytest.raises(CheckpointError, match=words):
+        save(SELF, tmp_path, 5, held, {})
+    assert all_in(tmp_path) == []
+
+
+# ---------------------------------------------------------------------------------------------- crashes
+
+
+class Crash(BaseException):
+    """The end of the process, as far as files can tell: nothing catches it, and nothing is tidied up."""
+
+
+class Fuse:
+    """Crashes before the n-th thing that is done to files."""
+
+    EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+    def __init__(self):
+        self.left = None
+        sys.addaudithook(self.hear)
+
+    def burn(self, *_):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise Crash
+
+    def hear(self, event, arguments):
+        if self.left is not None and event in self.EVENTS:
+            self.burn()
+
+
+@pytest.fixture(scope="module")
+def fuse():
+    return Fuse()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files stay open, as in a crash
+def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
+    """Whatever is done to files, the process may end before it: the old checkpoint is there, or the new one."""
+    written, fsync = tensorfile.Writer._write, checkpoint.os.fsync
+
+    def write(writer, data):
+        fuse.burn()
+        written(writer, data[: len(data) // 2])
+        fuse.burn()
+        written(writer, data[len(data) // 2 :])
+
+    def synced(descriptor):
+        fuse.burn()
+        fsync(descriptor)
+
+    monkeypatch.setattr(tensorfile.Writer, "_write", write)
+    monkeypatch.setattr(checkpoint.os, "fsync", synced)
+    outcomes = []
+    for moment in range(1000):
+        folder = tmp_path / str(moment)
+        save(SELF, folder, 1, whole(1), {"old": True})
+        save(SELF, folder, 2, whole(2), {"old": True})
+        fuse.left = moment
+        with contextlib.suppress(Crash):
+            save(SELF, folder, 3, whole(3), {"new": True}, keep=1)
+        crashed, fuse.left = fuse.left is None, None
+        newest = latest(SELF, folder)
+        found, target = restored(newest)
+        assert found.step in (2, 3) and equal(target, whole(found.step)), moment
+        for path in all_in(folder):  # whatever has a checkpoint's name is one
+            restored(path)
+        outcomes.append(found.step)
+        save(SELF, folder, 4, whole(4), {}, keep=1)  # life goes on, and what was left is cleared away
+        assert [path.name for path in folder.iterdir()] == [name_of(4)]
+        shutil.rmtree(folder)
+        if not crashed:
+            break
+    assert outcomes == sorted(outcomes) and outcomes[0] == 2 and outcomes[-1] == 3
+    assert outcomes.count(2) > 25 and outcomes.count(3) > 5
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    save(SELF, tmp_path, 1, whole(), {})
+    before = everything(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorfile.Writer, "add", full)
+    with pytest.raises(CheckpointError, match=r"step-000000002 was not written: .*No space left"):
+        save(SELF, tmp_path, 2, whole(1), {})
+    monkeypatch.undo()
+    assert all_in(tmp_path) == [tmp_path / name_of(1)]
+    assert {name: data for name, data in everything(tmp_path).items() if not name.parts[0].startswith(".")} == before
+
+
+# ---------------------------------------------------------------------------------------------- damage
+
+
+def truncate(path):
+    file = path / "model-00001-of-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(path):
+    file = path / "optimizer-00001-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+def edit(path, old, new):
+    text = (path / "state.json").read_text()
+    assert old in text
+    (path / "state.json").write_text(text.replace(old, new))
+
+
+def replace_by_a_foreign_file(path):
+    file = path / "model-00001-of-00001.safetensors"
+    size = file.stat().st_size
+    file.write_bytes(b"x" * size)
+
+
+DAMAGES = {
+    "truncated": (truncate, "model-00001-of-00001.safetensors has 283 bytes instead of 284"),
+    "a bit": (flip, "optimizer-00001-of-00001.safetensors is damaged"),
+    "foreign file": (replace_by_a_foreign_file, "model-00001-of-00001.safetensors is damaged"),
+    "a file is gone": (lambda path: (path / "model.safetensors.index.json").unlink(), "index.json is missing"),
+    "no state": (lambda path: (path / "state.json").unlink(), "no state.json"),
+    "half a state": (lambda path: edit(path, '"sha256"', ""), "state.json is damaged"),
+    "an edited state": (lambda path: edit(path, '"step": 1', '"step": 2'), "state.json is damaged: its checksum"),
+    "another format": (lambda path: edit(path, "checkpoint 1", "checkpoint 9"), "its format is 'chorus checkpoint 9'"),
+    "foreign state": (lambda path: (path / "state.json").write_text("[1]"), "none of ours"),
+    "no folder": (shutil.rmtree, "no such folder"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_told(tmp_path, damage):
+    path = save(SELF, tmp_path, 1, whole(), {})
+    do, words = DAMAGES[damage]
+    do(path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        Checkpoint(SELF, path)
+    assert str(caught.value).startswith(f"{path} cannot be used: ")
+
+
+def test_a_folder_of_another_program(tmp_path):
+    save_file({"x": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no state\.json"):
+        Checkpoint(SELF, tmp_path)
+
+
+OTHERS = {
+    "shape": (whole(shapes=SHAPES | {"model/0.weight": (5, 3)}), r"shape \(3, 5\) in the checkpoint and .*\(5, 3\)"),
+    "missing there": (whole(shapes=SHAPES | {"model/new": (1,)}), "model/new is missing in the checkpoint"),
+    "missing here": (whole()[1:], r"model/0.weight is float32 of shape \(3, 5\) in the checkpoint and missing here"),
+    "type": (whole(dtype=np.float64), "is float32 .* and float64 .* here; .*; and 1 more"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_is_told_before_anything_changes(tmp_path, other):
+    path = save(SELF, tmp_path, 1, whole(1), {})
+    target, words = OTHERS[other]
+    before = [one.array.copy() for one in target]
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint(SELF, path).restore(target)
+    assert all(np.array_equal(one.array, old) for one, old in zip(target, before))
+
+
+def test_a_name_that_is_none(tmp_path):
+    with pytest.raises(CheckpointError, match="is called step-000000000 or the like"):
+        checkpoint.step_of(Path("step-1"))

@@ -1,0 +1,243 @@
+"""The program that trains: what a user says, sees, breaks off, kills and takes up again; under mpiexec."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+pytest.importorskip("threadpoolctl")
+
+from parallel.checkpoint import all_in, tensors_in
+
+ROOT = Path(__file__).resolve().parents[2]
+MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
+    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+)
+
+pytestmark = [pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec"), pytest.mark.timeout(240)]
+
+TASK = ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "48", "--steps", "60", "--dropout", "0.1"]
+TASK += ["--test-every", "15", "--threads", "1"]
+TIMED = {"seconds", "communication", "samples_per_s", "mfu", "communication_share", "resident_bytes"}
+
+
+def start(*arguments, ranks=2, program=("scripts/train.py",), **more):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_osc": "^ucx",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "COLUMNS": "200",
+    }
+    return subprocess.Popen(
+        [MPIEXEC, "-n", str(ranks), sys.executable, *program, *map(str, arguments)],
+        env=environment | more, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+def ended(process, limit=90):
+    try:
+        return process.communicate(timeout=limit)[0]
+    finally:
+        process.kill()
+
+
+def run(*arguments, ranks=2, status=0, **more):
+    process = start(*arguments, ranks=ranks, **more)
+    output = ended(process)
+    assert (process.returncode == 0) == (status == 0), output
+    return output
+
+
+def lines(path):
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def course(path):
+    """What must be the same in two runs: every line without its times."""
+    return [{name: value for name, value in line.items() if name not in TIMED} for line in lines(path)]
+
+
+def same(one, other):
+    pairs = list(zip(tensors_in(one), tensors_in(other), strict=True))
+    return all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in pairs) and len(pairs) > 5
+
+
+def until(condition, process, limit=60):
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A training that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    output = run(*TASK, "--checkpoint", folder / "c", "--every", 20, "--json", folder / "m.jsonl")
+    return folder, output
+
+
+def test_what_a_training_leaves(whole):
+    folder, output = whole
+    assert [path.name for path in all_in(folder / "c")] == ["step-000000020", "step-000000040", "step-000000060"]
+    *steps, final = lines(folder / "m.jsonl")
+    assert [line["step"] for line in steps] == list(range(1, 61))
+    assert [line["step"] for line in steps if "test_accuracy" in line] == [15, 30, 45]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    for name in ("test_accuracy", "loss", "samples_per_s", "communication_share", "peak_bytes"):
+        assert final[name] > 0
+    assert 0 < final["communication_share"] < 1 and final["settings"]["data"] == "teacher_classes"
+    assert f"test accuracy {final['test_accuracy']:.2%} after 60 steps" in output
+
+
+KILLER = """
+import os, signal, sys
+from mpi4py import MPI
+import train
+from parallel.training import Training
+
+run, victim, at = Training.run, int(sys.argv.pop(1)), int(sys.argv.pop(1))
+
+def dying(self, stop):
+    for record in run(self, stop):
+        yield record
+        if self.done == at and MPI.COMM_WORLD.Get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+Training.run = dying
+from benchlib import launch
+launch.run(train.main)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_training_that_is_killed_goes_on_bit_for_bit(whole, tmp_path, victim):
+    folder, _ = whole
+    keep = ["--checkpoint", tmp_path / "c", "--every", 20, "--json", tmp_path / "m.jsonl"]
+    process = start(victim, 47, *TASK, *keep, program=("-c", KILLER))
+    ended(process)
+    assert process.returncode != 0 and all_in(tmp_path / "c")[-1].name == "step-000000040"
+    assert 40 <= len(lines(tmp_path / "m.jsonl")) <= 48
+    with (tmp_path / "m.jsonl").open("a") as file:
+        file.write('{"step": 48, "lo')  # as a kill may leave it
+    output = run(*keep, "--resume", "--test-every", 15, "--threads", 1)  # the rest is in the checkpoint
+    assert "step-000000040: 40 steps were made, on 2 ranks" in output
+    assert course(tmp_path / "m.jsonl") == course(folder / "m.jsonl")
+    assert same(all_in(tmp_path / "c")[-1], all_in(folder / "c")[-1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_ctrl_c_keeps_what_there_is(tmp_path, number):
+    """The launcher hears it, as from a terminal."""
+    keep = ["--checkpoint", tmp_path / "c", "--json", tmp_path / "m.jsonl"]
+    process = start(*TASK, "--steps", 100000, "--every", 100000, *keep)
+    until(lambda: (tmp_path / "m.jsonl").exists() and len(lines_so_far(tmp_path / "m.jsonl")) > 20, process)
+    process.send_signal(number)
+    output = ended(process, 60)
+    assert process.returncode != 0, output
+    (path,) = all_in(tmp_path / "c")
+    done = int(path.name[5:])
+    assert done == len(lines_so_far(tmp_path / "m.jsonl")) > 20, output
+    output = run(*keep, "--resume", "--steps", done + 5)
+    assert f"{done} steps were made" in output and f"after {done + 5} steps" in output
+
+
+def lines_so_far(path):
+    return path.read_text().splitlines()
+
+
+def test_the_same_digits_on_other_ranks_and_layouts(tmp_path):
+    """Reproducible, broken off and taken up on another number of ranks in another layout: as if nothing had been."""
+    common = [*TASK, "--steps", 20, "--reproducible", "--micro-batch", 12]
+    run(*common, "--checkpoint", tmp_path / "a", "--json", tmp_path / "a.jsonl", ranks=1)
+    keep = ["--checkpoint", tmp_path / "b", "--json", tmp_path / "b.jsonl", "--every", 10]
+    run(*common, *keep, "--parallel", "zero2", ranks=3)
+    for path in all_in(tmp_path / "b")[1:]:
+        shutil.rmtree(path)
+    assert "10 steps were made, on 3 ranks" in run(*keep, "--resume", "--parallel", "zero3", ranks=2)
+    assert same(all_in(tmp_path / "b")[-1], all_in(tmp_path / "a")[-1])
+    losses = [[line["loss"] for line in lines(tmp_path / f"{name}.jsonl")] for name in "ab"]
+    assert losses[0] == losses[1]
+
+
+def small(tmp_path):
+    np.savez(tmp_path / "small.npz", x=np.ones((2, 4)), y=np.arange(2), x_test=np.ones((1, 4)), y_test=np.zeros(1, int))
+    return tmp_path / "small.npz"
+
+
+WRONG = {
+    "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks (3) than samples (2)"),
+    "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, found 'mlq'"),
+    "size": (lambda tmp: ["--model", "mlp:huge"], "expected a size of"),
+    "model for bytes": (lambda tmp: ["--model", "gpt"], "model: digits is for mlp, convnet, found gpt"),
+    "no file": (lambda tmp: ["--data", tmp / "none.npz"], "neither a file nor one of digits"),
+    "rate": (lambda tmp: ["--rate", "-1"], "rate: expected a number from 0 on, found -1"),
+    "dropout": (lambda tmp: ["--dropout", "1"], "dropout: expected a number from 0 to below 1"),
+    "layout": (lambda tmp: ["--parallel", "zero4"], "invalid choice: 'zero4'"),
+    "both": (lambda tmp: ["--epochs", "1", "--steps", "1"], "not allowed with argument --epochs"),
+    "resume nowhere": (lambda tmp: ["--resume"], "say where the checkpoints are"),
+    "resume nothing": (lambda tmp: ["--resume", "--checkpoint", tmp / "none"], "has no checkpoints to resume"),
+    "resume foreign": (lambda tmp: ["--resume", tmp], "has no state.json, so it is no checkpoint"),
+    "threads": (lambda tmp: ["--threads", "0"], "--threads: expected 1 or more, found 0"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments_are_told_once_and_nothing_is_touched(tmp_path, wrong):
+    arguments, words = WRONG[wrong]
+    (tmp_path / "m.jsonl").write_text('{"precious": true}\n')
+    output = run(*arguments(tmp_path), "--json", tmp_path / "m.jsonl", ranks=3, status=2)
+    assert output.count(words) == 1 and "Traceback" not in output, output
+    assert (tmp_path / "m.jsonl").read_text() == '{"precious": true}\n'
+
+
+def test_checkpoints_are_not_overwritten_by_another_training(whole):
+    folder, _ = whole
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    keep = ["--checkpoint", folder / "c", "--json", folder / "m.jsonl"]
+    older = all_in(folder / "c")[0]
+    for more, words in (
+        ([], "has checkpoints already"),
+        (["--resume", older], "is newer than"),
+        (["--resume", "--model", "mlp:small"], "is of another model or optimiser: model/0.1.bias is float32 of shape"),
+        (["--resume", "--optimizer", "sgd"], "is float32 of shape (32,) in the checkpoint and missing"),
+        (["--resume", "--precision", "fp64"], "and float64 of shape"),
+        (["--resume", "--batch", "32"], "is of another training: sampler position: it was saved with global_batch 48"),
+        (["--resume", "--seed", "5"], "it was saved with seed 0, this run has 5"),
+    ):
+        output = run(*keep, *more, status=2)
+        assert output.count("error: ") == 1 and words in output and "Traceback" not in output, output
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_loss_that_is_no_number(tmp_path):
+    keep = ["--checkpoint", tmp_path / "c", "--every", "1"]
+    output = run(*TASK, "--optimizer", "sgd", "--momentum", "0", "--rate", "1e30", *keep, status=1)
+    assert output.count("error: nothing was updated; rank 0: ") == 1 and "is not a finite number" in output, output
+    assert "Traceback" not in output
+    for path in all_in(tmp_path / "c"):
+        assert all(np.isfinite(array).all() for _, array in tensors_in(path))
+
+
+def test_a_trace_and_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    run(*TASK, "--steps", 8, "--trace", tmp_path / "t.json", "--plot", tmp_path / "p.png")
+    entries = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    spans = [entry for entry in entries if entry["ph"] == "X"]
+    assert {entry["tid"] // 2 for entry in spans} == {0, 1}
+    assert {"forward", "backward", "update"} <= {entry["name"] for entry in spans}
+    assert len([entry for entry in spans if entry["name"] == "update"]) == 2 * 5
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
