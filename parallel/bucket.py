@@ -58,7 +58,7 @@ class Filling:
     ----------
     bucket : Bucket
     scratch : array
-        As long as the longest tensor: for all gradients of a tensor but the first, until they are added.
+        As long as `Plan.scratch` says: for all gradients of a tensor but the first, until they are added.
     """
 
     def __init__(self, bucket: Bucket, scratch: Array):

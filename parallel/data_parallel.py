@@ -38,7 +38,7 @@ class Naive:
         self._hall = hall
         self.buckets = buckets_of(self.cut(hall.plan), hall.plan)
         self.vector = hall.memory.seen("gradients", hall.flat.length, hall.wide)
-        scratch = hall.memory.own("buffers", hall.plan.longest, hall.wide)
+        scratch = hall.memory.own("buffers", hall.plan.scratch(adds=True), hall.wide)
         part = self.part()
         kind = Canonical if hall.plan.reproducible else Plain
         self.sums = [kind(hall, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]

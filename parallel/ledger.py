@@ -71,7 +71,7 @@ def predict(plan: Plan, layout: str, states: int, everyone: Numbers) -> Counter[
     wide, master = plan.precision.wide.itemsize, plan.precision.master
     bytes_, own = FORMULAS[layout](plan, everyone)
     bytes_["optimizer"] = own * wide * (states + master)
-    bytes_["buffers"] += plan.longest * wide + plan.flat.length // BLOCK * 8
+    bytes_["buffers"] += plan.flat.length // BLOCK * 8
     return bytes_
 
 
@@ -94,6 +94,7 @@ def _together(cut: Callable[[Plan], Any], divided: bool, plan: Plan, everyone: N
     if plan.reproducible:
         gradients += played(everyone[plan.rank]).taken * length
         buffers += sum(owned) * sum(len(played(numbers).nodes) for numbers in everyone)
+    buffers += plan.scratch(adds=True)
     sizes = {"parameters": length * plan.precision.storage.itemsize, "gradients": gradients * wide}
     return Counter({**sizes, "buffers": buffers * wide}), sum(owned) if divided else length
 
@@ -109,7 +110,7 @@ def _apart(cut: Callable[[Plan], Any], resident: bool, plan: Plan, everyone: Num
         order = tuple(numbers[turn] for turn in turns for numbers in everyone if turn < len(numbers))
         gradients += own * played(order).kept
     parts = plan.ranks if plan.reproducible else 1  # of a bucket, that arrive at once
-    buffers = parts * max((bucket.own.size for bucket in buckets), default=0) * wide
+    buffers = (parts * max((bucket.own.size for bucket in buckets), default=0) + plan.scratch(adds=False)) * wide
     if resident:
         buffers += _resident(buckets, users) * storage
     parameters = (own if resident else plan.flat.length) * storage

@@ -36,10 +36,13 @@ class Plan:
     bucket_bytes: int
     first_bytes: int
 
-    @cached_property
-    def longest(self) -> int:
-        """Elements of the longest tensor."""
-        return max((place.size for place in self.flat.places), default=0)
+    def scratch(self, adds: bool) -> int:
+        """Elements of the longest tensor that gets several gradients before its sum is exchanged.
+
+        These are the tensors with several uses; if a layout `adds` up micro-batches in place, all of them are.
+        """
+        adds = adds and not self.reproducible
+        return max((place.size for place in self.flat.places if adds or place.parameter.uses > 1), default=0)
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:

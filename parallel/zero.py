@@ -61,7 +61,7 @@ class Stage2:
         dtypes = [hall.wide] * len(sizes) + [hall.storage] * len(weights)
         hall.memory.reserve([*sizes, *weights], dtypes)
         memory = [hall.memory.seen("gradients", size, hall.wide) for size in sizes]
-        scratch = hall.memory.own("buffers", hall.plan.longest, hall.wide)
+        scratch = hall.memory.own("buffers", hall.plan.scratch(adds=False), hall.wide)
         parts = hall.plan.ranks if hall.plan.reproducible else 1
         longest = parts * max((bucket.own.size for bucket in self.buckets), default=0)
         arriving = hall.memory.own("buffers", longest, hall.wide)
