@@ -29,7 +29,8 @@ class Metrics:
     """
 
     def __init__(self, path: Path | None, step: int):
-        self.lines = [line for line in read(path) if line.get("step", step + 1) <= step] if path and step else []
+        before = read(path) if path and step else []
+        self.lines = [line for line in before if line.get("step", step + 1) <= step and not line.get("final")]
         self.problem: OSError | None = None
         self._file: TextIO | None = None
         if path is not None:

@@ -294,6 +294,19 @@ def test_metrics_of_a_training_without_a_test_set(tmp_path):
     assert "no samples to test after 3 steps" in output and (tmp_path / "p.png").stat().st_size > 1000
 
 
+def test_metrics_of_a_training_that_is_resumed_have_one_end(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from benchlib.metrics import Metrics
+
+    end = {"final": True, "step": 2}
+    for done, added in ((0, [{"step": 1}, {"step": 2}, end]), (2, [end]), (2, [{"step": 3}])):
+        metrics = Metrics(tmp_path / "m.jsonl", done)
+        for line in added:
+            metrics.add(line)
+        metrics.close()
+    assert lines(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_metrics_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
