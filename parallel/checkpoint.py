@@ -39,6 +39,8 @@ FORMAT = "chorus checkpoint 1"
 FAMILIES = ("model", "optimizer")
 STATE = "state.json"
 NAME = re.compile(r"step-(\d{9,})")
+KINDS = {"step": int, "facts": dict, "files": dict}
+"""What must be in it besides the format and its checksum."""
 PARTIAL = ".partial"
 TAG = 1
 
@@ -163,15 +165,20 @@ def save(
     folder = directory / f".{target.name}{PARTIAL}"
     trouble = f"checkpoint {target} was not written"
 
-    together(comm, lambda: _begin(target, folder), trouble, CheckpointError, 0)
-    together(comm, lambda: _see(folder), trouble, CheckpointError)
-    tensors = plan(comm, held)
-    files: dict[str, list[Any]] = {}
-    for family in FAMILIES:
-        mine, problem = _write(comm, folder, family, tensors[family], held)
-        agree(comm, problem, trouble, CheckpointError)
-        files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
-    together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
+    try:
+        together(comm, lambda: _begin(target, folder), trouble, CheckpointError, 0)
+        together(comm, lambda: _see(folder), trouble, CheckpointError)
+        tensors = plan(comm, held)
+        files: dict[str, list[Any]] = {}
+        for family in FAMILIES:
+            mine, problem = _write(comm, folder, family, tensors[family], held)
+            agree(comm, problem, trouble, CheckpointError)
+            files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
+        together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
+    except CheckpointError:
+        if comm.Get_rank() == 0:  # a full disk should have the room again
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     trouble = f"{target} is there, but older ones cannot be removed"
     together(comm, lambda: _clear(directory, keep), trouble, CheckpointError, 0)
     return target
@@ -451,7 +458,7 @@ def _state(path: Path) -> dict[str, Any]:
         raise ValueError(f"it has no {STATE}, so it is no checkpoint")
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{STATE} is damaged: {error}") from error
     if not isinstance(state, dict) or "format" not in state:
         raise ValueError(f"{STATE} is none of ours")
@@ -459,6 +466,9 @@ def _state(path: Path) -> dict[str, Any]:
         raise ValueError(f"its format is {state['format']!r}, and {FORMAT!r} is what this version reads")
     if state.get("sha256") != _seal(state):
         raise ValueError(f"{STATE} is damaged: its checksum is wrong")
+    for name, kind in KINDS.items():
+        if not isinstance(state.get(name), kind):
+            raise ValueError(f"{STATE} is none of ours: {name} is {state.get(name)!r}")
     return state
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -258,6 +258,8 @@ def prepare(said: Settings, ranks: int) -> tuple[Task, Sequential, Optimizer]:
         raise ValueError(f"model: {task.name} is for {fits}, found {said.model}")
     if ranks > len(task.train):
         raise ValueError(f"more ranks ({ranks}) than samples ({len(task.train)}) in {task.name}")
+    if task.kind != "bytes":
+        task = _in_numbers(task)
     if family == "convnet" and len(task.inputs) == 2:
         task = _with_channel(task)
     options = {"dropout": said.dropout, "recompute": said.recompute}
@@ -283,6 +285,12 @@ NONE_BELOW = "rate decay momentum beta2 clip epochs steps warm_up dropout seed c
 LEAST = dict.fromkeys(("batch", "micro_batch", "accumulate", "length", "bucket_bytes"), 1)
 LEAST |= dict.fromkeys(NONE_BELOW.split(), 0)
 """The smallest value that a setting can have."""
+
+
+def _in_numbers(task: Task) -> Task:
+    """Integers are as good as float32, where no embedding takes them: images of bytes, say."""
+    parts = [datasets.Arrays(part.x.astype(np.float32, copy=False), part.y) for part in (task.train, task.test)]  # type: ignore[attr-defined]
+    return replace(task, train=parts[0], test=parts[1])
 
 
 def _with_channel(task: Task) -> Task:

@@ -16,8 +16,11 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
 
 import argparse
+import fcntl
+import os
 import resource
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from functools import partial
@@ -31,6 +34,7 @@ from benchlib.launch import say
 from benchlib.metrics import Metrics
 from benchlib.training import (
     REFRESH,
+    Unwritten,
     loss_in_words,
     score_in_words,
     short,
@@ -42,6 +46,7 @@ from benchlib.training import (
     write_trace,
 )
 from collectives import Communicator
+from collectives.errors import OutOfMemory
 from collectives.tuning import machine as machine_in_words
 from parallel import datasets, machine, settings
 from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, step_of
@@ -64,6 +69,12 @@ TEST_SAMPLES = 256
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Of the size of a process, as the system tells it."""
+
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+"""How the name of a picture may end."""
+
+PATIENCE = 3.0
+"""Seconds in which a training that has just been killed may still be there."""
 
 TRACED = range(2, 7)
 """Steps of this run that are in its trace."""
@@ -130,6 +141,8 @@ def refuse(args: argparse.Namespace) -> str | None:
     if args.resume is True and args.checkpoint is None:
         return "--resume: say where the checkpoints are, with --checkpoint DIR, or name one"
     if args.plot is not None:
+        if args.plot.suffix not in PICTURES:
+            return f"--plot: expected a name that ends in one of {', '.join(PICTURES)}, found {args.plot}"
         try:
             import matplotlib  # noqa: F401
         except ImportError:
@@ -161,12 +174,13 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     keep_freed_memory()
     threads = args.threads or (1 if chosen.reproducible else machine.cores_per_rank(comm))
     together(comm, lambda: machine.limit_threads(threads), "--threads")
-    for option in ("json", "plot", "trace"):
-        if path := getattr(args, option):
-            together(comm, partial(path.parent.mkdir, parents=True, exist_ok=True), f"--{option}", root=0)
     training = Training(chosen, comm, device=args.device, trace=args.trace is not None)
     if found is not None:
         training.resume(found)
+    for option, look in KEPT.items():
+        if path := getattr(args, option):
+            together(comm, partial(look, path), f"--{option}", root=0)
+    if found is not None:
         say(f"resumed {found.path}: {found.step} steps were made, on {found.facts.get('ranks')} ranks")
         for name, (there, here) in changed(found, chosen).items():
             say(f"  {name} was {there}, and is {here} now")
@@ -176,6 +190,40 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     say(f"{chosen.model}: {short(parameters)} parameters, {chosen.precision}, {chosen.optimizer}, {batch}")
     say(f"{chosen.layout} on {ranks_in_words(comm.Get_size(), threads)}, {training.steps} steps")
     return training
+
+
+def room_for_files(folder: Path) -> None:
+    """Make a folder, if need be, and see whether something can be written into it; raise OSError if not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"1")
+
+
+def room_for_checkpoints(folder: Path) -> None:
+    """The same for a folder that is ours alone, until this process ends, however it ends; raise OSError if not."""
+    room_for_files(folder)
+    descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise OSError(f"another training writes into {folder}") from None
+            time.sleep(0.1)
+
+
+def room_for_file(path: Path) -> None:
+    """See whether a file of this name can be written; raise OSError if not."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no plain file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} may not be written")
+    room_for_files(path.parent)
+
+
+KEPT = {"checkpoint": room_for_checkpoints, "json": room_for_file, "plot": room_for_file, "trace": room_for_file}
+"""Options that say where something is kept, and how to find out in time whether it can be."""
 
 
 def ranks_in_words(ranks: int, threads: int) -> str:
@@ -194,7 +242,7 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     """The loop, and what is shown and kept of it: the exit status."""
     root, began = comm.Get_rank() == 0, time.perf_counter()
     meter = Meter(training.flops_per_sample, machine.peak(comm, args.device))
-    metrics = together(comm, lambda: Metrics(args.json if root else None, training.done), "--json")
+    metrics = together(comm, lambda: Metrics(args.json if root else None, training.done), "--json", Unwritten)
     each, every = intervals(args, training)
     saved, events, shown = training.done, [], ""
     bar = launch.progress(training.steps, training.task.name, "step")
@@ -207,7 +255,10 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
                 score = training.score(TEST_SAMPLES * (training.task.kind == "bytes") or None)
                 line |= score.line()
                 shown = f", {score_in_words(score)}"
+            intact = metrics.problem is None
             metrics.add(line)
+            if intact and metrics.problem:
+                say(f"{args.json} ends at step {done - 1}: {metrics.problem}")
             if made in TRACED:
                 events += training.engine.events
             training.engine.events.clear()
@@ -235,15 +286,20 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     say(f"{score_in_words(score)} after {spent}; {speed_in_words(training, speed)}")
     if args.checkpoint:
         say(f"checkpoints are in {args.checkpoint}")
-    if args.plot and root:
-        from benchlib.plots import plot_learning
-
-        plot_learning(args.plot, metrics.lines, title_of(training), machine_in_words())
     if args.plot:
+        together(comm, lambda: draw(args.plot, metrics, training), f"{args.plot} was not drawn", Unwritten, root=0)
         say(f"{args.plot} drawn")
     if args.trace:
         write_trace(args.trace, comm, events, traces.offset(comm), settings=str(asdict(training.settings)))
+    together(comm, metrics.complete, f"{args.json} is not complete", Unwritten, root=0)
     return 0
+
+
+def draw(path: Path, metrics: Metrics, training: Training) -> None:
+    """The curve as a picture."""
+    from benchlib.plots import plot_learning
+
+    plot_learning(path, metrics.lines, title_of(training), machine_in_words())
 
 
 def _step_saved(training: Training, args: argparse.Namespace) -> int:
@@ -268,12 +324,12 @@ def main(argv: list[str] | None = None) -> int:
     comm = Communicator(MPI.COMM_WORLD)
     try:
         training = begin(comm, args)
-    except (CheckpointError, ValueError) as error:
+    except (CheckpointError, OutOfMemory, ValueError) as error:
         made.error(str(error))
     with training:
         try:
             return train(comm, args, training)
-        except (CheckpointError, StepFailed, Diverged) as error:
+        except (CheckpointError, StepFailed, Diverged, Unwritten) as error:
             say(f"{made.prog}: error: {error}")
             return 1
 

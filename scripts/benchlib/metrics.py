@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,10 +19,19 @@ class Metrics:
     step : int
         Where the training stands. Lines of later steps, of its end, and half a line, are what a run wrote that did not
         come to its end or will go further now: they go. At 0 nothing is kept.
+
+    Attributes
+    ----------
+    lines : list of dict
+        Numbers that are not finite, which JSON has not, are None.
+    problem : OSError or None
+        Why the file, though not the lines, has ended early.
     """
 
     def __init__(self, path: Path | None, step: int):
-        self.lines = [line for line in read(path) if line.get("step", step + 1) <= step] if path and step else []
+        before = read(path) if path and step else []
+        self.lines = [line for line in before if line.get("step", step + 1) <= step and not line.get("final")]
+        self.problem: OSError | None = None
         self._file: TextIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,15 +41,32 @@ class Metrics:
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Write a line."""
-        self.lines.append(line)
+        """Write a line. A file that cannot be written any more is no reason to end a training: see `problem`."""
+        self.lines.append({name: _plain(value) for name, value in line.items()})
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            try:
+                self._file.write(json.dumps(self.lines[-1], allow_nan=False) + "\n")
+            except OSError as error:
+                self.problem = error
+                self.close()
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            file, self._file = self._file, None
+            try:
+                file.close()
+            except OSError as error:
+                self.problem = self.problem or error
+
+    def complete(self) -> None:
+        """Raise the `problem`, if there was one."""
+        if self.problem is not None:
+            raise self.problem
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -210,7 +210,7 @@ def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, not
         What was trained, and on what.
     """
     steps = [line for line in lines if not line.get("final")]
-    tested = [line for line in lines if "test_loss" in line]
+    tested = [line for line in lines if line.get("test_loss") is not None]
     bits = any("bits_per_byte" in line for line in tested)
     panels = 1 if bits or not any("test_accuracy" in line for line in tested) else 2
     with plt.rc_context(STYLE):
@@ -230,7 +230,7 @@ def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, not
 def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]], bits: bool) -> None:
     unit = math.log(2) if bits else 1.0
     at = np.array([line["step"] for line in steps])
-    losses = np.array([line["loss"] for line in steps]) / unit
+    losses = np.array([line["loss"] for line in steps], float) / unit
     look: dict[str, Any] = {"color": OURS[0], "marker": "o" if len(at) == 1 else None, "ms": 4}
     axis.plot(at, losses, lw=0.7, alpha=0.35, **look)
     width = max(1, len(losses) // 50)

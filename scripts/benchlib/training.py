@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from collectives import Communicator
 from parallel.interrupt import Interrupt
 from parallel.meter import Speed
 from parallel.record import Event
+from parallel.together import together
 from parallel.training import Score, Training
+
+
+class Unwritten(RuntimeError):
+    """A file of results could not be written. Raised on all ranks."""
+
 
 REFRESH = 0.2
 """Seconds between two looks at the bar."""
@@ -60,6 +67,8 @@ def loss_in_words(training: Training, loss: float) -> str:
 
 def score_in_words(score: Score) -> str:
     """The test, in the measure that counts."""
+    if math.isnan(score.loss):
+        return "no samples to test"
     if score.bits_per_byte is not None:
         return f"test {score.bits_per_byte:.3f} bits/byte"
     if score.accuracy is not None:
@@ -78,7 +87,7 @@ LANES = ("", " under way")
 
 
 def write_trace(path: Path, comm: Communicator, events: list[Event], ahead: float, **about: Any) -> None:
-    """Write the events of all ranks; `ahead` is how far this rank's clock is. Collective."""
+    """Write the events of all ranks; `ahead` is how far this rank's clock is. Collective; raises Unwritten."""
     rank, nodes = comm.Get_rank(), comm.nodes or (0,) * comm.Get_size()
     start = comm.allreduce(min((event.start for event in events), default=float("inf")) - ahead, MPI.MIN)
     mine = []
@@ -86,9 +95,11 @@ def write_trace(path: Path, comm: Communicator, events: list[Event], ahead: floa
         thread = rank * len(LANES) + (event.kind == "flight")
         times = event.start - ahead - start, event.end - ahead - start
         mine.append(traces.span(thread, nodes[rank], event.name, event.kind, *times, **event.about))
-    everyone = comm.gather(mine)
-    if everyone is not None:
-        entries = [*traces.names(nodes, LANES), *(entry for some in everyone for entry in some)]
+    everyone = comm.gather(mine) or []
+
+    def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        traces.write(path, entries, **about)
-        launch.say(f"{path} written; ui.perfetto.dev opens it")
+        traces.write(path, [*traces.names(nodes, LANES), *(entry for some in everyone for entry in some)], **about)
+
+    together(comm, write, f"{path} was not written", Unwritten, root=0)
+    launch.say(f"{path} written; ui.perfetto.dev opens it")

@@ -178,6 +178,21 @@ def small(tmp_path):
     return tmp_path / "small.npz"
 
 
+def folder_at(path):
+    path.mkdir()
+    return path
+
+
+def file_at(path):
+    path.write_text("")
+    return path
+
+
+def of_many_classes(tmp_path):
+    np.savez(tmp_path / "many.npz", x=np.ones((9, 4)), y=np.full(9, 10**12))
+    return tmp_path / "many.npz"
+
+
 WRONG = {
     "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks (3) than samples (2)"),
     "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, found 'mlq'"),
@@ -191,6 +206,12 @@ WRONG = {
     "resume nowhere": (lambda tmp: ["--resume"], "say where the checkpoints are"),
     "resume nothing": (lambda tmp: ["--resume", "--checkpoint", tmp / "none"], "has no checkpoints to resume"),
     "resume foreign": (lambda tmp: ["--resume", tmp], "has no state.json, so it is no checkpoint"),
+    "checkpoints in a file": (lambda tmp: ["--checkpoint", file_at(tmp / "f")], "error: --checkpoint: "),
+    "checkpoints nowhere": (lambda tmp: ["--checkpoint", file_at(tmp / "f") / "c"], "error: --checkpoint: "),
+    "plot in a folder": (lambda tmp: ["--plot", folder_at(tmp / "p.png")], "error: --plot: "),
+    "plot of no kind": (lambda tmp: ["--plot", tmp / "p.foo"], "--plot: expected a name that ends in one of .png"),
+    "trace in a folder": (lambda tmp: ["--trace", folder_at(tmp / "t")], "error: --trace: "),
+    "no room": (lambda tmp: ["--data", of_many_classes(tmp)], "bytes of shared memory"),
     "threads": (lambda tmp: ["--threads", "0"], "--threads: expected 1 or more, found 0"),
 }
 
@@ -241,3 +262,65 @@ def test_a_trace_and_a_picture(tmp_path):
     assert {"forward", "backward", "update"} <= {entry["name"] for entry in spans}
     assert len([entry for entry in spans if entry["name"] == "update"]) == 2 * 5
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_trainings_into_one_folder(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        output = run(*TASK, "--checkpoint", tmp_path, status=2)
+    finally:
+        os.close(descriptor)
+    assert output.count("another training writes into") == 1 and not list(tmp_path.iterdir()), output
+
+
+def strict(text):
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_metrics_of_a_training_without_a_test_set(tmp_path):
+    """JSON has no NaN; and integers are as good as floats for a perceptron."""
+    pytest.importorskip("matplotlib")
+    np.savez(tmp_path / "few.npz", x=np.arange(32).reshape(8, 4), y=np.arange(8) % 2)
+    keep = ["--json", tmp_path / "m.jsonl", "--plot", tmp_path / "p.png", "--checkpoint", tmp_path / "c"]
+    output = run("--data", tmp_path / "few.npz", "--model", "mlp:tiny", "--steps", 3, "--test-every", 1, *keep, ranks=3)
+    *steps, final = [strict(text) for text in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [line.get("test_loss", "untested") for line in steps] == [None, None, "untested"]
+    assert final["test_loss"] is None and final["test_accuracy"] is None and final["loss"] > 0
+    assert "no samples to test after 3 steps" in output and (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_metrics_of_a_training_that_is_resumed_have_one_end(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from benchlib.metrics import Metrics
+
+    end = {"final": True, "step": 2}
+    for done, added in ((0, [{"step": 1}, {"step": 2}, end]), (2, [end]), (2, [{"step": 3}])):
+        metrics = Metrics(tmp_path / "m.jsonl", done)
+        for line in added:
+            metrics.add(line)
+        metrics.close()
+    assert lines(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_metrics_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from benchlib.metrics import Metrics
+
+    metrics = Metrics(tmp_path / "m.jsonl", 0)
+    metrics.add({"loss": float("inf")})
+    metrics.complete()
+    metrics._file.close()
+    metrics._file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    for loss in (1.0, 2.0):
+        metrics.add({"loss": loss})
+    metrics.close()
+    assert [line["loss"] for line in metrics.lines] == [None, 1.0, 2.0]
+    with pytest.raises(OSError, match="No space left"):
+        metrics.complete()
+    assert lines(tmp_path / "m.jsonl") == [{"loss": None}]

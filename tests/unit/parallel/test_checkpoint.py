@@ -207,7 +207,7 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
         save(SELF, tmp_path, 2, whole(1), {})
     monkeypatch.undo()
     assert all_in(tmp_path) == [tmp_path / name_of(1)]
-    assert {name: data for name, data in everything(tmp_path).items() if not name.parts[0].startswith(".")} == before
+    assert everything(tmp_path) == before and len(list(tmp_path.iterdir())) == 1
 
 
 # ---------------------------------------------------------------------------------------------- damage
@@ -231,6 +231,11 @@ def edit(path, old, new):
     (path / "state.json").write_text(text.replace(old, new))
 
 
+def reseal(path, **other):
+    state = json.loads((path / "state.json").read_text()) | other
+    (path / "state.json").write_text(json.dumps(state | {"sha256": checkpoint._seal(state)}))
+
+
 def replace_by_a_foreign_file(path):
     file = path / "model-00001-of-00001.safetensors"
     size = file.stat().st_size
@@ -247,6 +252,9 @@ DAMAGES = {
     "an edited state": (lambda path: edit(path, '"step": 1', '"step": 2'), "state.json is damaged: its checksum"),
     "another format": (lambda path: edit(path, "checkpoint 1", "checkpoint 9"), "its format is 'chorus checkpoint 9'"),
     "foreign state": (lambda path: (path / "state.json").write_text("[1]"), "none of ours"),
+    "a deep state": (lambda path: (path / "state.json").write_text("[" * 100000), "state.json is damaged"),
+    "a state without facts": (lambda path: reseal(path, facts=None), "none of ours: facts is None"),
+    "a state without a step": (lambda path: reseal(path, step="one"), "none of ours: step is 'one'"),
     "no folder": (shutil.rmtree, "no such folder"),
 }
 
