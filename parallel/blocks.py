@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from parallel.context import Context
 from parallel.flat import BLOCK, Span
-from parallel.hall import Hall
 
 
 class Blocks:
@@ -16,22 +16,22 @@ class Blocks:
 
     Parameters
     ----------
-    hall : Hall
+    context : Context
     spans : sequence of sequence of Span
         Rank by rank; together they make up the vector.
     """
 
-    def __init__(self, hall: Hall, spans: Sequence[Sequence[Span]]):
-        self._hall = hall
+    def __init__(self, context: Context, spans: Sequence[Sequence[Span]]):
+        self._context = context
         self._order = numbers_of(span for some in spans for span in some)
         self._counts = [sum(span.size for span in some) // BLOCK for some in spans]
         self._starts = list(accumulate(self._counts[:-1], initial=0))
-        self._arriving = hall.memory.on_host("buffers", len(self._order), np.float64)
+        self._arriving = context.memory.on_host("buffers", len(self._order), np.float64)
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
         """Every block's number, float64, in the order of the vector, from those of each rank's spans. Collective."""
-        with self._hall.recorder("communication", "gather block sums"):
-            self._hall.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
+        with self._context.recorder("communication", "gather block sums"):
+            self._context.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
         return in_order(self._arriving, self._order)
 
 

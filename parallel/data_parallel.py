@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from parallel.bucket import buckets_of
+from parallel.context import Context
 from parallel.flat import Place, Span, buckets
-from parallel.hall import Hall
 from parallel.nn.operator import Array, Parameter
 from parallel.plan import Plan
 from parallel.sums import Canonical, Numbers, Plain
@@ -34,14 +34,14 @@ class Naive:
         How many micro-batches a rank takes part in.
     """
 
-    def __init__(self, hall: Hall):
-        self._hall = hall
-        self.buckets = buckets_of(self.cut(hall.plan), hall.plan)
-        self.vector = hall.memory.seen("gradients", hall.flat.length, hall.wide)
-        scratch = hall.memory.own("buffers", hall.plan.scratch(adds=True), hall.wide)
+    def __init__(self, context: Context):
+        self._context = context
+        self.buckets = buckets_of(self.cut(context.plan), context.plan)
+        self.vector = context.memory.seen("gradients", context.flat.length, context.wide)
+        scratch = context.memory.own("buffers", context.plan.scratch(adds=True), context.wide)
         part = self.part()
-        kind = Canonical if hall.plan.reproducible else Plain
-        self.sums = [kind(hall, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]
+        kind = Canonical if context.plan.reproducible else Plain
+        self.sums = [kind(context, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]
         self._of = {id(place.parameter): sum_ for sum_ in self.sums for place in sum_.bucket.places}
         self.own = [(span, self._view(span)) for span in self.spans()]
         self.started = 0
@@ -62,7 +62,7 @@ class Naive:
 
     def spans(self) -> list[Span]:
         """What this rank updates."""
-        return [Span(0, self._hall.flat.length)] if self._hall.flat.length else []
+        return [Span(0, self._context.flat.length)] if self._context.flat.length else []
 
     def ready(self, sum_: Plain | Canonical) -> None:
         """The next bucket in line has its last gradient."""
@@ -82,7 +82,7 @@ class Naive:
     def begin(self, everyone: Numbers) -> None:
         """A step begins."""
         self.started = self._next = 0
-        self._left = len(everyone[self._hall.plan.rank])
+        self._left = len(everyone[self._context.plan.rank])
         for sum_ in self.sums:
             sum_.begin(everyone)
 
@@ -131,7 +131,7 @@ class Naive:
 
     def _blocking(self, what: str, sum_: Plain | Canonical) -> None:
         self.started += 1
-        with self._hall.recorder("communication", what, bucket=sum_.bucket.number):
+        with self._context.recorder("communication", what, bucket=sum_.bucket.number):
             getattr(sum_, what)()
 
 
@@ -153,8 +153,8 @@ class Bucketed(Naive):
 class Overlapped(Bucketed):
     """An allreduce for each bucket, which goes on while the backward does; moved on with every gradient handed in."""
 
-    def __init__(self, hall: Hall):
-        super().__init__(hall)
+    def __init__(self, context: Context):
+        super().__init__(context)
         self._flying: dict[int, float] = {}
 
     @staticmethod
@@ -166,12 +166,12 @@ class Overlapped(Bucketed):
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
         super().__call__(parameter, compute)
         if self._flying:
-            with self._hall.recorder("communication", "test"):
+            with self._context.recorder("communication", "test"):
                 self._move()
 
     def ready(self, sum_: Plain | Canonical) -> None:
         number = sum_.bucket.number
-        with self._hall.recorder("communication", "start", bucket=number):
+        with self._context.recorder("communication", "start", bucket=number):
             sum_.start()
         self.started += 1
         self._flying[number] = time.perf_counter()
@@ -180,7 +180,7 @@ class Overlapped(Bucketed):
         for sum_ in self.sums[self._next :]:
             self.ready(sum_)
         for sum_ in self.sums:
-            with self._hall.recorder("communication", "finish", bucket=sum_.bucket.number):
+            with self._context.recorder("communication", "finish", bucket=sum_.bucket.number):
                 sum_.finish()
             self._landed(sum_.bucket.number)
 
@@ -192,4 +192,4 @@ class Overlapped(Bucketed):
     def _landed(self, number: int) -> None:
         if number in self._flying:
             began = self._flying.pop(number)
-            self._hall.recorder.note("flight", "allreduce", began, time.perf_counter(), bucket=number)
+            self._context.recorder.note("flight", "allreduce", began, time.perf_counter(), bucket=number)

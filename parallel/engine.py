@@ -20,9 +20,9 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel import guard
 from parallel.blocks import Blocks, Everything, blocks_of
+from parallel.context import Context
 from parallel.data import Batch
 from parallel.flat import Flat, Span, shards
-from parallel.hall import Hall
 from parallel.layouts import LAYOUTS
 from parallel.ledger import Ledger, predict, predict_activations
 from parallel.memory import Memory
@@ -142,12 +142,12 @@ class Engine:
             first_bytes=first_bytes,
         )
         self._memory, self._recorder = Memory(comm, device), Recorder(trace)
-        self._hall = Hall(self._plan, comm, self._memory, self._recorder)
-        self._gradients = self._layout.gradients(self._hall)
-        self._weights = self._layout.weights(self._hall, self._gradients)
+        self._context = Context(self._plan, comm, self._memory, self._recorder)
+        self._gradients = self._layout.gradients(self._context)
+        self._weights = self._layout.weights(self._context, self._gradients)
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
         self._pieces = self._make_pieces(recipe.master)
-        self._blocks = Blocks(self._hall, self._spans_of_all())
+        self._blocks = Blocks(self._context, self._spans_of_all())
         everything = Everything([piece.span for piece in self._pieces])
         self._of_pieces = self._blocks.gather if self._layout.divided else everything.gather
         self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
@@ -441,7 +441,7 @@ class Engine:
 
     def _make_pieces(self, mixed: bool) -> list[Piece]:
         """What this rank updates, with first values."""
-        memory, wide, own = self._memory, self._hall.wide, self._weights.own
+        memory, wide, own = self._memory, self._context.wide, self._weights.own
         size = sum(span.size for span, _ in own)
         vectors = {name: memory.own("optimizer", size, wide) for name in self._optimizer.states()}
         master = memory.own("optimizer", size, wide) if mixed else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from parallel.context import Context
 from parallel.data import contiguous, interleaved
 from parallel.data_parallel import Bucketed, Naive, Overlapped
-from parallel.hall import Hall
 from parallel.weights import Gathered, Whole
 from parallel.zero import Stage1, Stage2, Stage3
 
@@ -17,30 +17,30 @@ class Layout(NamedTuple):
 
     Attributes
     ----------
-    gradients : callable (hall) -> sink of gradients
-    weights : callable (hall, sink) -> Whole or Gathered
+    gradients : callable (context) -> sink of gradients
+    weights : callable (context, sink) -> Whole or Gathered
     share : callable (micro-batches, rank, ranks) -> numbers
         This rank's micro-batches.
     divided : bool
         Whether every rank updates a part of the weights only.
     """
 
-    gradients: Callable[[Hall], Any]
-    weights: Callable[[Hall, Any], Whole | Gathered]
+    gradients: Callable[[Context], Any]
+    weights: Callable[[Context, Any], Whole | Gathered]
     share: Callable[[int, int, int], range]
     divided: bool
 
 
-def _everywhere(hall: Hall, gradients: Any) -> Whole:
-    return Whole(hall, [span for span, _ in gradients.own])
+def _everywhere(context: Context, gradients: Any) -> Whole:
+    return Whole(context, [span for span, _ in gradients.own])
 
 
-def _published(hall: Hall, gradients: Any) -> Whole:
-    return Whole(hall, [span for span, _ in gradients.own], gradients.buckets)
+def _published(context: Context, gradients: Any) -> Whole:
+    return Whole(context, [span for span, _ in gradients.own], gradients.buckets)
 
 
-def _just_in_time(hall: Hall, gradients: Any) -> Gathered:
-    return Gathered(hall, gradients.buckets, gradients.users)
+def _just_in_time(context: Context, gradients: Any) -> Gathered:
+    return Gathered(context, gradients.buckets, gradients.users)
 
 
 LAYOUTS = {

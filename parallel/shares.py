@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from parallel.bucket import Bucket, Filling
 from parallel.canonical import Counter, Node, Pool
-from parallel.hall import Hall
+from parallel.context import Context
 from parallel.nn.operator import Array, Parameter
 from parallel.sums import Numbers
 
@@ -21,7 +21,7 @@ class Plain:
 
     Parameters
     ----------
-    hall : Hall
+    context : Context
     bucket : Bucket
     memory : array
         For the whole bucket, while a backward fills it in; others may use it at other times.
@@ -31,9 +31,9 @@ class Plain:
         As long as the longest tensor; as the longest of this rank's parts, in `Canonical` from every rank.
     """
 
-    def __init__(self, hall: Hall, bucket: Bucket, memory: Array, own: Array, scratch: Array, arriving: Array):
+    def __init__(self, context: Context, bucket: Bucket, memory: Array, own: Array, scratch: Array, arriving: Array):
         self.bucket = bucket
-        self._comm, self._memory, self._own, self._arriving = hall.comm, memory, own, arriving
+        self._comm, self._memory, self._own, self._arriving = context.comm, memory, own, arriving
         self._filling = Filling(bucket, scratch)
         self._empty = True
 
@@ -68,10 +68,10 @@ class Plain:
 class Canonical(Plain):
     """The order of terms is that of the canonical tree. Parameters as of `Plain`."""
 
-    def __init__(self, hall: Hall, bucket: Bucket, memory: Array, own: Array, scratch: Array, arriving: Array):
-        super().__init__(hall, bucket, memory, own, scratch, arriving)
-        self._rank = hall.plan.rank
-        self._counter = Counter(Pool(lambda: hall.memory.own("gradients", bucket.own.size, hall.wide)))
+    def __init__(self, context: Context, bucket: Bucket, memory: Array, own: Array, scratch: Array, arriving: Array):
+        super().__init__(context, bucket, memory, own, scratch, arriving)
+        self._rank = context.plan.rank
+        self._counter = Counter(Pool(lambda: context.memory.own("gradients", bucket.own.size, context.wide)))
         self._everyone: Numbers = ()
 
     def begin(self, everyone: Numbers) -> None:

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from collectives.requests import Request, wait_all
 from parallel.bucket import Bucket, Filling
 from parallel.canonical import Counter, Node, Pool, played
-from parallel.hall import Hall
+from parallel.context import Context
 from parallel.nn.operator import Array, Parameter
 
 Numbers = Sequence[tuple[int, ...]]
@@ -30,7 +30,7 @@ class Plain:
 
     Parameters
     ----------
-    hall : Hall
+    context : Context
     bucket : Bucket
     vector : array
         The bucket's gradient.
@@ -38,9 +38,9 @@ class Plain:
         As long as the longest tensor; as long as the longest of this rank's parts, for `reduce_scatter`.
     """
 
-    def __init__(self, hall: Hall, bucket: Bucket, vector: Array, scratch: Array, part: Array):
+    def __init__(self, context: Context, bucket: Bucket, vector: Array, scratch: Array, part: Array):
         self.bucket, self.vector = bucket, vector
-        self._comm, self._part = hall.comm, part
+        self._comm, self._part = context.comm, part
         self._filling = Filling(bucket, scratch)
         self._request: Request | None = None
 
@@ -108,12 +108,12 @@ class Canonical:
     As of `Plain`; the last one is not used.
     """
 
-    def __init__(self, hall: Hall, bucket: Bucket, vector: Array, scratch: Array, part: Array):
+    def __init__(self, context: Context, bucket: Bucket, vector: Array, scratch: Array, part: Array):
         self.bucket, self.vector = bucket, vector
-        self._hall, self._comm = hall, hall.comm
+        self._context, self._comm = context, context.comm
         self._filling = Filling(bucket, scratch)
-        self._counter = Counter(Pool(lambda: hall.memory.own("gradients", bucket.span.size, hall.wide)))
-        self._arriving = hall.memory.own("buffers", 0, hall.wide)
+        self._counter = Counter(Pool(lambda: context.memory.own("gradients", bucket.span.size, context.wide)))
+        self._arriving = context.memory.own("buffers", 0, context.wide)
         self._nodes: list[tuple[Node, ...]] = []
         self._requests: list[Request] = []
 
@@ -173,12 +173,12 @@ class Canonical:
         size, ranks = self.bucket.own.size, len(self._nodes)
         nodes = sum(map(len, self._nodes))
         if len(self._arriving) < nodes * size:
-            self._hall.memory.allocated["buffers"] -= self._arriving.nbytes
-            self._arriving = self._hall.memory.own("buffers", nodes * size, self._hall.wide)
+            self._context.memory.allocated["buffers"] -= self._arriving.nbytes
+            self._arriving = self._context.memory.own("buffers", nodes * size, self._context.wide)
         starts = [part.start - self.bucket.span.start for part in self.bucket.parts]
         calls, at = [], 0
         for turn in range(max(map(len, self._nodes))):
-            mine = self._nodes[self._hall.plan.rank]
+            mine = self._nodes[self._context.plan.rank]
             here = turn < len(mine)
             node = self._counter.sums[mine[turn]] if here else self.vector
             sent = [node, self.bucket.counts if here else [0] * ranks, starts, None]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 from parallel.bucket import Bucket
+from parallel.context import Context
 from parallel.flat import Span
-from parallel.hall import Hall
 from parallel.nn.operator import Array
 
 
@@ -17,7 +17,7 @@ class Whole:
 
     Parameters
     ----------
-    hall : Hall
+    context : Context
     spans : sequence of Span
         What this rank updates.
     buckets : sequence of Bucket
@@ -31,10 +31,10 @@ class Whole:
 
     replicated = True
 
-    def __init__(self, hall: Hall, spans: Sequence[Span], buckets: Sequence[Bucket] = ()):
-        self._hall, self._buckets = hall, buckets
-        self.vector = hall.memory.seen("parameters", hall.flat.length, hall.storage)
-        hall.flat.bind(self.vector)
+    def __init__(self, context: Context, spans: Sequence[Span], buckets: Sequence[Bucket] = ()):
+        self._context, self._buckets = context, buckets
+        self.vector = context.memory.seen("parameters", context.flat.length, context.storage)
+        context.flat.bind(self.vector)
         self.own = [(span, self.vector[span.start : span.stop]) for span in spans]
 
     def begin(self, path: Sequence[int]) -> None:
@@ -49,9 +49,9 @@ class Whole:
     def publish(self) -> None:
         """Everyone's own weights have changed."""
         for bucket in self._buckets:
-            with self._hall.recorder("communication", "allgather", bucket=bucket.number):
+            with self._context.recorder("communication", "allgather", bucket=bucket.number):
                 run = self.vector[bucket.span.start : bucket.span.stop]
-                self._hall.comm.Allgatherv(MPI.IN_PLACE, [run, bucket.counts])
+                self._context.comm.Allgatherv(MPI.IN_PLACE, [run, bucket.counts])
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -66,7 +66,7 @@ class Gathered:
 
     Parameters
     ----------
-    hall : Hall
+    context : Context
     buckets : sequence of Bucket
         No bucket has parameters of two units, unless all of its parameters have both.
     users : sequence of tuple of int
@@ -80,19 +80,19 @@ class Gathered:
 
     replicated = False
 
-    def __init__(self, hall: Hall, buckets: Sequence[Bucket], users: Sequence[tuple[int, ...]]):
-        self._hall, self._buckets, self._users = hall, buckets, users
-        self.vector = hall.memory.seen("parameters", sum(bucket.own.size for bucket in buckets), hall.storage)
+    def __init__(self, context: Context, buckets: Sequence[Bucket], users: Sequence[tuple[int, ...]]):
+        self._context, self._buckets, self._users = context, buckets, users
+        self.vector = context.memory.seen("parameters", sum(bucket.own.size for bucket in buckets), context.storage)
         self.own, at = [], 0
         for bucket in buckets:
             self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
             at += bucket.own.size
         self._slot = resident_slots(users)
         sizes = slot_sizes(self._slot, buckets)
-        slots = {slot: hall.memory.seen("buffers", size, hall.storage) for slot, size in sizes.items()}
+        slots = {slot: context.memory.seen("buffers", size, context.storage) for slot, size in sizes.items()}
         self._views: list[Array] = [slots[slot][: bucket.span.size] for slot, bucket in zip(self._slot, buckets)]
         self._requests = [
-            hall.comm.Allgatherv_init(part, [view, bucket.counts])
+            context.comm.Allgatherv_init(part, [view, bucket.counts])
             for bucket, (_, part), view in zip(buckets, self.own, self._views)
         ]
         self._held: dict[object, int] = {}
@@ -112,10 +112,10 @@ class Gathered:
             self._fetch(number)
         for number in here:
             if number in self._flying:
-                with self._hall.recorder("communication", "gather", bucket=number):
+                with self._context.recorder("communication", "gather", bucket=number):
                     self._requests[number].Wait()
                 self._flying.remove(number)
-            self._hall.flat.bind(self._views[number], self._buckets[number].places, self._buckets[number].span.start)
+            self._context.flat.bind(self._views[number], self._buckets[number].places, self._buckets[number].span.start)
         busy = {self._slot[number] for number in here}
         for number in self._needs(self._at + 1):
             if self._slot[number] not in busy:
@@ -148,7 +148,7 @@ class Gathered:
         if self._held.get(slot) != number:
             self._held[slot] = number
             self._flying.add(number)
-            with self._hall.recorder("communication", "start gather", bucket=number):
+            with self._context.recorder("communication", "start gather", bucket=number):
                 self._requests[number].Start()
 
 

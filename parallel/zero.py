@@ -11,9 +11,9 @@ from itertools import groupby
 
 from parallel import shares
 from parallel.bucket import Bucket, buckets_of
+from parallel.context import Context
 from parallel.data_parallel import Bucketed, Naive
 from parallel.flat import Place, Span
-from parallel.hall import Hall
 from parallel.nn.operator import Array, Parameter
 from parallel.plan import Plan
 from parallel.sums import Numbers
@@ -27,7 +27,7 @@ class Stage1(Naive):
 
     def part(self) -> Array:
         longest = max((bucket.own.size for bucket in self.buckets), default=0)
-        return self._hall.memory.own("buffers", longest, self._hall.wide)
+        return self._context.memory.own("buffers", longest, self._context.wide)
 
     def spans(self) -> list[Span]:
         return [bucket.own for bucket in self.buckets]
@@ -46,28 +46,28 @@ class Stage2:
         As of `Naive`.
     """
 
-    def __init__(self, hall: Hall):
-        self._hall = hall
-        self.buckets = buckets_of(self.cut(hall.plan), hall.plan)
-        self.users = users_of(self.buckets, hall.plan)
+    def __init__(self, context: Context):
+        self._context = context
+        self.buckets = buckets_of(self.cut(context.plan), context.plan)
+        self.users = users_of(self.buckets, context.plan)
         size = sum(bucket.own.size for bucket in self.buckets)
-        self.vector = hall.memory.own("gradients", size, hall.wide)
+        self.vector = context.memory.own("gradients", size, context.wide)
         self.own, at = [], 0
         for bucket in self.buckets:
             self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
             at += bucket.own.size
         slot, sizes = slots(self.users, [bucket.span.size for bucket in self.buckets])
-        weights = self.weights(hall.plan)
-        dtypes = [hall.wide] * len(sizes) + [hall.storage] * len(weights)
-        hall.memory.reserve([*sizes, *weights], dtypes)
-        memory = [hall.memory.seen("gradients", size, hall.wide) for size in sizes]
-        scratch = hall.memory.own("buffers", hall.plan.scratch(adds=False), hall.wide)
-        parts = hall.plan.ranks if hall.plan.reproducible else 1
+        weights = self.weights(context.plan)
+        dtypes = [context.wide] * len(sizes) + [context.storage] * len(weights)
+        context.memory.reserve([*sizes, *weights], dtypes)
+        memory = [context.memory.seen("gradients", size, context.wide) for size in sizes]
+        scratch = context.memory.own("buffers", context.plan.scratch(adds=False), context.wide)
+        parts = context.plan.ranks if context.plan.reproducible else 1
         longest = parts * max((bucket.own.size for bucket in self.buckets), default=0)
-        arriving = hall.memory.own("buffers", longest, hall.wide)
-        kind = shares.Canonical if hall.plan.reproducible else shares.Plain
+        arriving = context.memory.own("buffers", longest, context.wide)
+        kind = shares.Canonical if context.plan.reproducible else shares.Plain
         self.shares = [
-            kind(hall, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)
+            kind(context, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)
             for bucket, (_, own) in zip(self.buckets, self.own)
         ]
         self._of = {id(place.parameter): share for share in self.shares for place in share.bucket.places}
@@ -109,7 +109,7 @@ class Stage2:
         for share, units in zip(self.shares, self.users):
             if units[0] == unit:
                 self.started += 1
-                with self._hall.recorder("communication", "reduce_scatter", bucket=share.bucket.number):
+                with self._context.recorder("communication", "reduce_scatter", bucket=share.bucket.number):
                     share.exchange(self._turn)
 
     def shut(self) -> None:

@@ -66,8 +66,9 @@ if comm.Get_rank() == 0:
 def test_memory_grows_by_what_the_ledger_says(layout):
     command = [MPIEXEC, "-n", "2", sys.executable, "-c", PROGRAM, layout]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stderr
     grown, ledger = map(int, re.search(r"grown (\d+) ledger (\d+)", done.stdout).groups())
-    print(layout, grown / ledger)
     assert 0.9 < grown / ledger < 1.1, f"{grown / 1e6:.1f} MB for {ledger / 1e6:.1f} MB in the ledger"

@@ -14,7 +14,7 @@ from parallel.record import Recorder
 
 
 @dataclass(frozen=True)
-class Hall:
+class Context:
     """The plan, the ranks, the memory, the clock."""
 
     plan: Plan
