@@ -150,7 +150,7 @@ def keep(samples, elements, rate, key):
         return philox.keep(samples, elements, rate, key)
     kept = np.empty((len(samples), -(-elements // 4) * 4), bool)
     _keep(samples.view(np.uint64), np.uint64(round(rate * 2**32)), np.uint64(key[0]), np.uint64(key[1]), kept)
-    return np.ascontiguousarray(kept[:, :elements])
+    return kept[:, :elements].copy() if elements % 4 else kept
 
 
 # ------------------------------------------------------------------------------------------ sums over rows
