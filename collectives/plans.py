@@ -412,6 +412,8 @@ class Plans:
         self._quickly: dict[tuple[Any, ...], Program] = {}
         self._repeats = 0
         self._broken: str | None = None  # what broke a blocking call off, after which none can be trusted
+        self._littered = False  # messages of what was broken off may still lie about
+        self._litter: list[Request] = []  # or come, into memory that these keep
         self._idle: dict[Hashable, list[Program]] = {}
         self._lengths: dict[Hashable, Lengths] = {}
         self._lent: weakref.WeakSet[Request] = weakref.WeakSet()  # those under way are in `requests.under_way`
@@ -521,6 +523,7 @@ class Plans:
     def _break_off(self, error: BaseException) -> None:
         """A blocking call ends in the middle: its messages may still come, or never leave. Trust no other after it."""
         self._broken = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._littered = True
         self._again.clear()
         self._quick.clear()
         self._quickly.clear()
@@ -786,6 +789,7 @@ class Plans:
 
     def _give_back(self, program: Program, channel: int | None) -> None:
         program.free()
+        self._littered |= program.broken
         if channel is not None and not program.broken:
             self._channels.add(channel)
 
@@ -811,7 +815,8 @@ class Plans:
         self.heap.free()
         if self.node is not None:
             self.node.free()
-        self.comm.Free()
+        if not self._littered:  # an MPI gives its number to a later communicator, which must not get those messages
+            self.comm.Free()
 
     @property
     def under_way(self) -> int:
@@ -962,6 +967,10 @@ class Plans:
     def _rest(self, key: Hashable, request: Request, program: Program) -> None:
         """A non-blocking call is over: keep its program for the next one like it."""
         self._lent.discard(request)
+        if program.broken:
+            self._littered = True
+            self._litter.append(request)
+            return
         if key is None:
             program.free()
             return

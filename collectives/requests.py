@@ -165,6 +165,8 @@ class Request:
         except BaseException:
             self._active, self._broken, self._program.broken = False, True, True
             under_way.remove(self)
+            if not self._persistent:
+                self._release(self, self._program)
             raise
 
     def _end(self) -> None:

@@ -136,3 +136,24 @@ def test_a_sum_that_raises(own):
             own.Barrier()
     else:
         own.Reduce(most, total, algorithm="linear")
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
+def test_what_was_broken_off_meets_no_later_communicator(world, blocking):
+    """Messages that nobody takes any more are not found by a communicator to which the MPI gives the same place."""
+    most = np.full(5, np.finfo("f8").max)
+    for _ in range(3):
+        with Communicator(world, shared=False) as comm:
+            root = comm.Get_rank() == 0
+            with np.errstate(over="raise" if root else "ignore"):
+                try:
+                    if blocking:
+                        comm.Reduce(most, np.empty(5), algorithm="linear")
+                    else:
+                        comm.Ireduce(most, np.empty(5), algorithm="linear").Wait()
+                except FloatingPointError:
+                    assert root
+            world.Barrier()
+        with Communicator(world, shared=False) as comm:
+            comm.Barrier(algorithm="linear")
+            comm.Ibarrier(algorithm="linear").Wait()
