@@ -20,7 +20,7 @@ import numpy as np
 from collectives import Communicator
 from parallel import checkpoint, datasets
 from parallel.checkpoint import Checkpoint, CheckpointError
-from parallel.data import Batch, Sampler, Step, prefetch
+from parallel.data import Batch, Dataset, Sampler, Step, prefetch
 from parallel.datasets import Task
 from parallel.engine import Engine
 from parallel.layouts import LAYOUTS
@@ -91,6 +91,19 @@ class Score:
         """For a file of metrics."""
         said = {"test_loss": self.loss, "test_accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}
         return {name: value for name, value in said.items() if value is not None}
+
+
+class _Spread:
+    """So many samples of a data set, at even distances."""
+
+    def __init__(self, data: Dataset, count: int):
+        self._data, self._count = data, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, indices: np.ndarray) -> tuple[Any, Any]:
+        return self._data.take(indices * len(self._data) // self._count)
 
 
 class Training:
@@ -181,12 +194,13 @@ class Training:
             yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
 
     def score(self, most: int | None = None) -> Score:
-        """Put the model to the test, on all of the test set or on its first `most` samples. Collective."""
+        """Put the model to the test, on all of the test set or on `most` samples from all over it. Collective."""
         count = len(self.task.test) if most is None else min(most, len(self.task.test))
+        spread = _Spread(self.task.test, count)
         sampler = Sampler(count, max(1, count), self.sampler.micro_batch, shuffle=False)
         mine: list[Batch] = []
         for step in sampler.steps(0):
-            mine += step.batches(self.task.test, self.engine.share(len(step.parts)))
+            mine += step.batches(spread, self.engine.share(len(step.parts)))
         if isinstance(self._loss, SoftmaxCrossEntropy):
             found = self.engine.evaluate(mine, self._loss.correct)
         else:
