@@ -63,21 +63,6 @@ def memory_list(text: str) -> list[str]:
     return words(text)
 
 
-def at_least(low: float, kind: type) -> Any:
-    """A number that must not be smaller than `low`."""
-
-    def number(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f"{text} is below {low}")
-        return value
-
-    return number
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,7 +75,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME,...",
         help="auto, names, or all (default auto)",
     )
-    add("--segments", type=at_least(1, int), metavar="K", help="pipeline each message in K segments")
+    add("--segments", type=launch.at_least(1, int), metavar="K", help="pipeline each message in K segments")
     add(
         "--sizes",
         type=parse_sizes,
@@ -108,19 +93,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-model", dest="model", action="store_false", help="do not time messages to predict times from them")
     add(
         "--iterations",
-        type=at_least(1, int),
+        type=launch.at_least(1, int),
         default=1000,
         metavar="N",
         help="timed calls, at most (default 1000)",
     )
     add(
         "--warmup",
-        type=at_least(2, int),
+        type=launch.at_least(2, int),
         default=20,
         metavar="N",
         help="calls before these, at most (default 20)",
     )
-    add("--seconds", type=at_least(0, float), default=1.0, metavar="S", help="time per row (default 1)")
+    add("--seconds", type=launch.at_least(0, float), default=1.0, metavar="S", help="time per row (default 1)")
     add("--seed", type=int, default=1, help="of the random order of contestants")
     add("-f", "--full", action="store_true", help="show min, max, p99 and iterations too")
     add("--json", metavar="FILE", help="write all rows to FILE")

@@ -15,23 +15,22 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
 
 import argparse
-import json
 import platform
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from benchlib import launch
+from benchlib import launch, workload
 from benchlib.launch import say
+from benchlib.workload import quartiles
 from collectives import Communicator
-from compare_torch import DATA, batches, blas_threads, count
 from parallel.data import Batch
-from parallel.datasets import Task, load
+from parallel.datasets import Task
 from parallel.engine import LAYOUTS, Engine
+from parallel.machine import limit_threads
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.workspace import keep_freed_memory
@@ -45,24 +44,21 @@ FIRST = "dp-naive"
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    workload.add_options(parser, "mlp:medium")
     add = parser.add_argument
-    add("--model", default="mlp:medium", metavar="NAME[:SIZE]", help="gpt or mlp, with a size (default mlp:medium)")
-    add("--data", metavar="NAME|FILE", help="what to train on (default pydoc for gpt, digits for mlp)")
-    add("--length", type=count, default=128, metavar="N", help="tokens of a sequence (default 128)")
-    add("--micro-batch", type=count, default=16, metavar="N", help="samples of a rank and step (default 16)")
-    add("--turns", type=count, default=15, metavar="N", help="of each layout, after one to warm up (default 15)")
-    add("--turn", type=count, default=5, metavar="N", help="steps in a turn (default 5)")
+    add(
+        "--turns",
+        type=workload.COUNT,
+        default=15,
+        metavar="N",
+        help="of each layout, after one to warm up (default 15)",
+    )
+    add("--turn", type=workload.COUNT, default=5, metavar="N", help="steps in a turn (default 5)")
     add("--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"with commas; {FIRST} always takes part")
-    add("--threads", type=count, default=1, metavar="N", help="for each rank (default 1)")
     add("--bucket-mb", type=float, default=4.0, metavar="X", help="of a bucket of gradients (default 4)")
     add("--first-mb", type=float, default=0.25, metavar="X", help="of the first one (default 0.25)")
-    add("--seed", type=int, default=0, metavar="N", help="(default 0)")
-    add("--json", type=Path, metavar="FILE", help="write all results")
     options = parser.parse_args(argv)
-    family = options.model.partition(":")[0]
-    if family not in DATA:
-        parser.error(f"argument --model: expected one of {', '.join(DATA)}, found {options.model!r}")
-    options.data = options.data or DATA[family]
+    workload.settle(parser, options)
     names = options.layouts.split(",")
     unknown = [name for name in names if name not in LAYOUTS]
     if unknown:
@@ -119,11 +115,6 @@ class Contestants:
             engine.close()
 
 
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """The median and the quartiles."""
-    return dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist(), strict=True))
-
-
 def summary(seconds: dict[str, list[float]], communication: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     """Of each contestant: seconds of a step; how many times as fast as the first layout, turn by turn; the share of
     communication; and how near it is to the bound, 1 being there."""
@@ -141,11 +132,9 @@ def summary(seconds: dict[str, list[float]], communication: dict[str, list[float
 
 def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
     """All of it; the same report on every rank."""
-    task = load(options.data, seed=options.seed, length=options.length)
-    if task.kind == "values":
-        raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
+    task = workload.task_of(options)
     contestants = Contestants(options, task)
-    source = batches(task, options, comm)
+    source = workload.batches(task, options, comm)
     seconds: dict[str, list[float]] = {name: [] for name in contestants.steps}
     communication: dict[str, list[float]] = {name: [] for name in contestants.steps}
     names = list(contestants.steps)
@@ -167,7 +156,7 @@ def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
         "model": options.model,
         "gradient_bytes": 4 * contestants.length,
         "ranks": comm.Get_size(),
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "options": workload.plain(options),
         "machine": {"processor": platform.processor() or platform.machine(), "numpy": np.__version__},
         "mpi": MPI.Get_library_version().splitlines()[0].strip(),
         "seconds": seconds,
@@ -200,14 +189,12 @@ def main(argv: list[str] | None = None) -> int:
     """The exit code: always 0."""
     options = parse(argv)
     keep_freed_memory()
+    limit_threads(options.threads)
     comm = Communicator(MPI.COMM_WORLD)
-    with blas_threads(options.threads):
-        report = race(options, comm)
+    report = race(options, comm)
     if comm.Get_rank() == 0:
         show(report)
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        workload.write(options.json, report)
     return 0
 
 

@@ -14,11 +14,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
 
 import argparse
-import json
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,59 +25,39 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from benchlib import launch
+from benchlib import launch, workload
 from benchlib.launch import say
 from collectives import Communicator
-from parallel.data import Batch, Sampler
-from parallel.datasets import Task, load
+from parallel.data import Batch
+from parallel.datasets import Task
 from parallel.engine import LAYOUTS, Engine
+from parallel.machine import limit_threads
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.workspace import keep_freed_memory
 from parallel.optim import SGD, AdamW
 
-DATA = {"gpt": "pydoc", "mlp": "digits"}
 RTOL, ATOL = 1e-5, 4e-5
 """What a gradient's element may differ by: ATOL + RTOL of its size."""
-
-
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    workload.add_options(parser, "gpt:small")
     add = parser.add_argument
-    add("--model", default="gpt:small", metavar="NAME[:SIZE]", help="gpt or mlp, with a size (default gpt:small)")
-    add("--data", metavar="NAME|FILE", help="what train.py understands (default pydoc for gpt, digits for mlp)")
-    add("--length", type=count, default=128, metavar="N", help="tokens of a sequence (default 128)")
-    add("--micro-batch", type=count, default=16, metavar="N", help="samples of a rank and step (default 16)")
-    add("--steps", type=count, default=200, metavar="N", help="of each (default 200)")
-    add("--turn", type=count, default=10, metavar="N", help="steps until it is the other's turn (default 10)")
+    add("--steps", type=workload.COUNT, default=200, metavar="N", help="of each (default 200)")
+    add("--turn", type=workload.COUNT, default=10, metavar="N", help="steps until it is the other's turn (default 10)")
     add("--rate", type=float, default=3e-4, metavar="X", help="learning rate (default 3e-4)")
     add("--layout", choices=tuple(LAYOUTS), default="dp", help="of ours (default dp)")
-    add("--threads", type=count, default=1, metavar="N", help="for each rank (default 1)")
     add("--bucket-mb", type=float, default=25.0, metavar="X", help="of PyTorch's buckets (default 25, its own)")
-    add("--seed", type=int, default=0, metavar="N", help="(default 0)")
-    add("--json", type=Path, metavar="FILE", help="write all results")
     add("--plot", type=Path, metavar="FILE", help="draw both loss curves and all turns (PNG)")
     options = parser.parse_args(argv)
-    family = options.model.partition(":")[0]
-    if family not in DATA:
-        parser.error(f"argument --model: expected one of {', '.join(DATA)}, found {options.model!r}")
+    workload.settle(parser, options)
     if not 0 < options.rate < np.inf:
         parser.error(f"argument --rate: expected a number above 0, found {options.rate}")
     if find_spec("torch") is None:
         parser.error("PyTorch is not installed: pip install 'chorus-mpi[peers]'")
-    options.data = options.data or DATA[family]
     return options
 
 
@@ -142,18 +120,6 @@ def gradients_compared(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray
     }
 
 
-def batches(task: Task, options: argparse.Namespace, comm: Communicator) -> Iterator[Batch]:
-    """This rank's micro-batch of each step: full ones only, so that every step is the same work."""
-    rank, size = comm.Get_rank(), comm.Get_size()
-    together = size * options.micro_batch
-    if len(task.train) < together:
-        raise ValueError(f"--micro-batch: a step takes {together} samples, and {task.name} has {len(task.train)}")
-    sampler = Sampler(len(task.train), together, options.micro_batch, options.seed)
-    for step in sampler.ahead():
-        if step.samples == together:
-            yield next(step.batches(task.train, [rank]))
-
-
 class Turn(NamedTuple):
     """Some steps of one side: mean losses, and seconds for all of them on the slowest rank."""
 
@@ -175,21 +141,16 @@ def summary(rates: dict[str, list[float]]) -> dict[str, Any]:
     """Medians and quartiles of each side's rates, and of their ratio turn by turn."""
     ratios = np.divide(rates["ours"], rates["torch"])
     series = {**rates, "ratio": ratios.tolist()}
-    return {
-        name: dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist()))
-        for name, values in series.items()
-    }
+    return {name: workload.quartiles(values) for name, values in series.items()}
 
 
 def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
     """All of it; the same report on every rank."""
     from benchlib.peer import Peer  # PyTorch takes a while to load
 
-    task = load(options.data, seed=options.seed, length=options.length)
-    if task.kind == "values":
-        raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
+    task = workload.task_of(options)
     unit = "tokens" if task.kind == "bytes" else "samples"
-    source = batches(task, options, comm)
+    source = workload.batches(task, options, comm)
     first = next(source)
     adamw = AdamW(rate=options.rate, beta2=0.95, decay=0.1)
     ours = Ours(task, options, comm, adamw)
@@ -230,7 +191,7 @@ def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
         "parameters": parameters,
         "unit": f"{unit}/s",
         "ranks": size,
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "options": workload.plain(options),
         "machine": {
             "processor": platform.processor() or platform.machine(),
             "numpy": np.__version__,
@@ -254,27 +215,16 @@ def show(report: dict[str, Any]) -> None:
     say(f"loss after {len(ours)} steps: {ours[-1]:.5f} and {theirs[-1]:.5f}; largest difference on the way {apart:.2g}")
 
 
-def blas_threads(threads: int) -> AbstractContextManager[Any]:
-    """While this lasts, NumPy's products use so many threads; without threadpoolctl as many as they like."""
-    if find_spec("threadpoolctl") is None:
-        return nullcontext()
-    from threadpoolctl import threadpool_limits
-
-    return threadpool_limits(threads)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0 if the gradients are equal."""
     options = parse(argv)
     keep_freed_memory()
+    limit_threads(options.threads)
     comm = Communicator(MPI.COMM_WORLD)
-    with blas_threads(options.threads):
-        report = race(options, comm)
+    report = race(options, comm)
     if comm.Get_rank() == 0:
         show(report)
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        workload.write(options.json, report)
         if options.plot:
             from benchlib.plots import plot_peers
 

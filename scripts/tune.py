@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from bench_collectives import at_least, collective_list, dtype_list, words
+from bench_collectives import collective_list, dtype_list, words
 from benchlib import launch
 from benchlib.cases import CASES, DTYPES
 from benchlib.sizes import format_size, parse_sizes
@@ -52,8 +52,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sizes", type=parse_sizes, default="8:32M:8", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:32M:8)")
     add("--form", type=form_list, default="blocking", metavar="NAME,...", help=f"of {', '.join(MODES)}")
     add("--dtype", type=dtype_list, default="float32", metavar="NAME", help=f"one of {', '.join(DTYPES)}")
-    add("--seconds", type=at_least(0, float), default=0.1, metavar="S", help="per candidate and row (default 0.1)")
-    add("--iterations", type=at_least(1, int), default=500, metavar="N", help="timed calls, at most (default 500)")
+    add(
+        "--seconds",
+        type=launch.at_least(0, float),
+        default=0.1,
+        metavar="S",
+        help="per candidate and row (default 0.1)",
+    )
+    add(
+        "--iterations",
+        type=launch.at_least(1, int),
+        default=500,
+        metavar="N",
+        help="timed calls, at most (default 500)",
+    )
     add("--table", metavar="FILE", help="instead of the one in the cache directory")
     add("--plot", metavar="FILE", help="draw the winners by size and ranks, of the whole table (PNG, SVG, PDF)")
     add("--show", action="store_true", help="measure nothing: print the table")

@@ -33,6 +33,21 @@ class Parser(argparse.ArgumentParser):
         sys.exit(status)
 
 
+def at_least(low: float, kind: type) -> Any:
+    """A number that must not be smaller than `low`."""
+
+    def number(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"{text} is below {low}")
+        return value
+
+    return number
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Run `main` as the whole program: its result is every rank's exit code.
 

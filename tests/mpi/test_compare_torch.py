@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # what PyTorch warns of is n
     [
         (["--model", "convnet"], "--model"),
         (["--steps", "0"], "below 1"),
-        (["--turn", "many"], "no whole number"),
+        (["--turn", "many"], "is no int"),
         (["--rate", "0"], "--rate"),
         (["--rate", "nan"], "--rate"),
         (["--layout", "none"], "--layout"),
