@@ -204,11 +204,11 @@ class Communicator(PointToPoint):
 
     # -------------------------------------------------------------------------------- from a call to a program
 
-    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form) -> Choice:
+    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form, seen: bool = False) -> Choice:
         if algorithm == "auto":
             natively = self._native and segments is None and native.refusal(call, form) is None
             choice = self._selector.choose(
-                call.collective, call.nbytes, call.ordered, call.private, natively, form, call.uneven
+                call.collective, call.nbytes, call.ordered, call.private, natively, form, call.uneven, seen
             )
         elif not isinstance(algorithm, str):
             raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
@@ -258,7 +258,10 @@ class Communicator(PointToPoint):
         if self._checker is not None:
             plans.skip()
             until(self._checker.check("persistent", call, choice))
-        return plans.init(call, choice)
+        seen = plans.seen(call)
+        if seen:
+            choice = self._choose(call, algorithm, segments, "persistent", seen)
+        return plans.init(call, choice, seen)
 
     @property
     def nodes(self) -> tuple[int, ...] | None:

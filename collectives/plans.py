@@ -749,14 +749,41 @@ class Plans:
         """Use up the number that a non-blocking call would get: another rank may have begun one by mistake."""
         self._calls += 1
 
-    def init(self, call: Call, choice: Choice) -> Request:
-        """Bind a persistent call."""
+    def seen(self, call: Call) -> bool:
+        """Whether neighbours see all that will be sent of a call that is to be bound, on all ranks. Collective.
+
+        Not what a rank passes on of blocks that it does not take: that lies in scratch.
+        """
+        _check_apart(call)
+        if self.node is None or self.size == 1:
+            return False
+        ends = zip((call.source, call.target), _spans(call), strict=True)
+        mine = (
+            self.node.reads
+            and not call.snapshot
+            and (self.size == 2 or len(call.takes) == len(call.lengths))
+            and all(
+                not staged(buffer) and self.heap.shows(buffer.address, span * call.unit.itemsize)
+                for buffer, span in ends
+                if buffer is not None and span
+            )
+        )
+        return bool(self._common(int(mine)))
+
+    def _common(self, bits: int) -> int:
+        """The bits that all ranks have set. Collective."""
+        mine, common = np.array([bits]), np.zeros(1, np.int64)
+        until(self.comm.Iallreduce(mine, common, MPI.BAND).Test)  # others may wait for what is under way here
+        return int(common[0])
+
+    def init(self, call: Call, choice: Choice, seen: bool = False) -> Request:
+        """Bind a persistent call; `seen` is what `seen` says of it."""
         _check_apart(call)
         self._inits += 1
         call, device = self._where(call, choice)
         first = [] if device is None else [partial(device.follow, *_owners(call))]
         channel = None if self.node is None or choice.algorithm == NATIVE else self._channel()
-        program = self._bind(call, choice, "persistent", device, first, channel)
+        program = self._bind(call, choice, "persistent", device, first, channel, seen)
         request = Request(call.collective, program, partial(self._return, channel), call, persistent=True)
         request.finalizer = weakref.finalize(request, self._dropped.append, (program, channel))
         request.finalizer.atexit = False
@@ -773,9 +800,8 @@ class Plans:
             self._used += 1
             return self._used
         self._take_back()
-        mine, common = np.array([sum(1 << channel for channel in self._channels)]), np.zeros(1, np.int64)
-        until(self.comm.Iallreduce(mine, common, MPI.BAND).Test)  # others may wait for what is under way here
-        lowest = int(common[0] & -common[0])
+        common = self._common(sum(1 << channel for channel in self._channels))
+        lowest = common & -common
         if not lowest:
             return None
         channel = lowest.bit_length() - 1
@@ -825,7 +851,9 @@ class Plans:
 
     # -------------------------------------------------------------------------------- binding and keeping
 
-    def _wire(self, form: Form, channel: int | None = BLOCKING_CHANNEL, itemsize: int = 1) -> Wire:
+    def _wire(
+        self, form: Form, channel: int | None = BLOCKING_CHANNEL, itemsize: int = 1, seen: bool = False
+    ) -> Wire:
         """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes, if it has one.
 
         Messages are cut between elements, so one that no cell holds must be read where it lies, or be MPI's.
@@ -837,7 +865,7 @@ class Plans:
         if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
             return far
         compiles = form == "persistent" or self._compiles
-        return Nearest(Shared(self.node, channel, self._edges[channel], compiles), far)
+        return Nearest(Shared(self.node, channel, self._edges[channel], compiles, seen), far)
 
     def _bind(
         self,
@@ -847,11 +875,12 @@ class Plans:
         device: Device | None = None,
         first: Sequence[Callable[[], object]] = (),
         channel: int | None = BLOCKING_CHANNEL,
+        seen: bool = False,
     ) -> Program:
         if _learns(call, choice):
             return self._bind_later(call, choice, self._wire(form, channel), device, first)
         if choice.algorithm != NATIVE:
-            wire = self._wire(form, channel, call.unit.itemsize)
+            wire = self._wire(form, channel, call.unit.itemsize, seen)
             return bound(call, choice, self.rank, self.size, wire, device, first, self.nodes)
         call = native.settled(call)
         ends = _ends(call, None)

@@ -19,6 +19,7 @@ from collectives.errors import InvalidArgument
 from collectives.measured import BLOCKING, NATIVE, Choice, Table, interpolate
 from collectives.placement import Nodes
 from collectives.semantics import vector
+from collectives.transport.compiled import SEEN
 from collectives.walk import Uniform, price
 
 MOST_SEGMENTS = 64
@@ -80,9 +81,10 @@ class Selector:
         native: bool = False,
         form: str = BLOCKING,
         uneven: bool = False,
+        seen: bool = False,
     ) -> Choice:
         """The fastest that can do it, at a size near this one; arguments as in `decide`."""
-        key = (collective, graded(nbytes), ordered, private, native, form, uneven)
+        key = (collective, graded(nbytes), ordered, private, native, form, uneven, seen)
         choice = self._chosen.get(key)
         if choice is None:
             choice = self._chosen[key] = Choice(*self.decide(*key)[:2])
@@ -97,6 +99,7 @@ class Selector:
         native: bool = False,
         form: str = BLOCKING,
         uneven: bool = False,
+        seen: bool = False,
     ) -> Decision:
         """The fastest that can do it and gives all ranks the same bits.
 
@@ -116,7 +119,13 @@ class Selector:
             "blocking", "nonblocking" or "persistent".
         uneven : bool
             Whether blocks may be of any length.
+        seen : bool
+            Whether all of it lies in memory that neighbours see, on all ranks: then the model decides where that
+            matters, since tables tell of ordinary memory.
         """
+        if seen and not private and nbytes >= SEEN:
+            choice, seconds = _cheapest(collective, self.size, nbytes, ordered, private, self.nodes, self.costs.seen)
+            return Decision(*choice, seconds, "model")
         if private:
             nbytes = TYPICAL * self.size
         native = native and not private and nbytes < NATIVE_BYTES
