@@ -22,7 +22,7 @@ from collectives.debug import Checker
 from collectives.errors import Invalid, InvalidArgument, InvalidType
 from collectives.measured import BLOCKING, NATIVE, Choice, Form, Table
 from collectives.ops import is_commutative
-from collectives.plans import NEW, Plans
+from collectives.plans import NEW, Plans, Sight
 from collectives.point_to_point import PointToPoint
 from collectives.requests import Request, until
 from collectives.select import Decision, Selector
@@ -204,11 +204,11 @@ class Communicator(PointToPoint):
 
     # -------------------------------------------------------------------------------- from a call to a program
 
-    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form, seen: bool = False) -> Choice:
+    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form, sight: Sight = Sight()) -> Choice:
         if algorithm == "auto":
             natively = self._native and segments is None and native.refusal(call, form) is None
             choice = self._selector.choose(
-                call.collective, call.nbytes, call.ordered, call.private, natively, form, call.uneven, seen
+                call.collective, call.nbytes, call.ordered, call.private, natively, form, call.uneven, *sight
             )
         elif not isinstance(algorithm, str):
             raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
@@ -258,17 +258,25 @@ class Communicator(PointToPoint):
         if self._checker is not None:
             plans.skip()
             until(self._checker.check("persistent", call, choice))
-        seen = plans.seen(call)
-        if seen:
-            choice = self._choose(call, algorithm, segments, "persistent", seen)
-        return plans.init(call, choice, seen)
+        sight = plans.sight(call)
+        if sight.seen:
+            choice = self._choose(call, algorithm, segments, "persistent", sight)
+        return plans.init(call, choice, sight.seen)
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
         """The node of every rank, nodes numbered as they first appear; None if all ranks are on one."""
         return self._living().nodes
 
-    def choice(self, collective: str, nbytes: int, op: MPI.Op = MPI.SUM, form: Form = BLOCKING) -> Decision:
+    def choice(
+        self,
+        collective: str,
+        nbytes: int,
+        op: MPI.Op = MPI.SUM,
+        form: Form = BLOCKING,
+        symmetric: bool = False,
+        in_place: bool = False,
+    ) -> Decision:
         """What ``algorithm="auto"`` takes for so many bytes in all, and why.
 
         Parameters
@@ -281,6 +289,9 @@ class Communicator(PointToPoint):
         op : MPI.Op
             The reduction, where there is one, on elements that the MPI knows too.
         form : "blocking", "nonblocking" or "persistent"
+        symmetric, in_place : bool
+            Whether the arrays come from `empty`, and whether the call is in place, on all ranks. That counts for the
+            persistent form, as ranks agree on it when a request is bound.
 
         Returns
         -------
@@ -295,11 +306,14 @@ class Communicator(PointToPoint):
         >>> alone.choice("barrier", 0)
         Decision(algorithm='linear', segments=1, seconds=0.0, source='model')
         """
-        self._living()
-        base, private = _base(collective)
+        node, (base, private) = self._living().node, _base(collective)
         ordered = MEANINGS[base].reduces and not is_commutative(op)
         uneven = base != collective
-        return self._selector.decide(base, select.graded(nbytes), ordered, private, self._native, form, uneven)
+        natively = self._native and native.unsound(native.METHODS[base][uneven], form) is None
+        seen = symmetric and form == "persistent" and node is not None and node.reads
+        return self._selector.decide(
+            base, select.graded(nbytes), ordered, private, natively, form, uneven, seen, in_place
+        )
 
     # -------------------------------------------------------------------------------- memory that neighbours see
 

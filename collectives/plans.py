@@ -26,6 +26,7 @@ from collectives.measured import NATIVE, Choice, Form
 from collectives.ops import on_device
 from collectives.placement import Nodes, numbered
 from collectives.requests import Request, under_way, until
+from collectives.select import relays
 from collectives.semantics import MEANINGS
 from collectives.short import Short, shorten
 from collectives.staging import Device, device_of, stage
@@ -279,6 +280,20 @@ class Lengths(NamedTuple):
         for block in call.takes:
             lengths[block] = call.lengths[block]
         return call._replace(lengths=tuple(lengths), private=False)
+
+
+class Sight(NamedTuple):
+    """What all ranks know of a call's memory.
+
+    Attributes
+    ----------
+    seen : bool
+        Neighbours see whatever is sent where it lies.
+    in_place : bool
+    """
+
+    seen: bool = False
+    in_place: bool = False
 
 
 class Slots(NamedTuple):
@@ -749,26 +764,24 @@ class Plans:
         """Use up the number that a non-blocking call would get: another rank may have begun one by mistake."""
         self._calls += 1
 
-    def seen(self, call: Call) -> bool:
-        """Whether neighbours see all that will be sent of a call that is to be bound, on all ranks. Collective.
-
-        Not what a rank passes on of blocks that it does not take: that lies in scratch.
-        """
+    def sight(self, call: Call) -> Sight:
+        """What all ranks know of the memory of a call that is to be bound. Collective."""
         _check_apart(call)
         if self.node is None or self.size == 1:
+            return Sight()
+        common = self._common(self._shows(call) | (call.source is call.target) << 1)
+        return Sight(bool(common & 1), bool(common & 2))
+
+    def _shows(self, call: Call) -> bool:
+        """Whether neighbours see all that this rank will send of a call, and may read what little they do not."""
+        if self.node is None or not self.node.reads or call.snapshot or relays(call.collective, self.size):
             return False
         ends = zip((call.source, call.target), _spans(call), strict=True)
-        mine = (
-            self.node.reads
-            and not call.snapshot
-            and (self.size == 2 or len(call.takes) == len(call.lengths))
-            and all(
-                not staged(buffer) and self.heap.shows(buffer.address, span * call.unit.itemsize)
-                for buffer, span in ends
-                if buffer is not None and span
-            )
+        return all(
+            not staged(buffer) and self.heap.shows(buffer.address, span * call.unit.itemsize)
+            for buffer, span in ends
+            if buffer is not None and span
         )
-        return bool(self._common(int(mine)))
 
     def _common(self, bits: int) -> int:
         """The bits that all ranks have set. Collective."""
@@ -777,7 +790,7 @@ class Plans:
         return int(common[0])
 
     def init(self, call: Call, choice: Choice, seen: bool = False) -> Request:
-        """Bind a persistent call; `seen` is what `seen` says of it."""
+        """Bind a persistent call; `seen` is what `sight` says of it."""
         _check_apart(call)
         self._inits += 1
         call, device = self._where(call, choice)
