@@ -22,7 +22,7 @@ from collectives.debug import Checker
 from collectives.errors import Invalid, InvalidArgument, InvalidType
 from collectives.measured import BLOCKING, NATIVE, Choice, Form, Table
 from collectives.ops import is_commutative
-from collectives.plans import NEW, Plans, Sight
+from collectives.plans import BLIND, NEW, Plans, Sight
 from collectives.point_to_point import PointToPoint
 from collectives.requests import Request, until
 from collectives.select import Decision, Selector
@@ -204,7 +204,7 @@ class Communicator(PointToPoint):
 
     # -------------------------------------------------------------------------------- from a call to a program
 
-    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form, sight: Sight = Sight()) -> Choice:
+    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form, sight: Sight = BLIND) -> Choice:
         if algorithm == "auto":
             natively = self._native and segments is None and native.refusal(call, form) is None
             choice = self._selector.choose(

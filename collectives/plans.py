@@ -296,6 +296,10 @@ class Sight(NamedTuple):
     in_place: bool = False
 
 
+BLIND = Sight()
+"""Where nobody asked, or nobody sees anything."""
+
+
 class Slots(NamedTuple):
     """A program on memory of its own, to copy into before it runs and out of after."""
 
@@ -768,7 +772,7 @@ class Plans:
         """What all ranks know of the memory of a call that is to be bound. Collective."""
         _check_apart(call)
         if self.node is None or self.size == 1:
-            return Sight()
+            return BLIND
         common = self._common(self._shows(call) | (call.source is call.target) << 1)
         return Sight(bool(common & 1), bool(common & 2))
 
@@ -864,9 +868,7 @@ class Plans:
 
     # -------------------------------------------------------------------------------- binding and keeping
 
-    def _wire(
-        self, form: Form, channel: int | None = BLOCKING_CHANNEL, itemsize: int = 1, seen: bool = False
-    ) -> Wire:
+    def _wire(self, form: Form, channel: int | None = BLOCKING_CHANNEL, itemsize: int = 1, seen: bool = False) -> Wire:
         """The wires for one stream of messages: MPI with a tag, and a channel of the node's mailboxes, if it has one.
 
         Messages are cut between elements, so one that no cell holds must be read where it lies, or be MPI's.
