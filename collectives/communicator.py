@@ -17,12 +17,14 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import buffers, calls, catalog, native, select
+from collectives.agreed import BLIND, Sight
 from collectives.calls import Call
 from collectives.debug import Checker
 from collectives.errors import Invalid, InvalidArgument, InvalidType
+from collectives.kept import NEW
 from collectives.measured import BLOCKING, NATIVE, Choice, Form, Table
 from collectives.ops import is_commutative
-from collectives.plans import BLIND, NEW, Plans, Sight
+from collectives.plans import Plans
 from collectives.point_to_point import PointToPoint
 from collectives.requests import Request, until
 from collectives.select import Decision, Selector
@@ -48,7 +50,7 @@ atexit.register(_close_all)
 
 
 def _nothing_again(*_: Any) -> tuple[Any, ...]:
-    """In place of `Plans.again` where every call must take the long way."""
+    """In place of `Kept.again` where every call must take the long way."""
     return NEW
 
 
@@ -194,7 +196,7 @@ class Communicator(PointToPoint):
         self._cuda_aware, self._shared, self._named = cuda_aware, shared, named
         self._checker = Checker(plain) if debug else None
         if self._checker is None:
-            self._again = self._plans.again
+            self._again = self._plans.kept.again
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
         table = agreed(plain, tuning)
         self._selector = Selector(self._size, self._plans.nodes, table)
@@ -238,10 +240,10 @@ class Communicator(PointToPoint):
     def _run(
         self, call: Call, algorithm: str, segments: int | None, known: tuple[Any, ...] = NEW, *arguments: Any
     ) -> None:
-        """Do a call now; `known` and the arguments are for `Plans.again` to know it by."""
+        """Do a call now; `known` and the arguments are for `Kept.again` to know it by."""
         plans, choice = self._living(), self._choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
-            plans.check_in_step()
+            plans.kept.check_in_step()
             plans.skip()
             until(self._checker.check("blocking", call, choice))
         plans.run(call, choice, known, *arguments)

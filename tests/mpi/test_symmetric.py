@@ -12,7 +12,7 @@ import pytest
 from exchanges import ENTRIES, FORMS, TABLE, Exchange, Question, perform
 from mpi4py import MPI
 
-from collectives import Communicator, calls, plans
+from collectives import Communicator, calls, slots
 from collectives.errors import InvalidArgument, OutOfMemory
 from collectives.transport import heap, mailbox, shm
 
@@ -348,7 +348,7 @@ def pool(comm, blocks, nbytes):
     return lambda wanted: arrays.pop() if wanted <= nbytes and arrays else None
 
 
-LIMITS = (mailbox.INLINE, plans.SLOT, shm.SEEN, plans.SWAPPED, mailbox.CELL, shm.STREAMED)
+LIMITS = (mailbox.INLINE, slots.SLOT, shm.SEEN, slots.SWAPPED, mailbox.CELL, shm.STREAMED)
 
 
 def mixed(comm, which, line, n, dtype, root, in_place):
