@@ -63,7 +63,8 @@ class Engine:
     clip : float, optional
         Limit of the gradient's norm.
     bucket_bytes, first_bytes : int
-        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first.
+        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first. None
+        has fewer than that, unless there is only one.
     check_every : int
         Compare the parameters of all ranks after every so many steps; 0 for never.
     device : "cpu" or "cuda"
@@ -107,7 +108,7 @@ class Engine:
         reproducible: bool = False,
         clip: float | None = None,
         bucket_bytes: int = 4 << 20,
-        first_bytes: int = 256 << 10,
+        first_bytes: int = 1 << 20,
         check_every: int = 0,
         device: str = "cpu",
         trace: bool = False,

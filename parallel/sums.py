@@ -66,8 +66,8 @@ class Plain:
 
     def allreduce(self) -> None:
         """Leave the sum over the ranks on all of them."""
-        self._filling.complete()
-        self._comm.Allreduce(MPI.IN_PLACE, self.vector)
+        self.start()
+        self.finish()
 
     def reduce_scatter(self) -> None:
         """Leave this rank's part of the sum where it belongs in the vector; the rest of the vector is of no use."""
