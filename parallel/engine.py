@@ -22,6 +22,7 @@ from parallel import guard
 from parallel.blocks import Blocks, Everything, blocks_of
 from parallel.context import Context
 from parallel.data import Batch
+from parallel.facts import named, whole
 from parallel.flat import Flat, Span, shards
 from parallel.layouts import LAYOUTS
 from parallel.ledger import Ledger, predict, predict_activations
@@ -255,9 +256,13 @@ class Engine:
         return {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
-        self.scaling.load(state["scaling"])
-        self.steps, self.updates = state["steps"], state["updates"]
+        """Go on from a `state`; raises ValueError, with nothing changed, if it is none."""
+        said = named(state, "state")
+        steps, updates = whole(said, "steps"), whole(said, "updates")
+        if updates > steps:
+            raise ValueError(f"updates: expected at most {steps}, one for each step, found {updates}")
+        self.scaling.load(said.get("scaling", {}))
+        self.steps, self.updates = steps, updates
 
     @property
     def events(self) -> list[Event]:

@@ -80,6 +80,12 @@ class Settings:
     check_every: int = 0
     bucket_bytes: int = 4 << 20
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), KINDS[str(field.type)]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ValueError(f"{field.name}: expected {field.type}, found {value!r}")
+
     def micro(self, ranks: int) -> int:
         """Samples of a micro-batch on so many ranks.
 
@@ -94,6 +100,10 @@ class Settings:
             parts = REPRODUCIBLE_PARTS if self.reproducible else ranks
         return -(-self.batch // parts)
 
+
+KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (float, int)}
+KINDS |= {f"{name} | None": (*kinds, type(None)) for name, kinds in KINDS.items()}
+"""What a value may be, by the type that its field is said to have."""
 
 NAMES = tuple(field.name for field in fields(Settings))
 

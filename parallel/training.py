@@ -22,6 +22,7 @@ from parallel import checkpoint, datasets
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.data import Batch, Dataset, Sampler, Step, prefetch
 from parallel.datasets import Task
+from parallel.facts import named, whole
 from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
@@ -30,7 +31,7 @@ from parallel.optim import OPTIMIZERS, Optimizer
 from parallel.precision import PRECISIONS
 from parallel.report import Report
 from parallel.schedules import Schedule
-from parallel.settings import Settings
+from parallel.settings import NAMES, Settings
 from parallel.together import together
 from parallel.ways import Job, way_of
 
@@ -219,13 +220,20 @@ class Training:
         for name in ("engine", "sampler"):
             if name not in found.facts:
                 raise CheckpointError(f"{found.path} is no training's: it has no {name}")
+        sampler = _sampler(self.settings, self.task, self._comm.Get_size())
         try:
-            _sampler(self.settings, self.task, self._comm.Get_size()).load(found.facts["sampler"])
+            sampler.load(found.facts["sampler"])
         except ValueError as error:
             raise CheckpointError(f"{found.path} is of another training: {error}") from error
+        found.fit(self.engine.stretches())
+        try:
+            if (steps := whole(named(found.facts["engine"], "state"), "steps")) != found.step:
+                raise ValueError(f"steps: expected {found.step}, as the checkpoint's own, found {steps}")
+            self.engine.load(found.facts["engine"])
+        except ValueError as error:
+            raise CheckpointError(f"{found.path} cannot be used: its engine's {error}") from error
         found.restore(self.engine.stretches())
         self.sampler.load(found.facts["sampler"])
-        self.engine.load(found.facts["engine"])
         self.engine.refresh()
 
     def close(self) -> None:
@@ -329,7 +337,17 @@ def flops(model: Sequential, task: Task, precision: str) -> float:
     return float((1 + BACKWARD) * outline.flops)
 
 
+def settings_in(found: Checkpoint) -> dict[str, Any]:
+    """The settings of the training that a checkpoint is of; raises CheckpointError if they are none."""
+    try:
+        there = dict(named(found.facts.get("settings"), "settings"))
+        Settings(**{name: value for name, value in there.items() if name in NAMES})
+    except ValueError as error:
+        raise CheckpointError(f"{found.path} is no training's: {error}") from error
+    return there
+
+
 def changed(found: Checkpoint, settings: Settings) -> dict[str, tuple[Any, Any]]:
     """Settings that are other than in the checkpoint: {name: (there, here)}."""
-    there = found.facts.get("settings", {})
+    there = settings_in(found)
     return {name: (there.get(name), here) for name, here in asdict(settings).items() if there.get(name) != here}

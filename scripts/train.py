@@ -58,7 +58,7 @@ from parallel.nn.workspace import keep_freed_memory
 from parallel.optim import OPTIMIZERS
 from parallel.precision import PRECISIONS
 from parallel.together import together
-from parallel.training import Training, changed
+from parallel.training import Training, changed, settings_in
 from parallel.ways import WAYS
 
 LOOKS = 10
@@ -170,7 +170,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     """Everything up to the first step; whatever is wrong is found here, on all ranks, before a file is touched."""
     found = resumed(comm, args)
     said = {name: getattr(args, name) for name in settings.NAMES}
-    chosen = settings.complete(said, found.facts.get("settings") if found else None)
+    chosen = settings.complete(said, settings_in(found) if found else None)
     keep_freed_memory()
     threads = args.threads or (1 if chosen.reproducible else machine.cores_per_rank(comm))
     together(comm, lambda: machine.limit_threads(threads), "--threads")
