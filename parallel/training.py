@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from collectives import Communicator
-from parallel import checkpoint, datasets
+from parallel import checkpoint, datasets, machine
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.data import Batch, Dataset, Sampler, Step, prefetch
 from parallel.datasets import Task
@@ -131,7 +131,7 @@ class Training:
     Raises
     ------
     ValueError
-        On all ranks, if the settings fit neither each other nor the ranks.
+        On all ranks, if the settings fit neither each other nor the ranks, nor the model the machine's memory.
     """
 
     def __init__(self, settings: Settings, comm: Communicator, *, device: str = "cpu", trace: bool = False):
@@ -143,7 +143,12 @@ class Training:
         self.sampler = _sampler(said, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
         self.flops_per_sample = flops(model, self.task, said.precision)
-        self.engine = way_of(said).engine(Job(model, self._loss, comm, optimizer, device, trace), said)
+        job, way = Job(model, self._loss, comm, optimizer, device, trace), way_of(said)
+        if device == "cpu":
+            parts = -(-said.batch // self.sampler.micro_batch)
+            rows = min(self.sampler.micro_batch, said.batch, len(self.task.train))
+            machine.expect_room(comm, way.forecast(job, said, *specs(self.task, said.precision, rows), parts))
+        self.engine = way.engine(job, said)
 
     @property
     def done(self) -> int:
@@ -329,12 +334,20 @@ def optimizer_of(said: Settings, steps: int) -> Optimizer:
     return OPTIMIZERS[said.optimizer](**options)  # type: ignore[arg-type]
 
 
+def specs(task: Task, precision: str, rows: int) -> tuple[Spec, Spec]:
+    """What so many of the task's samples are, as the engine hands them to a model: inputs and targets."""
+    kinds = PRECISIONS[precision].storage, PRECISIONS[precision].wide
+    shown = task.train.take(np.zeros(1, np.int64))
+    made = [
+        Spec((rows, *array.shape[1:]), array.dtype if array.dtype.kind in "iub" else kind)
+        for array, kind in zip(shown, kinds)
+    ]
+    return made[0], made[1]
+
+
 def flops(model: Sequential, task: Task, precision: str) -> float:
     """Multiplications and additions of matrix products, forward and backward, for one sample."""
-    storage = PRECISIONS[precision].storage
-    x, _ = task.train.take(np.zeros(1, np.int64))
-    outline = model.outline(Spec(x.shape, x.dtype if x.dtype.kind in "iub" else storage))
-    return float((1 + BACKWARD) * outline.flops)
+    return float((1 + BACKWARD) * model.outline(specs(task, precision, 1)[0]).flops)
 
 
 def settings_in(found: Checkpoint) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, Protocol
@@ -11,10 +12,12 @@ from parallel.data import Batch
 from parallel.engine import Engine
 from parallel.flat import Flat
 from parallel.layouts import LAYOUTS
-from parallel.ledger import Ledger
+from parallel.ledger import Ledger, predict, predict_activations
 from parallel.nn.compose import Sequential
-from parallel.nn.operator import Array
+from parallel.nn.operator import Array, Spec
 from parallel.optim import Optimizer
+from parallel.plan import Plan
+from parallel.precision import PRECISIONS
 from parallel.record import Event
 from parallel.report import Evaluation, Report
 from parallel.settings import Settings
@@ -66,12 +69,16 @@ class Way(NamedTuple):
         How many of the ranks share the samples of a step.
     settings : names
         Of settings that no other way has.
+    forecast : callable (job, settings, x, y, micro-batches) -> bytes by kind
+        What this rank will need for micro-batches like x and y (specs), so many in a step; nothing where that is not
+        known.
     """
 
     engine: Callable[[Job, Settings], Trains]
     check: Callable[[Settings, int], None] = lambda said, ranks: None
     workers: Callable[[Settings, int], int] = lambda said, ranks: ranks
     settings: tuple[str, ...] = ()
+    forecast: Callable[[Job, Settings, Spec, Spec, int], Counter[str]] = lambda job, said, x, y, parts: Counter()
 
 
 def _replicas(job: Job, said: Settings) -> Engine:
@@ -92,7 +99,26 @@ def _replicas(job: Job, said: Settings) -> Engine:
     )
 
 
-WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
+def _forecast(job: Job, said: Settings, x: Spec, y: Spec, parts: int) -> Counter[str]:
+    ranks = job.comm.Get_size()
+    share, units, flat = LAYOUTS[said.layout].share, tuple(job.model.items), Flat(job.model)
+    plan = Plan(
+        units=units,
+        flat=flat,
+        ranks=ranks,
+        rank=job.comm.Get_rank(),
+        precision=PRECISIONS[said.precision],
+        reproducible=said.reproducible,
+        bucket_bytes=said.bucket_bytes,
+        first_bytes=said.bucket_bytes,
+    )
+    everyone = [tuple(share(parts, rank, ranks)) for rank in range(ranks)]
+    forecast = predict(plan, said.layout, len(job.optimizer.states()), everyone)
+    forecast["activations"], forecast["temporaries"] = predict_activations(plan, job.loss, x, y)
+    return forecast
+
+
+WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas, forecast=_forecast))
 
 
 def way_of(said: Settings) -> Way:

@@ -193,7 +193,17 @@ def of_many_classes(tmp_path):
     return tmp_path / "many.npz"
 
 
+def long_text(tmp_path):
+    (tmp_path / "long.txt").write_bytes(bytes(1 << 20))
+    return tmp_path / "long.txt"
+
+
 WRONG = {
+    "length beyond the data": (lambda tmp: ["--data", long_text(tmp), "--length", 10**6], "a shorter length may do"),
+    "length beyond memory": (
+        lambda tmp: ["--data", long_text(tmp), "--length", 3 * 10**5],
+        "not enough memory: 3 ranks of a node need",
+    ),
     "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks (3) than samples (2)"),
     "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, found 'mlq'"),
     "size": (lambda tmp: ["--model", "mlp:huge"], "expected a size of"),
@@ -211,7 +221,7 @@ WRONG = {
     "plot in a folder": (lambda tmp: ["--plot", folder_at(tmp / "p.png")], "error: --plot: "),
     "plot of no kind": (lambda tmp: ["--plot", tmp / "p.foo"], "--plot: expected a name that ends in one of .png"),
     "trace in a folder": (lambda tmp: ["--trace", folder_at(tmp / "t")], "error: --trace: "),
-    "no room": (lambda tmp: ["--data", of_many_classes(tmp)], "bytes of shared memory"),
+    "no room": (lambda tmp: ["--data", of_many_classes(tmp)], "not enough memory: 3 ranks of a node need"),
     "threads": (lambda tmp: ["--threads", "0"], "--threads: expected 1 or more, found 0"),
 }
 

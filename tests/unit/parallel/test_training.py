@@ -10,8 +10,11 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel import checkpoint
+from parallel import checkpoint, machine, training
 from parallel.checkpoint import Checkpoint, CheckpointError
+from parallel.data import Batch
+from parallel.datasets import Arrays
+from parallel.layouts import LAYOUTS
 from parallel.settings import complete
 from parallel.training import Training, prepare, settings_in
 
@@ -29,6 +32,58 @@ def test_images_of_bytes_are_taken_as_floats(tmp_path, model, inputs):
 def test_bytes_stay_integers():
     task, *_ = prepare(complete({"data": "copy", "length": 8}), 1)
     assert task.train.take(np.arange(2))[0].dtype == np.int64
+
+
+@pytest.mark.parametrize("more", [{}, {"reproducible": True}, {"precision": "bf16"}])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_forecast_is_what_the_ledger_says_afterwards(monkeypatch, layout, more):
+    """In every kind of memory, before an engine is there; and it is what the machine is asked for."""
+    asked = []
+    monkeypatch.setattr(machine, "expect_room", lambda comm, kinds: asked.append(kinds))
+    said = complete(SAID | {"micro_batch": 5, "layout": layout} | more)
+    with Training(said, Communicator(MPI.COMM_SELF)) as made:
+        list(made.run(lambda: True))
+        (forecast,), ledger = asked, made.engine.ledger
+        assert forecast.pop("temporaries") == ledger.work
+        assert forecast == ledger.predicted
+
+
+def test_too_large_for_the_machine(monkeypatch):
+    """Told before anything is allocated; a system that does not say how much memory it has is not asked."""
+    comm = Communicator(MPI.COMM_SELF)
+    assert machine.memory() > 10**8
+    monkeypatch.setattr(machine, "memory", lambda: 100_000)
+    monkeypatch.setattr(comm, "zeros", lambda *_: pytest.fail("memory was taken"))
+    with pytest.raises(ValueError, match=r"not enough memory: it needs 22 MB \(.*\), and there are 100 kB; a smaller"):
+        Training(complete(SAID | {"model": "mlp:medium"}), comm)
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "memory", lambda: 0)
+    Training(complete(SAID), comm).close()
+
+
+@pytest.mark.parametrize("count, of", [(0, 7), (1, 7), (3, 7), (7, 7), (5, 10**6)])
+def test_samples_from_all_over_a_data_set(count, of):
+    """Each once, in order, the first among them, and none farther from its neighbour than it must be."""
+    data = Arrays(np.arange(of), -np.arange(of))
+    some = training._Spread(data, count)
+    x, y = some.take(np.arange(count))
+    assert len(some) == count == len(np.unique(x)) and np.array_equal(y, -x)
+    assert count == 0 or x[0] == 0
+    gaps = np.diff(np.append(x, of))
+    assert set(gaps) <= {of // max(count, 1), -(-of // max(count, 1))}
+    assert some.take(np.array([], np.int64))[0].size == 0
+    assert np.array_equal(some.take(np.arange(count)[::-1])[0], x[::-1])
+
+
+def test_a_look_at_the_test_set_is_from_all_over_it():
+    """The mean over every second sample, and that over all of them, are what these samples alone have."""
+    with Training(complete(SAID), Communicator(MPI.COMM_SELF)) as made:
+        test = made.task.test
+        for most, step in ((None, 1), (len(test) // 2, 2), (10 * len(test), 1)):
+            x, y = test.take(np.arange(0, len(test), step))
+            expected = made.engine.evaluate([Batch(0, x, y, np.arange(len(y)))], made._loss.correct)
+            found = made.score(most)
+            assert found.accuracy == expected.measure and abs(found.loss - expected.loss) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------ forged checkpoints
