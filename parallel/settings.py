@@ -9,6 +9,9 @@ from typing import Any
 REPRODUCIBLE_PARTS = 8
 """Micro-batches of a step in a reproducible training that does not say how many: the same for any number of ranks."""
 
+POOLED_PARTS = 4
+"""Micro-batches for each rank in a step whose micro-batches are drawn, if nobody says how many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -54,6 +57,8 @@ class Settings:
         Compare parameters over the ranks after every so many steps.
     bucket_bytes : int
         Of a bucket of gradients.
+    pool : bool
+        Whether ranks draw the micro-batches of a step as they get ready.
     """
 
     data: str = "digits"
@@ -79,6 +84,7 @@ class Settings:
     seed: int = 0
     check_every: int = 0
     bucket_bytes: int = 4 << 20
+    pool: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -96,8 +102,10 @@ class Settings:
             return self.micro_batch
         if self.accumulate is not None:
             parts = self.accumulate * ranks
+        elif self.reproducible:
+            parts = REPRODUCIBLE_PARTS
         else:
-            parts = REPRODUCIBLE_PARTS if self.reproducible else ranks
+            parts = POOLED_PARTS * ranks if self.pool else ranks
         return -(-self.batch // parts)
 
 

@@ -28,6 +28,7 @@ from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
 from parallel.nn.operator import Spec
 from parallel.optim import OPTIMIZERS, Optimizer
+from parallel.pool import Pool
 from parallel.precision import PRECISIONS
 from parallel.report import Report
 from parallel.schedules import Schedule
@@ -149,6 +150,7 @@ class Training:
             rows = min(self.sampler.micro_batch, said.batch, len(self.task.train))
             machine.expect_room(comm, way.forecast(job, said, *specs(self.task, said.precision, rows), parts))
         self.engine = way.engine(job, said)
+        self._pool = Pool(comm) if said.pool else None
 
     @property
     def done(self) -> int:
@@ -168,12 +170,14 @@ class Training:
         StepFailed, Diverged
             As `Engine.step`.
         """
-        batches = prefetch(self._ahead())
+        pool = self._pool
+        batches: Iterator[Any] = prefetch(self._ahead()) if pool is None else self._drawn(pool)
+        how = {} if pool is None else {"drawn": True}
         try:
             while self.done < self.steps:
                 began = time.perf_counter()
                 step, mine = next(batches)
-                report = self.engine.step(mine, stop=stop())
+                report = self.engine.step(mine, stop=stop(), **how)
                 self.sampler.done(step)
                 yield Record(report, step.epoch, step.samples, time.perf_counter() - began)
                 if report.stop:
@@ -184,6 +188,11 @@ class Training:
     def _ahead(self) -> Iterator[tuple[Step, list[Batch]]]:
         for step in self.sampler.ahead():
             yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
+
+    def _drawn(self, pool: Pool) -> Iterator[tuple[Step, Iterator[Batch]]]:
+        """A micro-batch is made when it was drawn, not in advance: that would deal work out before anyone is ready."""
+        for step in self.sampler.ahead():
+            yield step, step.batches(self.task.train, pool.draw(len(step.parts)))
 
     def score(self, most: int | None = None) -> Score:
         """Put the model to the test, on all of the test set or on `most` samples from all over it. Collective."""
@@ -242,13 +251,17 @@ class Training:
         self.engine.refresh()
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Give back what the engine and the pool hold. Collective."""
         self.engine.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # a rank that failed does not wait for the others
+            self._pool = None
         self.close()
 
 

@@ -25,7 +25,10 @@ from parallel.stretches import Stretch
 
 
 class Trains(Protocol):
-    """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means."""
+    """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means.
+
+    Where the way has the setting `pool`, `step` takes `drawn` as well.
+    """
 
     flat: Flat
     ledger: Ledger
@@ -68,7 +71,7 @@ class Way(NamedTuple):
     workers : callable (settings, ranks) -> int
         How many of the ranks share the samples of a step.
     settings : names
-        Of settings that no other way has.
+        Of settings that not every way has.
     forecast : callable (job, settings, x, y, micro-batches) -> bytes by kind
         What this rank will need for micro-batches like x and y (specs), so many in a step; nothing where that is not
         known.
@@ -118,7 +121,10 @@ def _forecast(job: Job, said: Settings, x: Spec, y: Spec, parts: int) -> Counter
     return forecast
 
 
-WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas, forecast=_forecast))
+WAYS = {
+    name: Way(_replicas, settings=("pool",) if layout.drawn else (), forecast=_forecast)
+    for name, layout in LAYOUTS.items()
+}
 
 
 def way_of(said: Settings) -> Way:
@@ -138,8 +144,8 @@ def way_of(said: Settings) -> Way:
     if name not in WAYS or (":" in said.layout and name in LAYOUTS):
         raise ValueError(f"layout: expected one of {', '.join(WAYS)}, found {said.layout!r}")
     unsaid = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}
-    for other, way in WAYS.items():
-        for setting in set(way.settings) - set(WAYS[name].settings):
-            if getattr(said, setting) != unsaid[setting]:
-                raise ValueError(f"{setting}: it belongs to {other}, and the layout is {said.layout}")
+    for setting in {setting for way in WAYS.values() for setting in way.settings} - set(WAYS[name].settings):
+        if getattr(said, setting) != unsaid[setting]:
+            owners = ", ".join(other for other, way in WAYS.items() if setting in way.settings)
+            raise ValueError(f"{setting}: it belongs to {owners}, and the layout is {said.layout}")
     return WAYS[name]
