@@ -79,12 +79,19 @@ class Naive:
         """Ranks take part in their own micro-batches only."""
         return len(everyone[rank])
 
-    def begin(self, everyone: Numbers) -> None:
-        """A step begins."""
+    def begin(self, everyone: Numbers | None) -> None:
+        """A step begins; None if ranks draw its micro-batches, so that none is known to be the last until `tell`."""
         self.started = self._next = 0
-        self._left = len(everyone[self._context.plan.rank])
+        self._left = -1 if everyone is None else len(everyone[self._context.plan.rank])
         for sum_ in self.sums:
-            sum_.begin(everyone)
+            sum_.begin()
+        if everyone is not None:
+            self.tell(everyone)
+
+    def tell(self, everyone: Numbers) -> None:
+        """Who has, or had, which micro-batches."""
+        for sum_ in self.sums:
+            sum_.tell(everyone)
 
     def open(self, turn: int, number: int | None) -> None:
         """A backward begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, Protocol
@@ -11,10 +12,12 @@ from parallel.data import Batch
 from parallel.engine import Engine
 from parallel.flat import Flat
 from parallel.layouts import LAYOUTS
-from parallel.ledger import Ledger
+from parallel.ledger import Ledger, predict, predict_activations
 from parallel.nn.compose import Sequential
-from parallel.nn.operator import Array
+from parallel.nn.operator import Array, Spec
 from parallel.optim import Optimizer
+from parallel.plan import Plan
+from parallel.precision import PRECISIONS
 from parallel.record import Event
 from parallel.report import Evaluation, Report
 from parallel.settings import Settings
@@ -22,7 +25,10 @@ from parallel.stretches import Stretch
 
 
 class Trains(Protocol):
-    """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means."""
+    """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means.
+
+    Where the way has the setting `pool`, `step` takes `drawn` as well.
+    """
 
     flat: Flat
     ledger: Ledger
@@ -65,13 +71,17 @@ class Way(NamedTuple):
     workers : callable (settings, ranks) -> int
         How many of the ranks share the samples of a step.
     settings : names
-        Of settings that no other way has.
+        Of settings that not every way has.
+    forecast : callable (job, settings, x, y, micro-batches) -> bytes by kind
+        What this rank will need for micro-batches like x and y (specs), so many in a step; nothing where that is not
+        known.
     """
 
     engine: Callable[[Job, Settings], Trains]
     check: Callable[[Settings, int], None] = lambda said, ranks: None
     workers: Callable[[Settings, int], int] = lambda said, ranks: ranks
     settings: tuple[str, ...] = ()
+    forecast: Callable[[Job, Settings, Spec, Spec, int], Counter[str]] = lambda job, said, x, y, parts: Counter()
 
 
 def _replicas(job: Job, said: Settings) -> Engine:
@@ -92,7 +102,29 @@ def _replicas(job: Job, said: Settings) -> Engine:
     )
 
 
-WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
+def _forecast(job: Job, said: Settings, x: Spec, y: Spec, parts: int) -> Counter[str]:
+    ranks = job.comm.Get_size()
+    share, units, flat = LAYOUTS[said.layout].share, tuple(job.model.items), Flat(job.model)
+    plan = Plan(
+        units=units,
+        flat=flat,
+        ranks=ranks,
+        rank=job.comm.Get_rank(),
+        precision=PRECISIONS[said.precision],
+        reproducible=said.reproducible,
+        bucket_bytes=said.bucket_bytes,
+        first_bytes=said.bucket_bytes,
+    )
+    everyone = [tuple(share(parts, rank, ranks)) for rank in range(ranks)]
+    forecast = predict(plan, said.layout, len(job.optimizer.states()), everyone)
+    forecast["activations"], forecast["temporaries"] = predict_activations(plan, job.loss, x, y)
+    return forecast
+
+
+WAYS = {
+    name: Way(_replicas, settings=("pool",) if layout.drawn else (), forecast=_forecast)
+    for name, layout in LAYOUTS.items()
+}
 
 
 def way_of(said: Settings) -> Way:
@@ -112,8 +144,8 @@ def way_of(said: Settings) -> Way:
     if name not in WAYS or (":" in said.layout and name in LAYOUTS):
         raise ValueError(f"layout: expected one of {', '.join(WAYS)}, found {said.layout!r}")
     unsaid = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}
-    for other, way in WAYS.items():
-        for setting in set(way.settings) - set(WAYS[name].settings):
-            if getattr(said, setting) != unsaid[setting]:
-                raise ValueError(f"{setting}: it belongs to {other}, and the layout is {said.layout}")
+    for setting in {setting for way in WAYS.values() for setting in way.settings} - set(WAYS[name].settings):
+        if getattr(said, setting) != unsaid[setting]:
+            owners = ", ".join(other for other, way in WAYS.items() if setting in way.settings)
+            raise ValueError(f"{setting}: it belongs to {owners}, and the layout is {said.layout}")
     return WAYS[name]
