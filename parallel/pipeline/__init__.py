@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules are lists of actions; one simulator proves and times them, one runner executes them."""
+"""Pipeline parallelism: schedules are lists of actions, proved and timed by one simulator, executed by one runner."""

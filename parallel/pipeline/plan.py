@@ -27,8 +27,8 @@ class Plan:
     actions : tuple of tuples of Action
         By stage, in order; without messages as `build` makes it, with them as `lowering.lower` does.
     versions : tuple of tuples of int, optional
-        By stage and micro-batch: how many of the plan's updates (``U``) the weights have seen that the micro-batch's F, B
-        and W use. None if there are no updates within the plan.
+        By stage and micro-batch: how many of the plan's updates (``U``) the weights have seen that the micro-batch's
+        F, B and W use. None if there are no updates within the plan.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Pipeline schedules: for one stage, what it computes in which order; a function each, and a line in the table.
 
-A schedule is a generator ``(stage, stages, microbatches, ...)`` of actions of that stage: F and BW, or F, B and W, and U
-where stages update without waiting for each other. It knows no message, no time and no array. `plan.build` makes it a
+A schedule is a generator ``(stage, stages, microbatches, ...)`` of actions of that stage: F and BW, or F, B and W, and
+U where stages update without waiting for each other. It knows no message, no time and no array. `plan.build` makes it a
 plan, `lowering` adds messages, `simulate` proves and times it. In formulas p is the stages and m the micro-batches.
 """
 
