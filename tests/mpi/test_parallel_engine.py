@@ -345,7 +345,7 @@ def test_a_gradient_that_is_no_number(comm, layout, clip):
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
     """Squares of every block are finite, their sum is not: no step is made, least of all one of length 0."""
-    monkeypatch.setattr("parallel.engine.block_squares", lambda gradient: np.full(len(gradient) // BLOCK, 1e308))
+    monkeypatch.setattr("parallel.holdings.block_squares", lambda gradient: np.full(len(gradient) // BLOCK, 1e308))
     with engine(comm, precision="fp64", clip=clip) as made:
         with pytest.raises(StepFailed, match=r"nothing was updated; the norm of the gradient is not finite in step 0"):
             made.step(tiny.batches(made.share(2)))
