@@ -90,6 +90,11 @@ def U(stage: int, number: int, chunk: int = 0) -> Action:
     return Action(stage, "U", number, chunk)
 
 
+def halves(action: Action) -> list[Action]:
+    """B and W in place of BW; what is something else stays as it is."""
+    return [action._replace(kind="B"), action._replace(kind="W")] if action.kind == "BW" else [action]
+
+
 _PATTERN = re.compile(r"(\d+)(?:\.(\d+))?([A-Z]+)(\d+)")
 
 

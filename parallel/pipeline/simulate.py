@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from parallel.pipeline.actions import RECEIVES, SENDS, Action
+from parallel.pipeline.actions import RECEIVES, SENDS, Action, halves
 from parallel.pipeline.placement import Place
 from parallel.pipeline.plan import Plan
 
@@ -223,7 +223,7 @@ class _Play:
         start = max([now, *(self._facts[need] for need in needs)])
         end = self._clock[stage] = start + self._times[action.kind][part]
         self.computed[stage].append(Event(action, start, end))
-        self._facts |= dict.fromkeys(done(action), end)
+        self._facts |= dict.fromkeys(halves(action), end)
         return None
 
     def _fly(self, receive: Action) -> Action | None:
@@ -258,11 +258,6 @@ class _Play:
         return "\n".join(rows)
 
 
-def done(action: Action) -> list[Action]:
-    """What counts as done with an action: BW is both B and W."""
-    return [action._replace(kind="B"), action._replace(kind="W")] if action.kind == "BW" else [action]
-
-
 def _tell(wait: Action) -> str:
     return f"the message of {wait}" if wait.kind in RECEIVES else str(wait)
 
@@ -290,14 +285,14 @@ def _out_of_place(plan: Plan) -> Iterator[str]:
                 yield f"{action}: the micro-batch does not come by there"
             elif action.kind != "U" and action.microbatch >= plan.microbatches:
                 yield f"{action}: there are {plan.microbatches} micro-batches"
-            elif not seen.isdisjoint(done(action)):
+            elif not seen.isdisjoint(halves(action)):
                 yield f"{action} is there twice"
-            seen.update(done(action))
+            seen.update(halves(action))
 
 
 def _missing(plan: Plan) -> Iterator[str]:
     """F, B and W of every micro-batch at every place that it comes by."""
-    there = {each for line in plan.actions for action in line for each in done(action)}
+    there = {each for line in plan.actions for action in line for each in halves(action)}
     for number in range(plan.microbatches):
         for place in plan.placement.route(number):
             for kind in ("F", "B", "W"):
