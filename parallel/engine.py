@@ -25,7 +25,7 @@ from parallel.plan import Plan
 from parallel.precision import PRECISIONS
 from parallel.record import Recorder
 from parallel.report import Evaluation, Report
-from parallel.stepping import Measure, Passed, Scored, Stepping, type_of, units_of
+from parallel.stepping import Measure, Passed, Scored, Stepping, check, facts_of, type_of, units_of
 from parallel.stretches import Stretch
 from parallel.sums import Numbers
 
@@ -103,16 +103,14 @@ class Engine(Stepping):
         device: str = "cpu",
         trace: bool = False,
     ) -> None:
-        problem = _refusal(comm, layout=layout, precision=precision, clip=clip, check_every=check_every)
-        if problem:
-            raise problem
+        check(comm, precision=precision, clip=clip, check_every=check_every)
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {layout!r}")
         self._name, self._layout = layout, LAYOUTS[layout]
         flat = Flat(model)
         settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
         settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
-        tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in flat.places]
-        described = [(f"optimizer's {what}", value) for what, value in optimizer.describe().items()]
-        guard.agree(comm, [*settings.items(), *tensors, *described])
+        guard.agree(comm, [*settings.items(), *facts_of(flat, optimizer)])
         self._units = units_of(model)
         self._plan = Plan(
             units=self._units,
@@ -212,18 +210,3 @@ class Engine(Stepping):
 
     def _predict(self, everyone: Numbers) -> Counter[str]:
         return predict(self._plan, self._name, len(self._optimizer.states()), everyone)
-
-
-def _refusal(comm: Any, *, layout: str, precision: str, clip: float | None, check_every: int) -> Exception | None:
-    """What is wrong with the arguments."""
-    if not isinstance(comm, Communicator):
-        return TypeError(f"comm: expected a collectives.Communicator, found {comm!r}")
-    if layout not in LAYOUTS:
-        return ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {layout!r}")
-    if precision not in PRECISIONS:
-        return ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {precision!r}")
-    if clip is not None and not clip > 0:
-        return ValueError(f"clip: expected a positive limit, found {clip}")
-    if check_every < 0:
-        return ValueError(f"check_every: expected a number of steps, or 0 for never; found {check_every}")
-    return None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from collectives import Communicator
 from parallel import guard
 from parallel.context import Context
 from parallel.data import Batch
@@ -21,6 +22,7 @@ from parallel.meeting import Losses, Meeting, checked
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Array, Operator, Run
 from parallel.optim import Optimizer
+from parallel.precision import PRECISIONS
 from parallel.record import Event
 from parallel.report import Evaluation, Report
 from parallel.scaling import LossScale
@@ -107,6 +109,9 @@ class Stepping:
 
     # ------------------------------------------------------------------------------------------ what engines differ in
 
+    def _foresee(self, mine: list[Batch]) -> None:
+        """Raise what is wrong with micro-batches, as far as it shows before ranks meet."""
+
     def _passes(self, mine: list[Batch], everyone: Numbers, scale: float) -> Passed:
         """All forwards and backwards, and the sum of gradients."""
         raise NotImplementedError
@@ -138,7 +143,7 @@ class Stepping:
             On all ranks, if parameters that should be the same are not.
         """
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
-        mine, problem = checked(batches, self._context.memory.xp)
+        mine, problem = self._checked(batches)
         everyone, count, stop = self._meeting.begin(mine, stop, problem)
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self.updates)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
@@ -171,7 +176,7 @@ class Stepping:
         measure : callable (scores, targets) -> float, optional
             Summed over all batches: how many are right, say.
         """
-        mine, problem = checked(batches, self._context.memory.xp)
+        mine, problem = self._checked(batches)
         everyone, count, _ = self._meeting.begin(mine, False, problem)
         losses, measured, problem = self._scores(mine, everyone, measure)
         loss = self._meeting.losses(losses, problem, self.steps)
@@ -179,6 +184,15 @@ class Stepping:
             measured = self._comm.allreduce(measured)
         mean = 1 / count if count else math.nan
         return Evaluation(loss * mean, measured * mean if measure else None, count)
+
+    def _checked(self, batches: Sequence[Batch]) -> tuple[list[Batch], Exception | None]:
+        mine, problem = checked(batches, self._context.memory.xp)
+        if problem is None:
+            try:
+                self._foresee(mine)
+            except Exception as error:
+                problem = error
+        return mine, problem
 
     def _run(self, batch: Batch, training: bool) -> Run:
         return Run(training, self._seed, self.steps, np.asarray(batch.samples, np.int64))
@@ -239,6 +253,24 @@ class Stepping:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check(comm: Any, *, precision: str, clip: float | None, check_every: int) -> None:
+    """Raise what is wrong with the arguments that all engines have."""
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"comm: expected a collectives.Communicator, found {comm!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {precision!r}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip: expected a positive limit, found {clip}")
+    if check_every < 0:
+        raise ValueError(f"check_every: expected a number of steps, or 0 for never; found {check_every}")
+
+
+def facts_of(flat: Flat, optimizer: Optimizer) -> list[tuple[str, Any]]:
+    """What ranks must have alike, for `guard.agree`."""
+    tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in flat.places]
+    return [*tensors, *((f"optimizer's {what}", value) for what, value in optimizer.describe().items())]
 
 
 def type_of(array: Array, dtype: np.dtype) -> np.dtype:
