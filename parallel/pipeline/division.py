@@ -28,12 +28,15 @@ class Group:
 
     Attributes
     ----------
+    number : int
+        In order of the vector.
     tensors : tuple of Place
         Neighbours.
     parts : tuple of int
         The parts of the model that use them, ascending.
     """
 
+    number: int
     tensors: tuple[Tensor, ...]
     parts: tuple[int, ...]
 
@@ -96,4 +99,4 @@ def divide(flat: Flat, units: Sequence[Operator], cuts: Sequence[int], *, reprod
             )
         parameter.uses = max(of_parts.values())
     runs = groupby(flat.places, lambda tensor: tuple(sorted(uses[id(tensor.parameter)])))
-    return [Group(tuple(run), parts) for parts, run in runs]
+    return [Group(number, tuple(run), parts) for number, (parts, run) in enumerate(runs)]

@@ -135,7 +135,7 @@ class Pipeline(Stepping):
         for tensor in flat.places:
             tensor.parameter.dtype = recipe.storage  # elsewhere too: outlines go by it
         context = Context(whole, comm, Memory(comm, device), Recorder(trace))
-        self._ours: dict[tuple[int, ...], Communicator] = {}
+        self._ours: list[Communicator] = []
         self._shares = [(group, self._share(context, group)) for group in groups if whole.rank in self._holders(group)]
         self._chunks = {
             chunk: Chunk(part, plan.placement.parts, units[slice(*self.cuts[part : part + 2])], self._of(part))
@@ -166,7 +166,7 @@ class Pipeline(Stepping):
     def close(self) -> None:
         """Give back requests and communicators and let go of the memory; the engine is of no use afterwards. Collective."""
         super().close()
-        for comm in self._ours.values():
+        for comm in self._ours:
             comm.Free()
         self._line.Free()
 
@@ -184,14 +184,14 @@ class Pipeline(Stepping):
         return tuple(rank for rank in range(self.mesh.size) if self._stage(rank) in stages)
 
     def _share(self, context: Context, group: Group) -> Part:
-        """What this rank has of a group. Collective over those that have it."""
+        """What this rank has of a group. Collective over those that have it.
+
+        Every group has a communicator of its own: in which order a rank comes to the end of its groups is the plan's matter,
+        and it is not the same for all ranks.
+        """
         ranks = self._holders(group)
-        if len(ranks) == self.mesh.size:
-            comm = context.comm
-        else:
-            if ranks not in self._ours:
-                self._ours[ranks] = context.comm.Create_group(context.comm.Get_group().Incl(ranks))
-            comm = self._ours[ranks]
+        comm = context.comm.Create_group(context.comm.Get_group().Incl(ranks), tag=group.number)
+        self._ours.append(comm)
         flat = context.flat.part(group.tensors)
         plan = replace(context.plan, flat=flat, ranks=len(ranks), rank=comm.Get_rank())
         return Part.make(Context(plan, comm, context.memory.among(comm), context.recorder), LAYOUTS[self._layout])
