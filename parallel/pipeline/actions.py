@@ -32,8 +32,9 @@ Kind: TypeAlias = Literal["F", "B", "W", "BW", "U", "SF", "RF", "SB", "RB"]
 | ``SB``, ``RB`` | start to send the gradient that the chunk's B made; get ready to receive the one that its B takes |
 """
 
-BACKWARD = ("B", "BW")
-"""Kinds that make the gradient of the input."""
+FORWARD, BACKWARD = ("F", "SF", "RF"), ("B", "BW", "SB", "RB")
+"""On the way from the input to the loss, and back."""
+
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 
 

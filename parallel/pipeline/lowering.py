@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from parallel.pipeline.actions import BACKWARD, RECEIVES, SENDS, Action
-from parallel.pipeline.placement import Place, Placement
+from parallel.pipeline.actions import RECEIVES, SENDS, Action
 from parallel.pipeline.plan import Plan
 
 AHEAD = 2
-"""Computations before its use at which a receive is posted: the one under way and the one before it."""
+"""How many actions lie between posting a receive and the action that needs it."""
+
+COMPUTED = ("F", "B", "BW")
+"""What needs something from the place before it or after it, and makes something for the other."""
 
 
 def lower(plan: Plan, ahead: int = AHEAD) -> Plan:
@@ -42,31 +44,31 @@ def lower(plan: Plan, ahead: int = AHEAD) -> Plan:
     present = next((action for line in plan.actions for action in line if action.kind in SENDS + RECEIVES), None)
     if present is not None:
         raise ValueError(f"plan: expected one without messages, found {present}")
-    return plan.with_actions([tuple(_lowered(line, plan.placement, ahead)) for line in plan.actions])
+    return plan.with_actions([tuple(_lowered(line, plan, ahead)) for line in plan.actions])
 
 
-def _lowered(line: tuple[Action, ...], placement: Placement, ahead: int) -> Iterator[Action]:
+def _lowered(line: tuple[Action, ...], plan: Plan, ahead: int) -> Iterator[Action]:
     wanted = deque(line)
     for index, action in enumerate(line):
         while wanted and len(line) - len(wanted) <= index + ahead:
-            yield from received(wanted.popleft(), placement)
+            yield from received(wanted.popleft(), plan)
         yield action
-        yield from sent(action, placement)
+        yield from sent(action, plan)
 
 
-def received(action: Action, placement: Placement) -> list[Action]:
+def received(action: Action, plan: Plan) -> list[Action]:
     """The receive that an action needs, if it needs one."""
-    here = Place(action.stage, action.chunk)
-    source = placement.before[here] if action.kind == "F" else placement.after[here]
-    if action.kind not in ("F", *BACKWARD) or source is None or source.stage == action.stage:
+    if action.kind not in COMPUTED:
         return []
-    return [action._replace(kind="RF" if action.kind == "F" else "RB")]
+    source = plan.source(action)
+    here = source is None or source.stage == action.stage
+    return [] if here else [action._replace(kind="RF" if action.kind == "F" else "RB")]
 
 
-def sent(action: Action, placement: Placement) -> list[Action]:
+def sent(action: Action, plan: Plan) -> list[Action]:
     """The send that follows an action, if one does."""
-    here = Place(action.stage, action.chunk)
-    target = placement.after[here] if action.kind == "F" else placement.before[here]
-    if action.kind not in ("F", *BACKWARD) or target is None or target.stage == action.stage:
+    if action.kind not in COMPUTED:
         return []
-    return [action._replace(kind="SF" if action.kind == "F" else "SB")]
+    target = plan.target(action)
+    here = target is None or target.stage == action.stage
+    return [] if here else [action._replace(kind="SF" if action.kind == "F" else "SB")]

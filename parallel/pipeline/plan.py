@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from parallel.pipeline.actions import SENDS, Action, Actions
+from parallel.pipeline.actions import FORWARD, SENDS, Action, Actions
 from parallel.pipeline.placement import Place, Placement
 from parallel.pipeline.schedules import SCHEDULES, Entry
 
@@ -41,11 +41,27 @@ class Plan:
     def stages(self) -> int:
         return self.placement.stages
 
+    def source(self, action: Action) -> Place | None:
+        """Where that comes from which a forward or backward takes; None for the model's input, and the loss."""
+        here = Place(action.stage, action.chunk)
+        return (self.placement.before if action.kind in FORWARD else self.placement.after)[here]
+
+    def target(self, action: Action) -> Place | None:
+        """Where that goes to which a forward or backward makes; None behind the loss, and in front of the model."""
+        here = Place(action.stage, action.chunk)
+        return (self.placement.after if action.kind in FORWARD else self.placement.before)[here]
+
     def peer(self, action: Action) -> Place:
-        """The place where a message comes from or goes to, for an action that sends or receives."""
-        towards_loss = action.kind in ("SF", "RB")
-        peer = (self.placement.after if towards_loss else self.placement.before)[Place(action.stage, action.chunk)]
-        assert peer is not None
+        """The other end of a message, for an action that sends or receives.
+
+        Raises
+        ------
+        ValueError
+            If there is none, or it is on the same stage.
+        """
+        peer = self.target(action) if action.kind in SENDS else self.source(action)
+        if peer is None or peer.stage == action.stage:
+            raise ValueError(f"{action}: there is no other stage to send to or to receive from")
         return peer
 
     def messages(self) -> Counter[tuple[int, int]]:

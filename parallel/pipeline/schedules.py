@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from parallel.pipeline.actions import BW, Action, B, F, U, W, halves
@@ -89,7 +90,7 @@ def interleaved(stage: int, stages: int, microbatches: int, virtual: int) -> Act
     cuts = [-(-microbatches * group // groups) for group in range(groups + 1)]
 
     def order(kind: Callable[..., Action], chunks: range) -> Actions:
-        for start, stop in zip(cuts, cuts[1:]):
+        for start, stop in pairwise(cuts):
             for chunk in chunks:
                 yield from (kind(stage, m, chunk) for m in range(start, stop))
 
@@ -175,8 +176,8 @@ def _put_off(stage: int, microbatches: int, ahead: int, late: int) -> Actions:
 def zb_v(stage: int, stages: int, microbatches: int) -> Actions:
     """Down the stages and up again: the first stage has the loss, so that backwards begin there at once.
 
-    Not idle between steps at all if t_F, t_B and t_W are equal, from m = 2p - 1 on; keeps p micro-batches (as 2p halves),
-    as 1F1B's first stage does.
+    Not idle between steps at all if t_F, t_B and t_W are equal, from m = 2p - 1 on; keeps p micro-batches (as 2p
+    halves), as 1F1B's first stage does.
 
     Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 6.
     """
@@ -202,8 +203,8 @@ def dualpipe(stage: int, stages: int, microbatches: int) -> Actions:
 
     The near chunk is the one whose micro-batches enter at the nearer end. Idle for (p/2-1)(t_F + t_B - t_W) if p is
     even and t_F, t_B and t_W are equal, from m = 2p on and m even; here t_F is the time for one of the two parts. Keeps
-    p + 1 micro-batches. The paper's table has (p/2-1)(t_F&B + t_BW - 3 t_W), where a forward and a backward that overlap
-    are one block of t_F&B; here they are two actions, and nobody waits for the end of both.
+    p + 1 micro-batches. The paper's table has (p/2-1)(t_F&B + t_BW - 3 t_W), where a forward and a backward that
+    overlap are one block of t_F&B; here they are two actions, and nobody waits for the end of both.
 
     DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, and github.com/deepseek-ai/DualPipe.
     """

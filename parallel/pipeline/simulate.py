@@ -12,15 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from parallel.pipeline.actions import RECEIVES, SENDS, Action, halves
+from parallel.pipeline.actions import RECEIVES, SENDS, Action, Kind, halves
+from parallel.pipeline.lowering import received
+from parallel.pipeline.numbers import Number, PerPart, spread
 from parallel.pipeline.placement import Place
 from parallel.pipeline.plan import Plan
-
-Number: TypeAlias = int | float | Fraction
-PerPart: TypeAlias = Number | Sequence[Number]
-"""One number for all parts of the model, or a sequence with one for each."""
 
 
 class PlanError(ValueError):
@@ -35,8 +33,8 @@ class Times:
     ----------
     forward, backward, weights : number, or one for every part
         Of F, B and W; BW takes as long as B and W.
-    message : number
-        From one stage to another.
+    message : number, or one for every part
+        From one stage to another: of the activations that a part makes, and of their gradient.
     update : number, or one for every part
         Of U.
     """
@@ -44,27 +42,13 @@ class Times:
     forward: PerPart = 1
     backward: PerPart = 1
     weights: PerPart = 1
-    message: Number = 0
+    message: PerPart = 0
     update: PerPart = 0
 
     def by_kind(self, parts: int) -> dict[str, list[Number]]:
         """For every kind of computation how long it takes, by part."""
         F, B, W, U = (spread(each, parts) for each in (self.forward, self.backward, self.weights, self.update))
         return {"F": F, "B": B, "W": W, "BW": [b + w for b, w in zip(B, W)], "U": U}
-
-
-def spread(each: PerPart, parts: int) -> list[Number]:
-    """A number for every part.
-
-    Raises
-    ------
-    ValueError
-        If there are more or fewer than parts.
-    """
-    numbers = list(each) if isinstance(each, Sequence) else [each] * parts
-    if len(numbers) != parts:
-        raise ValueError(f"expected one number, or one for each of {parts} parts; found {len(numbers)}")
-    return numbers
 
 
 class Event(NamedTuple):
@@ -154,7 +138,8 @@ class _Play:
     """One run of the clock, as far as it gets."""
 
     def __init__(self, plan: Plan, times: Times):
-        self._plan, self._flight = plan, times.message
+        self._plan = plan
+        self._flights = spread(times.message, plan.placement.parts)
         self._times = times.by_kind(plan.placement.parts)
         self._clock: list[Number] = [0] * len(plan.actions)
         self._at = [0] * len(plan.actions)
@@ -191,22 +176,19 @@ class _Play:
 
     def _needs(self, action: Action) -> list[Action]:
         """What must have been done, or have come, before."""
-        kind, placement = action.kind, self._plan.placement
-        if kind in RECEIVES or kind == "U":
-            return []
-        if kind in SENDS:
-            return [action._replace(kind="F" if kind == "SF" else "B")]
-        if kind == "W":
-            return [action._replace(kind="B")]
-        here = Place(action.stage, action.chunk)
-        source = placement.before[here] if kind == "F" else placement.after[here]
-        needs = [] if kind == "F" else [action._replace(kind="F")]
-        if source is None:
-            return needs
-        plain = "F" if kind == "F" else "B"
-        if source.stage == action.stage:
-            return [*needs, action._replace(kind=plain, chunk=source.chunk)]
-        return [*needs, action._replace(kind=f"R{plain}")]
+        match action.kind:
+            case "SF":
+                return [action._replace(kind="F")]
+            case "SB" | "W":
+                return [action._replace(kind="B")]
+            case "F" | "B" | "BW":
+                way: Kind = "F" if action.kind == "F" else "B"
+                mine = [] if way == "F" else [action._replace(kind="F")]
+                source = self._plan.source(action)
+                if source is not None and source.stage == action.stage:
+                    return [*mine, action._replace(kind=way, chunk=source.chunk)]
+                return [*mine, *received(action, self._plan)]
+        return []
 
     def _do(self, action: Action, needs: list[Action]) -> Action | None:
         """Take the step; the receive whose message it has let fly."""
@@ -216,7 +198,7 @@ class _Play:
             return self._fly(action)
         if action.kind in SENDS:
             peer = self._plan.peer(action)
-            receive = action._replace(stage=peer.stage, chunk=peer.chunk, kind=f"R{action.kind[1]}")
+            receive = Action(peer.stage, "RF" if action.kind == "SF" else "RB", action.microbatch, peer.chunk)
             self._started[receive] = action, now
             return self._fly(receive)
         part = self._plan.placement.part[Place(stage, action.chunk)]
@@ -230,9 +212,11 @@ class _Play:
         if receive not in self._posted or receive not in self._started:
             return None
         send, started = self._started[receive]
+        maker = send if send.kind == "SF" else receive  # of the activations, whose gradient is as long
+        flight = self._flights[self._plan.placement.part[Place(maker.stage, maker.chunk)]]
         start = max(started, self._posted[receive])
-        self._facts[receive] = start + self._flight
-        self.messages.append(Event(send, start, start + self._flight))
+        self._facts[receive] = start + flight
+        self.messages.append(Event(send, start, start + flight))
         return receive
 
     def left_over(self) -> Iterator[str]:
@@ -285,9 +269,17 @@ def _out_of_place(plan: Plan) -> Iterator[str]:
                 yield f"{action}: the micro-batch does not come by there"
             elif action.kind != "U" and action.microbatch >= plan.microbatches:
                 yield f"{action}: there are {plan.microbatches} micro-batches"
+            elif action.kind in SENDS + RECEIVES and not _leads_anywhere(action, plan):
+                yield f"{action}: there is no other stage at that side of it"
             elif not seen.isdisjoint(halves(action)):
                 yield f"{action} is there twice"
             seen.update(halves(action))
+
+
+def _leads_anywhere(action: Action, plan: Plan) -> bool:
+    """Whether an action that sends or receives has another stage at the other end."""
+    peer = plan.target(action) if action.kind in SENDS else plan.source(action)
+    return peer is not None and peer.stage != action.stage
 
 
 def _missing(plan: Plan) -> Iterator[str]:
