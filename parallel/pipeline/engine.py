@@ -247,7 +247,7 @@ class Pipeline(Stepping):
         key = what, microbatches
         if key not in self._bound:
             plan = fewer(self.plan, microbatches) if what == "train" else lower(forwards(self.plan, microbatches))
-            self._bound[key] = deeds(plan, self._stage(self._comm.Get_rank()))
+            self._bound[key] = deeds(plan, self._stage(self._context.plan.rank))
         return self._bound[key]
 
     def _microbatch(self, batch: Batch, training: bool) -> Microbatch:
@@ -283,8 +283,17 @@ class Pipeline(Stepping):
         """Bytes of everything but activations."""
         states, total = len(self._optimizer.states()), Counter(buffers=self.flat.length // BLOCK * 8)
         for group, part in self._shares:
-            total += predict_part(part.context.plan, self._layout, states, self._leaves(group, everyone))
+            plan, leaves = part.context.plan, self._leaves(group, everyone)
+            leaves[plan.rank] = self._in_turn(group, everyone)
+            total += predict_part(plan, self._layout, states, leaves)
         return total
+
+    def _in_turn(self, group: Group, everyone: Numbers) -> tuple[int, ...]:
+        """This rank's leaves of a group in the order in which they come."""
+        numbers = everyone[self._replica(self._context.plan.rank)]
+        done = [deed.action for deed in self._bind("train", len(numbers)) if deed.action.kind in ("W", "BW")]
+        parts = [(action.microbatch, self._chunks[action.chunk].number) for action in done]
+        return tuple(group.leaf(numbers[turn], part) for turn, part in parts if part in group.parts)
 
     def _activations(self, here: list[Microbatch]) -> tuple[int, int]:
         """The most bytes that are alive between forwards and backwards, and of temporaries."""
