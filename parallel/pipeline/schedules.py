@@ -5,16 +5,16 @@ U where stages update without waiting for each other. It knows no message, no ti
 plan, `lowering` adds messages, `simulate` proves and times it. All are defined for any number of stages and of
 micro-batches, also for fewer micro-batches than stages; where a figure holds for enough of them only, it says so.
 
-In formulas p is the stages, m the micro-batches, and t_F, t_B and t_W the times that a stage takes for F, B and W of
-all its parts of the model; t_BW is t_B + t_W. "Idle" is from the first computation of all stages to the last; "idle
-between steps" is what is lost per step where a stage may begin the next one without waiting for the others. Kept
-micro-batches are counted from the begin of F to the end of W.
+In formulas p is the stages, m the micro-batches, and t_F, t_B and t_W the times that a stage takes for F, B and W of a
+micro-batch, in all parts of the model that it comes by there; t_BW is t_B + t_W. "Idle" is every stage's time from the
+first computation of all stages to the last; "idle between steps" is what is lost per step where a stage may begin the
+next one without waiting for the others. Micro-batches are kept from the begin of F to the end of W.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -146,7 +146,7 @@ def of_pipedream_2bw(stage: int, stages: int, microbatch: int, microbatches: int
 def zb_h1(stage: int, stages: int, microbatches: int) -> Actions:
     """1F1B whose Ws are put off by `stage` micro-batches, into what was idle: all stages keep p micro-batches.
 
-    Idle for (p-1)(t_F + t_B - t_W), from m = p on, if t_W is at most t_F: a third of 1F1B's if all are equal.
+    Idle for (p-1)(t_F + t_B - t_W), from m = p on, if t_W is at most t_F and t_B: a third of 1F1B's if all are equal.
 
     Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 2.1.
     """
@@ -201,10 +201,10 @@ def zb_v(stage: int, stages: int, microbatches: int) -> Actions:
 def dualpipe(stage: int, stages: int, microbatches: int) -> Actions:
     """Micro-batches come from both ends at once, and fill each other's gaps; every stage has two parts of the model.
 
-    The near chunk is the one whose micro-batches enter at the nearer end. Idle for (p/2-1)(t_F + t_B - t_W) if p is
-    even and t_F, t_B and t_W are equal, from m = 2p on and m even; here t_F is the time for one of the two parts. Keeps
-    p + 1 micro-batches. The paper's table has (p/2-1)(t_F&B + t_BW - 3 t_W), where a forward and a backward that
-    overlap are one block of t_F&B; here they are two actions, and nobody waits for the end of both.
+    The near chunk is the one whose micro-batches enter at the nearer end. Idle for (p/2-1)(t_F + t_B - t_W) if p and m
+    are even, m is at least 2p, t_W at most t_B, and t_B at most t_F. Keeps p + 1 micro-batches. The paper's table has
+    (p/2-1)(t_F&B + t_BW - 3 t_W), where a forward and a backward that overlap are one block of t_F&B; here they are two
+    actions, and nobody waits for the end of both.
 
     DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, and github.com/deepseek-ai/DualPipe.
     """
@@ -249,6 +249,23 @@ def dualpipe_v(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 # ------------------------------------------------------------------------------------------ the table
+
+
+def tabled(actions: Sequence[Sequence[Action]]) -> Callable[[int, int, int], Sequence[Action]]:
+    """A schedule out of a table, such as `actions.from_csv` reads: right for its own number of stages only.
+
+    Raises
+    ------
+    ValueError
+        When it is called, for another number.
+    """
+
+    def schedule(stage: int, stages: int, microbatches: int) -> Sequence[Action]:
+        if stages != len(actions):
+            raise ValueError(f"stages: the table has lines of {len(actions)}, found {stages}")
+        return actions[stage]
+
+    return schedule
 
 
 class Entry(NamedTuple):
