@@ -121,6 +121,8 @@ class Training:
     Attributes
     ----------
     task : Task
+    settled : Settings
+        With what the settings leave open, where the layout leaves something open.
     engine : Trains
         As the layout has it: `parallel.ways`.
     sampler : Sampler
@@ -139,10 +141,12 @@ class Training:
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
         self._optimizer = optimizer
         self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
-        self.sampler = _sampler(said, self.task, comm.Get_size())
+        job = Job(model, self._loss, comm, optimizer, device, trace)
+        self.settled = way_of(said).settle(job, said, lambda count: self.task.train.take(np.arange(count) % len(self.task.train)))
+        self.sampler = _sampler(self.settled, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
         self.flops_per_sample = flops(model, self.task, said.precision)
-        self.engine = way_of(said).engine(Job(model, self._loss, comm, optimizer, device, trace), said)
+        self.engine = way_of(said).engine(job, self.settled)
 
     @property
     def done(self) -> int:
@@ -283,7 +287,8 @@ def check(said: Settings, ranks: int) -> None:
 
 
 NONE_BELOW = "rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every"
-LEAST = dict.fromkeys(("batch", "micro_batch", "accumulate", "length", "bucket_bytes"), 1)
+ONE = "batch micro_batch accumulate length bucket_bytes stages microbatches virtual memory"
+LEAST = dict.fromkeys(ONE.split(), 1)
 LEAST |= dict.fromkeys(NONE_BELOW.split(), 0)
 """The smallest value that a setting can have."""
 

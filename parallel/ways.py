@@ -15,19 +15,23 @@ from parallel.ledger import Ledger
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Array
 from parallel.optim import Optimizer
+from parallel.pipeline import way
+from parallel.pipeline.engine import Pipeline
+from parallel.pipeline.way import Take
 from parallel.record import Event
 from parallel.report import Evaluation, Report
-from parallel.settings import Settings
+from parallel.settings import OF_PIPELINES, Settings
 from parallel.stretches import Stretch
 
 
 class Trains(Protocol):
     """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means."""
 
-    flat: Flat
     ledger: Ledger
     steps: int
 
+    @property
+    def flat(self) -> Flat: ...
     @property
     def events(self) -> list[Event]: ...
     def share(self, micro_batches: int) -> range: ...
@@ -64,6 +68,8 @@ class Way(NamedTuple):
         Raises ValueError, which names the setting, for what this way cannot do.
     workers : callable (settings, ranks) -> int
         How many of the ranks share the samples of a step.
+    settle : callable (job, settings, take) -> settings
+        What was left open is decided; ``take(n)`` gives n samples to try. Collective.
     settings : names
         Of settings that no other way has.
     """
@@ -71,6 +77,7 @@ class Way(NamedTuple):
     engine: Callable[[Job, Settings], Trains]
     check: Callable[[Settings, int], None] = lambda said, ranks: None
     workers: Callable[[Settings, int], int] = lambda said, ranks: ranks
+    settle: Callable[[Job, Settings, Take], Settings] = lambda job, said, take: said
     settings: tuple[str, ...] = ()
 
 
@@ -92,7 +99,16 @@ def _replicas(job: Job, said: Settings) -> Engine:
     )
 
 
+def _stages(job: Job, said: Settings) -> Pipeline:
+    return way.engine(said, job.comm, job.model, job.loss, job.optimizer, job.device, job.trace)
+
+
+def _cut(job: Job, said: Settings, take: Take) -> Settings:
+    return way.settle(said, job.comm, job.model, job.loss, job.optimizer, take, job.device)
+
+
 WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
+WAYS["pp"] = Way(_stages, way.check, way.workers, _cut, OF_PIPELINES)
 
 
 def way_of(said: Settings) -> Way:
