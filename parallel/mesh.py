@@ -6,8 +6,8 @@
 >>> mesh.line(4, "pp"), mesh.line(4, "dp")
 ((1, 4), (3, 4, 5))
 
-The last axis runs fastest, as in an array: its ranks are neighbours, and so are on one node where nodes have room for them.
-So what moves most bytes should come last; in a pipeline that are, as a rule, the sums of gradients over its replicas.
+The last axis runs fastest, as in an array: its ranks are neighbours, and on one node where nodes have room for them. So
+what moves most bytes should come last; in a pipeline that are, as a rule, the sums of gradients over its replicas.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Mesh:
         if comm.Get_size() != self.size:
             raise ValueError(f"mesh: {self} has {self.size} ranks, the communicator has {comm.Get_size()}")
         line = self.line(comm.Get_rank(), name)
-        return comm.Split(line[0], line.index(comm.Get_rank()))
+        return comm.Split(line[0], line.index(comm.Get_rank()))  # type: ignore[return-value]
 
     def crossings(self, nodes: Sequence[int] | None) -> dict[str, int]:
         """By axis: how many pairs of neighbours along it are on two nodes.

@@ -120,6 +120,11 @@ class Stepping:
         """Forwards alone, without dropout."""
         raise NotImplementedError
 
+    @property
+    def _clock(self) -> int:
+        """What learning rates go by."""
+        return self.updates
+
     # ------------------------------------------------------------------------------------------ training
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> Report:
@@ -145,7 +150,7 @@ class Stepping:
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         mine, problem = self._checked(batches)
         everyone, count, stop = self._meeting.begin(mine, stop, problem)
-        scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self.updates)
+        scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
             early, losses, problem = self._passes(mine, everyone, scale)
         loss = self._meeting.losses(losses, problem, self.steps) / count if count else math.nan

@@ -142,7 +142,8 @@ class Training:
         self._optimizer = optimizer
         self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
         job = Job(model, self._loss, comm, optimizer, device, trace)
-        self.settled = way_of(said).settle(job, said, lambda count: self.task.train.take(np.arange(count) % len(self.task.train)))
+        data = self.task.train
+        self.settled = way_of(said).settle(job, said, lambda count: data.take(np.arange(count) % len(data)))
         self.sampler = _sampler(self.settled, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
         self.flops_per_sample = flops(model, self.task, said.precision)

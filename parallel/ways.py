@@ -15,7 +15,7 @@ from parallel.ledger import Ledger
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Array
 from parallel.optim import Optimizer
-from parallel.pipeline import way
+from parallel.pipeline import way as pipelines
 from parallel.pipeline.engine import Pipeline
 from parallel.pipeline.way import Take
 from parallel.record import Event
@@ -100,15 +100,15 @@ def _replicas(job: Job, said: Settings) -> Engine:
 
 
 def _stages(job: Job, said: Settings) -> Pipeline:
-    return way.engine(said, job.comm, job.model, job.loss, job.optimizer, job.device, job.trace)
+    return pipelines.engine(said, job.comm, job.model, job.loss, job.optimizer, job.device, job.trace)
 
 
 def _cut(job: Job, said: Settings, take: Take) -> Settings:
-    return way.settle(said, job.comm, job.model, job.loss, job.optimizer, take, job.device)
+    return pipelines.settle(said, job.comm, job.model, job.loss, job.optimizer, take, job.device)
 
 
 WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
-WAYS["pp"] = Way(_stages, way.check, way.workers, _cut, OF_PIPELINES)
+WAYS["pp"] = Way(_stages, pipelines.check, pipelines.workers, _cut, OF_PIPELINES)
 
 
 def way_of(said: Settings) -> Way:

@@ -1,12 +1,12 @@
 """How a pipeline divides a model's vector: which ranks have which run of it, and whose gradients are which leaves.
 
-A *group* is a run of neighbours in the vector that the same parts of the model use. As a rule that is one part; a table that
-is tied to the output belongs to the first part and the last. All ranks that have one of these parts add up the group's
-gradients and update it, as in data parallelism.
+A *group* is a run of neighbours in the vector that the same parts of the model use. As a rule that is one part; a table
+that is tied to the output belongs to the first part and the last. All ranks that have one of these parts add up the
+group's gradients and update it, as in data parallelism.
 
-In canonical order a tied parameter's gradient of a micro-batch is the sum of those of its uses. So the leaves of the tree
-are the uses: of k parts micro-batch n has leaves k n to k n + k - 1, the last part's, which a backward comes to first, at the
-left. With two parts that have one use each this is the sum that one rank forms, bit for bit.
+In canonical order a tied parameter's gradient of a micro-batch is the sum of those of its uses. So the leaves of the
+tree are the uses: of k parts micro-batch n has leaves k n to k n + k - 1, the last part's, which a backward comes to
+first, at the left. With two parts that have one use each this is the sum that one rank forms, bit for bit.
 """
 
 from __future__ import annotations

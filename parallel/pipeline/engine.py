@@ -1,4 +1,4 @@
-"""A model in training whose parts are on different ranks, each stage by its line of a plan; with replicas, if wished."""
+"""A model in training with its parts on different ranks: each stage by its line of a plan, with replicas if wished."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from parallel.pipeline.runner import Deed, Runner, deeds
 from parallel.pipeline.simulate import simulate
 from parallel.pipeline.work import Chunk, Microbatch, Scoring, Training
 from parallel.plan import Plan as Division
-from parallel.precision import PRECISIONS
+from parallel.precision import PRECISIONS, Precision
 from parallel.record import Recorder
 from parallel.stepping import Measure, Passed, Scored, Stepping, check, facts_of, type_of, units_of
 from parallel.sums import Numbers
@@ -113,11 +113,9 @@ class Pipeline(Stepping):
         check(comm, precision=precision, clip=clip, check_every=check_every)
         self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         self._layout = replicas_of(self.mesh, comm.Get_size())
-        plan = (
-            build(schedule, self.mesh.sizes[AXIS], microbatches, virtual=virtual)
-            if isinstance(schedule, str)
-            else schedule
-        )
+        plan = schedule
+        if isinstance(plan, str):
+            plan = self._build(plan, self.mesh.sizes[AXIS], microbatches, virtual)
         flat, units = Flat(model), units_of(model)
         self.cuts = checked_cuts(cuts or even_cuts(len(units), plan.placement.parts), len(units), plan.placement.parts)
         settings = {"mesh": self.mesh, "cuts": self.cuts, "seed": seed, "precision": precision, "clip": clip}
@@ -131,6 +129,8 @@ class Pipeline(Stepping):
         groups = divide(flat, units, self.cuts, reproducible=reproducible)
 
         recipe = PRECISIONS[precision]
+        if refusal := self._refusal(plan, groups, self.mesh, clip, recipe):
+            raise ValueError(refusal)
         whole = Division(units, flat, comm.Get_size(), comm.Get_rank(), recipe, reproducible, bucket_bytes, first_bytes)
         for tensor in flat.places:
             tensor.parameter.dtype = recipe.storage  # elsewhere too: outlines go by it
@@ -142,7 +142,7 @@ class Pipeline(Stepping):
             for (stage, chunk), part in plan.placement.part.items()
             if stage == self._stage(whole.rank)
         }
-        self._line = MPI.Intracomm(comm).Split(self._replica(whole.rank), self._stage(whole.rank))
+        self._line: MPI.Intracomm = MPI.Intracomm(comm).Split(self._replica(whole.rank), self._stage(whole.rank))
         self._runner = Runner(self._line, context.recorder, context.memory.xp)
         self._bound: dict[tuple[str, int], tuple[Deed, ...]] = {}
         self._outlines: dict[Spec, list[Outline]] = {}
@@ -154,6 +154,16 @@ class Pipeline(Stepping):
         self.ledger = Ledger(context.memory.allocated, self._predict([()] * len(self.mesh.lines(AXIS))))
         self.refresh()
 
+    @staticmethod
+    def _build(schedule: str, stages: int, microbatches: int, virtual: int | None) -> Plan:
+        """The plan of a schedule, for so many micro-batches of a step."""
+        return build(schedule, stages, microbatches, virtual=virtual)
+
+    @staticmethod
+    def _refusal(plan: Plan, groups: Sequence[Group], mesh: Mesh, clip: float | None, recipe: Precision) -> str | None:
+        """What this engine cannot do."""
+        return None if plan.versions is None else f"schedule: {plan.name} updates on the way; it is for Asynchronous"
+
     @property
     def sent(self) -> Counter[int]:
         """Messages of the last step, or evaluation, by the stage that they went to."""
@@ -164,7 +174,7 @@ class Pipeline(Stepping):
         return contiguous(micro_batches, self._replica(self._comm.Get_rank()), len(self.mesh.lines(AXIS)))
 
     def close(self) -> None:
-        """Give back requests and communicators and let go of the memory; the engine is of no use afterwards. Collective."""
+        """Give back requests, communicators and memory; the engine is of no use afterwards. Collective."""
         super().close()
         for comm in self._ours:
             comm.Free()
@@ -186,8 +196,8 @@ class Pipeline(Stepping):
     def _share(self, context: Context, group: Group) -> Part:
         """What this rank has of a group. Collective over those that have it.
 
-        Every group has a communicator of its own: in which order a rank comes to the end of its groups is the plan's matter,
-        and it is not the same for all ranks.
+        Every group has a communicator of its own: in which order a rank comes to the end of its groups is the plan's
+        matter, and not the same for all ranks.
         """
         ranks = self._holders(group)
         comm = context.comm.Create_group(context.comm.Get_group().Incl(ranks), tag=group.number)
@@ -219,11 +229,7 @@ class Pipeline(Stepping):
 
     def _passes(self, mine: list[Batch], everyone: Numbers, scale: float) -> Passed:
         """All forwards and backwards, and the sum of gradients."""
-        most = max(map(len, everyone))
-        if most > self.plan.microbatches:
-            raise ValueError(
-                f"micro-batches: expected at most {self.plan.microbatches} for each pipeline, found {most}"
-            )
+        self._expect_at_most(everyone)
         here = [self._microbatch(batch, training=True) for batch in mine]
         work = Training(
             self._chunks, here, self._loss, self._runner.progress, scale=scale, note=self._noting(here, everyone)
@@ -234,6 +240,11 @@ class Pipeline(Stepping):
         for _, part in self._shares:
             part.gradients.finish()
         return Passed(work.early, work.losses, work.problem)
+
+    def _expect_at_most(self, everyone: Numbers) -> None:
+        most, found = self.plan.microbatches, max(map(len, everyone))
+        if found > most:
+            raise ValueError(f"micro-batches: expected at most {most} for each pipeline, found {found}")
 
     def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> Scored:
         """Forwards alone, without dropout."""
@@ -297,7 +308,7 @@ class Pipeline(Stepping):
 
     def _activations(self, here: list[Microbatch]) -> tuple[int, int]:
         """The most bytes that are alive between forwards and backwards, and of temporaries."""
-        alive = most = work = 0
+        most = work = 0
         held: dict[tuple[int, int], int] = {}
         for deed in self._bind("train", len(here)):
             action = deed.action
@@ -305,7 +316,8 @@ class Pipeline(Stepping):
             if action.kind == "F":
                 one, chunk = here[action.microbatch], self._chunks[action.chunk]
                 outline = self._outline(Spec(one.x.shape, one.x.dtype))[chunk.number]
-                kept, ends = (outline.y, outline.saved), [outline.work]
+                kept: Any = outline.y, outline.saved
+                ends = [outline.work]
                 if chunk.last:
                     y = Spec(one.y.shape, one.y.dtype)
                     loss = self._loss.outline(outline.y, y)

@@ -1,11 +1,12 @@
 """Plans made of plans: for a step that has fewer micro-batches, and for forwards alone.
 
-Whatever is left out of a plan for all stages, leaves one that ends: nothing waits for it any more, and all else keeps its
-order.
+Whatever is left out of a plan for all stages leaves one that ends: nothing waits for it any more, and all else keeps
+its order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from parallel.pipeline.actions import Action
@@ -18,22 +19,34 @@ def fewer(plan: Plan, microbatches: int) -> Plan:
     Raises
     ------
     ValueError
-        If it has not so many, or updates on the way.
+        If it has not so many.
     """
     if not 0 <= microbatches <= plan.microbatches:
         raise ValueError(f"micro-batches: {plan.name} is planned for up to {plan.microbatches}, found {microbatches}")
     if microbatches == plan.microbatches:
         return plan
-    if plan.versions is not None:
-        raise ValueError(f"micro-batches: {plan.name} needs {plan.microbatches} in every step, found {microbatches}")
-    lines = ((action for action in line if action.microbatch < microbatches) for line in plan.actions)
-    return replace(plan, microbatches=microbatches).with_actions(lines)
+    lines = [list(_only(line, microbatches)) for line in plan.actions]
+    known = plan.versions and tuple(versions[:microbatches] for versions in plan.versions)
+    return replace(plan, microbatches=microbatches, versions=known).with_actions(lines)
+
+
+def _only(line: Iterable[Action], microbatches: int) -> Iterator[Action]:
+    """Actions of the first micro-batches, and updates that have something to update with."""
+    gradients = False
+    for action in line:
+        if action.kind == "U":
+            if gradients:
+                yield action
+            gradients = False
+        elif action.microbatch < microbatches:
+            gradients = gradients or action.kind in ("W", "BW")
+            yield action
 
 
 def forwards(plan: Plan, microbatches: int) -> Plan:
     """Forwards of any number of micro-batches through the same parts, without messages.
 
-    As many micro-batches as there are stages go through a part before the next part begins; that order is one for all stages.
+    As many micro-batches as there are stages go through a part before the next part begins, everywhere in one order.
     """
     placement = plan.placement
     lines: list[list[Action]] = [[] for _ in range(placement.stages)]

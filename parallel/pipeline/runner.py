@@ -1,8 +1,8 @@
 """Carries out one stage's line of a plan: computes what it is told, sends and receives beside it.
 
-Receives and sends are started where the plan says and waited for when somebody needs what they bring, sends at the end, so
-messages travel while the stage computes. An empty message says that the sender has nothing: a stage that has failed, and
-all behind it, take part to the end, and nobody waits for them in vain.
+Receives and sends are started where the plan says. A receive is waited for when somebody needs what it brings, sends at
+the end, so messages travel while the stage computes. An empty message says that the sender has nothing: a stage that
+has failed, and all behind it, take part to the end, and nobody waits for them in vain.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from parallel.flat import Flat
 from parallel.mesh import Axis, Mesh
 from parallel.nn.operator import Array, Operator
 from parallel.optim import Optimizer
+from parallel.pipeline.asynchronous import Asynchronous
 from parallel.pipeline.engine import AXIS, Pipeline, replicas_of
 from parallel.pipeline.measure import measure
 from parallel.pipeline.partition import partition
@@ -147,7 +148,8 @@ def engine(
     said: Settings, comm: Communicator, model: Operator, loss: Any, optimizer: Optimizer, device: str, trace: bool
 ) -> Pipeline:
     """The engine of settled settings. Collective."""
-    return Pipeline(
+    kind = Pipeline if SCHEDULES[schedule_of(said)].version is None else Asynchronous
+    return kind(
         model,
         loss,
         comm,

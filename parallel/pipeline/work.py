@@ -115,6 +115,18 @@ class Scoring:
         """F; the scores stay here."""
         return self._through(self._chunks[chunk], microbatch, x, keep=False)[1]
 
+    def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
+        """There is none."""
+        raise NotImplementedError("forwards alone")
+
+    def weights(self, chunk: int, microbatch: int) -> None:
+        """There are none."""
+        raise NotImplementedError("forwards alone")
+
+    def update(self, chunk: int, number: int) -> None:
+        """There is none."""
+        raise NotImplementedError("without updates on the way")
+
     def _through(self, chunk: Chunk, microbatch: int, x: Array, keep: bool) -> tuple[Motion, Array]:
         """The motion and what has come of it."""
         one = self._microbatches[microbatch]
@@ -218,7 +230,3 @@ class Training(Scoring):
         self._alive.pop(key, None)
         self.early = sum(part.gradients.started for part in self._parts)
         chunk.shut()
-
-    def update(self, chunk: int, number: int) -> None:
-        """U."""
-        raise NotImplementedError("only schedules that do not flush update on the way")
