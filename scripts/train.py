@@ -194,7 +194,9 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     batch = f"batch {chosen.batch} in micro-batches of {training.sampler.micro_batch}"
     say(f"{training.task.name}: {len(training.task.train)} samples, {len(training.task.test)} for the test")
     say(f"{chosen.model}: {short(parameters)} parameters, {chosen.precision}, {chosen.optimizer}, {batch}")
-    say(f"{chosen.layout} on {ranks_in_words(comm.Get_size(), threads)}, {training.steps} steps")
+    settled = training.settled
+    parts = f", parts begin at units {settled.cuts.rpartition(',')[0]}" if settled.cuts else ""
+    say(f"{settled.layout} on {ranks_in_words(comm.Get_size(), threads)}{parts}, {training.steps} steps")
     return training
 
 

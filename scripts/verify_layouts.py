@@ -1,7 +1,7 @@
 """Do all layouts end in the same parameters, bit for bit?
 
 python scripts/verify_layouts.py
-python scripts/verify_layouts.py --model gpt --ranks 1,2,4 --layouts dp,zero3
+python scripts/verify_layouts.py --model gpt --ranks 1,2,4 --layouts dp,zero3,pp:1f1b,pp:zb-h1
 
 Each line of the table is a training of its own by scripts/train.py --reproducible, under an mpiexec of its own, with
 the same micro-batches and global batch; what is compared is the checkpoint at its end, weights and the optimiser's
