@@ -2,11 +2,12 @@
 
     python scripts/draw_pipeline.py --schedule 1f1b --stages 4 --microbatches 8
     python scripts/draw_pipeline.py --schedule zb-h1 --stages 4 --microbatches 8 -o pipeline.png
+    python scripts/draw_pipeline.py --schedule 1f1b --schedule zb-h1 --schedule dualpipe -o several.png
     python scripts/draw_pipeline.py --schedule zb-h1 --stages 4 --microbatches 8 --measured out/trace.json -o both.png
 
 The schedule is played by the simulator, which proves it first; a name that ends in .csv is a table of your own, with a
-line for every stage. What is measured comes from the trace of a run. Runs in one process; pictures need matplotlib (the
-extra "plot").
+line for every stage. Several are drawn below each other. What is measured comes from the trace of a run. Runs in one
+process; pictures need matplotlib (the extra "plot").
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
-from benchlib import timelines
+from benchlib.timelines import entries, measured, picture, simulated, summary
 from parallel.pipeline import draw
 from parallel.pipeline.actions import from_csv, to_csv
 from parallel.pipeline.lowering import lower
 from parallel.pipeline.placement import PLACEMENTS
 from parallel.pipeline.plan import Plan, build
 from parallel.pipeline.schedules import SCHEDULES, Entry, tabled
-from parallel.pipeline.simulate import Times, simulate
+from parallel.pipeline.simulate import Timeline, Times, simulate
 
 PICTURES = (".png", ".svg", ".pdf")
+MILLISECONDS = 1000
+"""Units of time in a second: what a unit becomes in a trace."""
+
 FORMATS = (*PICTURES, ".json", ".csv")
 
 
@@ -35,8 +39,6 @@ def output(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() not in FORMATS:
         raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no directory {path.parent}")
     return path
 
 
@@ -55,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = result.add_argument
-    add("--schedule", required=True, metavar="NAME", help=f"{', '.join(SCHEDULES)}; or a file of your own, NAME.csv")
+    known = f"{', '.join(SCHEDULES)}; or a file of your own, NAME.csv; may be repeated"
+    add("--schedule", required=True, action="append", metavar="NAME", help=known)
     add("--stages", type=int, metavar="P", help="ranks along the pipeline (default 4, or the lines of the .csv)")
     add("--microbatches", type=int, metavar="M", help="of a step (default 8, or those in the .csv)")
     add("--virtual", type=int, metavar="V", help="parts of the model on a stage, for interleaved (default 2)")
@@ -71,15 +74,15 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def planned(arguments: argparse.Namespace) -> Plan:
-    """The plan that the options ask for.
+def planned(name: str, arguments: argparse.Namespace) -> Plan:
+    """The plan that the options ask for, of one schedule.
 
     Raises
     ------
     ValueError
         If they ask for none.
     """
-    name, stages, microbatches = arguments.schedule, arguments.stages, arguments.microbatches
+    stages, microbatches = arguments.stages, arguments.microbatches
     if name.endswith(".csv"):
         try:
             actions = from_csv(Path(name).read_text())
@@ -94,35 +97,54 @@ def planned(arguments: argparse.Namespace) -> Plan:
     return build(name, stages or 4, microbatches or 8, virtual=arguments.virtual, steps=arguments.steps)
 
 
+def played(name: str, arguments: argparse.Namespace) -> Timeline:
+    """One schedule, played with the times that the options say.
+
+    Raises
+    ------
+    ValueError
+        If there is no such plan, or it cannot be carried out.
+    """
+    plan = planned(name, arguments)
+    parts = Fraction(plan.placement.parts, plan.stages)  # that a micro-batch meets on a stage
+    F, B, W = (each / parts for each in (arguments.forward, arguments.backward, arguments.weights))
+    return simulate(lower(plan), Times(F, B, W, arguments.message))
+
+
+def titled(timeline: Timeline) -> str:
+    """What was played."""
+    plan = timeline.plan
+    return f"{plan.name}, {plan.stages} stages, {plan.microbatches} micro-batches"
+
+
 def main() -> int:
     command = parser()
     arguments = command.parse_args()
+    path: Path | None = arguments.output
+    if path is not None and path.suffix not in PICTURES and len(arguments.schedule) > 1:
+        command.error(f"--schedule: expected one for a {path.suffix}, found {len(arguments.schedule)}")
     try:
-        plan = planned(arguments)
-        parts = Fraction(plan.placement.parts, plan.stages)  # that a micro-batch meets on a stage
-        F, B, W = (each / parts for each in (arguments.forward, arguments.backward, arguments.weights))
-        timeline = simulate(lower(plan), Times(F, B, W, arguments.message))
-        bands = [timelines.simulated(timeline, f"simulated: {timelines.summary(timeline)}")]
+        timelines = [played(name, arguments) for name in arguments.schedule]
+        bands = [simulated(timeline, f"{titled(timeline)}: {summary(timeline)}") for timeline in timelines]
         if arguments.measured is not None:
-            bands.append(timelines.measured(arguments.measured, arguments.step))
+            bands.append(measured(arguments.measured, arguments.step))
     except ValueError as error:
         command.error(str(error))
-    step = f", {arguments.steps} steps" if arguments.steps > 1 else ""
-    title = f"{plan.name}, {plan.stages} stages, {plan.microbatches} micro-batches{step}"
-    path = arguments.output
     if path is None:
-        print(f"{title}\n{timelines.summary(timeline)}\n")
-        print(draw.table(timeline, shutil.get_terminal_size((0, 0)).columns))
+        width = shutil.get_terminal_size((0, 0)).columns
+        for timeline in timelines:
+            print(f"{titled(timeline)}\n{summary(timeline)}\n\n{draw.table(timeline, width)}\n")
         return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".csv":
-        path.write_text(to_csv(plan.actions))
+        path.write_text(to_csv(planned(arguments.schedule[0], arguments).actions))
     elif path.suffix == ".json":
         from benchlib import traces
 
-        traces.write(path, timelines.entries(timeline, second=1000), schedule=title)
+        traces.write(path, entries(timelines[0], second=MILLISECONDS), schedule=titled(timelines[0]))
     else:
         try:
-            timelines.picture(path, title, bands)
+            picture(path, bands)
         except ImportError as error:
             command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
     print(f"{path} written")

@@ -55,7 +55,7 @@ def search(
     *,
     message: Callable[[Number], Number] | None = None,
     microbatches: Iterable[int] | None = None,
-    schedules: Iterable[str] | None = None,
+    schedules: Sequence[str] | None = None,
 ) -> list[Choice]:
     """All ways to train that keep to the limit, the fastest first.
 
@@ -72,7 +72,7 @@ def search(
         What a message costs; nothing, if not given.
     microbatches : iterable of int, optional
         Numbers of micro-batches to try; all that divide `samples`, if not given.
-    schedules : iterable of str, optional
+    schedules : sequence of str, optional
         Names of `SCHEDULES` to try; all whose gradients are those of one rank, if not given.
 
     Returns
@@ -91,7 +91,11 @@ def search(
     if microbatches is None:
         microbatches = [number for number in range(1, samples + 1) if samples % number == 0]
     names = [name for name, entry in SCHEDULES.items() if entry.version is None] if schedules is None else schedules
+    unknown = next((name for name in names if name not in SCHEDULES), None)
+    if unknown is not None:
+        raise ValueError(f"schedules: expected names out of {', '.join(SCHEDULES)}; found {unknown!r}")
     found: list[Choice] = []
+    impossible: ValueError | None = None
     for number in microbatches:
         if number < 1 or samples % number:
             raise ValueError(f"microbatches: expected a divisor of {samples} samples, found {number}")
@@ -99,12 +103,15 @@ def search(
         if len(costs) < stages:
             raise ValueError(f"layers: a model of {len(costs)} layers cannot be cut in {stages} parts")
         for name in names:
-            found += _tried(name, stages, number, costs, limit, message)
+            try:
+                found += _tried(name, stages, number, costs, limit, message)
+            except ValueError as error:  # a schedule need not be there for every number of micro-batches
+                impossible = error
     fitting = [choice for choice in found if limit is None or max(choice.nbytes) <= limit]
     if fitting:
         return sorted(fitting, key=lambda choice: (choice.seconds, max(choice.nbytes)))
     if not found:
-        raise ValueError("no schedule was tried that the model has layers enough for")
+        raise ValueError("no schedule was tried that the model has layers enough for") from impossible
     least = min(found, key=lambda choice: max(choice.nbytes))
     closest = f"{least.schedule} with {least.microbatches} micro-batches takes {max(least.nbytes)}"
     raise ValueError(f"limit: nothing keeps to {limit} bytes on a stage; {closest}")

@@ -92,7 +92,7 @@ def measured(path: Path, step: int | None = None) -> Band:
     zero = min(event.start for line in lines for event in line)
     shifted = [[Event(action, start - zero, end - zero) for action, start, end in line] for line in lines]
     end, busy = _extent(shifted)
-    idle = 1 - busy / (end * len(shifted)) if end else 0.0
+    idle = 1 - busy / (end * len(shifted))
     return Band(f"measured: {end * 1e3:.3g} ms, idle {idle:.1%}", shifted, (), "s")
 
 
@@ -118,11 +118,11 @@ def _step(line: Sequence[Event], step: int) -> list[Event]:
 def _extent(lines: Sequence[Sequence[Event]]) -> tuple[float, float]:
     """When the last one ends, and the time that all are busy."""
     events = [event for line in lines for event in line]
-    return max(float(event.end) for event in events), sum(float(event.end - event.start) for event in events)
+    return max((float(event.end) for event in events), default=1.0), sum(float(e.end - e.start) for e in events)
 
 
-def picture(path: Path, heading: str, bands: Sequence[Band], note: str = "") -> None:
-    """Draw timelines below each other: stages as rows, time from left to right."""
+def picture(path: Path, bands: Sequence[Band]) -> None:
+    """Draw timelines below each other: stages as rows, time from left to right, to one scale for each unit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,11 +131,11 @@ def picture(path: Path, heading: str, bands: Sequence[Band], note: str = "") -> 
 
     heights = [0.34 * len(band.lines) + 0.6 for band in bands]
     figure, axes = plt.subplots(
-        len(bands), 1, figsize=(WIDTH, sum(heights) + 0.9), squeeze=False, layout="constrained",
+        len(bands), 1, figsize=(WIDTH, sum(heights) + 0.6), squeeze=False, layout="constrained",
         height_ratios=heights,
     )  # fmt: skip
     for axis, band in zip(axes[:, 0], bands):
-        _band(axis, band)
+        _band(axis, band, max(_extent(other.lines)[0] for other in bands if other.unit == band.unit))
     present = {(event.action.kind, event.action.chunk) for band in bands for line in band.lines for event in line}
     handles = [
         Patch(color=_colour(kind, chunk), label=f"{NAMES[kind]}{f', chunk {chunk}' if chunk else ''}")
@@ -143,10 +143,7 @@ def picture(path: Path, heading: str, bands: Sequence[Band], note: str = "") -> 
         for chunk in sorted(chunk for of, chunk in present if of == kind)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    figure.suptitle(heading, fontweight="bold", fontsize=11, x=0.01, ha="left")
-    if note:
-        figure.supxlabel(note, fontsize=8, color="#666666", x=0.01, ha="left")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
@@ -155,8 +152,7 @@ def _colour(kind: str, chunk: int) -> str:
     return shades[chunk % len(shades)]
 
 
-def _band(axis: Axes, band: Band) -> None:
-    end = max((float(event.end) for line in band.lines for event in line), default=1.0)
+def _band(axis: Axes, band: Band, end: float) -> None:
     for stage, line in enumerate(band.lines):
         spans = [(float(event.start), float(event.end - event.start)) for event in line]
         colours = [_colour(event.action.kind, event.action.chunk) for event in line]
