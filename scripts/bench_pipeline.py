@@ -4,7 +4,7 @@ mpirun -n 4 python scripts/bench_pipeline.py
 mpirun -n 2 python scripts/bench_pipeline.py --schedules 1f1b,zb-h1 --microbatches 16 --milliseconds 5
 
 Messages are real, and as long as --bytes says; computing is replaced by sleeping, so that ranks may be more than cores.
-The idle share is that of all ranks' time from the common start to the last rank's end. Each schedule runs several times,
+The idle share is that of all ranks' time from the common start to the last end. Each schedule runs several times,
 and the median counts. With stages that do nothing at all it is seen what the runner itself takes for an action.
 
 Exit status 1 if an idle share is more than 10 % off, or an action takes 30 microseconds or more.
