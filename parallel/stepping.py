@@ -157,11 +157,22 @@ class Stepping:
         norm, finite = self._update(count) if count else (None, False)
         step, self.steps = self.steps, self.steps + 1
         if self._check_every and self.steps % self._check_every == 0:
-            for part in self._parts:
-                if part.weights.replicated:
-                    guard.compare(part.context.comm, part.context.flat, step)
+            self._compare(step)
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
         return Report(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, early)
+
+    def _compare(self, step: int) -> None:
+        """Raise on all ranks if those that should have the same weights do not."""
+        problem: guard.Diverged | None = None
+        for part in self._parts:
+            if part.weights.replicated:
+                try:
+                    guard.compare(part.context.comm, part.context.flat, step, self._comm)
+                except guard.Diverged as error:
+                    problem = problem or error
+        for told in self._comm.allgather(problem and str(problem)):
+            if told is not None:
+                raise guard.Diverged(told) from problem
 
     def _update(self, count: int) -> tuple[float | None, bool]:
         """Change the weights: the gradient's norm, and whether it was finite, so that they have changed."""

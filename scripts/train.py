@@ -115,7 +115,7 @@ def parser() -> launch.Parser:
     add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")
     add("--virtual", type=int, metavar="V", help="parts of the model on each stage, of pp:interleaved")
     add("--mesh", metavar="AXES", help="stages and their replicas, as in dp=2,pp=2 or zero1=2,pp=4; neighbours last")
-    add("--cuts", metavar="UNITS", help="where parts begin and the model ends, as in 0,2,5 (default: by measured times)")
+    add("--cuts", metavar="UNITS", help="where parts begin and the model ends, as in 0,2,5 (default: as measured)")
     add("--memory", type=float, metavar="BYTES", help="that a stage may take, for pp:auto")
     add("--precision", choices=list(PRECISIONS), help="of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")

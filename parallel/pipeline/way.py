@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from collectives import Communicator
@@ -11,12 +12,13 @@ from parallel.flat import Flat
 from parallel.mesh import Axis, Mesh
 from parallel.nn.operator import Array, Operator
 from parallel.optim import Optimizer
+from parallel.pipeline.actions import from_csv
 from parallel.pipeline.asynchronous import Asynchronous
 from parallel.pipeline.engine import AXIS, Pipeline, replicas_of
 from parallel.pipeline.measure import measure
 from parallel.pipeline.partition import partition
 from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES, Entry, tabled
 from parallel.pipeline.search import search
 from parallel.precision import PRECISIONS
 from parallel.settings import Settings
@@ -29,14 +31,18 @@ Take = Callable[[int], tuple[Array, Array]]
 
 
 def schedule_of(said: Settings) -> str:
-    """The schedule's name: what stands behind the colon, or 1f1b.
+    """The schedule's name: what stands behind the colon, or 1f1b; a file of one's own joins the table by its name.
 
     Raises
     ------
     ValueError
-        If there is none of that name.
+        If there is none of that name, or the file is no table of actions.
+    OSError
+        If the file cannot be read.
     """
     name = said.layout.partition(":")[2] or "1f1b"
+    if name.endswith(".csv") and name not in SCHEDULES:
+        SCHEDULES[name] = Entry(tabled(from_csv(Path(name).read_text())))
     if name not in (*SCHEDULES, AUTO):
         raise ValueError(f"layout: expected {AXIS}: and one of {', '.join(SCHEDULES)}, {AUTO}; found {said.layout!r}")
     return name

@@ -8,7 +8,7 @@ from states import differing, whole
 
 from collectives import Communicator
 from parallel.engine import Engine
-from parallel.guard import Disagreement, StepFailed
+from parallel.guard import Disagreement, Diverged, StepFailed
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.optim import LAMB, SGD, AdamW
@@ -291,6 +291,18 @@ def test_a_loss_scale_for_all(comm):
         reports = [made.step(tiny.batches(made.share(6))) for _ in range(10)]
         assert reports[0].skipped and not reports[-1].skipped
         assert len(set(comm.allgather((made.scaling.value, made.updates)))) == 1
+
+
+def test_weights_that_part(comm):
+    """Whoever notices tells all."""
+    if comm.size < 2:
+        pytest.skip("one rank has nobody to part with")
+    with pipeline(comm, "dualpipe", check_every=1) as made:
+        made.step(tiny.batches(made.share(6)))
+        if comm.Get_rank() == comm.size - 1:
+            next(iter(made.stretches())).array[0] += 1
+        with pytest.raises(Diverged, match=f"of ranks? .*{comm.size - 1}|from that of rank {comm.size - 1}"):
+            made.step(tiny.batches(made.share(6)))
 
 
 def test_fewer_units_than_parts(comm):
