@@ -71,9 +71,9 @@ class Motion:
         dx, self._dy = self._dy, None
         return dx
 
-    def nbytes(self) -> int:
-        """Bytes of what is alive between forward and backward."""
-        return nbytes_of((self._x, self._y, self.saved, self._of_loss))
+    def nbytes(self, made: Array = None) -> int:
+        """Bytes of what is alive between forward and backward; with what was `made` and given away."""
+        return nbytes_of((self._x, self._y, self.saved, self._of_loss, made))
 
     def turn(self, scale: float) -> None:
         """From the loss, times `scale`, to the gradient of the last unit's result."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -17,7 +17,8 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.requests import until
+from collectives.requests import progress
+from collectives.transport.wire import pause
 from parallel.memory import to_host
 from parallel.nn.operator import Array, Spec
 from parallel.pipeline.actions import RECEIVES, SENDS, Action
@@ -27,6 +28,10 @@ from parallel.record import Recorder
 
 MANY_SENDS = 8
 """From so many on it is seen which of them are over."""
+
+
+BUSY, NAP = 500e-6, 50e-6
+"""Seconds: a wait that is longer naps, so long at a time."""
 
 
 class Work(Protocol):
@@ -140,7 +145,7 @@ class Runner:
         self._made.clear()
         began = time.perf_counter()
         for request, _ in self._leaving:
-            until(request.Test)
+            patiently(request.Test)
         self._leaving.clear()
         self._recorder.note("communication", "last sends", began, time.perf_counter())
 
@@ -195,7 +200,7 @@ class Runner:
         request, buffer = self._coming.pop(deed.key)
         if not request.Test(self._status):
             began = time.perf_counter()
-            until(lambda: request.Test(self._status))
+            patiently(lambda: request.Test(self._status))
             self._recorder.note("communication", "wait", began, time.perf_counter(), action=deed.label)
         if self._status.Get_count(MPI.BYTE) != buffer.nbytes or not buffer.nbytes:
             return None
@@ -208,6 +213,17 @@ class Runner:
         self.sent[deed.peer] += 1
         if len(self._leaving) >= MANY_SENDS:
             self._leaving = [(request, array) for request, array in self._leaving if not request.Test()]
+
+
+def patiently(done: Callable[[], bool]) -> None:
+    """Make progress until `done`. Stages wait for long: whose core others could use sleeps between two looks."""
+    began = time.perf_counter()
+    while not done():
+        progress()
+        if time.perf_counter() - began < BUSY:
+            pause()
+        else:
+            time.sleep(NAP)
 
 
 NOTHING = np.empty(0, np.uint8)

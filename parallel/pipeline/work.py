@@ -9,7 +9,7 @@ from typing import Any
 from parallel.holdings import Part
 from parallel.meeting import Losses
 from parallel.motion import Motion, nobody
-from parallel.nn.operator import Array, Operator, Parameter, Run, Spec, nbytes_of
+from parallel.nn.operator import Array, Operator, Parameter, Run, Spec
 from parallel.pipeline.division import Group
 
 Compute = Callable[[Array], object]
@@ -187,7 +187,7 @@ class Training(Scoring):
         key = chunk, microbatch
         self._motions[key], made = self._through(self._chunks[chunk], microbatch, x, keep=True)
         if self._note:
-            self._alive[key] = self._motions[key].nbytes() + nbytes_of(made)
+            self._alive[key] = self._motions[key].nbytes(made)
             self._note(sum(self._alive.values()))
         return made
 

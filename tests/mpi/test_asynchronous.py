@@ -139,7 +139,7 @@ def test_the_other_engine(comm):
     plan = {"mesh": f"pp={comm.size}", "microbatches": 8}
     with pytest.raises(ValueError, match="it is for Asynchronous"):
         Pipeline(model(comm.size), tiny.Squares(), comm, SGD(rate=0.1), schedule="pipedream", **plan)
-    with pytest.raises(ValueError, match="it is for Pipeline"):
+    with pytest.raises(ValueError, match=r"it is for Pipeline|gpipe ends a step before the next"):
         Asynchronous(model(comm.size), tiny.Squares(), comm, SGD(rate=0.1), schedule="gpipe", **plan)
     if comm.size > 1:
         with pytest.raises(ValueError, match="belongs to several"):
