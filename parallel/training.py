@@ -22,8 +22,6 @@ from parallel import checkpoint, datasets
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.data import Batch, Dataset, Sampler, Step, prefetch
 from parallel.datasets import Task
-from parallel.engine import Engine
-from parallel.layouts import LAYOUTS
 from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
@@ -34,6 +32,7 @@ from parallel.report import Report
 from parallel.schedules import Schedule
 from parallel.settings import Settings
 from parallel.together import together
+from parallel.ways import Job, way_of
 
 BACKWARD = 2
 """A backward computes twice what its forward does. What is computed again for want of memory does not count."""
@@ -122,7 +121,10 @@ class Training:
     Attributes
     ----------
     task : Task
-    engine : Engine
+    settled : Settings
+        With what the settings leave open, where the layout leaves something open.
+    engine : Trains
+        As the layout has it: `parallel.ways`.
     sampler : Sampler
     steps : int
         How many there will be.
@@ -139,24 +141,13 @@ class Training:
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
         self._optimizer = optimizer
         self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
-        self.sampler = _sampler(said, self.task, comm.Get_size())
+        job = Job(model, self._loss, comm, optimizer, device, trace)
+        data = self.task.train
+        self.settled = way_of(said).settle(job, said, lambda count: data.take(np.arange(count) % len(data)))
+        self.sampler = _sampler(self.settled, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
         self.flops_per_sample = flops(model, self.task, said.precision)
-        self.engine = Engine(
-            model,
-            self._loss,
-            comm,
-            optimizer,
-            layout=said.layout,
-            seed=said.seed,
-            precision=said.precision,
-            reproducible=said.reproducible,
-            clip=said.clip or None,
-            bucket_bytes=said.bucket_bytes,
-            check_every=said.check_every,
-            device=device,
-            trace=trace,
-        )
+        self.engine = way_of(said).engine(job, self.settled)
 
     @property
     def done(self) -> int:
@@ -264,7 +255,7 @@ def prepare(said: Settings, ranks: int) -> tuple[Task, Sequential, Optimizer]:
     ValueError
         If a setting has no meaning, or they do not fit each other; it names the setting.
     """
-    check(said)
+    check(said, ranks)
     task = datasets.load(said.data, seed=said.seed, length=said.length)
     family = said.model.partition(":")[0]
     if (task.kind == "bytes") != (family == "gpt"):
@@ -281,9 +272,9 @@ def prepare(said: Settings, ranks: int) -> tuple[Task, Sequential, Optimizer]:
     return task, model, optimizer_of(said, steps_of(said, task))
 
 
-def check(said: Settings) -> None:
+def check(said: Settings, ranks: int) -> None:
     """Raise ValueError for a setting out of range."""
-    for name, table in (("layout", LAYOUTS), ("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+    for name, table in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
         if getattr(said, name) not in table:
             raise ValueError(f"{name}: expected one of {', '.join(table)}, found {getattr(said, name)!r}")
     for name, least in LEAST.items():
@@ -293,10 +284,12 @@ def check(said: Settings) -> None:
     for name in ("dropout", "momentum", "beta2"):
         if getattr(said, name) >= 1:
             raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(said, name):g}")
+    way_of(said).check(said, ranks)
 
 
 NONE_BELOW = "rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every"
-LEAST = dict.fromkeys(("batch", "micro_batch", "accumulate", "length", "bucket_bytes"), 1)
+ONE = "batch micro_batch accumulate length bucket_bytes stages microbatches virtual memory"
+LEAST = dict.fromkeys(ONE.split(), 1)
 LEAST |= dict.fromkeys(NONE_BELOW.split(), 0)
 """The smallest value that a setting can have."""
 
@@ -314,7 +307,8 @@ def _with_channel(task: Task) -> Task:
 
 
 def _sampler(said: Settings, task: Task, ranks: int) -> Sampler:
-    return Sampler(len(task.train), said.batch, said.micro(ranks), said.seed)
+    workers = way_of(said).workers(said, ranks)
+    return Sampler(len(task.train), said.batch, said.micro(workers), said.seed)
 
 
 def steps_of(said: Settings, task: Task) -> int:

@@ -24,7 +24,7 @@ FLOORS = {
     "parallel.pipeline.numbers parallel.pipeline.actions parallel.pipeline.placement parallel.pipeline.schedules "
     "parallel.pipeline.plan parallel.pipeline.lowering parallel.pipeline.faults parallel.pipeline.simulate "
     "parallel.pipeline.memory parallel.pipeline.formulas parallel.pipeline.draw parallel.pipeline.partition "
-    "parallel.pipeline.search",
+    "parallel.pipeline.search parallel.pipeline.excerpts parallel.pipeline.division",
     7: "parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
