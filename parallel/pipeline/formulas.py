@@ -82,7 +82,8 @@ def deviations(
     says, plan = FORMULAS[name], timeline.plan
     p, m, v = plan.stages, microbatches, Fraction(plan.placement.parts, plan.stages)
     group = -(-m // max(1, m // p))
-    letters = dict(p=p, m=m, n=plan.microbatches // m, v=v, g=group, F=forward, B=backward, W=weights)
+    letters: dict[str, Number] = {"p": p, "m": m, "n": plan.microbatches // m, "v": v, "g": group}
+    letters |= {"F": forward, "B": backward, "W": weights}
     if not evaluate(says.holds, **letters):
         return []
     found = []
