@@ -62,7 +62,7 @@ class Naive:
 
     def spans(self) -> list[Span]:
         """What this rank updates."""
-        return [Span(0, self._context.flat.length)] if self._context.flat.length else []
+        return [self._context.flat.span] if self._context.flat.length else []
 
     def ready(self, sum_: Plain | Canonical) -> None:
         """The next bucket in line has its last gradient."""
@@ -134,7 +134,7 @@ class Naive:
             self.ready(self.sums[self._next - 1])
 
     def _view(self, span: Span) -> Array:
-        return self.vector[span.start : span.stop]
+        return self.vector[self._context.flat.within(span)]
 
     def _blocking(self, what: str, sum_: Plain | Canonical) -> None:
         self.started += 1

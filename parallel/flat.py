@@ -53,8 +53,9 @@ class Flat:
     ----------
     places : tuple of Place
         In order of units, and within a unit in order of attributes.
-    length : int
-        Elements of the whole vector, with filling.
+    span : Span
+        From the first element to behind the last, filling included.
+    by_name : dict of str to Place
     """
 
     def __init__(self, model: Operator):
@@ -63,12 +64,31 @@ class Flat:
             length = -(-parameter.size // BLOCK) * BLOCK
             places.append(Place(parameter, Span(place, place + length)))
             place += length
-        self.places = tuple(places)
-        self.length = place
-        self.by_name = {place.parameter.name: place for place in places}
+        self._hold(places)
 
-    def bind(self, vector: Any, places: Iterable[Place] | None = None, start: int = 0) -> None:
+    def _hold(self, places: Iterable[Place]) -> None:
+        self.places = tuple(places)
+        self.span = Span(self.places[0].span.start, self.places[-1].span.stop) if self.places else Span(0, 0)
+        self.by_name = {place.parameter.name: place for place in self.places}
+
+    @property
+    def length(self) -> int:
+        """Elements, with filling."""
+        return self.span.size
+
+    def part(self, places: Iterable[Place]) -> Flat:
+        """Neighbours as a vector of their own, which begins with the first of them; their spans stay what they are."""
+        part = object.__new__(Flat)
+        part._hold(places)
+        return part
+
+    def within(self, span: Span) -> slice:
+        """Where a span lies in an array that holds this vector."""
+        return slice(span.start - self.span.start, span.stop - self.span.start)
+
+    def bind(self, vector: Any, places: Iterable[Place] | None = None, start: int | None = None) -> None:
         """Let parameters' values be views of `vector`, which holds the flat vector from element `start` on."""
+        start = self.span.start if start is None else start
         for parameter, span in self.places if places is None else places:
             parameter.data = self.view(vector, parameter, span.start - start)
 
@@ -79,7 +99,7 @@ class Flat:
 
     def initialise(self, vector: Any, seed: int, span: Span | None = None) -> None:
         """Write the first values of a span (by default of all) into `vector`, which is as long as the span."""
-        span = Span(0, self.length) if span is None else span
+        span = self.span if span is None else span
         vector[...] = 0
         for parameter, place in self.places:
             start, stop = max(span.start, place.start), min(span.stop, place.start + parameter.size)

@@ -76,8 +76,14 @@ def joined(marks: Iterable[int]) -> int:
     return sum(marks) % _MARKS
 
 
-def compare(comm: MPI.Intracomm, flat: Flat, step: int) -> None:
-    """Raise on all ranks if some parameter's bits differ, naming the first such tensor and the ranks. Collective."""
+def compare(comm: MPI.Intracomm, flat: Flat, step: int, whole: MPI.Intracomm | None = None) -> None:
+    """Raise on all ranks if some parameter's bits differ, naming the first such tensor and the ranks. Collective.
+
+    Parameters
+    ----------
+    whole
+        The communicator that ranks are numbered by; by default `comm` itself.
+    """
     digests = [_digest(_bytes(place.parameter.data)) for place in flat.places]
     everyone = comm.allgather(_digest(b"".join(digests)))
     if len(set(everyone)) == 1:
@@ -86,12 +92,14 @@ def compare(comm: MPI.Intracomm, flat: Flat, step: int) -> None:
     for at, place in enumerate(flat.places):
         column = [digests[at] for digests in columns]
         if len(set(column)) > 1:
+            ranks = list(range(len(column)))
+            numbers = comm.Get_group().Translate_ranks(ranks, (whole or comm).Get_group())
             usual = max(column, key=column.count)
-            others = [rank for rank, digest in enumerate(column) if digest != usual]
+            others = [number for number, digest in zip(numbers, column) if digest != usual]
             who = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
             raise Diverged(
                 f"after step {step} parameter {place.parameter.name} of {who} "
-                f"differs from that of rank {column.index(usual)}"
+                f"differs from that of rank {numbers[column.index(usual)]}"
             )
 
 

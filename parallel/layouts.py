@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from parallel.context import Context
 from parallel.data import contiguous, interleaved
 from parallel.data_parallel import Bucketed, Naive, Overlapped
+from parallel.flat import Span, shards
 from parallel.weights import Gathered, Whole
 from parallel.zero import Stage1, Stage2, Stage3
 
@@ -32,6 +33,13 @@ class Layout(NamedTuple):
     share: Callable[[int, int, int], range]
     divided: bool
     drawn: bool
+
+    def spans(self, context: Context, gradients: Any) -> list[list[Span]]:
+        """Rank by rank, spans that make up the whole vector together: of what each has the sum of gradients."""
+        ranks = range(context.plan.ranks)
+        if self.divided:
+            return [[bucket.parts[rank] for bucket in gradients.buckets] for rank in ranks]
+        return [[span] for span in shards(context.flat.span, len(ranks))]
 
 
 def _everywhere(context: Context, gradients: Any) -> Whole:

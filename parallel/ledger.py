@@ -68,10 +68,14 @@ def predict(plan: Plan, layout: str, states: int, everyone: Numbers) -> Counter[
     everyone : sequence of tuple of int
         The micro-batches of every rank; they count in reproducible training only.
     """
+    return predict_part(plan, layout, states, everyone) + Counter(buffers=plan.flat.length // BLOCK * 8)
+
+
+def predict_part(plan: Plan, layout: str, states: int, everyone: Numbers) -> Counter[str]:
+    """The same of a part of the vector, without the block sums, which are of all of it."""
     wide, master = plan.precision.wide.itemsize, plan.precision.master
     bytes_, own = FORMULAS[layout](plan, everyone)
     bytes_["optimizer"] = own * wide * (states + master)
-    bytes_["buffers"] += plan.flat.length // BLOCK * 8
     return bytes_
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +47,12 @@ class Memory:
     def __init__(self, comm: Communicator, device: str = "cpu"):
         self.comm, self.xp = comm, namespace(device)
         self.allocated: Counter[str] = Counter()
+
+    def among(self, comm: Communicator) -> Memory:
+        """Vectors that some other ranks see, on the same account."""
+        other = copy(self)
+        other.comm = comm
+        return other
 
     def own(self, kind: str, size: int, dtype: Any) -> Any:
         """A vector of this rank's."""

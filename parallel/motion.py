@@ -1,4 +1,4 @@
-"""One micro-batch on its way through the units, forward and backward, on a rank that has one, has none, or has failed.
+"""One micro-batch on its way through units, forward and backward, on a rank that has one, has none, or has failed.
 
 A rank without a micro-batch, and one whose model has raised an exception, keep walking with the others, so that nobody
 waits for them in vain; what went wrong is told when all have arrived.
@@ -6,10 +6,10 @@ waits for them in vain; what went wrong is told when all have arrived.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from parallel.nn.operator import Array, Operator, Run, Sink, nbytes_of
+from parallel.nn.operator import Array, Operator, Parameter, Run, Sink, nbytes_of
 
 
 class Motion:
@@ -18,7 +18,7 @@ class Motion:
     Parameters
     ----------
     x, y : array or None
-        Inputs and targets.
+        Inputs and targets. Who has only some of the model's units, has as inputs what the units before them made.
     run : Run
     loss : loss operator
 
@@ -57,9 +57,23 @@ class Motion:
 
         self._try(go)
 
-    def nbytes(self) -> int:
-        """Bytes of what is alive between forward and backward."""
-        return nbytes_of((self._x, self._y, self.saved, self._of_loss))
+    def give(self) -> Array:
+        """What the units have made, for whoever has the next ones."""
+        y, self._x = self._x, None
+        return y
+
+    def take(self, dy: Array) -> None:
+        """The gradient of what the units have made, from whoever has the next ones."""
+        self._dy = None if self.problem else dy
+
+    def give_back(self) -> Array:
+        """The gradient of the inputs, for whoever has made them."""
+        dx, self._dy = self._dy, None
+        return dx
+
+    def nbytes(self, made: Array = None) -> int:
+        """Bytes of what is alive between forward and backward; with what was `made` and given away."""
+        return nbytes_of((self._x, self._y, self.saved, self._of_loss, made))
 
     def turn(self, scale: float) -> None:
         """From the loss, times `scale`, to the gradient of the last unit's result."""
@@ -78,6 +92,16 @@ class Motion:
 
         self._try(go)
 
+    def settle(self, later: Iterable[tuple[Parameter, Callable[[Array], object]]], grads: Sink) -> None:
+        """Hand in gradients that were put off."""
+        if self.problem is not None:
+            return
+        try:
+            for parameter, compute in later:
+                grads(parameter, compute)
+        except Exception as error:
+            self._fail(error)
+
     def measure(self, measure: Callable[[Array, Array], float]) -> float:
         """What a function of scores and targets says; 0 where there are none."""
         measured = 0.0
@@ -95,9 +119,12 @@ class Motion:
         try:
             go()
         except Exception as error:
-            self.problem = error
-            self.saved.clear()
-            self._dy = self._of_loss = None
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.problem = error
+        self.saved.clear()
+        self._x = self._dy = self._of_loss = None
 
 
 def nobody() -> Motion:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+PIPELINED_PARTS = 8
+"""Micro-batches of a step in each pipeline, in a training that does not say how many."""
+
 REPRODUCIBLE_PARTS = 8
 """Micro-batches of a step in a reproducible training that does not say how many: the same for any number of ranks."""
 
@@ -59,6 +62,15 @@ class Settings:
         Of a bucket of gradients.
     pool : bool
         Whether ranks draw the micro-batches of a step as they get ready.
+    stages, microbatches, virtual : int or None
+        Of a pipeline: ranks one behind the other; micro-batches of a step; parts of the model on each stage, where the
+        schedule leaves them open.
+    mesh : str or None
+        Names of axes, and ranks along them.
+    cuts : str or None
+        The units with which a pipeline's parts begin, and how many units there are.
+    memory : float or None
+        Bytes that a stage may take, where the schedule is to be found.
     """
 
     data: str = "digits"
@@ -85,6 +97,12 @@ class Settings:
     check_every: int = 0
     bucket_bytes: int = 4 << 20
     pool: bool = False
+    stages: int | None = None
+    microbatches: int | None = None
+    virtual: int | None = None
+    mesh: str | None = None
+    cuts: str | None = None
+    memory: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -100,12 +118,13 @@ class Settings:
         """
         if self.micro_batch is not None:
             return self.micro_batch
-        if self.accumulate is not None:
-            parts = self.accumulate * ranks
+        each = self.accumulate if self.microbatches is None else self.microbatches
+        if each is not None:
+            parts = each * ranks
         elif self.reproducible:
             parts = REPRODUCIBLE_PARTS
         else:
-            parts = POOLED_PARTS * ranks if self.pool else ranks
+            parts = ranks * (PIPELINED_PARTS if self.layout.startswith("pp") else POOLED_PARTS if self.pool else 1)
         return -(-self.batch // parts)
 
 
@@ -115,8 +134,11 @@ KINDS |= {f"{name} | None": (*kinds, type(None)) for name, kinds in KINDS.items(
 
 NAMES = tuple(field.name for field in fields(Settings))
 
-INSTEAD = (("steps", "epochs"), ("micro_batch", "accumulate"))
-"""Pairs of which one is enough: whoever says the one does not want the other, where less is said."""
+INSTEAD = (("steps", "epochs"), ("micro_batch", "accumulate", "microbatches"), ("mesh", "stages"))
+"""Of which one is enough: whoever says the one does not want the others, where less is said."""
+
+OF_PIPELINES = ("stages", "microbatches", "virtual", "mesh", "cuts", "memory")
+"""What nobody wants any more who says another layout than before."""
 
 
 def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Settings:
@@ -129,7 +151,10 @@ def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     >>> complete({"epochs": 3}, before={"steps": 100, "seed": 7}).steps is None
     True
     """
-    said = _over({name: value for name, value in said.items() if value is not None}, before or {})
+    before, said = dict(before or {}), {name: value for name, value in said.items() if value is not None}
+    if said.get("layout", before.get("layout")) != before.get("layout"):
+        before = {name: value for name, value in before.items() if name not in OF_PIPELINES}
+    said = _over(said, before)
     said = _over(said, {"data": Settings.data})
     said = _over(said, {"model": "gpt" if _is_text(said["data"]) else Settings.model})
     family, _, size = said["model"].partition(":")
@@ -142,7 +167,7 @@ def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
 
 
 def _over(said: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    gone = {name for pair in INSTEAD for name in pair if any(one in said for one in pair)}
+    gone = {name for some in INSTEAD for name in some if any(one in said for one in some)}
     return {name: value for name, value in below.items() if name not in gone} | dict(said)
 
 

@@ -123,6 +123,8 @@ class Training:
     Attributes
     ----------
     task : Task
+    settled : Settings
+        With what the settings leave open, where the layout leaves something open.
     engine : Trains
         As the layout has it: `parallel.ways`.
     sampler : Sampler
@@ -141,15 +143,18 @@ class Training:
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
         self._optimizer = optimizer
         self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
-        self.sampler = _sampler(said, self.task, comm.Get_size())
+        job = Job(model, self._loss, comm, optimizer, device, trace)
+        data = self.task.train
+        self.settled = way_of(said).settle(job, said, lambda count: data.take(np.arange(count) % len(data)))
+        self.sampler = _sampler(self.settled, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
         self.flops_per_sample = flops(model, self.task, said.precision)
-        job, way = Job(model, self._loss, comm, optimizer, device, trace), way_of(said)
+        way = way_of(said)
         if device == "cpu":
             parts = -(-said.batch // self.sampler.micro_batch)
             rows = min(self.sampler.micro_batch, said.batch, len(self.task.train))
             machine.expect_room(comm, way.forecast(job, said, *specs(self.task, said.precision, rows), parts))
-        self.engine = way.engine(job, said)
+        self.engine = way.engine(job, self.settled)
         self._pool = Pool(comm) if said.pool else None
 
     @property
@@ -309,7 +314,8 @@ def check(said: Settings, ranks: int) -> None:
 
 
 NONE_BELOW = "rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every"
-LEAST = dict.fromkeys(("batch", "micro_batch", "accumulate", "length", "bucket_bytes"), 1)
+ONE = "batch micro_batch accumulate length bucket_bytes stages microbatches virtual memory"
+LEAST = dict.fromkeys(ONE.split(), 1)
 LEAST |= dict.fromkeys(NONE_BELOW.split(), 0)
 """The smallest value that a setting can have."""
 

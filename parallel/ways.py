@@ -16,11 +16,14 @@ from parallel.ledger import Ledger, predict, predict_activations
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Array, Spec
 from parallel.optim import Optimizer
+from parallel.pipeline import way as pipelines
+from parallel.pipeline.engine import Pipeline
+from parallel.pipeline.way import Take
 from parallel.plan import Plan
 from parallel.precision import PRECISIONS
 from parallel.record import Event
 from parallel.report import Evaluation, Report
-from parallel.settings import Settings
+from parallel.settings import OF_PIPELINES, Settings
 from parallel.stretches import Stretch
 
 
@@ -30,10 +33,11 @@ class Trains(Protocol):
     Where the way has the setting `pool`, `step` takes `drawn` as well.
     """
 
-    flat: Flat
     ledger: Ledger
     steps: int
 
+    @property
+    def flat(self) -> Flat: ...
     @property
     def events(self) -> list[Event]: ...
     def share(self, micro_batches: int) -> range: ...
@@ -70,6 +74,8 @@ class Way(NamedTuple):
         Raises ValueError, which names the setting, for what this way cannot do.
     workers : callable (settings, ranks) -> int
         How many of the ranks share the samples of a step.
+    settle : callable (job, settings, take) -> settings
+        What was left open is decided; ``take(n)`` gives n samples to try. Collective.
     settings : names
         Of settings that not every way has.
     forecast : callable (job, settings, x, y, micro-batches) -> bytes by kind
@@ -80,6 +86,7 @@ class Way(NamedTuple):
     engine: Callable[[Job, Settings], Trains]
     check: Callable[[Settings, int], None] = lambda said, ranks: None
     workers: Callable[[Settings, int], int] = lambda said, ranks: ranks
+    settle: Callable[[Job, Settings, Take], Settings] = lambda job, said, take: said
     settings: tuple[str, ...] = ()
     forecast: Callable[[Job, Settings, Spec, Spec, int], Counter[str]] = lambda job, said, x, y, parts: Counter()
 
@@ -121,10 +128,19 @@ def _forecast(job: Job, said: Settings, x: Spec, y: Spec, parts: int) -> Counter
     return forecast
 
 
+def _stages(job: Job, said: Settings) -> Pipeline:
+    return pipelines.engine(said, job.comm, job.model, job.loss, job.optimizer, job.device, job.trace)
+
+
+def _cut(job: Job, said: Settings, take: Take) -> Settings:
+    return pipelines.settle(said, job.comm, job.model, job.loss, job.optimizer, take, job.device)
+
+
 WAYS = {
     name: Way(_replicas, settings=("pool",) if layout.drawn else (), forecast=_forecast)
     for name, layout in LAYOUTS.items()
 }
+WAYS["pp"] = Way(_stages, pipelines.check, pipelines.workers, _cut, OF_PIPELINES)
 
 
 def way_of(said: Settings) -> Way:

@@ -35,7 +35,7 @@ class Whole:
         self._context, self._buckets = context, buckets
         self.vector = context.memory.seen("parameters", context.flat.length, context.storage)
         context.flat.bind(self.vector)
-        self.own = [(span, self.vector[span.start : span.stop]) for span in spans]
+        self.own = [(span, self.vector[context.flat.within(span)]) for span in spans]
 
     def begin(self, path: Sequence[int]) -> None:
         """A way through the units begins."""
@@ -50,7 +50,7 @@ class Whole:
         """Everyone's own weights have changed."""
         for bucket in self._buckets:
             with self._context.recorder("communication", "allgather", bucket=bucket.number):
-                run = self.vector[bucket.span.start : bucket.span.stop]
+                run = self.vector[self._context.flat.within(bucket.span)]
                 self._context.comm.Allgatherv(MPI.IN_PLACE, [run, bucket.counts])
 
     def close(self) -> None:

@@ -105,12 +105,18 @@ def parser() -> launch.Parser:
     several = made.add_mutually_exclusive_group().add_argument
     several("--accumulate", type=int, metavar="K", help="micro-batches of each rank in a step (default 1)")
     several("--micro-batch", type=int, metavar="N", help="samples that go through the model at once")
+    several("--microbatches", type=int, metavar="M", help="micro-batches of a step in each pipeline (default 8)")
     ends = made.add_mutually_exclusive_group().add_argument
     ends("--epochs", type=float, metavar="N", help="passes over the data")
     ends("--steps", type=int, metavar="N", help="steps in all, those before a restart among them")
 
     add = made.add_argument_group("where and how it runs").add_argument
     add("--parallel", dest="layout", metavar="LAYOUT", help=f"what each rank does: {', '.join(WAYS)} (default dp)")
+    add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")
+    add("--virtual", type=int, metavar="V", help="parts of the model on each stage, of pp:interleaved")
+    add("--mesh", metavar="AXES", help="stages and their replicas, as in dp=2,pp=2 or zero1=2,pp=4; neighbours last")
+    add("--cuts", metavar="UNITS", help="where parts begin and the model ends, as in 0,2,5 (default: as measured)")
+    add("--memory", type=float, metavar="BYTES", help="that a stage may take, for pp:auto")
     add("--precision", choices=list(PRECISIONS), help="of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     either: Any = {"action": argparse.BooleanOptionalAction, "default": None}
@@ -189,7 +195,9 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     batch = f"batch {chosen.batch} in micro-batches of {training.sampler.micro_batch}"
     say(f"{training.task.name}: {len(training.task.train)} samples, {len(training.task.test)} for the test")
     say(f"{chosen.model}: {short(parameters)} parameters, {chosen.precision}, {chosen.optimizer}, {batch}")
-    say(f"{chosen.layout} on {ranks_in_words(comm.Get_size(), threads)}, {training.steps} steps")
+    settled = training.settled
+    parts = f", parts begin at units {settled.cuts.rpartition(',')[0]}" if settled.cuts else ""
+    say(f"{settled.layout} on {ranks_in_words(comm.Get_size(), threads)}{parts}, {training.steps} steps")
     return training
 
 

@@ -1,7 +1,7 @@
 """Do all layouts end in the same parameters, bit for bit?
 
 python scripts/verify_layouts.py
-python scripts/verify_layouts.py --model gpt --ranks 1,2,4 --layouts dp,zero3
+python scripts/verify_layouts.py --model gpt --ranks 1,2,4 --layouts dp,zero3,pp:1f1b,pp:zb-h1
 
 Each line of the table is a training of its own by scripts/train.py --reproducible, under an mpiexec of its own, with
 the same micro-batches and global batch; what is compared is the checkpoint at its end, weights and the optimiser's
@@ -26,6 +26,9 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.checkpoint import all_in, tensors_in
+from parallel.layouts import LAYOUTS
+from parallel.pipeline.plan import build
+from parallel.pipeline.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = 4
@@ -36,6 +39,12 @@ MODELS = {
     "gpt": ["--data", "copy", "--model", "gpt:tiny", "--length", "16", "--batch", "16", "--dropout", "0.1"],
 }
 """What is trained, in options of train.py."""
+
+UNITS = {"mlp": 2, "gpt": 4}
+"""Of how many units each is: no pipeline can have more parts."""
+
+PIPELINES = [f"pp:{name}" for name, entry in SCHEDULES.items() if entry.version is None]
+"""The schedules whose gradients are those of one rank."""
 
 VARIANTS = (("--recompute",), ("--bucket-bytes", "16384"))
 """What must not matter either. Small buckets are several, so that there is something to overlap."""
@@ -50,20 +59,35 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         words = [option.removeprefix("--").replace("bucket-bytes", "buckets of") for option in self.options]
-        return f"{self.layout:10} {self.ranks:2} rank{'s' if self.ranks > 1 else ' '}  {' '.join(words)}".rstrip()
+        words = [word for word in words if word != "mesh"]
+        return f"{self.layout:14} {self.ranks:2} rank{'s' if self.ranks > 1 else ' '}  {' '.join(words)}".rstrip()
 
 
-def table(ranks: list[int], layouts: list[str]) -> list[Line]:
+def table(model: str, ranks: list[int], layouts: list[str]) -> list[Line]:
     """Every layout on every number of ranks; recomputing and small buckets on the largest.
 
-    Accumulation needs no line of its own: with fewer ranks than micro-batches each rank has several.
+    Pipelines are as long as there are ranks, and half as long with two replicas. Accumulation needs no line of its own:
+    with fewer ranks than micro-batches each rank has several.
     """
     lines = [Line(1, "dp")]
     for size in ranks:
-        lines += [line for name in layouts if (line := Line(size, name)) not in lines]
+        lines += [line for name in layouts for line in _lines(model, size, name) if line not in lines]
     for name in layouts:
-        lines += [Line(max(ranks), name, options) for options in VARIANTS]
+        longest = _lines(model, max(ranks), name)[-1:]
+        lines += [line._replace(options=line.options + more) for line in longest for more in VARIANTS]
     return lines
+
+
+def _lines(model: str, size: int, name: str) -> list[Line]:
+    """A layout on so many ranks, as far as the model has units enough."""
+    if name not in PIPELINES:
+        return [Line(size, name)]
+    meshes = [(f"pp={size}", size)]
+    if size > 2 and size % 2 == 0:
+        meshes += [(f"{replicas}=2,pp={size // 2}", size // 2) for replicas in ("dp", "zero1")]
+    schedule = name.removeprefix("pp:")
+    fit = [mesh for mesh, stages in meshes if build(schedule, stages, 1).placement.parts <= UNITS[model]]
+    return [Line(size, name, ("--mesh", mesh)) for mesh in fit]
 
 
 def find_mpiexec() -> str | None:
@@ -127,7 +151,7 @@ def verify(mpiexec: str, model: str, lines: list[Line], steps: int, limit: float
                 difference = first_difference(reference, found)
                 verdict, good = difference or "the same bits", difference is None
                 shutil.rmtree(found)
-            print(f"{model:5} {line!s:46} {time.perf_counter() - began:6.1f} s  {verdict}", flush=True)
+            print(f"{model:5} {line!s:56} {time.perf_counter() - began:6.1f} s  {verdict}", flush=True)
             yield good
 
 
@@ -137,8 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", choices=[*MODELS, "all"], default="all", help="default all")
     add("--ranks", default="1,2,4", metavar="LIST", help="numbers of ranks (default 1,2,4)")
-    layouts = "dp-naive,dp-bucket,dp,zero1,zero2,zero3"
-    add("--layouts", default=layouts, metavar="LIST", help=f"default {layouts}")
+    layouts = ",".join([*LAYOUTS, *PIPELINES])
+    add("--layouts", default=layouts, metavar="LIST", help=f"default all: {layouts}")
     add("--steps", type=int, default=50, metavar="N", help="default 50")
     add("--limit", type=float, default=120, metavar="SECONDS", help="for each line (default 120)")
     args = parser.parse_args(argv)
@@ -156,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("there is no mpiexec: set MPIEXEC to one")
     verdicts: list[bool] = []
     for model in MODELS if args.model == "all" else [args.model]:
-        verdicts += verify(mpiexec, model, table(ranks, names), args.steps, args.limit)
+        verdicts += verify(mpiexec, model, table(model, ranks, names), args.steps, args.limit)
     print(f"{sum(verdicts)} of {len(verdicts)} trainings of {args.steps} steps are as they should be")
     return 0 if all(verdicts) else 1
 

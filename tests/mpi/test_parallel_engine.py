@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 from mpi4py import MPI
+from states import differing, whole
 
 from collectives import Communicator
 from collectives.requests import under_way
@@ -41,28 +42,11 @@ def engine(comm, layout="dp", model=None, optimizer=None, **settings):
     return Engine(model or tiny.model(), tiny.Squares(), comm, optimizer, layout=layout, **settings)
 
 
-def whole(comm, made):
-    """All tensors of the state, put together from the stretches of all ranks; every element comes from one."""
-    tensors = {}
-    for stretches in comm.allgather([(s.name, s.shape, s.start, s.array.copy()) for s in made.stretches() if s.mine]):
-        for name, shape, start, values in stretches:
-            tensor, times = tensors.setdefault(name, (np.zeros(math.prod(shape)), np.zeros(math.prod(shape), int)))
-            tensor[start : start + len(values)] = values
-            times[start : start + len(values)] += 1
-    assert all((times == 1).all() for _, times in tensors.values())
-    return {name: tensor for name, (tensor, _) in tensors.items()}
-
-
 def trained(comm, layout, steps=STEPS, **settings):
     """The state, the reports and an evaluation after some steps."""
     with engine(comm, layout, **settings) as made:
         reports = [made.step(tiny.batches(made.share(count), step)) for step, count in enumerate(steps)]
         return whole(comm, made), reports, made.evaluate(tiny.batches(made.share(5), 99), lambda scores, y: len(y))
-
-
-def differing(one, other):
-    assert one.keys() == other.keys()
-    return [name for name in one if not np.array_equal(one[name], other[name])]
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +330,7 @@ def test_a_gradient_that_is_no_number(comm, layout, clip):
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
     """Squares of every block are finite, their sum is not: no step is made, least of all one of length 0."""
-    monkeypatch.setattr("parallel.engine.block_squares", lambda gradient: np.full(len(gradient) // BLOCK, 1e308))
+    monkeypatch.setattr("parallel.holdings.block_squares", lambda gradient: np.full(len(gradient) // BLOCK, 1e308))
     with engine(comm, precision="fp64", clip=clip) as made:
         with pytest.raises(StepFailed, match=r"nothing was updated; the norm of the gradient is not finite in step 0"):
             made.step(tiny.batches(made.share(2)))

@@ -39,6 +39,8 @@ PYTHON_LANGUAGES, SHELL_LANGUAGES = ("python",), ("console", "bash", "sh")
 CHEAP = {
     "scripts/prove.py": [],
     "scripts/draw_schedule.py": [],
+    "scripts/draw_pipeline.py": [],
+    "scripts/prove_pipeline.py": ["--stages", "3", "--microbatches", "4", "--jobs", "1"],
     "scripts/document_algorithms.py": [],
     "scripts/simulate.py": ["--up-to", "64", "--sizes", "8,1M"],
     "scripts/trace.py": [],

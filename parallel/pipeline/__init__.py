@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules are lists of actions, proved and timed by one simulator, executed by one runner."""

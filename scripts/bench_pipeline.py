@@ -1,0 +1,148 @@
+"""Is a pipeline's bubble what the simulator says? Every schedule with stages that sleep for a known time.
+
+mpirun -n 4 python scripts/bench_pipeline.py
+mpirun -n 2 python scripts/bench_pipeline.py --schedules 1f1b,zb-h1 --microbatches 16 --milliseconds 5
+
+Messages are real, and as long as --bytes says; computing is replaced by sleeping, so that ranks may be more than cores.
+The idle share is that of all ranks' time from the common start to the last end. Each schedule runs several times,
+and the median counts. With stages that do nothing at all it is seen what the runner itself takes for an action.
+
+Exit status 1 if an idle share is more than 10 % off, or an action takes 30 microseconds or more.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
+
+import argparse
+import time
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from benchlib import launch
+from benchlib.launch import at_least, say
+from parallel.nn.operator import Spec
+from parallel.pipeline.lowering import lower
+from parallel.pipeline.plan import Plan, build
+from parallel.pipeline.runner import Runner, deeds
+from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.simulate import Times, simulate
+from parallel.record import Recorder
+
+TOLERANCE = 0.10
+"""Of the simulated idle share."""
+
+MOST = 30e-6
+"""Seconds that the runner may take for an action."""
+
+
+class Sleeping:
+    """A stage's work, of which there is none but time."""
+
+    def __init__(self, seconds: float, nbytes: int):
+        self._seconds, self._form = seconds, Spec((nbytes,), np.dtype(np.uint8))
+        self._array = np.zeros(nbytes, np.uint8)
+
+    def made(self, part: int, microbatch: int) -> Spec:
+        return self._form
+
+    def forward(self, chunk: int, microbatch: int, x: Any) -> Any:
+        return self._sleep(1)
+
+    def backward(self, chunk: int, microbatch: int, dy: Any, whole: bool) -> Any:
+        return self._sleep(2 if whole else 1)
+
+    def weights(self, chunk: int, microbatch: int) -> None:
+        self._sleep(1)
+
+    def update(self, chunk: int, number: int) -> None:
+        """Takes no time."""
+
+    def _sleep(self, times: int) -> np.ndarray:
+        if self._seconds:
+            time.sleep(times * self._seconds)
+        return self._array
+
+
+class Run(NamedTuple):
+    """One run of all stages: seconds from the common start to the last end; computing, and waiting, on this stage."""
+
+    whole: float
+    computing: float
+    waiting: float
+
+
+def run(comm: MPI.Intracomm, plan: Plan, seconds: float, nbytes: int) -> Run:
+    """Carry out a plan."""
+    recorder = Recorder()
+    runner, line = Runner(comm, recorder), deeds(plan, comm.Get_rank())
+    work = Sleeping(seconds, nbytes)
+    comm.Barrier()
+    began = time.perf_counter()
+    runner.run(line, work)
+    whole = time.perf_counter() - began
+    return Run(whole, recorder.seconds["compute"], recorder.seconds["communication"])
+
+
+def idle(comm: MPI.Intracomm, plan: Plan, args: argparse.Namespace) -> float:
+    """The share of all stages' time in which they do not compute, measured."""
+    shares = []
+    for _ in range(args.times):
+        mine = run(comm, plan, args.milliseconds / 1e3, args.bytes)
+        whole = comm.allreduce(mine.whole, MPI.MAX)
+        shares.append(1 - comm.allreduce(mine.computing) / (whole * comm.Get_size()))
+    return median(shares)
+
+
+def overhead(comm: MPI.Intracomm, plan: Plan, args: argparse.Namespace) -> float:
+    """Seconds for an action that are neither work nor waiting, on the rank that takes longest."""
+    line, taken = plan.actions[comm.Get_rank()], []
+    for _ in range(args.times):
+        mine = run(comm, plan, 0.0, args.bytes)
+        taken.append((mine.whole - mine.waiting) / max(1, len(line)))
+    return float(comm.allreduce(median(taken), MPI.MAX))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
+    parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--schedules", default=",".join(SCHEDULES), metavar="NAMES", help="with commas (default all)")
+    add("--microbatches", type=at_least(1, int), default=8, metavar="M", help="default 8")
+    add("--milliseconds", type=at_least(0.0, float), default=20.0, metavar="T", help="of each F, B and W (default 20)")
+    add("--bytes", type=at_least(1, int), default=4096, metavar="N", help="of a message (default 4096)")
+    add("--times", type=at_least(1, int), default=3, metavar="K", help="runs of each (default 3)")
+    args = parser.parse_args(argv)
+    args.names = args.schedules.split(",")
+    if unknown := [name for name in args.names if name not in SCHEDULES]:
+        parser.error(f"--schedules: expected some of {', '.join(SCHEDULES)}, found {', '.join(unknown)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print both tables; 1 if something is out of bounds."""
+    args, comm = parse(argv), MPI.COMM_WORLD.Dup()
+    ranks, good = comm.Get_size(), True
+    say(f"{ranks} stages, {args.microbatches} micro-batches, F, B and W of {args.milliseconds:g} ms each")
+    say(f"{'schedule':14} {'simulated':>10} {'measured':>10} {'apart':>8} {'messages':>9} {'us per action':>14}")
+    for name in args.names:
+        plan = lower(build(name, ranks, args.microbatches))
+        expected = float(simulate(plan, Times()).bubble)
+        found, taken = idle(comm, plan, args), overhead(comm, plan, args)
+        apart = abs(found - expected) / expected if expected else found
+        good = good and apart <= TOLERANCE and taken < MOST
+        messages = sum(plan.messages().values())
+        say(f"{name:14} {expected:10.4f} {found:10.4f} {apart:7.1%} {messages:9} {taken * 1e6:14.1f}")
+    comm.Free()
+    say("all within bounds" if good else f"not all within {TOLERANCE:.0%} and {MOST * 1e6:.0f} us")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    launch.run(main)

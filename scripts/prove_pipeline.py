@@ -1,0 +1,128 @@
+"""Prove every pipeline schedule for every number of stages and micro-batches, and hold it against its formulas.
+
+    python scripts/prove_pipeline.py --stages 16 --microbatches 64
+
+A proof plays all stages: nobody waits for ever, every micro-batch goes forward and back through all parts of the model
+once, messages do not overtake each other, and no weights are used before their time. Idle time and memory are compared
+with the formulas wherever these hold, exactly. Runs in `--jobs` processes of one machine; ends with a status other than
+0 at the first fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
+from itertools import product
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from parallel.pipeline.formulas import FORMULAS, deviations
+from parallel.pipeline.lowering import lower
+from parallel.pipeline.memory import peaks
+from parallel.pipeline.plan import build
+from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.simulate import PlanError, Times, simulate
+
+VIRTUAL, STEPS = (1, 2, 3, 4), (1, 3)
+"""What is tried where a schedule leaves it open."""
+
+TIMES = ((1, 1, 1), (3, 2, 1))
+"""Of F, B and W: whether a plan ends does not depend on them, so every plan is played with one of these."""
+
+
+class Case(NamedTuple):
+    """A schedule for so many stages and micro-batches."""
+
+    name: str
+    stages: int
+    microbatches: int
+    virtual: int | None
+    steps: int
+
+
+def cases(name: str, stages: int, microbatches: int) -> Iterator[Case]:
+    """All that is to be proved of a schedule for so many stages and micro-batches."""
+    takes = inspect.signature(SCHEDULES[name].actions).parameters
+    for virtual, steps in product(VIRTUAL if "virtual" in takes else (None,), STEPS if "steps" in takes else (1,)):
+        yield Case(name, stages, microbatches, virtual, steps)
+
+
+def fault(case: Case) -> str | None:
+    """What is wrong with it."""
+    plan = lower(build(case.name, case.stages, case.microbatches, virtual=case.virtual, steps=case.steps))
+    parts = Fraction(plan.placement.parts, plan.stages)
+    F, B, W = TIMES[case.microbatches // 2 % len(TIMES)]
+    try:
+        timeline = simulate(plan, Times(F / parts, B / parts, W / parts))
+    except PlanError as error:
+        return f"{case}: {error}"
+    wrong = deviations(case.name, timeline, case.microbatches, F, B, W)
+    return f"{case}: {wrong[0]}" if wrong else None
+
+
+def first_fault(name: str, stages: int, microbatches: int) -> tuple[str | None, int]:
+    """The first thing wrong with a schedule for up to so many micro-batches, and how many plans were proved before."""
+    count = 0
+    for number in range(1, microbatches + 1):
+        for case in cases(name, stages, number):
+            found = fault(case)
+            if found:
+                return found, count
+            count += 1
+    return None, count
+
+
+def table(stages: int, microbatches: int) -> str:
+    """What the schedules cost at that number of stages and micro-batches, if F, B and W take one unit each."""
+    lines = [f"{'schedule':<15}{'takes':>8}{'idle':>9}{'keeps at most':>15}{'messages':>10}  idle by the formula"]
+    for name in SCHEDULES:
+        plan = lower(build(name, stages, microbatches))
+        parts = Fraction(plan.placement.parts, plan.stages)
+        timeline = simulate(plan, Times(*[1 / parts] * 3))
+        kept = max(peaks(plan, 1 / parts))
+        formula = f"{FORMULAS[name].idle}{' between steps' * FORMULAS[name].overlapping}" if name in FORMULAS else ""
+        takes, idle, count = float(timeline.makespan), float(timeline.bubble), len(timeline.messages)
+        lines.append(f"{name:<15}{takes:>8g}{idle:>9.1%}{float(kept):>15g}{count:>10}  {formula}".rstrip())
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=16, metavar="P", help="most stages (default 16)")
+    parser.add_argument("--microbatches", type=int, default=64, metavar="M", help="most micro-batches (default 64)")
+    parser.add_argument("--schedule", action="append", choices=list(SCHEDULES), help="only this one")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default one per core)"
+    )
+    arguments = parser.parse_args()
+    for what in ("stages", "microbatches", "jobs"):
+        if getattr(arguments, what) < 1:
+            parser.error(f"--{what} must be at least 1")
+    began, proved = time.perf_counter(), 0
+    names = arguments.schedule or list(SCHEDULES)
+    todo = [(name, stages, arguments.microbatches) for stages in range(arguments.stages, 0, -1) for name in names]
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        answers = pool.map(first_fault, *zip(*todo))
+        for found, count in tqdm(answers, desc="proving", total=len(todo), disable=None):
+            proved += count
+            if found:
+                print(found, file=sys.stderr)
+                pool.shutdown(cancel_futures=True)
+                return 1
+    print(f"At {arguments.stages} stages and {arguments.microbatches} micro-batches, F, B and W one unit each:\n")
+    print(table(arguments.stages, arguments.microbatches))
+    seconds = time.perf_counter() - began
+    up_to = f"up to {arguments.stages} stages and {arguments.microbatches} micro-batches"
+    print(f"\nproved {proved} plans of {len(names)} schedules for {up_to} in {seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""A pipeline by its settings, the pieces of a plan, and how the vector is divided among stages."""
+
+import numpy as np
+import pytest
+import tiny
+
+from parallel.flat import Flat
+from parallel.nn.compose import Sequential
+from parallel.pipeline.division import checked_cuts, divide
+from parallel.pipeline.engine import even_cuts
+from parallel.pipeline.excerpts import fewer, forwards
+from parallel.pipeline.lowering import lower
+from parallel.pipeline.measure import measure
+from parallel.pipeline.plan import build
+from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.simulate import simulate
+from parallel.pipeline.way import check, mesh_of, microbatches, schedule_of, workers
+from parallel.precision import PRECISIONS
+from parallel.settings import Settings, complete
+
+
+def said(layout="pp:1f1b", **settings):
+    return complete({"layout": layout, "batch": 48, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "mesh", "each"),
+    [
+        ({}, 4, "pp=4,dp=1", 8),
+        ({"stages": 2}, 4, "pp=2,dp=2", 8),
+        ({"stages": 2, "microbatches": 4}, 4, "pp=2,dp=2", 4),
+        ({"mesh": "zero1=2,pp=3", "microbatches": 12}, 6, "zero1=2,pp=3", 12),
+        ({"micro_batch": 6}, 3, "pp=3,dp=1", 8),
+        ({"accumulate": 3, "stages": 1}, 2, "pp=1,dp=2", 3),
+        ({"reproducible": True, "stages": 2}, 4, "pp=2,dp=2", 4),
+    ],
+)
+def test_ranks_and_micro_batches(settings, ranks, mesh, each):
+    these = said(**settings)
+    check(these, ranks)
+    assert str(mesh_of(these, ranks)) == mesh
+    assert microbatches(these, ranks) == each
+    assert workers(these, ranks) * each * these.micro(workers(these, ranks)) == 48
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"layout": "pp:zb"}, "layout: expected pp: and one of naive"),
+        ({"stages": 3}, "stages: 4 ranks do not divide into pipelines of 3"),
+        ({"mesh": "dp=2,pp=3"}, "is for 6 ranks, found 4"),
+        ({"mesh": "pp=4", "stages": 2}, "stages: 2 are not those of the mesh pp=4"),
+        ({"microbatches": 7}, "a batch of 48 samples does not divide into 7 micro-batches"),
+        ({"microbatches": 5, "stages": 2}, "does not divide into 2 x 5"),
+        ({"micro_batch": 16, "stages": 2}, "3 of a step do not divide among 2 pipelines"),
+        ({"cuts": "0,two"}, "cuts: expected numbers as in 0,2,5"),
+        ({"layout": "pp:auto", "cuts": "0,1"}, "auto finds them"),
+        ({"memory": 1e9}, "memory: a limit is for pp:auto"),
+    ],
+)
+def test_what_does_not_fit(settings, told):
+    with pytest.raises(ValueError, match=told):
+        check(said(**settings), 4)
+
+
+def test_a_file_joins_the_table(tmp_path, monkeypatch):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0BW0\n1F0,1BW0\n")
+    monkeypatch.setattr("parallel.pipeline.way.SCHEDULES", table := dict(SCHEDULES))
+    assert schedule_of(said(f"pp:{path}")) == str(path) and str(path) in table
+    with pytest.raises(OSError, match="nothing"):
+        schedule_of(said("pp:nothing.csv"))
+
+
+def test_another_layout_wants_nothing_of_pipelines():
+    before = {"layout": "pp:zb-h1", "mesh": "dp=2,pp=2", "microbatches": 4, "seed": 7}
+    assert complete({}, before).mesh == "dp=2,pp=2"
+    after = complete({"layout": "dp"}, before)
+    assert after == Settings(**{**vars(after), "mesh": None, "microbatches": None, "seed": 7})
+    assert complete({"stages": 2}, before).mesh is None
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_pieces_of_a_plan_work_out(name, stages):
+    plan = build(name, stages, 6)
+    whole = lower(plan)
+    assert fewer(whole, 6) is whole
+    for count in range(6):
+        some = fewer(whole, count)
+        if plan.placement.routes and count:
+            simulate(some)
+        assert all(action.microbatch < count for line in some.actions for action in line)
+    alone = lower(forwards(plan, 5))
+    seen = [action for line in alone.actions for action in line if action.kind == "F"]
+    assert len(seen) == len(set(seen)) == 5 * plan.placement.parts
+    with pytest.raises(ValueError, match="is planned for up to 6, found 7"):
+        fewer(whole, 7)
+
+
+def test_forwards_of_all_stages_have_one_order():
+    """Whoever goes through all stages' lines by micro-batches in groups meets every F after the one that it needs."""
+    plan = forwards(build("interleaved", 3, 6, virtual=2), 7)
+    done, lines = set(), [list(line) for line in plan.actions]
+    while any(lines):
+        before = len(done)
+        for line in lines:
+            while line:
+                action = line[0]
+                route = plan.placement.route(action.microbatch)
+                part = plan.placement.part[action.stage, action.chunk]
+                if part and (route[part - 1], action.microbatch) not in done:
+                    break
+                done.add(((action.stage, action.chunk), action.microbatch))
+                line.pop(0)
+        assert len(done) > before
+
+
+def test_groups_of_a_tied_model():
+    model = tiny.model(depth=2)
+    flat = Flat(model)
+    groups = divide(flat, model.items, (0, 2, 4), reproducible=True)
+    assert [group.parts for group in groups] == [(0, 1), (0,), (1,)]
+    assert [tensor for group in groups for tensor in group.tensors] == list(flat.places)
+    tied = groups[0]
+    assert tied.tensors[0].parameter.uses == 1  # of two: one in each part
+    assert [tied.leaf(number, part) for number in range(3) for part in (1, 0)] == list(range(6))
+    plan = build("zb-v", 1, 3)
+    assert tied.leaves(plan.placement, 0, (4, 5, 6)) == (8, 9, 10, 11, 12, 13)
+    plan = build("dualpipe", 2, 4)
+    assert tied.leaves(plan.placement, 0, (0, 1)) == (1, 2) and tied.leaves(plan.placement, 1, (0, 1)) == (0, 3)
+
+
+def test_a_tensor_with_three_uses_in_two_parts():
+    first = tiny.Dense(7, 7)
+    model = Sequential([first, tiny.Dense(7, 7, first.weight), tiny.Dense(7, 7, first.weight)])
+    flat = Flat(model)
+    with pytest.raises(ValueError, match=r"0.weight is used 3 times, in parts \[0, 1\]"):
+        divide(flat, model.items, (0, 1, 3), reproducible=True)
+    assert divide(flat, model.items, (0, 1, 3), reproducible=False)[0].parts == (0, 1)
+    assert divide(flat, model.items, (0, 3), reproducible=True)[0].tensors[0].parameter.uses == 3
+
+
+@pytest.mark.parametrize("units", range(1, 9))
+def test_even_cuts(units):
+    for parts in range(1, units + 1):
+        assert checked_cuts(even_cuts(units, parts), units, parts) == even_cuts(units, parts)
+    with pytest.raises(ValueError, match="cannot be cut"):
+        checked_cuts(even_cuts(units, units + 1), units, units + 1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_units_are_measured_and_forgotten(precision):
+    model, recipe = tiny.model(width=16, depth=2), PRECISIONS[precision]
+    flat = Flat(model)
+    x, y = np.zeros((5, 7), recipe.storage), np.zeros((5, 7), recipe.wide)
+    layers = measure(model.items, tiny.Squares(), x, y, recipe, states=2)
+    assert len(layers) == 4 and all(min(layer) >= 0 and layer.seconds > 0 for layer in layers)
+    assert [layer.output for layer in layers] == [5 * 16 * recipe.storage.itemsize] * 3 + [
+        5 * 7 * recipe.storage.itemsize
+    ]
+    assert layers[0].gradients == (7 * 16 + 16) * 4
+    assert layers[0].parameters == (7 * 16 + 16) * sum(recipe.bytes_per_parameter(2).values())
+    assert all(place.parameter._data is None for place in flat.places)

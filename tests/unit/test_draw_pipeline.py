@@ -1,0 +1,142 @@
+"""scripts/draw_pipeline.py: text, pictures, CSV and traces of every schedule; what was measured; wrong requests."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from spans import check
+
+from benchlib import timelines
+from parallel.pipeline.actions import from_csv
+from parallel.pipeline.plan import build
+from parallel.pipeline.schedules import SCHEDULES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(*arguments):
+    return subprocess.run(
+        [sys.executable, "scripts/draw_pipeline.py", *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_as_text():
+    done = script("--schedule", "zb-h1", "--schedule", "1f1b", "--stages", 2, "--microbatches", 3)
+    assert done.returncode == 0 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0] == "zb-h1, 2 stages, 3 micro-batches"
+    assert lines[1] == "takes 10, idle 10.0% (1/10); keeps 2, 2 micro-batches; 6 messages"
+    assert lines[3] == "stage 0  F0 F1 ·  B0 W0 F2 B1 W1 B2 W2"
+    assert "1f1b, 2 stages, 3 micro-batches" in lines
+
+
+@pytest.mark.parametrize("name", ["zb-v", "pipedream"])
+def test_as_a_picture(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "a.png"
+    done = script("--schedule", name, "--message", "1/4", "-o", path)
+    assert done.returncode == 0 and done.stderr == ""
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_as_a_trace(name):
+    """Also when many messages fly at once, nothing in a thread overlaps."""
+    from parallel.pipeline.lowering import lower
+    from parallel.pipeline.simulate import Times, simulate
+
+    timeline = simulate(lower(build(name, 3, 5)), Times(message=4))
+    entries = timelines.entries(timeline, second=1000)
+    check(entries)
+    shown = [entry["name"] for entry in entries if entry["ph"] == "X"]
+    computed = [str(event.action) for line in timeline.computed for event in line]
+    assert sorted(shown) == sorted(
+        computed + [f"{event.action} to stage {timeline.plan.peer(event.action).stage}" for event in timeline.messages]
+    )
+
+
+def test_as_a_table_and_back(tmp_path):
+    table, trace = tmp_path / "mine.csv", tmp_path / "mine.json"
+    assert script("--schedule", "zb-v", "--stages", 3, "--microbatches", 4, "-o", table).returncode == 0
+    assert from_csv(table.read_text()) == build("zb-v", 3, 4).actions
+    done = script("--schedule", table, "--placement", "vee", "-o", trace)
+    assert done.returncode == 0, done.stderr
+    assert "3 stages, 4 micro-batches" in json.loads(trace.read_text())["otherData"]["schedule"]
+
+
+def trace_of(path, steps, missing=()):
+    """A run of two stages and one micro-batch: every step a millisecond for each action, 10 ms between steps."""
+    when = {"0F0": 0, "1F0": 1, "1B0": 2, "1W0": 3, "0B0": 3, "0W0": 4}
+    entries = [{"name": "thread_name", "ph": "M", "ts": 0, "pid": 0, "tid": 0, "args": {"name": "rank 0"}}]
+    for step in range(steps):
+        for name, start in when.items():
+            if name not in missing:
+                stage = int(name[0])
+                for replica in (0, 10):
+                    entries.append(
+                        {"name": name, "ph": "X", "pid": 0, "tid": stage + replica,
+                         "ts": 1000 * (10 * step + start + replica), "dur": 500 * (1 + step)}
+                    )  # fmt: skip
+        entries.append({"name": "allreduce", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 5})
+    path.write_text(json.dumps({"traceEvents": entries}))
+    return path
+
+
+def test_a_step_that_was_measured(tmp_path):
+    band = timelines.measured(trace_of(tmp_path / "a.json", 3), step=1)
+    assert [[str(event.action) for event in line] for line in band.lines] == [
+        ["0F0", "0B0", "0W0"],
+        ["1F0", "1B0", "1W0"],
+    ]
+    assert [event.start for event in band.lines[0]] == pytest.approx([0, 0.003, 0.004])
+    assert [event.end - event.start for event in band.lines[1]] == pytest.approx([0.001] * 3)
+    assert band.title == "measured: 5 ms, idle 40.0%"
+    last = timelines.measured(trace_of(tmp_path / "a.json", 3))
+    assert last.lines[0][0].end == pytest.approx(0.0015)
+
+
+def test_measured_below_simulated(tmp_path):
+    pytest.importorskip("matplotlib")
+    trace, path = trace_of(tmp_path / "a.json", 1), tmp_path / "both.png"
+    done = script("--schedule", "zb-h1", "--stages", 2, "--microbatches", 1, "--measured", trace, "-o", path)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "text, step, told",
+    [
+        ("{", None, "expected a trace"),
+        ("[]", None, "expected a trace"),
+        ('{"traceEvents": [{"name": "allreduce", "ph": "X"}]}', None, "nothing in this trace is named like an action"),
+        (None, 1, "expected one of the 1 steps in this trace, found 1"),
+    ],
+)
+def test_traces_without_such_a_step_are_refused(tmp_path, text, step, told):
+    path = trace_of(tmp_path / "a.json", 1)
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        timelines.measured(path, step)
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ("--schedule 1f1c", "schedule: expected one of naive, gpipe"),
+        ("--schedule 1f1b --stages 0", "stages: expected at least 1, found 0"),
+        ("--schedule 1f1b --virtual 2", "virtual: 1f1b has 1 parts"),
+        ("--schedule 1f1b --forward -1", "-1: expected a number from 0 on"),
+        ("--schedule 1f1b --message 1/0", "1/0: expected a number from 0 on"),
+        ("--schedule 1f1b -o a.txt", "a.txt: expected a name that ends in .png, .svg, .pdf, .json, .csv"),
+        ("--schedule 1f1b --schedule gpipe -o a.csv", "expected one for a .csv, found 2"),
+        ("--schedule nowhere.csv", "No such file or directory: 'nowhere.csv'"),
+        ("--schedule 1f1b --measured nowhere.json", "nowhere.json: expected a trace"),
+    ],
+)
+def test_wrong_requests(arguments, told):
+    done = script(*arguments.split())
+    assert done.returncode == 2 and told in done.stderr
