@@ -142,8 +142,8 @@ class Pipeline(Stepping):
             for (stage, chunk), part in plan.placement.part.items()
             if stage == self._stage(whole.rank)
         }
-        self._line: MPI.Intracomm = MPI.Intracomm(comm).Split(self._replica(whole.rank), self._stage(whole.rank))
-        self._runner = Runner(self._line, context.recorder, context.memory.xp)
+        self._line = MPI.Intracomm(comm).Split(self._replica(whole.rank), self._stage(whole.rank))
+        self._runner = Runner(MPI.Intracomm(self._line), context.recorder, context.memory.xp)
         self._bound: dict[tuple[str, int], tuple[Deed, ...]] = {}
         self._outlines: dict[Spec, list[Outline]] = {}
         self._looked_at: set[tuple[Any, ...]] = set()
