@@ -60,7 +60,7 @@ class Pipeline(Stepping):
     mesh : Mesh or str
         With an axis ``pp``, of the stages, and perhaps one of `REPLICAS`.
     microbatches : int
-        Of a step, in each replica; a step may have fewer.
+        Of a step, in each replica; a step may have fewer. A plan of one's own has its own number.
     virtual : int, optional
         Parts of the model on each stage, where the schedule leaves it open.
     cuts : sequence of int, optional
@@ -97,7 +97,7 @@ class Pipeline(Stepping):
         *,
         schedule: str | Plan = "1f1b",
         mesh: Mesh | str,
-        microbatches: int,
+        microbatches: int = 1,
         virtual: int | None = None,
         cuts: Sequence[int] | None = None,
         seed: int = 0,

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.requests import progress
+from collectives.requests import progress, under_way
 from collectives.transport.wire import pause
 from parallel.memory import to_host
 from parallel.nn.operator import Array, Spec
@@ -150,8 +150,10 @@ class Runner:
         self._recorder.note("communication", "last sends", began, time.perf_counter())
 
     def progress(self) -> None:
-        """Let messages go on, in the midst of a long computation."""
-        if self._coming or self._leaving:
+        """Let messages and sums of gradients go on, in the midst of a long computation."""
+        if under_way:
+            progress()
+        elif self._coming or self._leaving:
             self._comm.Iprobe()
 
     # ------------------------------------------------------------------------------------------ computations
