@@ -116,6 +116,8 @@ class Pipeline(Stepping):
         plan = schedule
         if isinstance(plan, str):
             plan = self._build(plan, self.mesh.sizes[AXIS], microbatches, virtual)
+        if plan.stages != self.mesh.sizes[AXIS]:
+            raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
         flat, units = Flat(model), units_of(model)
         self.cuts = checked_cuts(cuts or even_cuts(len(units), plan.placement.parts), len(units), plan.placement.parts)
         settings = {"mesh": self.mesh, "cuts": self.cuts, "seed": seed, "precision": precision, "clip": clip}
@@ -136,6 +138,7 @@ class Pipeline(Stepping):
             tensor.parameter.dtype = recipe.storage  # elsewhere too: outlines go by it
         context = Context(whole, comm, Memory(comm, device), Recorder(trace))
         self._ours: list[Communicator] = []
+        self._held: dict[int, tuple[int, ...]] = {}
         self._shares = [(group, self._share(context, group)) for group in groups if whole.rank in self._holders(group)]
         self._chunks = {
             chunk: Chunk(part, plan.placement.parts, units[slice(*self.cuts[part : part + 2])], self._of(part))
@@ -190,8 +193,11 @@ class Pipeline(Stepping):
 
     def _holders(self, group: Group) -> tuple[int, ...]:
         """The ranks that have a group."""
-        stages = group.holders(self.plan.placement)
-        return tuple(rank for rank in range(self.mesh.size) if self._stage(rank) in stages)
+        if group.number not in self._held:
+            stages = group.holders(self.plan.placement)
+            ranks = tuple(rank for rank in range(self.mesh.size) if self._stage(rank) in stages)
+            self._held[group.number] = ranks
+        return self._held[group.number]
 
     def _share(self, context: Context, group: Group) -> Part:
         """What this rank has of a group. Collective over those that have it.
@@ -271,9 +277,12 @@ class Pipeline(Stepping):
         if x not in self._outlines:
             outlines: list[Outline] = []
             for start, stop in pairwise(self.cuts):
-                outlines.append(
-                    Sequential(self._context.plan.units[start:stop]).outline(outlines[-1].y if outlines else x)
-                )
+                part = Sequential(self._context.plan.units[start:stop])
+                try:
+                    outlines.append(part.outline(outlines[-1].y if outlines else x))
+                except NotImplementedError:
+                    some = f"an operator in units {start} to {stop - 1}"
+                    raise ValueError(f"{some} has no outline, which would tell how long messages are") from None
             self._outlines[x] = outlines
         return self._outlines[x]
 
