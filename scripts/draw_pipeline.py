@@ -82,7 +82,7 @@ def planned(name: str, arguments: argparse.Namespace) -> Plan:
     ValueError
         If they ask for none.
     """
-    stages, microbatches = arguments.stages, arguments.microbatches
+    defaults = 4, 8
     if name.endswith(".csv"):
         try:
             actions = from_csv(Path(name).read_text())
@@ -92,9 +92,10 @@ def planned(name: str, arguments: argparse.Namespace) -> Plan:
         chunks = 1 + max((action.chunk for line in actions for action in line), default=0)
         where = (lambda stages: placement(stages, chunks)) if arguments.placement == "loop" else placement
         SCHEDULES[name] = Entry(tabled(actions), where)
-        stages = stages or len(actions)
-        microbatches = microbatches or 1 + max((a.microbatch for line in actions for a in line), default=0)
-    return build(name, stages or 4, microbatches or 8, virtual=arguments.virtual, steps=arguments.steps)
+        defaults = len(actions), 1 + max((action.microbatch for line in actions for action in line), default=0)
+    stages = defaults[0] if arguments.stages is None else arguments.stages
+    microbatches = defaults[1] if arguments.microbatches is None else arguments.microbatches
+    return build(name, stages, microbatches, virtual=arguments.virtual, steps=arguments.steps)
 
 
 def played(name: str, arguments: argparse.Namespace) -> Timeline:

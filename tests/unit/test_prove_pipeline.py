@@ -54,7 +54,7 @@ def test_a_planted_deadlock_is_found(module, monkeypatch):
 @pytest.mark.parametrize(
     "says, told",
     [
-        (Formulas("(p-1)*(F+B)", "m"), "microbatches=1, virtual=None, steps=1): planted: idle for 3, where (p-1)*(F+B) is 2"),
+        (Formulas("(p-1)*(F+B)", "m"), "planted: idle for 3, where (p-1)*(F+B) is 2"),
         (Formulas("(p-1)*(F+B+W)", "min(m, p)"), "planted: stage 0 keeps 3 micro-batches, where min(m, p) is 2"),
     ],
 )

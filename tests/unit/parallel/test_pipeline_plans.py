@@ -3,6 +3,7 @@
 from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,8 @@ from parallel.pipeline.plan import build
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.simulate import Times, simulate
 
+ROOT = Path(__file__).resolve().parents[3]
 SYNCHRONOUS = [name for name, entry in SCHEDULES.items() if entry.version is None]
-ASYNCHRONOUS = [name for name in SCHEDULES if name not in SYNCHRONOUS]
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 3, 24})] + [
     (13, 27),
     (16, 3),
@@ -27,6 +28,11 @@ TIMES = [(1, 1, 1), (3, 2, 1), (2, 2, 2), (5, 4, 3)]
 def test_the_names_are_those_that_are_promised():
     promised = "naive gpipe 1f1b interleaved pipedream pipedream-2bw zb-h1 zb-h2 zb-v dualpipe"
     assert set(promised.split()) <= set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_page_has_it(name):
+    assert f"| `{name}` |" in (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
