@@ -263,8 +263,11 @@ class Pipeline(Stepping):
         """This stage's line, for so many micro-batches."""
         key = what, microbatches
         if key not in self._bound:
-            plan = fewer(self.plan, microbatches) if what == "train" else lower(forwards(self.plan, microbatches))
-            self._bound[key] = deeds(plan, self._stage(self._context.plan.rank))
+            stage = self._stage(self._context.plan.rank)
+            if what == "train":
+                self._bound[key] = deeds(fewer(self.plan, microbatches), stage)
+            else:
+                self._bound[key] = deeds(lower(forwards(self.plan, microbatches)), stage, f"{what} ")
         return self._bound[key]
 
     def _microbatch(self, batch: Batch, training: bool) -> Microbatch:

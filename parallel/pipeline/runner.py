@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Protocol
 
@@ -78,9 +78,9 @@ class Deed:
     target: tuple[str, int, int] | None = None
 
 
-def deeds(plan: Plan, stage: int) -> tuple[Deed, ...]:
-    """A stage's line of a plan that has its messages, for a `Runner`."""
-    return tuple(_deed(plan, action) for action in plan.actions[stage])
+def deeds(plan: Plan, stage: int, title: str = "") -> tuple[Deed, ...]:
+    """A stage's line of a plan that has its messages, for a `Runner`; noted with a `title` before each action."""
+    return tuple(replace(deed, label=title + deed.label) for deed in (_deed(plan, a) for a in plan.actions[stage]))
 
 
 def _deed(plan: Plan, action: Action) -> Deed:

@@ -208,6 +208,9 @@ def test_messages_are_those_of_the_plan(comm, schedule):
         done = [event.name for event in made.events if event.name[-1].isdigit()]
         line = made.plan.actions[comm.Get_rank()]
         assert done == [str(action) for action in line if action.kind in ("F", "B", "W", "BW")]
+        made.events.clear()
+        made.evaluate(tiny.batches(made.share(MICROBATCHES)))
+        assert all(event.name.startswith("evaluate ") for event in made.events if event.kind == "compute")
 
 
 def test_sums_of_gradients_start_when_a_stage_is_through(comm):
