@@ -185,7 +185,7 @@ class Server:
     def _draw(self, letter: Letter) -> None:
         message, worker = letter.message, self._number[letter.source]
         if message.number >= 0:
-            outcome = Outcome(message.loss, message.count, message.factor, worker)
+            outcome = Outcome(message.loss, message.targets, message.factor, worker)
             self.work.done(worker, Part(message.before, message.number), outcome)
         if message.stop or self.wish:
             self.work.end()
@@ -230,7 +230,7 @@ class Server:
             if letter.vectors:
                 rows, values = letter.vectors
                 gradient[cell.key.table.places(rows, cell.key.span)] = values
-        pushed = Pushed(message.clock, message.number, message.parts, message.count, message.factor, gradient)
+        pushed = Pushed(message.clock, message.number, message.parts, message.targets, message.factor, gradient)
         self.applied[message.key] += self.store.push(message.key, pushed)
         self.order.note(letter)
         self._post.send(letter.source, Message(Kind.ACK, message.key, message.clock, message.number))
