@@ -101,6 +101,8 @@ def _replicas(job: Job, said: Settings) -> Engine:
 
 
 def _served(job: Job, said: Settings) -> ParameterServer:
+    if job.device != "cpu":
+        raise ValueError(f"device: servers and workers are on the host, found {job.device}")
     return ParameterServer(
         job.model,
         job.loss,
@@ -121,11 +123,13 @@ def _served(job: Job, said: Settings) -> ParameterServer:
 
 
 def _servers_refuse(said: Settings, ranks: int) -> None:
+    refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
     if not 1 <= said.replicas <= said.servers:
         raise ValueError(f"replicas: expected 1 to {said.servers}, as many as servers, found {said.replicas}")
+    if said.check_every:
+        raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {said.check_every}")
     if said.record and said.record == said.replay:
         raise ValueError(f"record: {said.record} is what is to be replayed")
-    refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
 
 
 WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))

@@ -307,7 +307,7 @@ class ParameterServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        if kind is None and not self._over:
             self.settle()
         self.close()
 

@@ -289,13 +289,14 @@ def test_who_still_reads_sees_the_weights_of_then(read):
     "said, why",
     [
         ({"servers": 4}, "servers: 4 of 4 ranks leave no workers"),
-        ({"servers": 0}, "replicas: expected 1 to 0"),
+        ({"servers": 0}, "servers: expected at least 1, found 0"),
         ({"servers": 2, "replicas": 3}, "replicas: expected 1 to 2, as many as servers, found 3"),
         ({"replicas": 0}, "replicas: expected 1 to 1"),
         ({"consistency": "ssp:-2"}, "consistency: expected a staleness from 0 on, found -2"),
         ({"slow": "x:2"}, "slow: expected RANK:FACTOR, found 'x:2'"),
         ({"slow": "2"}, "slow: expected RANK:FACTOR, found '2'"),
         ({"slow": "0:2"}, "slow: rank 0 is no worker; these are 1 to 3"),
+        ({"check_every": 5}, "check_every: expected 0, since ps has one copy"),
         ({"record": "a", "replay": "a"}, "record: a is what is to be replayed"),
     ],
 )
