@@ -126,6 +126,8 @@ def _servers_refuse(said: Settings, ranks: int) -> None:
     refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
     if not 1 <= said.replicas <= said.servers:
         raise ValueError(f"replicas: expected 1 to {said.servers}, as many as servers, found {said.replicas}")
+    if said.replicas > 1:
+        raise ValueError(f"replicas: expected 1, since a key has one server here, found {said.replicas}")
     if said.check_every:
         raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {said.check_every}")
     if said.record and said.record == said.replay:

@@ -423,11 +423,11 @@ class ParameterServer:
         scratch = self._memory.own("buffers", self._plan.scratch(adds=False), wide)
         self._gradients = Gradients(worker, buckets, self.keys, gradient, scratch, ahead, clip)
         self._has_table = any(key.table is not None for key in self.keys)
-        self._needs = [self._keys_of(number, buckets) for number in range(len(self._units))]
+        self._needs = [self._keys_of(number) for number in range(len(self._units))]
         self._order = list(dict.fromkeys(key for keys in self._needs for key in keys))
         return worker
 
-    def _keys_of(self, unit: int, buckets: Any) -> list[int]:
+    def _keys_of(self, unit: int) -> list[int]:
         """The keys in which a unit has parameters."""
         spans = [place.span for place in self.flat.places if unit in self._plan.users[id(place.parameter)]]
         return [
