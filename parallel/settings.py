@@ -71,6 +71,10 @@ class Settings:
         The units with which a pipeline's parts begin, and how many units there are.
     memory : float or None
         Bytes that a stage may take, where the schedule is to be found.
+    servers, replicas : int
+        Of the ranks, how many are servers, and how many of these have a copy of each parameter.
+    consistency, slow, record, replay : str
+        As `parallel.server` has them: the rule of clocks, ranks and by what factor they are slower, and files.
     """
 
     data: str = "digits"
@@ -103,6 +107,12 @@ class Settings:
     mesh: str | None = None
     cuts: str | None = None
     memory: float | None = None
+    servers: int = 1
+    replicas: int = 1
+    consistency: str = "bsp"
+    slow: str = ""
+    record: str = ""
+    replay: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -138,7 +148,13 @@ INSTEAD = (("steps", "epochs"), ("micro_batch", "accumulate", "microbatches"), (
 """Of which one is enough: whoever says the one does not want the others, where less is said."""
 
 OF_PIPELINES = ("stages", "microbatches", "virtual", "mesh", "cuts", "memory")
-"""What nobody wants any more who says another layout than before."""
+OF_SERVERS = ("servers", "replicas", "consistency", "slow", "record", "replay")
+
+OF_THE_LAYOUT = (*OF_PIPELINES, *OF_SERVERS)
+"""Settings that have no meaning in another layout: whoever says another one has them no more."""
+
+OF_THE_RUN = ("slow", "record", "replay")
+"""Settings that a restart does not take from what was so before."""
 
 
 def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Settings:
@@ -150,11 +166,13 @@ def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     'gpt:mini'
     >>> complete({"epochs": 3}, before={"steps": 100, "seed": 7}).steps is None
     True
+    >>> complete({"layout": "dp"}, before={"layout": "ps", "servers": 2}).servers
+    1
     """
-    before, said = dict(before or {}), {name: value for name, value in said.items() if value is not None}
-    if said.get("layout", before.get("layout")) != before.get("layout"):
-        before = {name: value for name, value in before.items() if name not in OF_PIPELINES}
-    said = _over(said, before)
+    said, before = {name: value for name, value in said.items() if value is not None}, dict(before or {})
+    other = said.get("layout", before.get("layout")) != before.get("layout")
+    gone = (*OF_THE_RUN, *OF_THE_LAYOUT) if other else OF_THE_RUN
+    said = _over(said, {name: value for name, value in before.items() if name not in gone})
     said = _over(said, {"data": Settings.data})
     said = _over(said, {"model": "gpt" if _is_text(said["data"]) else Settings.model})
     family, _, size = said["model"].partition(":")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from collectives import Communicator
@@ -23,7 +24,8 @@ from parallel.plan import Plan
 from parallel.precision import PRECISIONS
 from parallel.record import Event
 from parallel.report import Evaluation, Report
-from parallel.settings import OF_PIPELINES, Settings
+from parallel.server.engine import ParameterServer, factors, refuse_servers
+from parallel.settings import OF_PIPELINES, OF_SERVERS, Settings
 from parallel.stretches import Stretch
 
 
@@ -81,6 +83,12 @@ class Way(NamedTuple):
     forecast : callable (job, settings, x, y, micro-batches) -> bytes by kind
         What this rank will need for micro-batches like x and y (specs), so many in a step; nothing where that is not
         known.
+    draws : bool
+        Whether ranks draw a step's micro-batches while it goes on, so that each must be able to make any of them.
+    kinds : bool
+        Whether a name behind a colon says more.
+    meet : callable (engine)
+        Wait until all ranks have made as many steps. Collective; most make their steps together anyway.
     """
 
     engine: Callable[[Job, Settings], Trains]
@@ -89,6 +97,9 @@ class Way(NamedTuple):
     settle: Callable[[Job, Settings, Take], Settings] = lambda job, said, take: said
     settings: tuple[str, ...] = ()
     forecast: Callable[[Job, Settings, Spec, Spec, int], Counter[str]] = lambda job, said, x, y, parts: Counter()
+    draws: bool = False
+    kinds: bool = False
+    meet: Callable[[Any], None] = lambda engine: None
 
 
 def _replicas(job: Job, said: Settings) -> Engine:
@@ -136,11 +147,53 @@ def _cut(job: Job, said: Settings, take: Take) -> Settings:
     return pipelines.settle(said, job.comm, job.model, job.loss, job.optimizer, take, job.device)
 
 
+def _served(job: Job, said: Settings) -> ParameterServer:
+    if job.device != "cpu":
+        raise ValueError(f"device: servers and workers are on the host, found {job.device}")
+    return ParameterServer(
+        job.model,
+        job.loss,
+        job.comm,
+        job.optimizer,
+        servers=said.servers,
+        consistency=said.consistency,
+        seed=said.seed,
+        precision=said.precision,
+        reproducible=said.reproducible,
+        clip=said.clip or None,
+        bucket_bytes=said.bucket_bytes,
+        slow=factors(said.slow),
+        record=Path(said.record) if said.record else None,
+        replay=Path(said.replay) if said.replay else None,
+        trace=job.trace,
+    )
+
+
+def _servers_refuse(said: Settings, ranks: int) -> None:
+    refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
+    if not 1 <= said.replicas <= said.servers:
+        raise ValueError(f"replicas: expected 1 to {said.servers}, as many as servers, found {said.replicas}")
+    if said.replicas > 1:
+        raise ValueError(f"replicas: expected 1, since a key has one server here, found {said.replicas}")
+    if said.check_every:
+        raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {said.check_every}")
+    if said.record and said.record == said.replay:
+        raise ValueError(f"record: {said.record} is what is to be replayed")
+
+
 WAYS = {
     name: Way(_replicas, settings=("pool",) if layout.drawn else (), forecast=_forecast)
     for name, layout in LAYOUTS.items()
 }
-WAYS["pp"] = Way(_stages, pipelines.check, pipelines.workers, _cut, OF_PIPELINES)
+WAYS["pp"] = Way(_stages, pipelines.check, pipelines.workers, _cut, OF_PIPELINES, kinds=True)
+WAYS["ps"] = Way(
+    _served,
+    _servers_refuse,
+    workers=lambda said, ranks: ranks - said.servers,
+    settings=OF_SERVERS,
+    draws=True,
+    meet=lambda engine: engine.settle(),
+)
 
 
 def way_of(said: Settings) -> Way:
@@ -157,7 +210,7 @@ def way_of(said: Settings) -> Way:
     4
     """
     name = said.layout.partition(":")[0]
-    if name not in WAYS or (":" in said.layout and name in LAYOUTS):
+    if name not in WAYS or (":" in said.layout and not WAYS[name].kinds):
         raise ValueError(f"layout: expected one of {', '.join(WAYS)}, found {said.layout!r}")
     unsaid = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}
     for setting in {setting for way in WAYS.values() for setting in way.settings} - set(WAYS[name].settings):

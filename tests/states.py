@@ -20,3 +20,8 @@ def whole(comm, made):
 def differing(one, other):
     assert one.keys() == other.keys()
     return [name for name in one if not np.array_equal(one[name], other[name])]
+
+
+def same(a, b):
+    """Whether two states have the same bits."""
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)

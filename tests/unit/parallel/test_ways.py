@@ -20,7 +20,7 @@ def test_others_are_refused(layout):
 
 
 def test_what_stands_after_the_colon_is_the_ways_own_matter(monkeypatch):
-    monkeypatch.setitem(ways.WAYS, "other", Way(WAYS["dp"].engine))
+    monkeypatch.setitem(ways.WAYS, "other", Way(WAYS["dp"].engine, kinds=True))
     assert way_of(Settings(layout="other:1:2")) is WAYS["other"]
 
 
