@@ -70,9 +70,17 @@ class Engine:
         Where all of it happens. On a GPU the current device.
     trace : bool
         Whether to keep `events`.
+    memory : Memory, optional
+        Where vectors come from, in place of `device`; by default the communicator's.
 
     Attributes
     ----------
+    facts : list of (what it is, value)
+        What was found to be the same on all ranks.
+    context : Context
+        What its parts share.
+    pieces : list of Piece
+        What this rank updates.
     steps, updates : int
         Steps that were made, skipped ones included; those that changed the weights.
     scaling : LossScale
@@ -111,6 +119,7 @@ class Engine:
         check_every: int = 0,
         device: str = "cpu",
         trace: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         problem = _refusal(comm, layout=layout, precision=precision, clip=clip, check_every=check_every)
         if problem:
@@ -129,7 +138,8 @@ class Engine:
         settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
         tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in self.flat.places]
         described = [(f"optimizer's {what}", value) for what, value in optimizer.describe().items()]
-        guard.agree(comm, [*settings.items(), *tensors, *described])
+        self.facts = [*settings.items(), *tensors, *described]
+        guard.agree(comm, self.facts)
         self._units = tuple(model.items) if isinstance(model, Sequential) else (model,)
         self._plan = Plan(
             units=self._units,
@@ -141,14 +151,14 @@ class Engine:
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
         )
-        self._memory, self._recorder = Memory(comm, device), Recorder(trace)
-        self._context = Context(self._plan, comm, self._memory, self._recorder)
-        self._gradients = self._layout.gradients(self._context)
-        self._weights = self._layout.weights(self._context, self._gradients)
+        self._memory, self._recorder = memory or Memory(comm, device), Recorder(trace)
+        self.context = Context(self._plan, comm, self._memory, self._recorder)
+        self._gradients = self._layout.gradients(self.context)
+        self._weights = self._layout.weights(self.context, self._gradients)
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
-        self._pieces = self._make_pieces(recipe.master)
-        self._blocks = Blocks(self._context, self._spans_of_all())
-        everything = Everything([piece.span for piece in self._pieces])
+        self.pieces = self._make_pieces(recipe.master)
+        self._blocks = Blocks(self.context, self._spans_of_all())
+        everything = Everything([piece.span for piece in self.pieces])
         self._of_pieces = self._blocks.gather if self._layout.divided else everything.gather
         self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
         self._looked_at: set[tuple[Any, ...]] = set()
@@ -195,7 +205,7 @@ class Engine:
         rate = rate_at(self._optimizer.rate, self.updates)
         if finite:
             with self._recorder("compute", "update"):
-                self._optimizer.update(self._pieces, self.updates, factor, self._of_pieces)
+                self._optimizer.update(self.pieces, self.updates, factor, self._of_pieces)
             self.updates += 1
             self._weights.publish()
         step, self.steps = self.steps, self.steps + 1
@@ -241,11 +251,11 @@ class Engine:
 
     def stretches(self) -> Iterator[Stretch]:
         """All that a checkpoint has of parameters and optimiser, as far as this rank holds it; in a fixed order."""
-        yield from stretches(self._pieces, self._spans_of_all()[self._comm.Get_rank()])
+        yield from stretches(self.pieces, self._spans_of_all()[self._comm.Get_rank()])
 
     def refresh(self) -> None:
         """Make what was assigned to the stretches count, after all of them were, on all ranks."""
-        for piece in self._pieces:
+        for piece in self.pieces:
             if piece.stored is not None:
                 narrow(piece.weights, piece.stored.dtype, out=piece.stored)
         self._weights.publish()
@@ -441,7 +451,7 @@ class Engine:
 
     def _make_pieces(self, mixed: bool) -> list[Piece]:
         """What this rank updates, with first values."""
-        memory, wide, own = self._memory, self._context.wide, self._weights.own
+        memory, wide, own = self._memory, self.context.wide, self._weights.own
         size = sum(span.size for span, _ in own)
         vectors = {name: memory.own("optimizer", size, wide) for name in self._optimizer.states()}
         master = memory.own("optimizer", size, wide) if mixed else None

@@ -54,6 +54,8 @@ class Settings:
         Compare parameters over the ranks after every so many steps.
     bucket_bytes : int
         Of a bucket of gradients.
+    tau, group : int or None
+        Of the styles that need no server: `parallel.replicas.styles.Options`.
     """
 
     data: str = "digits"
@@ -79,6 +81,8 @@ class Settings:
     seed: int = 0
     check_every: int = 0
     bucket_bytes: int = 4 << 20
+    tau: int | None = None
+    group: int | None = None
 
     def micro(self, ranks: int) -> int:
         """Samples of a micro-batch on so many ranks.
@@ -100,6 +104,9 @@ NAMES = tuple(field.name for field in fields(Settings))
 INSTEAD = (("steps", "epochs"), ("micro_batch", "accumulate"))
 """Pairs of which one is enough: whoever says the one does not want the other, where less is said."""
 
+OF_THE_LAYOUT = ("tau", "group")
+"""Settings that have no meaning in another layout: whoever says another one has them no more."""
+
 
 def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Settings:
     """Settings from what is said (None counts as unsaid), then what was so before, then the recipe.
@@ -110,8 +117,13 @@ def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     'gpt:mini'
     >>> complete({"epochs": 3}, before={"steps": 100, "seed": 7}).steps is None
     True
+    >>> complete({"layout": "dp"}, before={"layout": "local", "tau": 4}).tau is None
+    True
     """
-    said = _over({name: value for name, value in said.items() if value is not None}, before or {})
+    said, before = {name: value for name, value in said.items() if value is not None}, dict(before or {})
+    if said.get("layout", before.get("layout")) != before.get("layout"):
+        before = {name: value for name, value in before.items() if name not in OF_THE_LAYOUT}
+    said = _over(said, before)
     said = _over(said, {"data": Settings.data})
     said = _over(said, {"model": "gpt" if _is_text(said["data"]) else Settings.model})
     family, _, size = said["model"].partition(":")

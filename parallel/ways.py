@@ -16,6 +16,8 @@ from parallel.nn.compose import Sequential
 from parallel.nn.operator import Array
 from parallel.optim import Optimizer
 from parallel.record import Event
+from parallel.replicas.engine import Replicas
+from parallel.replicas.styles import STYLES, Options, refuse
 from parallel.report import Evaluation, Report
 from parallel.settings import Settings
 from parallel.stretches import Stretch
@@ -92,7 +94,31 @@ def _replicas(job: Job, said: Settings) -> Engine:
     )
 
 
+def _styled(job: Job, said: Settings) -> Replicas:
+    return Replicas(
+        job.model,
+        job.loss,
+        job.comm,
+        job.optimizer,
+        style=said.layout,
+        options=Options(said.tau, said.group),
+        seed=said.seed,
+        precision=said.precision,
+        reproducible=said.reproducible,
+        clip=said.clip or None,
+        check_every=said.check_every,
+        device=job.device,
+        trace=job.trace,
+    )
+
+
+def _style_refuses(said: Settings, ranks: int) -> None:
+    options = Options(said.tau, said.group)
+    refuse(said.layout, options, ranks, said.precision, said.reproducible, said.check_every)
+
+
 WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
+WAYS |= {name: Way(_styled, _style_refuses, settings=line.options) for name, line in STYLES.items()}
 
 
 def way_of(said: Settings) -> Way:
@@ -109,7 +135,7 @@ def way_of(said: Settings) -> Way:
     4
     """
     name = said.layout.partition(":")[0]
-    if name not in WAYS or (":" in said.layout and name in LAYOUTS):
+    if name not in WAYS or (":" in said.layout and name in (*LAYOUTS, *STYLES)):
         raise ValueError(f"layout: expected one of {', '.join(WAYS)}, found {said.layout!r}")
     unsaid = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}
     for other, way in WAYS.items():
