@@ -134,11 +134,12 @@ class Replicas:
             if stop or self._problem is not None:
                 self.style.wish(step)
             seen = self.style.mix(step, Seen(report.loss * report.count if report.count else 0.0, report.count))
-        self._engine.refresh()
         ends = self.style.last <= step
         if ends:
-            self._tell()
             self.style.rest()
+        self._engine.refresh()
+        if ends:
+            self._tell()
         return replace(
             report,
             step=step,

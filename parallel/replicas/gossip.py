@@ -45,6 +45,17 @@ def peers(rank: int, size: int, step: int) -> tuple[int, int]:
     return (rank + away) % size, (rank - away) % size
 
 
+def reach(size: int, tau: int) -> int:
+    """After so many steps all ranks have heard what one of them says in a step before it sends.
+
+    On time every distance has its turn at once; when late each takes a round at most, and `tau` steps.
+
+    >>> reach(8, tau=0), reach(8, tau=1)
+    (2, 12)
+    """
+    return max(0, turns(size) - 1) if tau == 0 else turns(size) * (turns(size) + tau)
+
+
 def message_bytes(vector: Array) -> int:
     """Of a message with this vector."""
     return HEAD + vector.nbytes
@@ -86,18 +97,14 @@ class Gossip(Style):
         self._coming: dict[int, _Message] = {}  # by step
 
     def reach(self, step: int) -> int:
-        rounds = turns(self.size)
-        return max(0, rounds - 1 if self._tau == 0 else rounds * (rounds + self._tau))
+        return reach(self.size, self._tau)
 
     def mix(self, step: int, seen: Seen) -> Seen:
         self.mass.moved()
         if self.size > 1:
             self._push(step)
         for sent in list(self._coming):
-            if sent <= step - self._tau:
-                self._take(sent, wait=True)
-            else:
-                self._take(sent, wait=False)
+            self._take(sent, wait=sent <= step - self._tau)
         self.mass.settle()
         return seen
 
@@ -110,6 +117,10 @@ class Gossip(Style):
 
     def begin(self) -> None:
         self.mass.begin()
+
+    def rest(self) -> None:
+        self.drain()  # messages under way still say when it was to end
+        super().rest()
 
     def _push(self, step: int) -> None:
         to, source = peers(self.rank, self.size, step)
