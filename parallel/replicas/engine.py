@@ -223,10 +223,12 @@ class Replicas:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._engine.close()
-        if sys.exception() is None:  # a rank that failed does not wait for the others
+        if sys.exception() is None:
             self.style.close()
             self._alone.close()
+        else:  # a rank that failed does not wait for the others
+            self.style.abandon()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,6 @@ from parallel.replicas.style import Seen, Style
 HALF = 0.5
 HEAD = 128
 """Bytes before the vector in a message: the weight and the last step, and room so that the vector is aligned."""
-TAG = 2
 
 
 def turns(size: int) -> int:
@@ -95,6 +94,7 @@ class Gossip(Style):
         self._out = [_Message(self.memory, vector) for _ in range(tau + 1)]
         self._in = [_Message(self.memory, vector) for _ in range(tau + 1)]
         self._coming: dict[int, _Message] = {}  # by step
+        self._wire = MPI.Intracomm(self.comm).Dup()  # what a training that failed has sent is found by no other one
 
     def reach(self, step: int) -> int:
         return reach(self.size, self._tau)
@@ -122,6 +122,15 @@ class Gossip(Style):
         self.drain()  # messages under way still say when it was to end
         super().rest()
 
+    def close(self) -> None:
+        self.drain()
+        self._wire.Free()
+
+    def abandon(self) -> None:
+        for message in self._coming.values():
+            message.request.Cancel()
+            message.request.Wait()  # its memory is free
+
     def _push(self, step: int) -> None:
         to, source = peers(self.rank, self.size, step)
         out, into = self._out[step % len(self._out)], self._in[step % len(self._in)]
@@ -129,8 +138,8 @@ class Gossip(Style):
         self.mass.keep(HALF)  # the other half is as large
         out.x[...] = self.mass.x
         out.head[...] = self.mass.w, self.last
-        into.request = self.comm.Irecv(into.bytes, source, TAG)
-        out.request = self.comm.Isend(out.bytes, to, TAG)
+        into.request = self._wire.Irecv(into.bytes, source)
+        out.request = self._wire.Isend(out.bytes, to)
         self._coming[step] = into
 
     def _take(self, sent: int, wait: bool) -> None:

@@ -77,6 +77,9 @@ class Style:
     def close(self) -> None:
         """Give back what is not memory."""
 
+    def abandon(self) -> None:
+        """Let go of it without the others, who may not come any more. Not collective."""
+
     def meet(self, seen: Seen) -> Seen:
         """Let all replicas become their mean, and tell the news to all."""
         self.drain()
