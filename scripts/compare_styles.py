@@ -36,7 +36,7 @@ BESIDE = "dp"
 """What all styles are compared with."""
 
 EVERY = 5
-"""Steps from one look at the distance to the next: it is no divisor of the usual taus, so that it shows them at work."""
+"""Steps from one look at the distance to the next: no multiple of the usual taus, so that it shows them at work."""
 
 LAST = 20
 """Steps over which the loss in the end is averaged."""

@@ -1,4 +1,4 @@
-"""A replica on every rank: an engine of its own, of one rank, and a style in which the replicas meet after each step."""
+"""A replica on every rank: an engine of one rank each, and a style in which the replicas meet after each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from parallel import guard, together
-from parallel.context import Context
 from parallel.data import Batch
 from parallel.engine import Engine
 from parallel.flat import Span, shards
@@ -34,8 +33,8 @@ OWN = "dp-naive"
 class Replicas:
     """A model in training, with a replica on every rank of a communicator. Making one is collective.
 
-    Its methods are those of `parallel.engine.Engine`, so that trainings, checkpoints and meters take either. A step is the
-    rank's own: forward, backward and update with its own micro-batches, then what the style exchanges. Moments and
+    Its methods are those of `parallel.engine.Engine`, so that trainings, checkpoints and meters take either. A step is
+    the rank's own: forward, backward and update with its own micro-batches, then what the style exchanges. Moments and
     velocities stay with their rank.
 
     Parameters

@@ -1,14 +1,14 @@
 """Group averaging: in every step small groups of replicas become their mean, and other groups in the next.
 
-The ranks are laid on a grid of up to S places along each axis, and step t averages along axis t mod k: so after k steps
-everyone has the mean of all, as long as nobody learns in between. Every `tau` steps all of them meet. This is the mixing
-of wait-avoiding group averaging (Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with
-Wait-Avoiding Group Averaging", TPDS 2021): who is late keeps its group waiting, and not all. In that paper a late rank does
-not even do that, as an old copy of its weights takes its place; here its group waits.
+The ranks are laid on a grid of up to S places along each axis, and step t averages along axis t mod k: so after k
+steps everyone has the mean of all, as long as nobody learns in between. Every `tau` steps all of them meet. This is the
+mixing of wait-avoiding group averaging (Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with
+Wait-Avoiding Group Averaging", TPDS 2021): who is late keeps its group waiting, and not all. In that paper a late rank
+does not even do that, as an old copy of its weights takes its place; here its group waits.
 
 A grid of S^k places, or d S^k, takes as many ranks. With any other number of ranks some places are shared by two ranks
 (*twins*), who belong to the same groups; then masses instead of plain means (`parallel.replicas.mass`) see to it that
-every rank's step counts as much as any other's: each place has the same share of its group's mass, and twins have halves.
+every rank's step counts as much as any other's: places have equal shares of their group's mass, and twins have halves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Push-sum: replicas as masses that may be cut up and handed on, so that whatever the way, their sum stays what it was.
 
-A rank holds a vector x and a weight w; the estimate that operators work with is z = x / w. Whoever hands on a share of x
-hands on the same share of w. So the sum of all x, and that of all w (the number of ranks), change only where an optimiser
-moves a replica, and each z is a mean of replicas, whatever the shares. (Kempe, Dobra, Gehrke, "Gossip-based computation
-of aggregate information", FOCS 2003; with gradients: Nedic and Olshevsky, 2016; Assran et al., ICML 2019.)
+A rank holds a vector x and a weight w; the estimate that operators work with is z = x / w. Whoever hands on a share of
+x hands on the same share of w. So the sum of all x changes only where an optimiser moves a replica, that of all w stays
+the number of ranks, and each z is a mean of replicas, whatever the shares. (Kempe, Dobra, Gehrke, "Gossip-based
+Computation of Aggregate Information", FOCS 2003; with gradients: Nedic and Olshevsky, "Stochastic Gradient-Push for
+Strongly Convex Functions on Time-Varying Directed Graphs", TAC 2016.)
 
 >>> import numpy as np
 >>> masses = [Mass(np.array([float(rank)]), np.zeros(1)) for rank in range(2)]

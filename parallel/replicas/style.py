@@ -20,7 +20,7 @@ class Seen(NamedTuple):
 
 
 class Style:
-    """Replicas that never meet, but for a checkpoint: what every style differs from. Making one is collective.
+    """What all styles share. Making one is collective.
 
     News travel with what replicas exchange anyway: the number of the last step, if some rank wants to end or has
     failed. It is named so far ahead that all have heard of it when they get there (`reach`).

@@ -85,7 +85,7 @@ STYLES = {
     "hogwild": Line(
         lambda context, vector, options: hogwild.Hogwild(context, vector),
         memory=hogwild.Window,
-        precisions=("fp32", "fp64"),  # what optimisers update: of half weights every rank would have a master of its own
+        precisions=("fp32", "fp64"),  # of half weights every rank would have a master of its own
         devices=("cpu",),
     ),
 }

@@ -283,7 +283,8 @@ def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title:
             losses = np.array(course["losses"])
             width = max(1, len(losses) // 25)
             mean = np.convolve(losses, np.full(width, 1 / width), "valid")
-            look: dict[str, Any] = {"color": color, "lw": 1.6, "label": name, "ls": "-" if course["distances"] else "--"}
+            dash = "-" if course["distances"] else "--"
+            look: dict[str, Any] = {"color": color, "lw": 1.6, "label": name, "ls": dash}
             left.plot(np.arange(width, len(losses) + 1), mean, **look)
             at = [(step, distance) for step, distance in course["distances"].items() if distance > 0]
             if at:

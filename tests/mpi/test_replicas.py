@@ -128,11 +128,15 @@ def test_groups_agree_after_as_many_steps_as_there_are_axes(comm, most, start):
 
 
 def test_all_meet_every_tau_steps(comm):
-    for make in (lambda z: Groups(context(comm), z, 2, tau=4), lambda z: Local(context(comm), z, tau=4)):
+    for make, met in (
+        (lambda z: Groups(context(comm), z, 2, tau=4), lambda step: groups.group(comm.rank, comm.size, 2, step)),
+        (lambda z: Local(context(comm), z, tau=4), lambda step: [comm.rank]),
+    ):
         z, mean = at_random(comm)
         style = make(z)
         for step in range(4):
-            assert style.mix(step, Seen(1.0, 2)).count == (2 * comm.size if step == 3 else 2) or comm.size > 1
+            told = len(met(step)) if step < 3 else comm.size
+            assert style.mix(step, Seen(1.5, 2)) == (1.5 * told, 2 * told)
         assert equal_everywhere(comm, z) and distance(comm, z, mean) < 1e-14
         style.close()
 
@@ -154,7 +158,7 @@ def test_digits_are_learned(comm, style):
 @pytest.mark.parametrize("style", ["local, tau 1", "group of three", "sgp"])
 def test_means_of_everyone_after_every_step_are_data_parallelism(comm, style):
     """Of plain descent, where ranks have equal shares: tau is 1, or one group is everybody, or two ranks push."""
-    if style == "group of three" and comm.size not in (1, 2, 3) or style == "sgp" and comm.size > 2:
+    if comm.size > {"local, tau 1": comm.size, "group of three": 3, "sgp": 2}[style]:
         pytest.skip("it is something else")
     with (
         replicas(comm, style, optimizer=SGD(rate=0.1), precision="fp64") as made,
@@ -173,22 +177,22 @@ def test_means_of_everyone_after_every_step_are_data_parallelism(comm, style):
 
 def test_hogwild_is_one_vector(comm):
     """Taking turns nothing is lost: as one rank that makes all the steps."""
-    with Communicator(MPI.COMM_SELF, shared=False) as alone:
-        with (
-            replicas(comm, "hogwild", optimizer=SGD(rate=0.1)) as made,
-            Engine(tiny.model(), tiny.Squares(), alone, SGD(rate=0.1), layout="dp-naive") as other,
-        ):
-            for step, turn in product(range(3), range(comm.size)):
-                comm.Barrier()
-                if turn == comm.rank:
-                    made.step(tiny.batches([turn], step))
-                ((_, *batch),) = tiny.batches([turn], step)
-                other.step([(0, *batch)])
+    with (
+        Communicator(MPI.COMM_SELF, shared=False) as alone,
+        replicas(comm, "hogwild", optimizer=SGD(rate=0.1)) as made,
+        Engine(tiny.model(), tiny.Squares(), alone, SGD(rate=0.1), layout="dp-naive") as other,
+    ):
+        for step, turn in product(range(3), range(comm.size)):
             comm.Barrier()
-            for one, two in zip(made.flat.places, other.flat.places):
-                np.testing.assert_array_equal(one.parameter.data, two.parameter.data)
-            comm.Barrier()
-            assert made.consensus() == 0
+            if turn == comm.rank:
+                made.step(tiny.batches([turn], step))
+            ((_, *batch),) = tiny.batches([turn], step)
+            other.step([(0, *batch)])
+        comm.Barrier()
+        for one, two in zip(made.flat.places, other.flat.places):
+            np.testing.assert_array_equal(one.parameter.data, two.parameter.data)
+        comm.Barrier()
+        assert made.consensus() == 0
 
 
 @styles
@@ -314,9 +318,12 @@ def test_refused(comm, style, settings, words):
 def test_hogwild_is_for_one_node(world):
     if world.Get_size() == 1:
         pytest.skip("one rank is on one node")
-    with Communicator(world, nodes=[rank % 2 for rank in range(world.Get_size())]) as two:
-        with pytest.raises(ValueError, match="hogwild: the ranks must share the memory of one node, and they are on 2"):
-            Replicas(tiny.model(), tiny.Squares(), two, SGD(rate=0.1), style="hogwild")
+    words = "hogwild: the ranks must share the memory of one node, and they are on 2"
+    with (
+        Communicator(world, nodes=[rank % 2 for rank in range(world.Get_size())]) as two,
+        pytest.raises(ValueError, match=words),
+    ):
+        Replicas(tiny.model(), tiny.Squares(), two, SGD(rate=0.1), style="hogwild")
 
 
 def test_ranks_of_different_minds(comm):

@@ -205,7 +205,7 @@ WRONG = {
     "tau of another": (lambda tmp: ["--tau", "3"], "tau: it belongs to local, and the layout is dp"),
     "tau": (lambda tmp: ["--parallel", "local", "--tau", "0"], "tau: expected 1 steps or more, found 0"),
     "group": (lambda tmp: ["--parallel", "group", "--group", "4"], "group: expected 2 to 3 of 3 ranks, found 4"),
-    "half shared": (lambda tmp: ["--parallel", "hogwild", "--precision", "bf16"], "precision: hogwild has fp32 or fp64"),
+    "half shared": (lambda tmp: ["--parallel", "hogwild", "--precision", "bf16"], "hogwild has fp32 or fp64"),
     "not alike": (lambda tmp: ["--parallel", "sgp", "--reproducible"], "reproducible: with sgp other numbers of ranks"),
     "both": (lambda tmp: ["--epochs", "1", "--steps", "1"], "not allowed with argument --epochs"),
     "resume nowhere": (lambda tmp: ["--resume"], "say where the checkpoints are"),

@@ -158,6 +158,8 @@ def test_groups_lose_no_mass_and_mix_fully(size, most):
         assert all((matrix[matrix > 0] == 1 / most).all() for matrix in matrices)  # plain means
 
 
-@pytest.mark.parametrize(("size", "most", "steps"), [(8, 2, 3), (16, 4, 2), (64, 4, 3), (27, 3, 3), (12, 4, 2), (7, 2, 2)])
+@pytest.mark.parametrize(
+    ("size", "most", "steps"), [(8, 2, 3), (16, 4, 2), (64, 4, 3), (27, 3, 3), (12, 4, 2), (7, 2, 2)]
+)
 def test_as_many_steps_as_the_logarithm(size, most, steps):
     assert len(groups.grid(size, most)) == steps
