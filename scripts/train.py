@@ -111,7 +111,8 @@ def parser() -> launch.Parser:
 
     add = made.add_argument_group("where and how it runs").add_argument
     add("--parallel", dest="layout", metavar="LAYOUT", help=f"what each rank does: {', '.join(WAYS)} (default dp)")
-    add("--tau", type=int, metavar="N", help="of local, group: steps from mean to mean; of sgp: how late messages are")
+    taus = "of local and group: steps from mean to mean (8, 10); of sgp: how late messages may be (0)"
+    add("--tau", type=int, metavar="N", help=taus)
     add("--group", type=int, metavar="S", help="of group: ranks that meet in a step (default: the root of all)")
     add("--precision", choices=list(PRECISIONS), help="of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")

@@ -142,8 +142,8 @@ class Replicas:
         return replace(
             report,
             step=step,
-            loss=seen.loss / seen.count if seen.count else float("nan"),
-            count=seen.count,
+            loss=seen.loss / seen.targets if seen.targets else float("nan"),
+            count=seen.targets,
             stop=ends,
             seconds=time.perf_counter() - began,
             communication=self._recorder.seconds["communication"] - spent,

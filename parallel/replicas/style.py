@@ -16,7 +16,7 @@ class Seen(NamedTuple):
     """What a step's loss was made of, on the ranks that have told each other: their sum of losses, and of targets."""
 
     loss: float
-    count: int
+    targets: int
 
 
 class Style:
