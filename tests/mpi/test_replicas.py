@@ -236,6 +236,30 @@ def test_ranks_without_work(comm, style):
         made.step(tiny.batches(made.share(comm.size)))
 
 
+# ------------------------------------------------------------------------------------------ who waits for whom
+
+
+@pytest.mark.parametrize(
+    ("style", "free"), [("local", 7), ("group", 1), ("sgp, late", 2), ("hogwild", 50)], ids=lambda value: str(value)
+)
+def test_who_does_not_wait_for_a_late_rank(comm, style, free):
+    """Rank 0 begins when others have made so many steps; in groups, those who are not in its first one."""
+    if style == "group" and comm.size > 1:
+        first = groups.group(comm.rank, comm.size, groups.usual(comm.size), 0)
+        free = 0 if 0 in first else free
+    with replicas(comm, style) as made:
+        if comm.rank == 0:
+            for rank in range(1, comm.size):
+                assert comm.recv(source=rank) == "free"
+        for step in range(free if comm.rank else 0):
+            made.step(tiny.batches([0], step))
+        if comm.rank:
+            comm.send("free", 0)
+        for step in range(made.steps, 60):
+            made.step(tiny.batches([0], step))
+        assert made.evaluate(tiny.batches(made.share(1))).count == 5
+
+
 # ------------------------------------------------------------------------------------------ an end for all
 
 
