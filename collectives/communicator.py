@@ -17,12 +17,14 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import buffers, calls, catalog, native, select
+from collectives.agreed import BLIND, Sight
 from collectives.calls import Call
 from collectives.debug import Checker
 from collectives.errors import Invalid, InvalidArgument, InvalidType
+from collectives.kept import NEW
 from collectives.measured import BLOCKING, NATIVE, Choice, Form, Table
 from collectives.ops import is_commutative
-from collectives.plans import NEW, Plans
+from collectives.plans import Plans
 from collectives.point_to_point import PointToPoint
 from collectives.requests import Request, until
 from collectives.select import Decision, Selector
@@ -48,7 +50,7 @@ atexit.register(_close_all)
 
 
 def _nothing_again(*_: Any) -> tuple[Any, ...]:
-    """In place of `Plans.again` where every call must take the long way."""
+    """In place of `Kept.again` where every call must take the long way."""
     return NEW
 
 
@@ -194,7 +196,7 @@ class Communicator(PointToPoint):
         self._cuda_aware, self._shared, self._named = cuda_aware, shared, named
         self._checker = Checker(plain) if debug else None
         if self._checker is None:
-            self._again = self._plans.again
+            self._again = self._plans.kept.again
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
         table = agreed(plain, tuning)
         self._selector = Selector(self._size, self._plans.nodes, table)
@@ -204,11 +206,11 @@ class Communicator(PointToPoint):
 
     # -------------------------------------------------------------------------------- from a call to a program
 
-    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form) -> Choice:
+    def _choose(self, call: Call, algorithm: str, segments: int | None, form: Form, sight: Sight = BLIND) -> Choice:
         if algorithm == "auto":
             natively = self._native and segments is None and native.refusal(call, form) is None
             choice = self._selector.choose(
-                call.collective, call.nbytes, call.ordered, call.private, natively, form, call.uneven
+                call.collective, call.nbytes, call.ordered, call.private, natively, form, call.uneven, *sight
             )
         elif not isinstance(algorithm, str):
             raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
@@ -238,10 +240,10 @@ class Communicator(PointToPoint):
     def _run(
         self, call: Call, algorithm: str, segments: int | None, known: tuple[Any, ...] = NEW, *arguments: Any
     ) -> None:
-        """Do a call now; `known` and the arguments are for `Plans.again` to know it by."""
+        """Do a call now; `known` and the arguments are for `Kept.again` to know it by."""
         plans, choice = self._living(), self._choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
-            plans.check_in_step()
+            plans.kept.check_in_step()
             plans.skip()
             until(self._checker.check("blocking", call, choice))
         plans.run(call, choice, known, *arguments)
@@ -258,14 +260,25 @@ class Communicator(PointToPoint):
         if self._checker is not None:
             plans.skip()
             until(self._checker.check("persistent", call, choice))
-        return plans.init(call, choice)
+        sight = plans.sight(call)
+        if sight.seen:
+            choice = self._choose(call, algorithm, segments, "persistent", sight)
+        return plans.init(call, choice, sight.seen)
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
         """The node of every rank, nodes numbered as they first appear; None if all ranks are on one."""
         return self._living().nodes
 
-    def choice(self, collective: str, nbytes: int, op: MPI.Op = MPI.SUM, form: Form = BLOCKING) -> Decision:
+    def choice(
+        self,
+        collective: str,
+        nbytes: int,
+        op: MPI.Op = MPI.SUM,
+        form: Form = BLOCKING,
+        symmetric: bool = False,
+        in_place: bool = False,
+    ) -> Decision:
         """What ``algorithm="auto"`` takes for so many bytes in all, and why.
 
         Parameters
@@ -278,6 +291,9 @@ class Communicator(PointToPoint):
         op : MPI.Op
             The reduction, where there is one, on elements that the MPI knows too.
         form : "blocking", "nonblocking" or "persistent"
+        symmetric, in_place : bool
+            Whether the arrays come from `empty`, and whether the call is in place, on all ranks. That counts for the
+            persistent form, as ranks agree on it when a request is bound.
 
         Returns
         -------
@@ -292,11 +308,14 @@ class Communicator(PointToPoint):
         >>> alone.choice("barrier", 0)
         Decision(algorithm='linear', segments=1, seconds=0.0, source='model')
         """
-        self._living()
-        base, private = _base(collective)
+        node, (base, private) = self._living().node, _base(collective)
         ordered = MEANINGS[base].reduces and not is_commutative(op)
         uneven = base != collective
-        return self._selector.decide(base, select.graded(nbytes), ordered, private, self._native, form, uneven)
+        natively = self._native and native.unsound(native.METHODS[base][uneven], form) is None
+        seen = symmetric and form == "persistent" and node is not None and node.reads
+        return self._selector.decide(
+            base, select.graded(nbytes), ordered, private, natively, form, uneven, seen, in_place
+        )
 
     # -------------------------------------------------------------------------------- memory that neighbours see
 

@@ -22,6 +22,14 @@ class Costs(NamedTuple):
     shared: Uniform = Uniform(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 25e9)
     network: Uniform = Uniform(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9)
 
+    def seen(self, in_place: bool) -> Costs:
+        """The same where neighbours see each other's arrays: nothing is put into mailboxes but addresses, so a byte is
+        copied once, not twice; but what is combined comes out of another core's cache, and in place it is twice that
+        much where everything is both sent and combined: it must land somewhere before.
+        """
+        alpha, beta, gamma = self.shared
+        return self._replace(shared=Uniform(alpha / 2, beta / 2, (4 if in_place else 2) * gamma))
+
 
 BUILT_IN = Costs()
 """Where nothing was measured: one node of a few years ago, and 25 Gbit/s between such."""

@@ -36,6 +36,15 @@ def until(done: Callable[[], bool]) -> None:
         pause()
 
 
+def drive(program: Program) -> None:
+    """Run to the end; while other operations are under way, they go on too."""
+    if under_way:
+        program.start()
+        until(program.advance)
+    else:
+        program.run()
+
+
 def accompanied(call: Callable[[], object]) -> None:
     """Make a call that waits inside MPI; meanwhile a thread moves what is under way, or others might wait for it.
 

@@ -18,7 +18,8 @@ from collectives.costs import BUILT_IN, Costs, alike, network
 from collectives.errors import InvalidArgument
 from collectives.measured import BLOCKING, NATIVE, Choice, Table, interpolate
 from collectives.placement import Nodes
-from collectives.semantics import vector
+from collectives.semantics import MEANINGS, vector
+from collectives.transport.compiled import SEEN
 from collectives.walk import Uniform, price
 
 MOST_SEGMENTS = 64
@@ -80,9 +81,11 @@ class Selector:
         native: bool = False,
         form: str = BLOCKING,
         uneven: bool = False,
+        seen: bool = False,
+        in_place: bool = False,
     ) -> Choice:
         """The fastest that can do it, at a size near this one; arguments as in `decide`."""
-        key = (collective, graded(nbytes), ordered, private, native, form, uneven)
+        key = (collective, graded(nbytes), ordered, private, native, form, uneven, seen, in_place)
         choice = self._chosen.get(key)
         if choice is None:
             choice = self._chosen[key] = Choice(*self.decide(*key)[:2])
@@ -97,6 +100,8 @@ class Selector:
         native: bool = False,
         form: str = BLOCKING,
         uneven: bool = False,
+        seen: bool = False,
+        in_place: bool = False,
     ) -> Decision:
         """The fastest that can do it and gives all ranks the same bits.
 
@@ -116,7 +121,16 @@ class Selector:
             "blocking", "nonblocking" or "persistent".
         uneven : bool
             Whether blocks may be of any length.
+        seen : bool
+            Whether all of it lies in memory that neighbours see, on all ranks: then the model decides where that
+            matters, since tables tell of ordinary memory.
+        in_place : bool
+            Whether it is then also in place, on all ranks.
         """
+        if seen and not private and nbytes >= SEEN and not relays(collective, self.size):
+            costs = self.costs.seen(in_place)
+            choice, seconds = _cheapest(collective, self.size, nbytes, ordered, private, self.nodes, costs)
+            return Decision(*choice, seconds, "model")
         if private:
             nbytes = TYPICAL * self.size
         native = native and not private and nbytes < NATIVE_BYTES
@@ -142,6 +156,18 @@ class Selector:
         if entry is None or (private and not entry.private):  # lengths that travel ahead were not measured
             return False
         return entry.alike and _fits(entry, ordered, self.nodes)
+
+
+def relays(collective: str, size: int) -> bool:
+    """Whether a rank may pass on what it does not take, blocks or sums of them: in between that lies in scratch.
+
+    >>> relays("reduce", 2), relays("gather", 2), relays("gather", 3), relays("allreduce", 3)
+    (True, False, True, False)
+    """
+    meaning, few = MEANINGS[collective], range(3)
+    blocks = meaning.blocks(len(few))
+    all_take_all = all(len(meaning.after(rank, len(few), 0, blocks)) == blocks for rank in few)
+    return not all_take_all and (size > 2 or collective == "reduce")
 
 
 def graded(nbytes: int) -> int:

@@ -31,6 +31,7 @@ import numpy as np
 from array_api_compat import array_namespace
 from mpi4py import MPI
 
+from parallel.facts import whole
 from parallel.memory import to_host
 from parallel.tensorfile import Entry, Reader, Writer, digest_of
 from parallel.together import agree, together
@@ -39,6 +40,7 @@ FORMAT = "chorus checkpoint 1"
 FAMILIES = ("model", "optimizer")
 STATE = "state.json"
 NAME = re.compile(r"step-(\d{9,})")
+FILE = re.compile(rf"({'|'.join(FAMILIES)})(-\d{{5,}}-of-\d{{5,}}\.safetensors|\.safetensors\.index\.json)")
 KINDS = {"step": int, "facts": dict, "files": dict}
 """What must be in it besides the format and its checksum."""
 PARTIAL = ".partial"
@@ -469,6 +471,10 @@ def _state(path: Path) -> dict[str, Any]:
     for name, kind in KINDS.items():
         if not isinstance(state.get(name), kind):
             raise ValueError(f"{STATE} is none of ours: {name} is {state.get(name)!r}")
+    whole(state, "step")
+    for name, about in state["files"].items():
+        if not FILE.fullmatch(name) or not isinstance(about, list) or list(map(type, about)) != [int, str]:
+            raise ValueError(f"{STATE} is none of ours: of {name!r} it says {about!r}")
     return state
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from parallel.facts import named, whole
+
 Item = TypeVar("Item")
 
 
@@ -183,13 +185,15 @@ class Sampler:
         ValueError
             If the position is of another count, global batch or seed, or is none; the sampler is as before.
         """
-        for name, mine in self._fixed().items():
-            if name not in position:
-                raise ValueError(f"sampler position: {name} is missing")
-            if position[name] != mine:
-                raise ValueError(f"sampler position: it was saved with {name} {position[name]}, this run has {mine}")
-        epoch, step = position.get("epoch", -1), position.get("step", -1)
-        if epoch < 0 or not 0 <= step < max(self.steps_per_epoch, 1):
+        try:
+            known = named(position, "position")
+            for name, mine in self._fixed().items():
+                if (there := whole(known, name)) != mine:
+                    raise ValueError(f"it was saved with {name} {there}, this run has {mine}")
+            epoch, step = whole(known, "epoch"), whole(known, "step")
+        except ValueError as error:
+            raise ValueError(f"sampler position: {error}") from error
+        if step >= max(self.steps_per_epoch, 1):
             raise ValueError(
                 f"sampler position: epoch {epoch}, step {step}, where an epoch has {self.steps_per_epoch} steps"
             )

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 from parallel.bucket import buckets_of
 from parallel.context import Context
-from parallel.flat import Place, Span, buckets
+from parallel.flat import Place, Span
 from parallel.nn.operator import Array, Parameter
 from parallel.plan import Plan
 from parallel.sums import Canonical, Numbers, Plain
 
 MOST_REQUESTS = 24
-"""Buckets of `Overlapped`: a communicator has shared memory for 31 persistent requests."""
+"""Buckets that have a request each: a communicator has shared memory for 31 persistent ones."""
 
 
 class Naive:
@@ -79,12 +79,19 @@ class Naive:
         """Ranks take part in their own micro-batches only."""
         return len(everyone[rank])
 
-    def begin(self, everyone: Numbers) -> None:
-        """A step begins."""
+    def begin(self, everyone: Numbers | None) -> None:
+        """A step begins; None if ranks draw its micro-batches, so that none is known to be the last until `tell`."""
         self.started = self._next = 0
-        self._left = len(everyone[self._context.plan.rank])
+        self._left = -1 if everyone is None else len(everyone[self._context.plan.rank])
         for sum_ in self.sums:
-            sum_.begin(everyone)
+            sum_.begin()
+        if everyone is not None:
+            self.tell(everyone)
+
+    def tell(self, everyone: Numbers) -> None:
+        """Who has, or had, which micro-batches."""
+        for sum_ in self.sums:
+            sum_.tell(everyone)
 
     def open(self, turn: int, number: int | None) -> None:
         """A backward begins."""
@@ -140,7 +147,7 @@ class Bucketed(Naive):
 
     @staticmethod
     def cut(plan: Plan) -> Sequence[Sequence[Place]]:
-        return buckets(plan.flat.places, plan.bucket_bytes, plan.first_bytes, plan.precision.wide.itemsize)
+        return plan.buckets(MOST_REQUESTS)
 
     def ready(self, sum_: Plain | Canonical) -> None:
         self._blocking("allreduce", sum_)
@@ -156,12 +163,6 @@ class Overlapped(Bucketed):
     def __init__(self, context: Context):
         super().__init__(context)
         self._flying: dict[int, float] = {}
-
-    @staticmethod
-    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
-        itemsize = plan.precision.wide.itemsize
-        least = -(-plan.flat.length * itemsize // MOST_REQUESTS)
-        return buckets(plan.flat.places, max(plan.bucket_bytes, least), plan.first_bytes, itemsize)
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
         super().__call__(parameter, compute)
@@ -185,9 +186,11 @@ class Overlapped(Bucketed):
             self._landed(sum_.bucket.number)
 
     def _move(self) -> None:
+        """Go on with all that is under way, which a single test does; buckets end in the order in which they began."""
         for number in list(self._flying):
-            if self.sums[number].test():
-                self._landed(number)
+            if not self.sums[number].test():
+                break
+            self._landed(number)
 
     def _landed(self, number: int) -> None:
         if number in self._flying:

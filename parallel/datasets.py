@@ -141,6 +141,10 @@ def _teach(seed: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
     return x, np.tanh(x @ inner) @ outer
 
 
+LONGEST = 1 << 12
+"""Of the sequences that are made up: all of them are in memory."""
+
+
 def copy(seed: int = 0, length: int = 64) -> Task:
     """Sequences whose second half is the first again; only there is a target. 4096 of them, 512 to test.
 
@@ -148,8 +152,8 @@ def copy(seed: int = 0, length: int = 64) -> Task:
     -1 where nothing can be known.
     """
     half = length // 2
-    if half < 1 or length % 2:
-        raise ValueError(f"length: the copy task takes an even number, 2 or more, found {length}")
+    if half < 1 or length % 2 or length > LONGEST:
+        raise ValueError(f"length: the copy task takes an even number from 2 to {LONGEST}, found {length}")
     random = np.random.default_rng([seed, length])
     words = random.integers(1, 256, (4096 + 512, half))
     whole = np.concatenate([words, np.zeros_like(words[:, :1]), words], axis=1)

@@ -9,10 +9,10 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from operator import index
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from mpi4py import MPI
@@ -22,6 +22,7 @@ from parallel import guard
 from parallel.blocks import Blocks, Everything, blocks_of
 from parallel.context import Context
 from parallel.data import Batch
+from parallel.facts import named, whole
 from parallel.flat import Flat, Span, shards
 from parallel.layouts import LAYOUTS
 from parallel.ledger import Ledger, predict, predict_activations
@@ -63,7 +64,8 @@ class Engine:
     clip : float, optional
         Limit of the gradient's norm.
     bucket_bytes, first_bytes : int
-        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first.
+        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first. None
+        has fewer than that, unless there is only one.
     check_every : int
         Compare the parameters of all ranks after every so many steps; 0 for never.
     device : "cpu" or "cuda"
@@ -115,7 +117,7 @@ class Engine:
         reproducible: bool = False,
         clip: float | None = None,
         bucket_bytes: int = 4 << 20,
-        first_bytes: int = 256 << 10,
+        first_bytes: int = 1 << 20,
         check_every: int = 0,
         device: str = "cpu",
         trace: bool = False,
@@ -172,32 +174,39 @@ class Engine:
         """The numbers of this rank's micro-batches, of so many in the step."""
         return self._layout.share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
-    def step(self, batches: Sequence[Batch], *, stop: bool = False) -> Report:
+    def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> Report:
         """One update from the micro-batches of all ranks.
 
         Parameters
         ----------
-        batches : sequence of Batch, or of tuples like it
+        batches : iterable of Batch, or of tuples like it
             This rank's. It may have none. `share` says which a rank should have.
         stop : bool
             Whether this rank wants to end, after a Ctrl-C say: all ranks learn it from the report.
+        drawn : bool
+            Whether the next micro-batch is asked for when the one before is through, so that ranks may share them out
+            while they work (`parallel.pool`), and tell each other afterwards who had which. The same on all ranks;
+            for layouts in which nobody waits for others before the step's end.
 
         Raises
         ------
         ValueError
-            On all ranks, if the numbers of their micro-batches are not those from 0 on, each once.
+            On all ranks, if the numbers of their micro-batches are not those from 0 on, each once; or if the layout
+            does not let them be drawn.
         StepFailed
             On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number
             (in fp16 the latter makes a skipped step, unless the loss scale cannot go lower). Nothing was updated then.
         Diverged
             On all ranks, if parameters that should be the same are not.
         """
+        if drawn and not self._layout.drawn:
+            can = ", ".join(name for name, layout in LAYOUTS.items() if layout.drawn)
+            raise ValueError(f"drawn: ranks can draw their micro-batches in {can}, and the layout is {self._name}")
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
-        mine, problem = self._checked(batches)
-        everyone, count, stop = self._meet(mine, stop, problem)
         scale = self.scaling.value
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
-            early, losses, problem = self._passes(mine, everyone, scale)
+            passes = self._drawn if drawn else self._shared
+            count, stop, early, losses, problem = passes(batches, stop, scale)
         loss = self._losses(losses, problem) / count if count else math.nan
         norm, factor, finite = self._norm(count, scale) if count else (None, 0.0, False)
         if count:
@@ -265,9 +274,13 @@ class Engine:
         return {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
-        self.scaling.load(state["scaling"])
-        self.steps, self.updates = state["steps"], state["updates"]
+        """Go on from a `state`; raises ValueError, with nothing changed, if it is none."""
+        said = named(state, "state")
+        steps, updates = whole(said, "steps"), whole(said, "updates")
+        if updates > steps:
+            raise ValueError(f"updates: expected at most {steps}, one for each step, found {updates}")
+        self.scaling.load(said.get("scaling", {}))
+        self.steps, self.updates = steps, updates
 
     @property
     def events(self) -> list[Event]:
@@ -289,7 +302,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ the parts of a step
 
-    def _checked(self, batches: Sequence[Batch]) -> tuple[list[Batch], Exception | None]:
+    def _checked(self, batches: Iterable[Batch]) -> tuple[list[Batch], Exception | None]:
         """The batches in order of their numbers, on the device; or none, and why."""
         xp = self._memory.xp
         try:
@@ -333,55 +346,94 @@ class Engine:
         y = batch.y.astype(self._type(batch.y, "wide"), copy=False)
         return Motion(x, y, Run(training, self._seed, self.steps, np.asarray(batch.samples, np.int64)), self._loss)
 
-    def _passes(
-        self, mine: list[Batch], everyone: list[tuple[int, ...]], scale: float
-    ) -> tuple[int, list[tuple[int, float]], Exception | None]:
-        """All forwards and backwards, and the sum of gradients."""
-        gradients, weights = self._gradients, self._weights
+    def _shared(self, batches: Iterable[Batch], stop: bool, scale: float) -> Passed:
+        """Forwards, backwards and the sum of gradients, of micro-batches that all ranks know of beforehand."""
+        mine, problem = self._checked(batches)
+        everyone, count, stop = self._meet(mine, stop, problem)
+        self._expect(everyone)
+        gradients = self._gradients
         turns = gradients.rounds(everyone, self._comm.Get_rank())
         there = range(len(self._units))
-        weights.begin([*there, *reversed(there)] * turns)
+        self._weights.begin([*there, *reversed(there)] * turns)
         gradients.begin(everyone)
-        early, losses, problem = 0, [], None
+        early, losses = 0, []
         for turn in range(turns):
             batch = mine[turn] if turn < len(mine) else None
             motion = nobody() if batch is None or problem is not None else self._motion(batch, training=True)
-            with self._recorder("compute", "forward", turn=turn):
-                for unit in self._units:
-                    weights.enter()
-                    motion.forward(unit)
-                    weights.leave()
-                motion.score()
-                self._note(batch, motion, everyone)
-                motion.turn(scale)
-            gradients.open(turn, None if batch is None else batch.number)
-            with self._recorder("compute", "backward", turn=turn):
-                for number in reversed(there):
-                    weights.enter()
-                    motion.backward(self._units[number], gradients)
-                    weights.leave()
-                    gradients.left(number)
+            self._pass(turn, batch, motion, scale)
             problem = problem or motion.problem
             if batch is not None:
                 losses.append((batch.number, motion.total))
             early = gradients.started
             gradients.shut()
         gradients.finish()
-        return early, losses, problem
+        return Passed(count, stop, early, losses, problem)
 
-    def _note(self, batch: Batch | None, motion: Motion, everyone: list[tuple[int, ...]]) -> None:
-        """Enter in the ledger what has not been seen before: other shapes, other numbers of micro-batches."""
-        if batch is None or motion.problem is not None:
+    def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> Passed:
+        """The same, but a micro-batch is asked for when the one before is through, and ranks tell then what they had.
+
+        A rank that has failed asks for no more: the others have what is left, and hear of it when they meet.
+        """
+        gradients, source, problem = self._gradients, iter(batches), None
+        gradients.begin(None)
+        mine: list[Batch] = []
+        losses: list[tuple[int, float]] = []
+        while problem is None:
+            next_one, problem = self._checked(islice(source, 1))
+            if not next_one:
+                break
+            (batch,) = next_one
+            motion = self._motion(batch, training=True)
+            self._pass(len(mine), batch, motion, scale)
+            gradients.shut()
+            mine.append(batch)
+            losses.append((batch.number, motion.total))
+            problem = motion.problem
+        everyone, count, stop = self._meet(mine, stop, problem)
+        self._expect(everyone)
+        gradients.tell(everyone)
+        gradients.finish()
+        return Passed(count, stop, 0, losses, None)
+
+    def _pass(self, turn: int, batch: Batch | None, motion: Motion, scale: float) -> None:
+        """Forward and backward of one micro-batch."""
+        gradients, weights = self._gradients, self._weights
+        with self._recorder("compute", "forward", turn=turn):
+            for unit in self._units:
+                weights.enter()
+                motion.forward(unit)
+                weights.leave()
+            motion.score()
+            self._note(batch, motion)
+            motion.turn(scale)
+        gradients.open(turn, None if batch is None else batch.number)
+        with self._recorder("compute", "backward", turn=turn):
+            for number in reversed(range(len(self._units))):
+                weights.enter()
+                motion.backward(self._units[number], gradients)
+                weights.leave()
+                gradients.left(number)
+
+    def _note(self, batch: Batch | None, motion: Motion) -> None:
+        """Enter in the ledger the shapes of a micro-batch that have not been seen before."""
+        if batch is None or motion.problem is not None or not self._new((batch.x.shape, batch.y.shape)):
             return
-        kind = (batch.x.shape, batch.y.shape, *(len(numbers) for numbers in everyone))
-        if kind not in self._looked_at:
-            self._looked_at.add(kind)
-            self._memory.at_least("activations", motion.nbytes())
-            predicted = self._predict(everyone)
-            x, y = (Spec(array.shape, self._type(array, of)) for array, of in ((batch.x, "storage"), (batch.y, "wide")))
-            with contextlib.suppress(NotImplementedError):  # a model of the user's own may have no outlines
-                predicted["activations"], work = predict_activations(self._plan, self._loss, x, y)
-                self.ledger.expect(predicted, work)
+        self._memory.at_least("activations", motion.nbytes())
+        x, y = (Spec(array.shape, self._type(array, of)) for array, of in ((batch.x, "storage"), (batch.y, "wide")))
+        with contextlib.suppress(NotImplementedError):  # a model of the user's own may have no outlines
+            activations, work = predict_activations(self._plan, self._loss, x, y)
+            self.ledger.expect(Counter(activations=activations), work)
+
+    def _expect(self, everyone: list[tuple[int, ...]]) -> None:
+        """Enter in the ledger numbers of micro-batches that have not been seen before."""
+        if self._new(tuple(everyone)):
+            self.ledger.expect(self._predict(everyone), 0)
+
+    def _new(self, kind: tuple[Any, ...]) -> bool:
+        """Whether the ledger has seen nothing of this kind."""
+        known = kind in self._looked_at
+        self._looked_at.add(kind)
+        return not known
 
     def _predict(self, everyone: list[tuple[int, ...]]) -> Counter[str]:
         return predict(self._plan, self._name, len(self._optimizer.states()), everyone)
@@ -467,6 +519,16 @@ class Engine:
             state = {name: vector[here] for name, vector in vectors.items()}
             pieces.append(Piece(span, weights, gradient, state, self.flat.places, None if master is None else stored))
         return pieces
+
+
+class Passed(NamedTuple):
+    """What the passes of a step came to: counted targets, whether to stop, and of this rank the rest of it."""
+
+    targets: int
+    stop: bool
+    early: int
+    losses: list[tuple[int, float]]
+    problem: Exception | None
 
 
 def _refusal(comm: Any, *, layout: str, precision: str, clip: float | None, check_every: int) -> Exception | None:

@@ -110,7 +110,8 @@ def buckets(places: Sequence[Place], nbytes: int, first: int, itemsize: int = 4)
         A bucket is closed when it holds at least so many bytes (Li et al., "PyTorch Distributed", VLDB 2020,
         section 3.2).
     first : int
-        The same for the bucket that is complete first; a small one lets communication begin early.
+        The same for the bucket that is complete first: a small one lets communication begin early. What is left in
+        the end and has fewer joins the bucket before it, as an exchange costs something however little it moves.
     itemsize : int
         Bytes of an element.
 
@@ -126,6 +127,8 @@ def buckets(places: Sequence[Place], nbytes: int, first: int, itemsize: int = 4)
         if sum(place.span.size for place in open_) * itemsize >= (nbytes if done else first):
             done.append(tuple(open_))
             open_ = []
-    if open_:
+    if done and sum(place.span.size for place in open_) * itemsize < first:
+        done[-1] = (*open_, *done[-1])
+    elif open_:
         done.append(tuple(open_))
     return tuple(done)

@@ -23,12 +23,15 @@ class Layout(NamedTuple):
         This rank's micro-batches.
     divided : bool
         Whether every rank updates a part of the weights only.
+    drawn : bool
+        Whether ranks may draw micro-batches while the step runs, since nobody waits for others before its end.
     """
 
     gradients: Callable[[Context], Any]
     weights: Callable[[Context, Any], Whole | Gathered]
     share: Callable[[int, int, int], range]
     divided: bool
+    drawn: bool
 
 
 def _everywhere(context: Context, gradients: Any) -> Whole:
@@ -44,10 +47,10 @@ def _just_in_time(context: Context, gradients: Any) -> Gathered:
 
 
 LAYOUTS = {
-    "dp-naive": Layout(Naive, _everywhere, contiguous, divided=False),
-    "dp-bucket": Layout(Bucketed, _everywhere, contiguous, divided=False),
-    "dp": Layout(Overlapped, _everywhere, contiguous, divided=False),
-    "zero1": Layout(Stage1, _published, contiguous, divided=True),
-    "zero2": Layout(Stage2, _published, interleaved, divided=True),
-    "zero3": Layout(Stage3, _just_in_time, interleaved, divided=True),
+    "dp-naive": Layout(Naive, _everywhere, contiguous, divided=False, drawn=True),
+    "dp-bucket": Layout(Bucketed, _everywhere, contiguous, divided=False, drawn=True),
+    "dp": Layout(Overlapped, _everywhere, contiguous, divided=False, drawn=True),
+    "zero1": Layout(Stage1, _published, contiguous, divided=True, drawn=True),
+    "zero2": Layout(Stage2, _published, interleaved, divided=True, drawn=False),
+    "zero3": Layout(Stage3, _just_in_time, interleaved, divided=True, drawn=False),
 }

@@ -17,7 +17,7 @@ from parallel.nn.compose import Sequential
 from parallel.nn.operator import Spec, nbytes_of
 from parallel.plan import Plan
 from parallel.weights import resident_slots, slot_sizes
-from parallel.zero import Stage2, Stage3, slots, users_of
+from parallel.zero import Stage1, Stage2, Stage3, slots, users_of
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Parameters as operators see them; gradients; master weights and moments; what forward saves; all else that stays."""
@@ -125,7 +125,7 @@ FORMULAS: dict[str, Callable[[Plan, Numbers], tuple[Counter[str], int]]] = {
     "dp-naive": lambda plan, everyone: _together(Naive.cut, False, plan, everyone),
     "dp-bucket": lambda plan, everyone: _together(Bucketed.cut, False, plan, everyone),
     "dp": lambda plan, everyone: _together(Overlapped.cut, False, plan, everyone),
-    "zero1": lambda plan, everyone: _together(Bucketed.cut, True, plan, everyone),
+    "zero1": lambda plan, everyone: _together(Stage1.cut, True, plan, everyone),
     "zero2": lambda plan, everyone: _apart(Stage2.cut, False, plan, everyone),
     "zero3": lambda plan, everyone: _apart(Stage3.cut, True, plan, everyone),
 }

@@ -1,14 +1,16 @@
-"""What a rank may use of its machine: how many BLAS threads, and how fast these could be at best."""
+"""What a rank may use of its machine: BLAS threads, memory, and how fast it could be at best."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 
 import numpy as np
 from mpi4py import MPI
 
 from parallel.memory import namespace
+from parallel.together import agree
 
 SECONDS = 0.2
 SIZE = {"cpu": 512, "cuda": 4096}
@@ -32,6 +34,51 @@ def limit_threads(threads: int) -> None:
     except ImportError as error:
         raise ImportError("BLAS threads are set with threadpoolctl: pip install 'chorus-mpi[train]'") from error
     threadpool_limits(threads)
+
+
+def memory() -> int:
+    """Bytes of memory that this node has, whoever uses them; 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+def expect_room(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
+    """Raise ValueError on all ranks if those of some node will need more memory than it has. Collective.
+
+    Parameters
+    ----------
+    kinds : mapping of str -> int
+        Bytes that this rank will need, by kind.
+    """
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        needed, ranks = node.allreduce(sum(kinds.values())), node.Get_size()
+    finally:
+        node.Free()
+    there, problem = memory(), None
+    if 0 < there < needed:
+        most = ", ".join(f"{name} {in_bytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name])[:3])
+        several = f"{ranks} ranks of a node need {in_bytes(needed)}, each" if ranks > 1 else "it needs"
+        problem = ValueError(
+            f"{several} {in_bytes(sum(kinds.values()))} ({most}), and there are {in_bytes(there)}; "
+            "a smaller model, length or micro-batch may do, or recompute"
+        )
+    agree(comm, problem, "not enough memory")
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> in_bytes(23_500_000_000)
+    '23.5 GB'
+    """
+    power = min((len(str(int(count))) - 1) // 3, len(BYTES) - 1)
+    return f"{count / 1000**power:.3g} {BYTES[power]}"
+
+
+BYTES = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def peak(comm: MPI.Intracomm, device: str = "cpu", seconds: float = SECONDS) -> float:

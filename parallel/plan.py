@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel.flat import Flat
+from parallel.flat import Flat, Place, buckets
 from parallel.nn.operator import Operator
 from parallel.precision import Precision
 
@@ -24,7 +24,8 @@ class Plan:
     reproducible : bool
         Whether gradients are added in the canonical order.
     bucket_bytes, first_bytes : int
-        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first.
+        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first. None
+        has fewer than that, unless there is only one.
     """
 
     units: tuple[Operator, ...]
@@ -43,6 +44,12 @@ class Plan:
         """
         adds = adds and not self.reproducible
         return max((place.size for place in self.flat.places if adds or place.parameter.uses > 1), default=0)
+
+    def buckets(self, most: int | None = None) -> tuple[tuple[Place, ...], ...]:
+        """The places of every bucket, at most so many of them and one."""
+        itemsize = self.precision.wide.itemsize
+        least = 0 if most is None else -(-self.flat.length * itemsize // most)
+        return buckets(self.flat.places, max(self.bucket_bytes, least), self.first_bytes, itemsize)
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:

@@ -16,6 +16,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from parallel.facts import named
+
 
 @dataclass
 class LossScale:
@@ -108,7 +110,10 @@ class LossScale:
         ValueError
             If it is no such state; nothing was changed.
         """
-        names = {field.name for field in fields(self)}
-        if set(state) != names:
-            raise ValueError(f"state: expected {', '.join(sorted(names))}, found {', '.join(sorted(state))}")
+        kinds = {field.name: (int,) if field.type == "int" else (int, float) for field in fields(self)}
+        if set(named(state, "loss scale")) != set(kinds):
+            raise ValueError(f"state: expected {', '.join(sorted(kinds))}, found {', '.join(sorted(state))}")
+        for name, value in state.items():
+            if not isinstance(value, kinds[name]) or isinstance(value, bool):
+                raise ValueError(f"{name}: expected a number, found {value!r}")
         self.__dict__.update(asdict(LossScale(**state)))

@@ -9,6 +9,9 @@ from typing import Any
 REPRODUCIBLE_PARTS = 8
 """Micro-batches of a step in a reproducible training that does not say how many: the same for any number of ranks."""
 
+POOLED_PARTS = 4
+"""Micro-batches for each rank in a step whose micro-batches are drawn, if nobody says how many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -56,6 +59,8 @@ class Settings:
         Of a bucket of gradients.
     tau, group : int or None
         Of the styles that need no server: `parallel.replicas.styles.Options`.
+    pool : bool
+        Whether ranks draw the micro-batches of a step as they get ready.
     """
 
     data: str = "digits"
@@ -81,8 +86,15 @@ class Settings:
     seed: int = 0
     check_every: int = 0
     bucket_bytes: int = 4 << 20
+    pool: bool = False
     tau: int | None = None
     group: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), KINDS[str(field.type)]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ValueError(f"{field.name}: expected {field.type}, found {value!r}")
 
     def micro(self, ranks: int) -> int:
         """Samples of a micro-batch on so many ranks.
@@ -94,10 +106,16 @@ class Settings:
             return self.micro_batch
         if self.accumulate is not None:
             parts = self.accumulate * ranks
+        elif self.reproducible:
+            parts = REPRODUCIBLE_PARTS
         else:
-            parts = REPRODUCIBLE_PARTS if self.reproducible else ranks
+            parts = POOLED_PARTS * ranks if self.pool else ranks
         return -(-self.batch // parts)
 
+
+KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (float, int)}
+KINDS |= {f"{name} | None": (*kinds, type(None)) for name, kinds in KINDS.items()}
+"""What a value may be, by the type that its field is said to have."""
 
 NAMES = tuple(field.name for field in fields(Settings))
 

@@ -3,7 +3,7 @@
 `Plain` adds into one vector and leaves the ranks' sums to MPI's reductions; `Canonical` keeps nodes of the canonical
 tree and lets every part's owner add those of all ranks. Both have the same motions:
 
-    begin, (open, put ..., shut) for each micro-batch, then allreduce or reduce_scatter;
+    begin, (open, put ..., shut) for each micro-batch, then allreduce or reduce_scatter, and before that tell;
     or instead start, test until it is done, finish: an allreduce that goes on beside the backward.
 """
 
@@ -49,9 +49,12 @@ class Plain:
         """Whether this backward has handed in all of the bucket."""
         return not self._filling.missing
 
-    def begin(self, everyone: Numbers) -> None:
+    def begin(self) -> None:
         """A step begins."""
         self._filling.fresh(self.vector)
+
+    def tell(self, everyone: Numbers) -> None:
+        """Who has which micro-batches: it is no matter."""
 
     def open(self, number: int) -> None:
         """A backward begins."""
@@ -66,8 +69,8 @@ class Plain:
 
     def allreduce(self) -> None:
         """Leave the sum over the ranks on all of them."""
-        self._filling.complete()
-        self._comm.Allreduce(MPI.IN_PLACE, self.vector)
+        self.start()
+        self.finish()
 
     def reduce_scatter(self) -> None:
         """Leave this rank's part of the sum where it belongs in the vector; the rest of the vector is of no use."""
@@ -122,8 +125,12 @@ class Canonical:
         """Whether this backward has handed in all of the bucket."""
         return not self._filling.missing
 
-    def begin(self, everyone: Numbers) -> None:
-        """A step begins."""
+    def begin(self) -> None:
+        """A step begins; one before it may have been broken off."""
+        self._counter.clear()
+
+    def tell(self, everyone: Numbers) -> None:
+        """Who has which micro-batches, and so which nodes."""
         self._nodes = [played(numbers).nodes for numbers in everyone]
 
     def open(self, number: int) -> None:

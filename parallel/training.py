@@ -18,19 +18,21 @@ from typing import Any, Self
 import numpy as np
 
 from collectives import Communicator
-from parallel import checkpoint, datasets
+from parallel import checkpoint, datasets, machine
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.data import Batch, Dataset, Sampler, Step, prefetch
 from parallel.datasets import Task
+from parallel.facts import named, whole
 from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
 from parallel.nn.operator import Spec
 from parallel.optim import OPTIMIZERS, Optimizer
+from parallel.pool import Pool
 from parallel.precision import PRECISIONS
 from parallel.report import Report
 from parallel.schedules import Schedule
-from parallel.settings import Settings
+from parallel.settings import NAMES, Settings
 from parallel.together import together
 from parallel.ways import Job, way_of
 
@@ -130,7 +132,7 @@ class Training:
     Raises
     ------
     ValueError
-        On all ranks, if the settings fit neither each other nor the ranks.
+        On all ranks, if the settings fit neither each other nor the ranks, nor the model the machine's memory.
     """
 
     def __init__(self, settings: Settings, comm: Communicator, *, device: str = "cpu", trace: bool = False):
@@ -142,7 +144,13 @@ class Training:
         self.sampler = _sampler(said, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
         self.flops_per_sample = flops(model, self.task, said.precision)
-        self.engine = way_of(said).engine(Job(model, self._loss, comm, optimizer, device, trace), said)
+        job, way = Job(model, self._loss, comm, optimizer, device, trace), way_of(said)
+        if device == "cpu":
+            parts = -(-said.batch // self.sampler.micro_batch)
+            rows = min(self.sampler.micro_batch, said.batch, len(self.task.train))
+            machine.expect_room(comm, way.forecast(job, said, *specs(self.task, said.precision, rows), parts))
+        self.engine = way.engine(job, said)
+        self._pool = Pool(comm) if said.pool else None
 
     @property
     def done(self) -> int:
@@ -162,12 +170,14 @@ class Training:
         StepFailed, Diverged
             As `Engine.step`.
         """
-        batches = prefetch(self._ahead())
+        pool = self._pool
+        batches: Iterator[Any] = prefetch(self._ahead()) if pool is None else self._drawn(pool)
+        how = {} if pool is None else {"drawn": True}
         try:
             while self.done < self.steps:
                 began = time.perf_counter()
                 step, mine = next(batches)
-                report = self.engine.step(mine, stop=stop())
+                report = self.engine.step(mine, stop=stop(), **how)
                 self.sampler.done(step)
                 yield Record(report, step.epoch, step.samples, time.perf_counter() - began)
                 if report.stop:
@@ -178,6 +188,11 @@ class Training:
     def _ahead(self) -> Iterator[tuple[Step, list[Batch]]]:
         for step in self.sampler.ahead():
             yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
+
+    def _drawn(self, pool: Pool) -> Iterator[tuple[Step, Iterator[Batch]]]:
+        """A micro-batch is made when it was drawn, not in advance: that would deal work out before anyone is ready."""
+        for step in self.sampler.ahead():
+            yield step, step.batches(self.task.train, pool.draw(len(step.parts)))
 
     def score(self, most: int | None = None) -> Score:
         """Put the model to the test, on all of the test set or on `most` samples from all over it. Collective."""
@@ -219,23 +234,34 @@ class Training:
         for name in ("engine", "sampler"):
             if name not in found.facts:
                 raise CheckpointError(f"{found.path} is no training's: it has no {name}")
+        sampler = _sampler(self.settings, self.task, self._comm.Get_size())
         try:
-            _sampler(self.settings, self.task, self._comm.Get_size()).load(found.facts["sampler"])
+            sampler.load(found.facts["sampler"])
         except ValueError as error:
             raise CheckpointError(f"{found.path} is of another training: {error}") from error
+        found.fit(self.engine.stretches())
+        try:
+            if (steps := whole(named(found.facts["engine"], "state"), "steps")) != found.step:
+                raise ValueError(f"steps: expected {found.step}, as the checkpoint's own, found {steps}")
+            self.engine.load(found.facts["engine"])
+        except ValueError as error:
+            raise CheckpointError(f"{found.path} cannot be used: its engine's {error}") from error
         found.restore(self.engine.stretches())
         self.sampler.load(found.facts["sampler"])
-        self.engine.load(found.facts["engine"])
         self.engine.refresh()
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Give back what the engine and the pool hold. Collective."""
         self.engine.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # a rank that failed does not wait for the others
+            self._pool = None
         self.close()
 
 
@@ -321,15 +347,33 @@ def optimizer_of(said: Settings, steps: int) -> Optimizer:
     return OPTIMIZERS[said.optimizer](**options)  # type: ignore[arg-type]
 
 
+def specs(task: Task, precision: str, rows: int) -> tuple[Spec, Spec]:
+    """What so many of the task's samples are, as the engine hands them to a model: inputs and targets."""
+    kinds = PRECISIONS[precision].storage, PRECISIONS[precision].wide
+    shown = task.train.take(np.zeros(1, np.int64))
+    made = [
+        Spec((rows, *array.shape[1:]), array.dtype if array.dtype.kind in "iub" else kind)
+        for array, kind in zip(shown, kinds)
+    ]
+    return made[0], made[1]
+
+
 def flops(model: Sequential, task: Task, precision: str) -> float:
     """Multiplications and additions of matrix products, forward and backward, for one sample."""
-    storage = PRECISIONS[precision].storage
-    x, _ = task.train.take(np.zeros(1, np.int64))
-    outline = model.outline(Spec(x.shape, x.dtype if x.dtype.kind in "iub" else storage))
-    return float((1 + BACKWARD) * outline.flops)
+    return float((1 + BACKWARD) * model.outline(specs(task, precision, 1)[0]).flops)
+
+
+def settings_in(found: Checkpoint) -> dict[str, Any]:
+    """The settings of the training that a checkpoint is of; raises CheckpointError if they are none."""
+    try:
+        there = dict(named(found.facts.get("settings"), "settings"))
+        Settings(**{name: value for name, value in there.items() if name in NAMES})
+    except ValueError as error:
+        raise CheckpointError(f"{found.path} is no training's: {error}") from error
+    return there
 
 
 def changed(found: Checkpoint, settings: Settings) -> dict[str, tuple[Any, Any]]:
     """Settings that are other than in the checkpoint: {name: (there, here)}."""
-    there = found.facts.get("settings", {})
+    there = settings_in(found)
     return {name: (there.get(name), here) for name, here in asdict(settings).items() if there.get(name) != here}

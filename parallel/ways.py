@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, Protocol
@@ -11,12 +12,14 @@ from parallel.data import Batch
 from parallel.engine import Engine
 from parallel.flat import Flat
 from parallel.layouts import LAYOUTS
-from parallel.ledger import Ledger
+from parallel.ledger import Ledger, predict, predict_activations
 from parallel.nn.compose import Sequential
-from parallel.nn.operator import Array
+from parallel.nn.operator import Array, Spec
 from parallel.optim import Optimizer
+from parallel.plan import Plan
+from parallel.precision import PRECISIONS
 from parallel.record import Event
-from parallel.replicas.engine import Replicas
+from parallel.replicas.engine import OWN, Replicas
 from parallel.replicas.styles import STYLES, Options, refuse
 from parallel.report import Evaluation, Report
 from parallel.settings import Settings
@@ -24,7 +27,10 @@ from parallel.stretches import Stretch
 
 
 class Trains(Protocol):
-    """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means."""
+    """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means.
+
+    Where the way has the setting `pool`, `step` takes `drawn` as well.
+    """
 
     flat: Flat
     ledger: Ledger
@@ -67,13 +73,17 @@ class Way(NamedTuple):
     workers : callable (settings, ranks) -> int
         How many of the ranks share the samples of a step.
     settings : names
-        Of settings that no other way has.
+        Of settings that not every way has.
+    forecast : callable (job, settings, x, y, micro-batches) -> bytes by kind
+        What this rank will need for micro-batches like x and y (specs), so many in a step; nothing where that is not
+        known.
     """
 
     engine: Callable[[Job, Settings], Trains]
     check: Callable[[Settings, int], None] = lambda said, ranks: None
     workers: Callable[[Settings, int], int] = lambda said, ranks: ranks
     settings: tuple[str, ...] = ()
+    forecast: Callable[[Job, Settings, Spec, Spec, int], Counter[str]] = lambda job, said, x, y, parts: Counter()
 
 
 def _replicas(job: Job, said: Settings) -> Engine:
@@ -117,8 +127,46 @@ def _style_refuses(said: Settings, ranks: int) -> None:
     refuse(said.layout, options, ranks, said.precision, said.reproducible, said.check_every)
 
 
-WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
-WAYS |= {name: Way(_styled, _style_refuses, settings=line.options) for name, line in STYLES.items()}
+def _forecast(job: Job, said: Settings, x: Spec, y: Spec, parts: int) -> Counter[str]:
+    return _of_layout(said.layout, job.comm.Get_rank(), job.comm.Get_size(), job, said, x, y, parts)
+
+
+def _style_forecast(job: Job, said: Settings, x: Spec, y: Spec, parts: int) -> Counter[str]:
+    """That of an engine for one rank, and what the style keeps besides."""
+    mine = len(LAYOUTS[OWN].share(parts, job.comm.Get_rank(), job.comm.Get_size()))
+    forecast = _of_layout(OWN, 0, 1, job, said, x, y, mine)
+    vector = Flat(job.model).length * PRECISIONS[said.precision].wide.itemsize
+    forecast["buffers"] += STYLES[said.layout].buffers(vector, Options(said.tau, said.group))
+    return forecast
+
+
+def _of_layout(
+    layout: str, rank: int, ranks: int, job: Job, said: Settings, x: Spec, y: Spec, parts: int
+) -> Counter[str]:
+    share, units, flat = LAYOUTS[layout].share, tuple(job.model.items), Flat(job.model)
+    plan = Plan(
+        units=units,
+        flat=flat,
+        ranks=ranks,
+        rank=rank,
+        precision=PRECISIONS[said.precision],
+        reproducible=said.reproducible,
+        bucket_bytes=said.bucket_bytes,
+        first_bytes=said.bucket_bytes,
+    )
+    everyone = [tuple(share(parts, other, ranks)) for other in range(ranks)]
+    forecast = predict(plan, layout, len(job.optimizer.states()), everyone)
+    forecast["activations"], forecast["temporaries"] = predict_activations(plan, job.loss, x, y)
+    return forecast
+
+
+WAYS = {
+    name: Way(_replicas, settings=("pool",) if layout.drawn else (), forecast=_forecast)
+    for name, layout in LAYOUTS.items()
+}
+WAYS |= {
+    name: Way(_styled, _style_refuses, settings=line.options, forecast=_style_forecast) for name, line in STYLES.items()
+}
 
 
 def way_of(said: Settings) -> Way:
@@ -138,8 +186,8 @@ def way_of(said: Settings) -> Way:
     if name not in WAYS or (":" in said.layout and name in (*LAYOUTS, *STYLES)):
         raise ValueError(f"layout: expected one of {', '.join(WAYS)}, found {said.layout!r}")
     unsaid = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}
-    for other, way in WAYS.items():
-        for setting in set(way.settings) - set(WAYS[name].settings):
-            if getattr(said, setting) != unsaid[setting]:
-                raise ValueError(f"{setting}: it belongs to {other}, and the layout is {said.layout}")
+    for setting in {setting for way in WAYS.values() for setting in way.settings} - set(WAYS[name].settings):
+        if getattr(said, setting) != unsaid[setting]:
+            owners = ", ".join(other for other, way in WAYS.items() if setting in way.settings)
+            raise ValueError(f"{setting}: it belongs to {owners}, and the layout is {said.layout}")
     return WAYS[name]

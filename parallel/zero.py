@@ -12,7 +12,7 @@ from itertools import groupby
 from parallel import shares
 from parallel.bucket import Bucket, buckets_of
 from parallel.context import Context
-from parallel.data_parallel import Bucketed, Naive
+from parallel.data_parallel import Naive
 from parallel.flat import Place, Span
 from parallel.nn.operator import Array, Parameter
 from parallel.plan import Plan
@@ -23,7 +23,9 @@ from parallel.weights import resident_slots, slot_sizes
 class Stage1(Naive):
     """Gradients of all micro-batches are added up on every rank; in the end each gets the sum of its part."""
 
-    cut = staticmethod(Bucketed.cut)
+    @staticmethod
+    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
+        return plan.buckets()
 
     def part(self) -> Array:
         longest = max((bucket.own.size for bucket in self.buckets), default=0)
@@ -77,7 +79,7 @@ class Stage2:
     @staticmethod
     def cut(plan: Plan) -> Sequence[Sequence[Place]]:
         """The buckets' places."""
-        return Bucketed.cut(plan)
+        return plan.buckets()
 
     def weights(self, plan: Plan) -> list[int]:
         """Elements of the vectors of weights that the neighbours will see."""

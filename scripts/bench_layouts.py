@@ -56,7 +56,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--turn", type=workload.COUNT, default=5, metavar="N", help="steps in a turn (default 5)")
     add("--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"with commas; {FIRST} always takes part")
     add("--bucket-mb", type=float, default=4.0, metavar="X", help="of a bucket of gradients (default 4)")
-    add("--first-mb", type=float, default=0.25, metavar="X", help="of the first one (default 0.25)")
+    add("--first-mb", type=float, default=1.0, metavar="X", help="of the smallest ones (default 1)")
     options = parser.parse_args(argv)
     workload.settle(parser, options)
     names = options.layouts.split(",")

@@ -58,7 +58,7 @@ from parallel.nn.workspace import keep_freed_memory
 from parallel.optim import OPTIMIZERS
 from parallel.precision import PRECISIONS
 from parallel.together import together
-from parallel.training import Training, changed
+from parallel.training import Training, changed, settings_in
 from parallel.ways import WAYS
 
 LOOKS = 10
@@ -119,6 +119,7 @@ def parser() -> launch.Parser:
     either: Any = {"action": argparse.BooleanOptionalAction, "default": None}
     add("--recompute", **either, help="forget activations, and compute them again")
     add("--reproducible", **either, help="the same digits on any number of ranks, in any layout")
+    add("--pool", **either, help="ranks draw micro-batches as they get ready, in the layouts dp... and zero1")
     add("--bucket-bytes", type=int, metavar="N", help="of a bucket of gradients (default 4 MiB)")
     add("--check-every", type=int, metavar="N", help="compare parameters over the ranks every N steps")
     add("--threads", type=int, metavar="N", help="of BLAS, for each rank (default: cores of the node over its ranks)")
@@ -173,7 +174,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     """Everything up to the first step; whatever is wrong is found here, on all ranks, before a file is touched."""
     found = resumed(comm, args)
     said = {name: getattr(args, name) for name in settings.NAMES}
-    chosen = settings.complete(said, found.facts.get("settings") if found else None)
+    chosen = settings.complete(said, settings_in(found) if found else None)
     keep_freed_memory()
     threads = args.threads or (1 if chosen.reproducible else machine.cores_per_rank(comm))
     together(comm, lambda: machine.limit_threads(threads), "--threads")

@@ -103,6 +103,18 @@ CASES = {
     "linear": Case(partial(Linear, 5, 3), ((4, 5), (1, 5), (0, 5), (2, 3, 5)), ((4, 6), (5,)), linear),
     "linear without bias": Case(partial(Linear, 5, 3, bias=False), ((4, 5),), ((4, 6),), linear),
     "linear, first": Case(partial(Linear, 5, 3, first=True), ((4, 5),), ((4, 6),), linear),
+    "linear and gelu, tanh": Case(
+        lambda: Sequential([Linear(5, 3), GELU(tanh=True)]),
+        ((4, 5), (0, 5), (2, 3, 5)),
+        ((4, 6),),
+        lambda torch, x, p: torch.nn.functional.gelu(linear(torch, x, p, "0."), approximate="tanh"),
+    ),
+    "linear and silu": Case(
+        lambda: Sequential([Linear(5, 3), SiLU()]),
+        ((4, 5), (0, 5), (2, 3, 5)),
+        ((4, 6),),
+        lambda torch, x, p: torch.nn.functional.silu(linear(torch, x, p, "0.")),
+    ),
     "flatten": Case(Flatten, ((2, 3, 4), (0, 3, 4), (2,)), ((),), lambda torch, x, p: x.flatten(1)),
     "relu": Case(ReLU, ANY, (), lambda torch, x, p: x.relu()),
     "gelu": Case(GELU, ANY, (), lambda torch, x, p: torch.nn.functional.gelu(x)),
@@ -236,6 +248,15 @@ def play(operator, x, dtype=np.float64, xp=np, run=None, seed=2, through=None):
 
     dx = operator.backward(dy, saved, sink)
     return Played(y, dx, gradients, saved)
+
+
+def chains(name, dtype):
+    """(arrays, numbers) for a kernel that goes through arrays element by element."""
+    random = np.random.default_rng(0)
+    arrays = [(3 * random.standard_normal((5, 7))).astype(dtype) for _ in range(1 + name.endswith("backward"))]
+    if name.startswith("biased"):
+        return [*arrays, random.standard_normal(7).astype(dtype)], []
+    return ([*arrays, random.random((5, 7)) < 0.5], [1.25]) if name == "masked" else (arrays, [])
 
 
 def on_device_as_on_host(xp, name, dtype):

@@ -340,11 +340,15 @@ class _Fetch:
 class Shared:
     """One channel of the node's mailboxes, for one rank: the wire between neighbours.
 
-    `compiles` says whether its swaps will be done often enough to be compiled.
+    `compiles` says whether its swaps will be done often enough to be compiled; `seen`, the same at both ends of every
+    edge, whether nearly all that is sent lies in memory that the receiver sees. Then no message is cut.
     """
 
-    def __init__(self, node: Node, channel: int, edges: dict[int, Edge], compiles: bool = False) -> None:
+    def __init__(
+        self, node: Node, channel: int, edges: dict[int, Edge], compiles: bool = False, seen: bool = False
+    ) -> None:
         self._node, self._channel, self._edges, self._compiles = node, channel, edges, compiles
+        self._longest = 0 if seen else STREAMED
 
     def _edge(self, peer: int) -> Edge:
         edge = self._edges.get(peer)
@@ -397,7 +401,7 @@ class Shared:
         if not self._node.reaches(peer):
             return None
         cell = self._node.cells[self._channel]
-        whole = nbytes <= cell or (nbytes > STREAMED and self._node.reads)
+        whole = nbytes <= cell or (nbytes > self._longest and self._node.reads)
         return 0 if whole else cell
 
     def leaves(self, peer: int, nbytes: int, before: int) -> bool:

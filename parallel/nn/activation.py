@@ -9,8 +9,21 @@ from parallel.nn.checks import elements
 from parallel.nn.operator import Array, Operator, Outline, Run, Sink, Spec
 
 
-class ReLU(Operator):
+class Activation(Operator):
+    """A function of each element."""
+
+    def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
+        """`forward` of z + bias, in one pass over z, which is written into: the result, and what `forward` saves."""
+        raise NotImplementedError
+
+
+class ReLU(Activation):
     """y = max(x, 0)."""
+
+    def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
+        """In the memory of z."""
+        y = kernels.biased_relu(z, bias)
+        return y, y
 
     def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
         """Saves y, which the next operator keeps anyway."""
@@ -27,7 +40,7 @@ class ReLU(Operator):
         return Outline(y, y, 0, _temporaries(x, 2))
 
 
-class GELU(Operator):
+class GELU(Activation):
     """y = x Phi(x) (Hendrycks and Gimpel, 2016).
 
     Parameters
@@ -38,6 +51,10 @@ class GELU(Operator):
 
     def __init__(self, tanh: bool = False):
         self.tanh = tanh
+
+    def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
+        """Saves z + bias."""
+        return (kernels.biased_gelu_tanh if self.tanh else kernels.biased_gelu)(z, bias), z
 
     def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
         """Saves x."""
@@ -52,8 +69,12 @@ class GELU(Operator):
         return Outline(Spec(x.shape, x.dtype), x, 0, _temporaries(x, 8))
 
 
-class SiLU(Operator):
+class SiLU(Activation):
     """y = x / (1 + exp(-x)), also called swish (Elfwing, Uchibe and Doya, 2017)."""
+
+    def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
+        """Saves z + bias."""
+        return kernels.biased_silu(z, bias), z
 
     def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
         """Saves x."""

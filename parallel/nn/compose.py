@@ -24,11 +24,12 @@ class Sequential(Operator):
         yield from ((str(number), item) for number, item in enumerate(self.items))
 
     def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Each item's result is the next one's input."""
-        saved = []
-        for item in self.items:
-            x, kept = item.forward(x, run)
-            saved.append(kept)
+        """Each item's result is the next one's input; two items may be one pass over memory."""
+        saved: list[Any] = []
+        while (at := len(saved)) < len(self.items):
+            after = self.items[at + 1] if at + 1 < len(self.items) else None
+            x, kept = self.items[at].onward(x, run, after)
+            saved += kept
         return x, tuple(saved)
 
     def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from parallel.nn import kernels
+from parallel.nn.activation import Activation
 from parallel.nn.checks import elements, expect, expect_last, stored, widened
 from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, constant, normal
 
@@ -47,6 +48,16 @@ class Linear(Operator):
         else:
             y = kernels.affine(rows, self.weight.data, self.bias.data)
         return y.reshape(*x.shape[:-1], self.outputs), x
+
+    def onward(self, x: Array, run: Run, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
+        """The bias and an activation after it in one pass."""
+        own = type(self).forward is Linear.forward  # a subclass may do something else
+        if self.bias is None or not isinstance(after, Activation) or not own:
+            return super().onward(x, run, after)
+        expect_last(self, x, self.inputs)
+        z = kernels.matmul(x.reshape(-1, self.inputs), self.weight.data)
+        y, kept = after.biased(z.reshape(*x.shape[:-1], self.outputs), self.bias.data)
+        return y, (x, kept)
 
     def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
         """dx = dy W^T; dW = x^T dy; db = the sum of dy."""

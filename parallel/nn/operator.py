@@ -173,6 +173,15 @@ class Operator:
         """(y, saved): the result, and what `backward` needs. Writes into neither x nor itself."""
         raise NotImplementedError
 
+    def onward(self, x: Array, run: Run, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
+        """`forward`, and what was saved in a tuple; or, in one pass over memory, the forward of the next one as well.
+
+        Then y is the next one's, and the tuple has two items. That what is saved is what both save by themselves is
+        what lets backward know nothing of it.
+        """
+        y, saved = self.forward(x, run)
+        return y, (saved,)
+
     def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
         """dx, from dy: the gradients of the loss by x and by y. Hands parameters' gradients to `grads`.
 

@@ -103,7 +103,7 @@ class Replicas:
         self._piece = next(iter(self._engine.pieces), None)
         vector = memory.own("parameters", 0, self._engine.context.wide) if self._piece is None else self._piece.weights
         self.style = line.make(replace(self._engine.context, comm=comm), vector, options)
-        self.ledger.predicted["buffers"] += line.buffers(vector, options)
+        self.ledger.predicted["buffers"] += line.buffers(vector.nbytes, options)
         self._stash = vector if self._piece is None else self._piece.gradient  # of use within a step only
         self._problem: Exception | None = None
         self.style.begin()

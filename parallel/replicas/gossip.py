@@ -55,16 +55,11 @@ def reach(size: int, tau: int) -> int:
     return max(0, turns(size) - 1) if tau == 0 else turns(size) * (turns(size) + tau)
 
 
-def message_bytes(vector: Array) -> int:
-    """Of a message with this vector."""
-    return HEAD + vector.nbytes
-
-
 class _Message:
     """Memory for a weight, the last step and a vector, and for what MPI knows of them."""
 
     def __init__(self, memory: Memory, like: Array):
-        self.bytes = memory.own("buffers", message_bytes(like), np.uint8)
+        self.bytes = memory.own("buffers", HEAD + like.nbytes, np.uint8)
         self.head = self.bytes[: 2 * 8].view(np.float64)
         self.x = self.bytes[HEAD:].view(like.dtype)
         self.request: Any = MPI.REQUEST_NULL

@@ -35,7 +35,7 @@ class Line(NamedTuple):
     Attributes
     ----------
     make : callable (context, vector, options) -> Style
-    buffers : callable (vector, options) -> int
+    buffers : callable (bytes of the vector, options) -> int
         Bytes that it keeps besides the replica.
     options : tuple of str
         Those of `Options` that it knows.
@@ -49,7 +49,7 @@ class Line(NamedTuple):
     """
 
     make: Callable[[Context, Array, Options], Style]
-    buffers: Callable[[Array, Options], int] = lambda vector, options: 0
+    buffers: Callable[[int, Options], int] = lambda nbytes, options: 0
     options: tuple[str, ...] = ()
     least: int = 1
     memory: Callable[[Communicator, str], Memory] = Memory
@@ -74,13 +74,13 @@ def _gossip(context: Context, vector: Array, options: Options) -> Style:
     return gossip.Gossip(context, vector, _or(options.tau, 0))
 
 
-def _gossip_buffers(vector: Array, options: Options) -> int:
-    return vector.nbytes + 2 * (_or(options.tau, 0) + 1) * gossip.message_bytes(vector)
+def _gossip_buffers(nbytes: int, options: Options) -> int:
+    return nbytes + 2 * (_or(options.tau, 0) + 1) * (gossip.HEAD + nbytes)
 
 
 STYLES = {
     "local": Line(_local, options=("tau",)),
-    "group": Line(_groups, lambda vector, options: vector.nbytes, options=("tau", "group")),
+    "group": Line(_groups, lambda nbytes, options: nbytes, options=("tau", "group")),
     "sgp": Line(_gossip, _gossip_buffers, options=("tau",), least=0, devices=("cpu",)),
     "hogwild": Line(
         lambda context, vector, options: hogwild.Hogwild(context, vector),

@@ -129,7 +129,9 @@ def measure(
     rows = []
     for (algorithm, memory, mode), timing in timings.items():
         auto = algorithm == "auto"
-        chosen, pieces = ours.choice(comm, collective, actual) if auto else (algorithm, segments)
+        chosen, pieces = (
+            ours.choice(comm, collective, actual, mode, memory, in_place) if auto else (algorithm, segments)
+        )
         setting = (ours.even(collective), chosen, size, actual, segments or pieces or 1)
         known = None if costs is None or chosen == NATIVE else costs[memory, mode]
         expected = None if known is None else predicted_us(known, *setting, in_place=in_place)

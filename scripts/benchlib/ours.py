@@ -59,12 +59,15 @@ def keywords(algorithm: str, segments: int | None) -> dict[str, Any]:
     return said if segments is None else said | {"segments": segments}
 
 
-def choice(comm: MPI.Intracomm, collective: str, nbytes: int) -> tuple[str, int]:
+def choice(
+    comm: MPI.Intracomm, collective: str, nbytes: int, form: str, memory: str, in_place: bool
+) -> tuple[str, int]:
     """What ``auto`` picks: an algorithm and a number of segments."""
+    said = {"form": form, "symmetric": memory == "symmetric", "in_place": in_place}
     try:
-        chosen = comm.choice(collective, nbytes)  # type: ignore[attr-defined]
+        chosen = comm.choice(collective, nbytes, **said)  # type: ignore[attr-defined]
     except (ValueError, KeyError):
-        chosen = comm.choice(even(collective), nbytes)  # type: ignore[attr-defined]
+        chosen = comm.choice(even(collective), nbytes, **said)  # type: ignore[attr-defined]
     return chosen.algorithm, chosen.segments
 
 

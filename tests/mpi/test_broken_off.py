@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from collectives import Communicator, plans
+from collectives import Communicator, kept
 from collectives.errors import InvalidArgument, OutOfStep
 
 SOON, LATER = 0.1, 0.6  # seconds until a rank is interrupted, and until those that it waits for come
@@ -33,7 +33,7 @@ def ctrl_c():
 @pytest.fixture
 def own(world, monkeypatch):
     """A communicator that compiles soon, of at least two ranks that wait for each other in Python."""
-    monkeypatch.setattr(plans, "WORTH_COMPILING", 2)
+    monkeypatch.setattr(kept, "WORTH_COMPILING", 2)
     with Communicator(world) as comm:
         if comm.Get_size() == 1 or comm._plans.node is None:
             pytest.skip("nobody waits in Python")

@@ -150,3 +150,14 @@ def test_a_rank_that_cannot_write_fails_all(world, comm, folder, monkeypatch):
             with pytest.raises(CheckpointError, match=r"step-000000007 was not written: .*No space left"):
                 training.save(folder)
     assert [path.name for path in all_in(folder)] == ["step-000000001"]
+
+
+@pytest.mark.parametrize("layout", ["dp-naive", "dp", "zero1"])
+def test_drawn_or_dealt_and_taken_up_again_the_digits_are_the_same(comm, folder, layout):
+    """Reproducible: who had which micro-batch is nowhere to be seen, also not after a restart."""
+    said = {"reproducible": True, "layout": layout}
+    dealt = trained(comm, steps=6, into=folder / "dealt", **said)
+    drawn = trained(comm, steps=3, into=folder / "drawn", pool=True, **said)
+    drawn += trained(comm, 6, latest(comm, folder / "drawn"), folder / "again", pool=True, **said)
+    assert drawn == dealt
+    assert same(latest(comm, folder / "dealt"), latest(comm, folder / "again"))

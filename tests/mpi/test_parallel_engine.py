@@ -19,6 +19,7 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.nn.operator import NotAtHand
 from parallel.optim import LAMB, SGD, AdamW
+from parallel.pool import Pool
 from parallel.scaling import LossScale
 
 STEPS = (7, 1, 4, 3)
@@ -470,3 +471,100 @@ def test_forecast_and_account_agree(comm, layout, precision, reproducible):
             made.step(tiny.batches(made.share(count)))
         assert made.ledger.allocated == made.ledger.predicted, made.ledger.table()
         assert "optimizer" in made.ledger.table()
+
+
+# ------------------------------------------------------------------------------------------ micro-batches are drawn
+
+
+drawing = pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.drawn])
+
+
+def dealt(comm, numbers, step):
+    """A rank's micro-batches, each made when it is asked for."""
+    for number in numbers:
+        yield tiny.batches([number], step)[0]
+
+
+@drawing
+@pytest.mark.parametrize("slow", [0, -1])
+def test_a_slow_rank_draws_less_and_no_bit_changes(comm, layout, slow, reference):
+    """One rank holds on to its first micro-batch of each step until the others have had all the rest."""
+    slow = range(comm.size)[slow]
+    settings = {"precision": "fp32", "clip": 1.0, "reproducible": True}
+    expected, expected_reports, _ = reference(**settings)
+
+    def mine(pool, count, had, step):
+        for batch in dealt(comm, pool.draw(count), step):
+            had.append(batch[0])
+            if comm.rank == slow and len(had) == 1:
+                for _ in range(comm.size - 1):
+                    comm.recv(tag=step)
+            yield batch
+        if comm.rank != slow:
+            comm.send(None, slow, tag=step)
+
+    with Pool(comm) as pool, engine(comm, layout, **settings) as made:
+        for step, count in enumerate(STEPS):
+            had = []
+            report = made.step(mine(pool, count, had, step), drawn=True)
+            everyone = comm.allgather(had)
+            if comm.rank == slow and comm.size > 1 and not had:  # it came too late for any: take the news
+                for _ in range(comm.size - 1):
+                    comm.recv(tag=step)
+            assert sorted(number for some in everyone for number in some) == list(range(count))
+            assert len(everyone[slow]) == (count if comm.size == 1 else min(1, len(everyone[slow])))
+            wanted = expected_reports[step]
+            assert (report.loss, report.norm, report.count) == (wanted.loss, wanted.norm, wanted.count)
+        assert differing(whole(comm, made), expected) == []
+        assert made.ledger.predicted == made.ledger.allocated
+
+
+@drawing
+def test_drawn_without_the_canonical_order(comm, layout, reference):
+    """All that one rank has, others have not: the sum is the same but for rounding."""
+    expected, _, _ = reference(precision="fp64", clip=3.0)
+    with engine(comm, layout, precision="fp64", clip=3.0) as made:
+        for step, count in enumerate(STEPS):
+            turn = range(count) if comm.rank == step % comm.size else ()
+            report = made.step(dealt(comm, turn, step), drawn=True)
+            assert report.early == 0
+        for name, values in whole(comm, made).items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if not layout.drawn])
+def test_where_nothing_can_be_drawn(comm, layout):
+    with engine(comm, layout) as made, pytest.raises(ValueError, match=rf"in dp-naive, .*, and the layout is {layout}"):
+        made.step(iter(()), drawn=True)
+
+
+class Late(RuntimeError):
+    """Of a source of micro-batches."""
+
+
+@drawing
+@pytest.mark.parametrize("wrong", ["source", "batch", "twice", "missing"])
+def test_a_draw_that_fails_leaves_nothing_behind(comm, layout, wrong, reference):
+    """Told on all ranks; and the next step has its bits, whatever was added up before."""
+    settings = {"precision": "fp32", "clip": 1.0, "reproducible": True}
+    expected, last = reference(**settings)[0], comm.size - 1
+
+    def failing():
+        share = list(range(2 * comm.rank, 2 * comm.rank + 2))
+        if comm.rank == last:
+            share = {"twice": [0, 0], "missing": [2 * last, 2 * last + 5]}.get(wrong, share)
+        for at, batch in enumerate(dealt(comm, share, 50)):
+            if at and comm.rank == last and wrong == "source":
+                raise Late("no more")
+            yield (*batch[:2], batch[2][:1], batch[3]) if at and comm.rank == last and wrong == "batch" else batch
+
+    kind = ValueError if wrong in ("twice", "missing") else StepFailed
+    told = {"source": f"rank {last}: Late: no more", "batch": f"rank {last}: ValueError: micro-batch"}
+    with engine(comm, layout, **settings) as made:
+        before = whole(comm, made)
+        with pytest.raises(kind, match=told.get(wrong, "expected each of the numbers")):
+            made.step(failing(), drawn=True)
+        assert differing(before, whole(comm, made)) == [] and made.steps == 0
+        for step, count in enumerate(STEPS):
+            made.step(dealt(comm, made.share(count), step), drawn=True)
+        assert differing(whole(comm, made), expected) == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, plans, wait_all
+from collectives import Communicator, kept, wait_all
 from collectives.transport import mailbox
 from collectives.transport.mpi import Persistent
 
@@ -30,28 +30,28 @@ def resident():
 
 def test_programs_of_blocking_calls_are_bounded(own):
     size = own.Get_size()
-    arrays = [np.ones(1000 + n) for n in range(plans.KEPT + 100)]
+    arrays = [np.ones(1000 + n) for n in range(kept.KEPT + 100)]
     total = np.zeros(2000)
     for array in arrays:
         own.Allreduce(array, total[: array.size])
         assert (total[: array.size] == size).all()
-    for n in range(1, plans.KEPT + 100):
+    for n in range(1, kept.KEPT + 100):
         own.Bcast(arrays[0][:n])
-    assert len(own._plans._bound) <= plans.KEPT
-    assert len(own._plans._again) <= 4 * plans.KEPT
+    assert len(own._plans.kept.bound) <= kept.KEPT
+    assert len(own._plans.kept.known) <= 4 * kept.KEPT
     own.Allreduce(arrays[0], total[:1000])
     assert (total[:1000] == size).all()
 
 
 def test_programs_of_non_blocking_calls_are_bounded(own):
     size = own.Get_size()
-    totals = [np.zeros(10 + n % 7) for n in range(plans.KEPT + 200)]
+    totals = [np.zeros(10 + n % 7) for n in range(kept.KEPT + 200)]
     for _ in range(2):
         requests = [own.Iallreduce(np.ones(total.size), total) for total in totals]
         for request in requests:
             request.Wait()
         assert all((total == size).all() for total in totals)
-    assert sum(map(len, own._plans._idle.values())) <= plans.KEPT
+    assert sum(map(len, own._plans._idle.values())) <= kept.KEPT
     assert not own._plans._lent
 
 
@@ -65,11 +65,11 @@ def test_persistent_ones_keep_nothing_when_they_are_freed(own):
 
 
 def test_scratch_of_kept_programs_is_bounded(own, monkeypatch):
-    monkeypatch.setattr(plans, "KEPT_BYTES", 100_000)
+    monkeypatch.setattr(kept, "KEPT_BYTES", 100_000)
     arrays = [np.ones(2000) for _ in range(40)]
     for array in arrays:
         own.Allreduce(array, np.zeros(2000))
-    assert own._plans._held <= 100_000 or len(own._plans._bound) == 1
+    assert own._plans.kept.held <= 100_000 or len(own._plans.kept.bound) == 1
 
 
 def test_tags_come_round(own, monkeypatch):

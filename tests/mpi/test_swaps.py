@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, plans
+from collectives import Communicator, kept
 from collectives.transport import compiled
 
 OPERATIONS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
@@ -21,7 +21,7 @@ COUNTS = (1, 2, 7, 14, 100, 1001)  # elements, beside the flag and in a cell
 @pytest.fixture
 def quick(world, monkeypatch):
     """A communicator that compiles what it does for the third time."""
-    monkeypatch.setattr(plans, "WORTH_COMPILING", 2)
+    monkeypatch.setattr(kept, "WORTH_COMPILING", 2)
     with Communicator(world) as comm:
         yield comm
 
@@ -30,7 +30,7 @@ def quick(world, monkeypatch):
 def slow(world):
     """One that never gets so far."""
     with Communicator(world) as comm:
-        comm._plans._swaps = -(10**9)
+        comm._plans.kept._repeats = -(10**9)
         yield comm
 
 
@@ -71,7 +71,7 @@ def test_the_same_bits(quick, slow, name, dtype):
                     quick.Reduce(mine, total if rank == root else None, op, root)
                     assert rank != root or total.tobytes() == model.tobytes() or quick.Get_size() > 2
     if swaps(quick):
-        assert any(key[0] == "allreduce" for key in quick._plans._quick)
+        assert any(key[0] == "allreduce" for key in quick._plans.kept.quick)
 
 
 @pytest.mark.parametrize("dtype", sorted(map(str, compiled.DTYPES)))
@@ -89,7 +89,7 @@ def test_nothing_is_compiled_before_it_is_worth_it(world, monkeypatch):
     asked = []
     monkeypatch.setattr(compiled, "swap", asked.append)
     with Communicator(world) as comm:
-        for _ in range(plans.WORTH_COMPILING // 2 - 1):
+        for _ in range(kept.WORTH_COMPILING // 2 - 1):
             comm.Allreduce(np.ones(3), np.ones(3))
             comm.Bcast(np.ones(3))
     assert not asked
@@ -159,7 +159,7 @@ def test_errors_are_the_same(quick, slow, wrong):
 
 
 def test_a_compiled_rank_and_one_that_is_not(world, monkeypatch):
-    monkeypatch.setattr(plans, "WORTH_COMPILING", 2 if world.Get_rank() % 2 else 10**9)
+    monkeypatch.setattr(kept, "WORTH_COMPILING", 2 if world.Get_rank() % 2 else 10**9)
     with Communicator(world) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for turn in range(60):
@@ -200,7 +200,7 @@ def test_late_peers(quick, late):
 @pytest.mark.parametrize("worth", [1, 10**9], ids=["compiled", "in Python"])
 def test_whoever_is_ahead_waits_for_room(world, monkeypatch, worth, count):
     """The root of broadcasts runs ahead until there is no room, and swaps then: nothing is lost."""
-    monkeypatch.setattr(plans, "WORTH_COMPILING", worth)
+    monkeypatch.setattr(kept, "WORTH_COMPILING", worth)
     with Communicator(world) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for ahead in range(6):

@@ -12,7 +12,7 @@ import pytest
 from exchanges import ENTRIES, FORMS, TABLE, Exchange, Question, perform
 from mpi4py import MPI
 
-from collectives import Communicator, plans
+from collectives import Communicator, calls, slots
 from collectives.errors import InvalidArgument, OutOfMemory
 from collectives.transport import heap, mailbox, shm
 
@@ -348,7 +348,7 @@ def pool(comm, blocks, nbytes):
     return lambda wanted: arrays.pop() if wanted <= nbytes and arrays else None
 
 
-LIMITS = (mailbox.INLINE, plans.SLOT, shm.SEEN, plans.SWAPPED, mailbox.CELL, shm.STREAMED)
+LIMITS = (mailbox.INLINE, slots.SLOT, shm.SEEN, slots.SWAPPED, mailbox.CELL, shm.STREAMED)
 
 
 def mixed(comm, which, line, n, dtype, root, in_place):
@@ -386,6 +386,43 @@ def test_several_megabytes(comm, method, which):
     line = TABLE[method]
     exchange = mixed(comm, which, line, 700_000 // (1 if line.reduces else comm.Get_size()), "d", 0, False)
     perform(comm, "blocking", method, exchange, turns=2)
+
+
+@pytest.mark.parametrize(("method", "algorithm"), [entry for entry in ENTRIES if entry[0] != "Barrier"])
+def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm):
+    """Whole messages between the cells of persistent channels and what is read where it lies, in place and not."""
+    line, size = TABLE[method], comm.Get_size()
+    for in_place in (False, True)[: 2 if line.in_place else 1]:
+        exchange = mixed(comm, "symmetric", line, 50_001 // (1 if line.reduces else size), "f", 0, in_place)
+        perform(comm, "persistent", method, exchange, turns=3, algorithm=algorithm, segments=1)
+
+
+def arriving(request):
+    """Messages that come to this rank over shared memory in a bound program."""
+    owners = [getattr(call, "__self__", None) for call in request.program.calls]
+    return len({id(owner) for owner in owners if isinstance(owner, shm._Arriving)})
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.parametrize("plain", ["none", "rank 0's", "all"])
+def test_what_all_see_is_not_cut_if_all_know(own, plain, in_place):
+    """A single array of another kind, and the messages of all ranks are cut alike."""
+    rank, size, node = own.Get_rank(), own.Get_size(), own._plans.node
+    mine, total = own.full(100_000, 1.0, "f"), own.full(100_000, 1.0, "f")
+    shared = size > 1 and node is not None and node.reads and own._plans.heap.shows(total.ctypes.data, total.nbytes)
+    seen = own.allreduce(shared, MPI.LAND) and plain == "none"
+    if plain == "all" or (plain == "rank 0's" and rank == 0):
+        total = total.copy()
+    arguments = MPI.IN_PLACE if in_place else mine, total
+    sight = own._plans.sight(calls.allreduce(*arguments, MPI.SUM, rank, size))
+    assert sight.seen == seen and (sight.in_place == in_place or not seen)
+    request = own.Allreduce_init(*arguments, algorithm="ring")
+    if node is not None and own.nodes is None:
+        assert (arriving(request) == 2 * (size - 1)) == (seen or size == 1)
+    request.Start()
+    request.Wait()
+    assert (total == size).all()
+    request.Free()
 
 
 def cannot_read(node):

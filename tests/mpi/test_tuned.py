@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import tune
-from collectives import Communicator, tuning
+from collectives import Communicator, native, tuning
 from collectives.measured import NATIVE, Choice, Key, Table, shape
 
 
@@ -58,6 +58,22 @@ def test_native_is_not_taken_for_what_mpi_cannot_do(world, place):
         request = comm.Iallreduce(np.ones(3), np.empty(3))  # not measured in this form: ours
         request.Wait()
         assert comm.choice("allreduce", 8, form="nonblocking")[0] == "linear"
+
+
+def test_native_is_not_promised_where_this_mpi_is_unsound(world, place, monkeypatch):
+    """`choice` says what a call takes."""
+    everything, mine = np.empty(2 * world.Get_size()), np.arange(2.0)
+    with Communicator(world, tuning=table(world, place, Choice(NATIVE), "allgather", "persistent")) as comm:
+        vendor = MPI.get_vendor()[0]
+        monkeypatch.setattr(native, "UNSOUND", {})
+        assert comm.choice("allgather", everything.nbytes, form="persistent")[0] == NATIVE
+        monkeypatch.setattr(native, "UNSOUND", {(vendor, "Allgather", "persistent"): "is not right"})
+        assert comm.choice("allgather", everything.nbytes, form="persistent")[0] != NATIVE
+        request = comm.Allgather_init(mine, everything)
+        request.Start()
+        request.Wait()
+        assert (everything.reshape(-1, 2) == mine).all()
+        request.Free()
 
 
 def test_ranks_may_hold_their_data_differently(world, place):

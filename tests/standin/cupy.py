@@ -18,6 +18,7 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
+from functools import partial
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class _Gpu:
         self.jobs = defaultdict(deque)  # stream -> (work, the ranges that it touches)
         self.begun = defaultdict(int)
         self.ended = defaultdict(int)
+        self.fused = []  # names of kernels that were made of several operations
         self.log = []  # ("wait" | "query" | "to_host" | "to_device" | "kernel", stream, bytes)
         self._next = HIDDEN
 
@@ -425,6 +427,8 @@ def _ufunc(name):
     function = getattr(np, name)
 
     def ufunc(left, right, out=None):
+        if isinstance(left, _Traced) or isinstance(right, _Traced):
+            return _taken_down(function, left, right, out=out)
         return _kernel(name, function, [left, right], ndarray(left.shape, left.dtype) if out is None else out)
 
     ufunc.__name__ = name
@@ -521,6 +525,7 @@ for _name in ("sum", "mean", "max", "min", "argmax", "any", "all"):
 
 FUNCTIONS = frozenset(
     [
+        "absolute",
         "arange",
         "argsort",
         "ascontiguousarray",
@@ -549,12 +554,96 @@ TYPES = frozenset(
 )
 
 
+FUSED = frozenset(["absolute", "clip", "copysign", "exp", "log", "sqrt", "square", "subtract", "tanh", "where"])
+"""Of these, what CuPy can make a part of a kernel."""
+
+
+def _taken_down_or_done(name, *arguments, **options):
+    if not any(isinstance(value, _Traced) for value in (*arguments, *options.values())):
+        return _at_once(getattr(np, name), *arguments, **options)
+    if name not in FUSED:
+        raise TypeError(f"CuPy does not fuse {name}")
+    return _taken_down(getattr(np, name), *arguments, **options)
+
+
 def __getattr__(name):
     if name in TYPES:
         return getattr(np, name)
     if name in FUNCTIONS:
-        return lambda *arguments, **options: _at_once(getattr(np, name), *arguments, **options)
+        return partial(_taken_down_or_done, name)
     raise AttributeError(f"the stand-in for CuPy has no {name}")
+
+
+class _Traced:
+    """What a function that is fused gets in place of an array or a number: no more than what CuPy's can do."""
+
+    __hash__ = None
+
+    def __init__(self, value):
+        self.value = value
+
+    @property
+    def dtype(self):
+        return np.asarray(self.value).dtype
+
+    @property
+    def ndim(self):
+        return np.ndim(self.value)
+
+    def astype(self, dtype, copy=True):
+        return self if self.dtype == dtype and not copy else _Traced(np.asarray(self.value).astype(dtype))
+
+    def __setitem__(self, key, value):
+        if key is not ...:
+            raise ValueError("a fused function sets all of an array, by [...]")
+        np.copyto(self.value, value.value, casting="same_kind")
+
+    def __bool__(self):
+        raise TypeError("a fused function does not know values")
+
+
+def _taken_down(function, *arguments, out=None):
+    given = [value.value if isinstance(value, _Traced) else value for value in arguments]
+    if any(isinstance(value, np.ndarray) and value.ndim for value in arguments):
+        raise TypeError("a kernel takes no NumPy arrays")
+    if out is None:
+        return _Traced(function(*given))
+    function(*given, out=out.value)
+    return out
+
+
+def _traced_operator(name):
+    def method(self, *others):
+        return _taken_down(lambda x, *rest: getattr(np.asarray(x), name)(*rest), self, *others)
+
+    def in_place(self, other):
+        return _taken_down(getattr(np, PLAIN[name]), self, other, out=self)
+
+    return in_place if name in PLAIN else method
+
+
+for _name in [*(f"__{name}__" for name in OPERATORS if name not in ("abs", "matmul")), *PLAIN]:
+    setattr(_Traced, _name, _traced_operator(_name))
+
+
+def fuse(*, kernel_name):
+    """A function of arrays and numbers as one kernel."""
+
+    def decorate(function):
+        def fused(*arguments):
+            if not all(isinstance(value, ndarray | np.generic | int | float) for value in arguments):
+                raise TypeError(f"{kernel_name}: a kernel takes arrays of the device, and numbers")
+            arrays = [value for value in arguments if isinstance(value, ndarray)]
+            traced = [_Traced(value._seen() if isinstance(value, ndarray) else value) for value in arguments]
+            stream = get_current_stream().number
+            GPU.fused.append(kernel_name)
+            GPU.put(
+                stream, lambda: function(*traced), [one._range for one in arrays], ("kernel", stream, arrays[0].nbytes)
+            )
+
+        return fused
+
+    return decorate
 
 
 def empty(shape, dtype=float):

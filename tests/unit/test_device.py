@@ -15,7 +15,7 @@ from examples import EXAMPLES, check
 from fakes import Foreign, GpuHub, NoInterface, cupy
 from mpi4py import MPI
 
-from collectives import Communicator, calls, catalog, plans, staging
+from collectives import Communicator, binding, calls, catalog, plans, staging
 from collectives.buffers import vector
 from collectives.select import Choice
 from collectives.transport import device
@@ -88,8 +88,8 @@ def play(name, algorithm, size, n, hub, direct, dtype="f4", root=0, in_place=Fal
         send, recv = blank(example.send), blank(example.recv)
         call, lane = call_of(example, send, recv, rank, size), None
         if direct(rank):
-            call, lane = plans.direct(call)
-        program = plans.bound(call, Choice(algorithm, segments), rank, size, hub.wire(rank), lane)
+            call, lane = binding.direct(call)
+        program = binding.bound(call, Choice(algorithm, segments), rank, size, hub.wire(rank), lane)
         for form in forms:
             for array, fresh in ((send, example.send), (recv, example.recv)):
                 if array is not None:
@@ -155,12 +155,10 @@ def test_again_and_again_blocking_and_not(name, way):
 @pytest.mark.parametrize("algorithm", list(catalog.CATALOG["allreduce"]))
 def test_messages_that_are_cut(monkeypatch, algorithm, way):
     """Parts are combined while others arrive, in landing slots that are used again: not before they are free."""
-    monkeypatch.setattr(plans, "SEGMENT", 16)
+    monkeypatch.setattr(binding, "SEGMENT", 16)
     for size in (2, 3, 4):
         for segments in (1, 3):
-            play(
-                "allreduce", algorithm, size, 203, GpuHub(size), lambda rank: way == "direct", segments=segments
-            )
+            play("allreduce", algorithm, size, 203, GpuHub(size), lambda rank: way == "direct", segments=segments)
 
 
 @pytest.mark.parametrize("way", ["direct", "staged"])
@@ -198,8 +196,8 @@ def test_the_test_would_see_a_missing_wait(monkeypatch):
 
 def test_scratch_lies_on_the_device(gpu):
     x = cupy.asarray(np.ones(40, "f4"))
-    call, lane = plans.direct(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
-    program = plans.bound(call, Choice("mst"), 2, 4, GpuHub(4).wire(2), lane)
+    call, lane = binding.direct(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
+    program = binding.bound(call, Choice("mst"), 2, 4, GpuHub(4).wire(2), lane)
     assert program.nbytes > 0
     memories = program._kept[0]
     assert all(isinstance(memory.array, cupy.ndarray) for memory in memories)
@@ -214,7 +212,7 @@ def test_sums_in_place_need_no_copy(gpu):
 @pytest.mark.parametrize("op", ["SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR"])
 def test_every_operation_with_a_kernel(op):
     x, y = cupy.asarray(np.arange(6, dtype="i4")), cupy.asarray(np.zeros(6, "i4"))
-    found = plans.direct(calls.allreduce(x, y, getattr(MPI, op), 0, 2))
+    found = binding.direct(calls.allreduce(x, y, getattr(MPI, op), 0, 2))
     kernel = found[0].combine
     left, right = np.array([0, 1, 2, 3], "i4"), np.array([2, 1, 0, 3], "i4")
     here, there, out = cupy.asarray(left), cupy.asarray(right), cupy.zeros(4, "i4")
@@ -229,28 +227,28 @@ def test_what_the_device_cannot_do_is_staged():
     small = Foreign(cupy.zeros(8, "u1"), dtype=ml_dtypes.bfloat16)
     x = cupy.zeros(4, "i4")
     for send, op in ((small, MPI.SUM), (x, user), (x, MPI.REPLACE)):
-        assert plans.direct(calls.allreduce(send, send, op, 0, 2)) is None
-    assert plans.direct(calls.broadcast(small, 0, 0, 2)) is not None  # bytes are bytes
-    assert plans.direct(calls.barrier()) is None
+        assert binding.direct(calls.allreduce(send, send, op, 0, 2)) is None
+    assert binding.direct(calls.broadcast(small, 0, 0, 2)) is not None  # bytes are bytes
+    assert binding.direct(calls.barrier()) is None
     user.Free()
 
 
 def test_memory_in_two_places_is_staged():
     here, there = cupy.zeros(4), np.zeros(4)
-    assert plans.direct(calls.allreduce(here, there, MPI.SUM, 0, 2)) is None
-    assert plans.direct(calls.allreduce(there, here, MPI.SUM, 0, 2)) is None
+    assert binding.direct(calls.allreduce(here, there, MPI.SUM, 0, 2)) is None
+    assert binding.direct(calls.allreduce(there, here, MPI.SUM, 0, 2)) is None
     with cupy.cuda.Device(1):
         second = cupy.empty(4)
-    assert plans.direct(calls.allreduce(here, second, MPI.SUM, 0, 2)) is None
-    assert plans.direct(calls.allreduce(here, here, MPI.SUM, 0, 2)) is not None
+    assert binding.direct(calls.allreduce(here, second, MPI.SUM, 0, 2)) is None
+    assert binding.direct(calls.allreduce(here, here, MPI.SUM, 0, 2)) is not None
 
 
 def test_the_second_device_is_worked_on_from_the_first(gpu):
     with cupy.cuda.Device(1):
         x, y = cupy.asarray(np.arange(5.0)), cupy.asarray(np.zeros(5))
-    call, lane = plans.direct(calls.allreduce(x, y, MPI.SUM, 0, 1))
+    call, lane = binding.direct(calls.allreduce(x, y, MPI.SUM, 0, 1))
     assert lane.number == 1
-    plans.bound(call, Choice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
+    binding.bound(call, Choice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
     assert y._seen().tolist() == [0, 1, 2, 3, 4]
 
 
@@ -286,10 +284,10 @@ def test_streams_of_two_arrays_are_ordered_on_the_device(gpu):
         y = cupy.zeros(3)
         y += 5  # would come after the result if nobody minded
     sender, receiver = Foreign(x, stream=one), Foreign(y, stream=other)
-    call, lane = plans.direct(calls.allreduce(sender, receiver, MPI.SUM, 0, 1))
+    call, lane = binding.direct(calls.allreduce(sender, receiver, MPI.SUM, 0, 1))
     gpu.log.clear()
     lane.follow(sender, receiver)
-    plans.bound(call, Choice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
+    binding.bound(call, Choice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
     assert y._seen().tolist() == [1, 1, 1]
     assert {number for kind, number, _ in gpu.log if kind == "wait"} == {one.number}
 
@@ -330,8 +328,8 @@ def test_a_later_call_follows_the_stream_of_its_own_time(gpu):
             assert waited == {stream.number}
             assert (y._seen() == turn + 1).all()
     bound.Free()
-    kept = comm._plans
-    assert len(kept._bound) == 1 and sum(map(len, kept._idle.values())) == 1
+    programs = comm._plans
+    assert len(programs.kept.bound) == 1 and sum(map(len, programs._idle.values())) == 1
     comm.Free()
 
 

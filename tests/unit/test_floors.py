@@ -15,12 +15,13 @@ FLOORS = {
     "collectives.transport collectives.ops collectives.staging collectives.costs collectives.measured "
     "collectives.tuning collectives.buffers collectives.dlpack collectives.errors",
     4: "collectives.execute collectives.short collectives.select collectives.calls",
-    5: "collectives.requests collectives.native collectives.plans collectives.debug collectives.point_to_point "
+    5: "collectives.requests collectives.native collectives.binding collectives.lengths collectives.slots "
+    "collectives.kept collectives.agreed collectives.plans collectives.debug collectives.point_to_point "
     "collectives.communicator",
     6: "collectives parallel.nn parallel.flat parallel.optim parallel.updates parallel.schedules parallel.scaling "
     "parallel.precision parallel.data parallel.datasets parallel.canonical parallel.plan parallel.bucket "
     "parallel.stretches parallel.motion parallel.record parallel.report parallel.interrupt parallel.tensorfile "
-    "parallel.settings",
+    "parallel.settings parallel.facts",
     7: "parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}

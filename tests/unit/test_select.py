@@ -1,6 +1,7 @@
 """The choice of an algorithm: the cheapest that can do the call, from what all ranks know; measured beats the model."""
 
 import time
+from functools import partial
 
 import pytest
 
@@ -142,6 +143,18 @@ def test_a_choice_that_was_made_is_looked_up():
     for _ in range(1000):
         assert selector.choose("allreduce", (1 << 20) + 8) is first
     assert time.perf_counter() - begin < 0.01  # 10 us each: a hundredth would do, but machines are busy
+
+
+def test_what_neighbours_see_is_priced_by_the_model():
+    """In place what is both sent and combined must land first, so fewer rounds pay less; tables know nothing of it."""
+    table = measured({8: {RING: 1e-9, OWN: 1e-9}, 1 << 20: {RING: 1e-9, OWN: 1e-9}}, ranks=2, placement="2")
+    for selector in (Selector(2), Selector(2, None, table)):
+        seen = partial(selector.decide, "allreduce", native=True, form="persistent", seen=True)
+        assert seen(1 << 16)[:2] == ("recursive_doubling", 1) and seen(1 << 16, in_place=True)[:2] == ("ring", 1)
+        assert seen(1 << 18).source == "model" and seen(1 << 18)[:2] == ("ring", 1)
+        assert seen(8) == selector.decide("allreduce", 8, native=True, form="persistent")
+        reduce = selector.decide("reduce", 1 << 18, form="persistent", seen=True)
+        assert reduce == selector.decide("reduce", 1 << 18, form="persistent"), "its partial sums lie in scratch"
 
 
 # ------------------------------------------------------------------------------------------ tables

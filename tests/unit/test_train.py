@@ -193,7 +193,17 @@ def of_many_classes(tmp_path):
     return tmp_path / "many.npz"
 
 
+def long_text(tmp_path):
+    (tmp_path / "long.txt").write_bytes(bytes(1 << 20))
+    return tmp_path / "long.txt"
+
+
 WRONG = {
+    "length beyond the data": (lambda tmp: ["--data", long_text(tmp), "--length", 10**6], "a shorter length may do"),
+    "length beyond memory": (
+        lambda tmp: ["--data", long_text(tmp), "--length", 3 * 10**5],
+        "not enough memory: 3 ranks of a node need",
+    ),
     "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks (3) than samples (2)"),
     "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, found 'mlq'"),
     "size": (lambda tmp: ["--model", "mlp:huge"], "expected a size of"),
@@ -202,11 +212,15 @@ WRONG = {
     "rate": (lambda tmp: ["--rate", "-1"], "rate: expected a number from 0 on, found -1"),
     "dropout": (lambda tmp: ["--dropout", "1"], "dropout: expected a number from 0 to below 1"),
     "layout": (lambda tmp: ["--parallel", "zero4"], "found 'zero4'"),
-    "tau of another": (lambda tmp: ["--tau", "3"], "tau: it belongs to local, and the layout is dp"),
+    "tau of another": (lambda tmp: ["--tau", "3"], "tau: it belongs to local, group, sgp, and the layout is dp"),
     "tau": (lambda tmp: ["--parallel", "local", "--tau", "0"], "tau: expected 1 steps or more, found 0"),
     "group": (lambda tmp: ["--parallel", "group", "--group", "4"], "group: expected 2 to 3 of 3 ranks, found 4"),
     "half shared": (lambda tmp: ["--parallel", "hogwild", "--precision", "bf16"], "hogwild has fp32 or fp64"),
     "not alike": (lambda tmp: ["--parallel", "sgp", "--reproducible"], "reproducible: with sgp other numbers of ranks"),
+    "pool": (
+        lambda tmp: ["--pool", "--parallel", "zero2"],
+        "pool: it belongs to dp-naive, dp-bucket, dp, zero1, and the layout is zero2",
+    ),
     "both": (lambda tmp: ["--epochs", "1", "--steps", "1"], "not allowed with argument --epochs"),
     "resume nowhere": (lambda tmp: ["--resume"], "say where the checkpoints are"),
     "resume nothing": (lambda tmp: ["--resume", "--checkpoint", tmp / "none"], "has no checkpoints to resume"),
@@ -216,7 +230,7 @@ WRONG = {
     "plot in a folder": (lambda tmp: ["--plot", folder_at(tmp / "p.png")], "error: --plot: "),
     "plot of no kind": (lambda tmp: ["--plot", tmp / "p.foo"], "--plot: expected a name that ends in one of .png"),
     "trace in a folder": (lambda tmp: ["--trace", folder_at(tmp / "t")], "error: --trace: "),
-    "no room": (lambda tmp: ["--data", of_many_classes(tmp)], "bytes of shared memory"),
+    "no room": (lambda tmp: ["--data", of_many_classes(tmp)], "not enough memory: 3 ranks of a node need"),
     "threads": (lambda tmp: ["--threads", "0"], "--threads: expected 1 or more, found 0"),
 }
 

@@ -2,7 +2,8 @@
 
 `reference` is what the functions do. Where numba is installed, `compiled` has some of them a second time, under the
 same names and with the same arguments; these are taken if all arrays of a call are C-contiguous host arrays of float32
-(of indices and flags: of int64, uint8 and bool).
+(of indices and flags: of int64, uint8 and bool). `fused` likewise has chains of operations on the elements of CuPy
+arrays as one kernel each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from parallel.nn.kernels import philox, reference
+from parallel.nn.kernels import fused, philox, reference
 from parallel.nn.kernels.storage import (
     BFLOAT16,
     BOOL,
@@ -50,14 +51,16 @@ def _suits(value: Any) -> bool:
 
 
 def _fastest(kernel: Kernel) -> Kernel:
-    """The kernel, or where its arguments allow it the compiled one of the same name."""
-    name = kernel.__name__
+    """The kernel, or where its arguments allow it the compiled or the fused one of the same name."""
+    name, on_device = kernel.__name__, fused.FUSED.get(kernel.__name__)
 
     @wraps(kernel)
     def call(*arguments: Any, **options: Any) -> Any:
         fast = _compiled().get(name)
         if fast is not None and all(map(_suits, arguments)) and all(map(_suits, options.values())):
             return fast(*arguments, **options)
+        if on_device is not None and fused.suits(arguments[0]):
+            return on_device(*arguments, **options)
         return kernel(*arguments, **options)
 
     return cast(Kernel, call)
@@ -74,6 +77,10 @@ gelu_tanh = _fastest(reference.gelu_tanh)
 gelu_tanh_backward = _fastest(reference.gelu_tanh_backward)
 silu = _fastest(reference.silu)
 silu_backward = _fastest(reference.silu_backward)
+biased_relu = _fastest(reference.biased_relu)
+biased_gelu = _fastest(reference.biased_gelu)
+biased_gelu_tanh = _fastest(reference.biased_gelu_tanh)
+biased_silu = _fastest(reference.biased_silu)
 masked = _fastest(reference.masked)
 layer_norm = _fastest(reference.layer_norm)
 layer_norm_backward = _fastest(reference.layer_norm_backward)
@@ -108,6 +115,10 @@ __all__ = [
     "array_namespace",
     "avg_pool",
     "avg_pool_backward",
+    "biased_gelu",
+    "biased_gelu_tanh",
+    "biased_relu",
+    "biased_silu",
     "causal_softmax",
     "col2im",
     "embedding_gradient",

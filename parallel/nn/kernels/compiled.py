@@ -106,6 +106,73 @@ def silu_backward(dy, x, dx):
 
 
 @loop
+def _biased_relu(z, bias):
+    for i in range(z.shape[0]):
+        row = z[i]
+        for j in range(bias.size):
+            x = row[j] + bias[j]
+            row[j] = ZERO if x < ZERO else x  # a NaN stays one
+
+
+@wraps(reference.biased_relu)
+def biased_relu(z, bias):
+    if not _adds(z, bias):
+        return reference.biased_relu(z, bias)
+    _biased_relu(z.reshape(-1, bias.size), bias)
+    return z
+
+
+def biased(function: Callable[..., None]) -> Callable[..., np.ndarray]:
+    """The kernel of the loop's name: of z and a bias that is left in it."""
+    compiled, plain = loop(function), getattr(reference, function.__name__)
+
+    @wraps(plain)
+    def kernel(z, bias):
+        if not _adds(z, bias):
+            return plain(z, bias)
+        y = np.empty_like(z)
+        compiled(z.reshape(-1, bias.size), bias, y.reshape(-1, bias.size))
+        return y
+
+    return kernel
+
+
+def _adds(z, bias):
+    """Whether the arrays are something to add, row by row."""
+    return z.size and z.dtype == bias.dtype == F and bias.shape == z.shape[-1:]
+
+
+@biased
+def biased_gelu(z, bias, y):
+    for i in range(z.shape[0]):
+        row, into = z[i], y[i]
+        for j in range(bias.size):
+            x = row[j] + bias[j]
+            row[j] = x
+            into[j] = x * normal(x)[0]
+
+
+@biased
+def biased_gelu_tanh(z, bias, y):
+    for i in range(z.shape[0]):
+        row, into = z[i], y[i]
+        for j in range(bias.size):
+            x = row[j] + bias[j]
+            row[j] = x
+            into[j] = x * logistic(TWICE_SLOPE * x * (ONE + CUBIC * x * x))
+
+
+@biased
+def biased_silu(z, bias, y):
+    for i in range(z.shape[0]):
+        row, into = z[i], y[i]
+        for j in range(bias.size):
+            x = row[j] + bias[j]
+            row[j] = x
+            into[j] = x * logistic(x)
+
+
+@loop
 def _masked(x, keep, scale, y):
     for i in range(x.size):
         y[i] = x[i] * F(keep[i]) * scale

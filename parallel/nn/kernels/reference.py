@@ -82,10 +82,12 @@ RUN = 1 << 14
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """From a function of wide arrays, one of arrays in any storage, with an `out` that may be an argument."""
+    """From a function of wide arrays, then numbers, one of arrays in any storage; its `out` may be an argument."""
 
     @wraps(compute)
-    def kernel(*arrays: Array, out: Array | None = None) -> Array:
+    def kernel(*arguments: Any, out: Array | None = None) -> Array:
+        numbers = tuple(value for value in arguments if isinstance(value, float))
+        arrays = arguments[: len(arguments) - len(numbers)]
         xp = array_namespace(arrays[0])
         if out is None:
             out = xp.empty(arrays[0].shape, arrays[0].dtype)
@@ -96,7 +98,7 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
         else:
             runs = [every]
         for target, *parts in runs:
-            narrow(compute(*(widen(part) for part in parts)), target.dtype, target)
+            narrow(compute(*(widen(part) for part in parts), *numbers), target.dtype, target)
         return out
 
     return kernel
@@ -142,7 +144,7 @@ def gelu_backward(dy: Array, x: Array) -> Array:
 def _logistic(x: Array) -> Array:
     """1 / (1 + exp(-x)), from the exponential of -|x|: it cannot overflow, and small results keep their digits."""
     xp = array_namespace(x)
-    e = xp.exp(-abs(x))
+    e = xp.exp(-xp.absolute(x))
     y = xp.where(x < 0, e, x.dtype.type(1))
     e += 1
     y /= e
@@ -183,16 +185,41 @@ def silu_backward(dy: Array, x: Array) -> Array:
     return dy * s * (1 + x * (1 - s))
 
 
-def masked(x: Array, keep: Array, scale: float, out: Array | None = None) -> Array:
-    """x times `scale` where `keep`, elsewhere 0: dropout, forward and backward.
+def biased_relu(z: Array, bias: Array) -> Array:
+    """`relu` of z + bias, in the memory of z.
 
     Parameters
     ----------
-    x : array
-    keep : array of bool, of the same shape
-    scale : float
+    z : array, shape (..., m)
+        Written into.
+    bias : array, shape (m,)
     """
-    return _elementwise(lambda part, kept: part * kept * scale)(x, keep, out=out)
+    z += bias
+    return relu(z, out=z)
+
+
+def biased_gelu(z: Array, bias: Array) -> Array:
+    """`gelu` of z + bias, which is left in z."""
+    z += bias
+    return gelu(z)
+
+
+def biased_gelu_tanh(z: Array, bias: Array) -> Array:
+    """`gelu_tanh` of z + bias, which is left in z."""
+    z += bias
+    return gelu_tanh(z)
+
+
+def biased_silu(z: Array, bias: Array) -> Array:
+    """`silu` of z + bias, which is left in z."""
+    z += bias
+    return silu(z)
+
+
+@_elementwise
+def masked(x: Array, keep: Array, scale: float) -> Array:
+    """x times `scale` where `keep`, an array of bool, elsewhere 0: dropout, forward and backward."""
+    return x * keep * scale
 
 
 # ------------------------------------------------------------------------------------------ norms, over the last axis

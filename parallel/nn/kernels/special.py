@@ -93,7 +93,7 @@ def erf(x: Array) -> Array:
 
 def _erf32(x: Array) -> Array:
     xp = array_namespace(x)
-    size = xp.minimum(abs(x), 4)  # beyond 3.92, erf is 1 in float32
+    size = xp.minimum(xp.absolute(x), 4)  # beyond 3.92, erf is 1 in float32
     near = _polynomial(_NEAR, size * size)
     near *= size
     near += size
@@ -105,7 +105,7 @@ def _erf32(x: Array) -> Array:
 
 def _erf64(x: Array) -> Array:
     xp = array_namespace(x)
-    size = abs(x)
+    size = xp.absolute(x)
     near = xp.minimum(size, 0.46875)
     inner = near * _polynomial(_A, near * near) / _polynomial(_B, near * near)
     middle = xp.clip(size, 0.46875, 4)

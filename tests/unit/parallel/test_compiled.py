@@ -74,6 +74,7 @@ def test_every_compiled_kernel_is_taken():
     taken = {name for name in public if hasattr(kernels, name) and hasattr(getattr(kernels, name), "__wrapped__")}
     assert taken >= {
         "gelu",
+        "biased_gelu",
         "layer_norm",
         "causal_softmax",
         "softmax_cross_entropy",
@@ -123,6 +124,21 @@ def test_extremes_backward(name):
     close(found[known], expected[known])
     assert np.isnan(found[np.isnan(EXTREMES)]).all() or name == "relu_backward"
     assert np.isnan(getattr(compiled, name)(np.full(3, np.nan, F), np.ones(3, F))).all()
+
+
+@pytest.mark.parametrize("name", ["relu", *UNARY])
+@pytest.mark.parametrize("shape", [(5, 7), (0, 3), (3, 0), (2, 3, 17), (1000, 33), (64, 256), (6,)])
+def test_with_a_bias_first(name, shape):
+    """The bits of adding and then doing it, by the kernel that does it alone; the sum is left where z was."""
+    z, bias = numbers(*shape), numbers(shape[-1], seed=1)
+    z.reshape(-1)[: len(EXTREMES)] = EXTREMES[: z.size]
+    total = z + bias
+    expected = kernels.relu(total) if name == "relu" else getattr(compiled, name)(total)
+    found = getattr(compiled, f"biased_{name}")(z, bias)
+    assert found.dtype == F and (found is z) == (name == "relu")
+    np.testing.assert_array_equal(found, expected)
+    if name != "relu":
+        np.testing.assert_array_equal(z, total)
 
 
 def exact_gelu(x):

@@ -120,8 +120,8 @@ def test_a_position_is_of_any_micro_batch_but_of_this_count_batch_and_seed():
     "change, message",
     [
         ({"step": 3}, "step 3, where an epoch has 3 steps"),
-        ({"step": -1}, "step -1"),
-        ({"epoch": -1}, "epoch -1"),
+        ({"step": -1}, "step: expected a whole number from 0 on, found -1"),
+        ({"epoch": -1}, "epoch: expected a whole number from 0 on, found -1"),
         ({"seed": None}, "seed is missing"),
     ],
 )

@@ -1,14 +1,17 @@
 """What every operator keeps to, and what each of them alone does."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
 from operators import CASES, inputs, play
 
 from parallel.flat import Flat
-from parallel.nn import gradcheck
+from parallel.nn import gradcheck, kernels
+from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import QUERIES, CausalAttention, self_attention
-from parallel.nn.compose import Recompute
+from parallel.nn.compose import Recompute, Sequential
 from parallel.nn.conv import MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding
@@ -206,3 +209,54 @@ def test_dropout_wants_numbers_of_samples():
 def test_wrong_rates(rate):
     with pytest.raises(ValueError, match="rate"):
         Dropout(rate)
+
+
+ACTIVATIONS = {"relu": ReLU, "gelu": GELU, "gelu_tanh": partial(GELU, tanh=True), "silu": SiLU}
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_bias_and_an_activation_are_one_pass(monkeypatch, name, dtype):
+    """With the bits that both have one after another, in what is saved too; and the pass is really one."""
+    passes, kernel = [], getattr(kernels, f"biased_{name}")
+    monkeypatch.setattr(kernels, f"biased_{name}", lambda *arrays: passes.append(1) or kernel(*arrays))
+    model = Sequential([Linear(37, 19), ACTIVATIONS[name](), Linear(19, 5)])
+    x = np.random.default_rng(0).standard_normal((3, 11, 37))
+    apart = play(One(model.items), x, dtype)
+    assert not passes
+    fused = play(model, x, dtype)
+    assert passes == [1]
+    assert len(apart.saved) == len(fused.saved) == 3
+    for one, other in ((apart.y, fused.y), (apart.dx, fused.dx), *zip(apart.saved, fused.saved)):
+        assert one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    assert {key: value.tobytes() for key, value in apart.gradients.items()} == {
+        key: value.tobytes() for key, value in fused.gradients.items()
+    }
+
+
+class One(Sequential):
+    """Items that know nothing of each other."""
+
+    def forward(self, x, run):
+        saved = []
+        for item in self.items:
+            x, kept = item.forward(x, run)
+            saved.append(kept)
+        return x, tuple(saved)
+
+
+class Doubled(Linear):
+    """A linear map of another kind."""
+
+    def forward(self, x, run):
+        return super().forward(2 * x, run)
+
+
+@pytest.mark.parametrize("first, factor", [(Linear(2, 2, bias=False), 1), (Doubled(2, 2), 2)])
+def test_what_is_no_plain_bias_is_left_alone(first, factor):
+    """A linear map without one, or of a kind that goes forward in a way of its own."""
+    first.weight.data = np.eye(2)
+    if first.bias:
+        first.bias.data = np.zeros(2)
+    y, saved = Sequential([first, ReLU()]).forward(np.array([[1.0, -1]]), Run())
+    assert y.tolist() == [[factor, 0]] and len(saved) == 2

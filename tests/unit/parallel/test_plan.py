@@ -7,7 +7,9 @@ import pytest
 import tiny
 
 from parallel.bucket import Bucket, Filling, buckets_of
-from parallel.flat import Flat
+from parallel.data_parallel import MOST_REQUESTS
+from parallel.flat import Flat, Place, Span
+from parallel.flat import buckets as divide
 from parallel.layouts import LAYOUTS
 from parallel.ledger import FORMULAS, RECIPES, on_paper, predict
 from parallel.motion import Motion, nobody
@@ -38,6 +40,34 @@ def test_buckets_divide_the_vector(layout, ranks):
     parts = sorted(part for bucket in buckets for part in bucket.parts if part.size)
     assert all(one.stop == other.start for one, other in itertools.pairwise(parts))
     assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "first", "expected"),
+    [
+        (3000, 1, [[5], [4, 3], [2, 1], [0]]),
+        (3000, 1500, [[5, 4], [3, 2], [1, 0]]),  # the last tensor alone is too short
+        (3000, 3000, [[5, 4, 3], [2, 1, 0]]),
+        (1, 1, [[5], [4], [3], [2], [1], [0]]),
+        (1 << 30, 1, [[5], [4, 3, 2, 1, 0]]),
+        (1 << 30, 1 << 30, [[5, 4, 3, 2, 1, 0]]),
+    ],
+)
+def test_no_bucket_is_too_small(nbytes, first, expected):
+    sizes, at, places = (256, 768, 512, 512, 256, 256), 0, []
+    for number, size in enumerate(sizes):
+        places.append(Place(number, Span(at, at + size)))
+        at += size
+    found = divide(places, nbytes, first)
+    assert [[place.parameter for place in reversed(bucket)] for bucket in found] == expected
+
+
+def test_buckets_that_have_requests_are_few():
+    here = plan(model=tiny.model(50, 60))
+    assert len(here.flat.places) > MOST_REQUESTS + 1
+    for layout in ("dp-bucket", "dp"):
+        assert 10 < len(LAYOUTS[layout].gradients.cut(here)) <= MOST_REQUESTS + 1
+    assert len(LAYOUTS["zero2"].gradients.cut(here)) > MOST_REQUESTS + 1
 
 
 def test_a_bucket_of_stage_3_is_of_one_unit_or_tied():

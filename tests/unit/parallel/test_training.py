@@ -1,10 +1,22 @@
 """What a training makes of its settings."""
 
+import json
+
 import numpy as np
 import pytest
 
+pytest.importorskip("safetensors")
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel import checkpoint, machine, training
+from parallel.checkpoint import Checkpoint, CheckpointError
+from parallel.data import Batch
+from parallel.datasets import Arrays
+from parallel.layouts import LAYOUTS
 from parallel.settings import complete
-from parallel.training import prepare
+from parallel.training import Training, prepare, settings_in
 
 
 @pytest.mark.parametrize("model, inputs", [("mlp:tiny", (8, 8)), ("convnet:tiny", (1, 8, 8))])
@@ -20,3 +32,139 @@ def test_images_of_bytes_are_taken_as_floats(tmp_path, model, inputs):
 def test_bytes_stay_integers():
     task, *_ = prepare(complete({"data": "copy", "length": 8}), 1)
     assert task.train.take(np.arange(2))[0].dtype == np.int64
+
+
+@pytest.mark.parametrize("more", [{}, {"reproducible": True}, {"precision": "bf16"}])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_forecast_is_what_the_ledger_says_afterwards(monkeypatch, layout, more):
+    """In every kind of memory, before an engine is there; and it is what the machine is asked for."""
+    asked = []
+    monkeypatch.setattr(machine, "expect_room", lambda comm, kinds: asked.append(kinds))
+    said = complete(SAID | {"micro_batch": 5, "layout": layout} | more)
+    with Training(said, Communicator(MPI.COMM_SELF)) as made:
+        list(made.run(lambda: True))
+        (forecast,), ledger = asked, made.engine.ledger
+        assert forecast.pop("temporaries") == ledger.work
+        assert forecast == ledger.predicted
+
+
+def test_too_large_for_the_machine(monkeypatch):
+    """Told before anything is allocated; a system that does not say how much memory it has is not asked."""
+    comm = Communicator(MPI.COMM_SELF)
+    assert machine.memory() > 10**8
+    monkeypatch.setattr(machine, "memory", lambda: 100_000)
+    monkeypatch.setattr(comm, "zeros", lambda *_: pytest.fail("memory was taken"))
+    with pytest.raises(ValueError, match=r"not enough memory: it needs 22 MB \(.*\), and there are 100 kB; a smaller"):
+        Training(complete(SAID | {"model": "mlp:medium"}), comm)
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "memory", lambda: 0)
+    Training(complete(SAID), comm).close()
+
+
+@pytest.mark.parametrize("count, of", [(0, 7), (1, 7), (3, 7), (7, 7), (5, 10**6)])
+def test_samples_from_all_over_a_data_set(count, of):
+    """Each once, in order, the first among them, and none farther from its neighbour than it must be."""
+    data = Arrays(np.arange(of), -np.arange(of))
+    some = training._Spread(data, count)
+    x, y = some.take(np.arange(count))
+    assert len(some) == count == len(np.unique(x)) and np.array_equal(y, -x)
+    assert count == 0 or x[0] == 0
+    gaps = np.diff(np.append(x, of))
+    assert set(gaps) <= {of // max(count, 1), -(-of // max(count, 1))}
+    assert some.take(np.array([], np.int64))[0].size == 0
+    assert np.array_equal(some.take(np.arange(count)[::-1])[0], x[::-1])
+
+
+def test_a_look_at_the_test_set_is_from_all_over_it():
+    """The mean over every second sample, and that over all of them, are what these samples alone have."""
+    with Training(complete(SAID), Communicator(MPI.COMM_SELF)) as made:
+        test = made.task.test
+        for most, step in ((None, 1), (len(test) // 2, 2), (10 * len(test), 1)):
+            x, y = test.take(np.arange(0, len(test), step))
+            expected = made.engine.evaluate([Batch(0, x, y, np.arange(len(y)))], made._loss.correct)
+            found = made.score(most)
+            assert found.accuracy == expected.measure and abs(found.loss - expected.loss) < 1e-6
+
+
+# ------------------------------------------------------------------------------------------ forged checkpoints
+
+
+SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "steps": 6}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A checkpoint after two steps."""
+    with Training(complete(SAID), Communicator(MPI.COMM_SELF)) as training:
+        list(training.run(lambda: training.done == 1))
+        return training.save(tmp_path / "a")
+
+
+def forged(path, *keys, value):
+    """The same checkpoint with another value in its state, and a checksum that fits; `...` takes the key away."""
+    state = inner = json.loads((path / "state.json").read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = value
+    (path / "state.json").write_text(json.dumps(state | {"sha256": checkpoint._seal(state)}))
+
+
+ENGINE = ("facts", "engine")
+FORGERIES = [
+    ((*ENGINE,), ..., "it has no engine"),
+    ((*ENGINE,), {}, "steps is missing"),
+    ((*ENGINE,), [], "expected values by name, found \\[\\]"),
+    ((*ENGINE,), None, "expected values by name, found None"),
+    ((*ENGINE, "steps"), -1, "steps: expected a whole number from 0 on, found -1"),
+    ((*ENGINE, "steps"), 2.0, "steps: expected a whole number"),
+    ((*ENGINE, "steps"), True, "steps: expected a whole number"),
+    ((*ENGINE, "steps"), 3, "steps: expected 2, as the checkpoint's own, found 3"),
+    ((*ENGINE, "updates"), "2", "updates: expected a whole number"),
+    ((*ENGINE, "updates"), 3, "updates: expected at most 2"),
+    ((*ENGINE, "scaling"), ..., "state: expected .*found $"),
+    ((*ENGINE, "scaling"), 1.0, "loss scale: expected values by name"),
+    ((*ENGINE, "scaling", "value"), float("nan"), "value: expected 1.0 to 1.0, found nan"),
+    ((*ENGINE, "scaling", "value"), "1", "value: expected a number, found '1'"),
+    ((*ENGINE, "scaling", "good"), 0.5, "good: expected a number, found 0.5"),
+    (("facts", "sampler"), ..., "it has no sampler"),
+    (("facts", "sampler"), 7, "sampler position: position: expected values by name"),
+    (("facts", "sampler", "epoch"), None, "epoch: expected a whole number"),
+    (("facts", "sampler", "step"), 1.5, "step: expected a whole number"),
+    (("facts", "sampler", "step"), 10**9, "sampler position: epoch 0, step 1000000000"),
+    (("facts", "sampler", "seed"), ..., "seed is missing"),
+    (("step",), -2, "step: expected a whole number"),
+    (("step",), 1, "steps: expected 1, as the checkpoint's own, found 2"),
+    (("files", "../../x.safetensors"), [1, ""], "'../../x.safetensors'"),
+    (("files", "model.safetensors.index.json"), 7, "of 'model.safetensors.index.json' it says 7"),
+    (("files", "model.safetensors.index.json"), ["7", ""], "it says"),
+    (("files", "model-00001-of-00001.safetensors"), ..., "is missing in the checkpoint"),
+    (("facts", "settings"), ..., "settings: expected values by name, found None"),
+    (("facts", "settings", "batch"), "24", "batch: expected int, found '24'"),
+    (("facts", "settings", "rate"), [1], "rate: expected float"),
+    (("facts", "settings", "reproducible"), 1, "reproducible: expected bool"),
+]
+
+
+@pytest.mark.parametrize("where, value, words", FORGERIES)
+def test_a_forged_checkpoint_changes_nothing(written, where, value, words):
+    """By someone who knows how to make the checksum: whatever is wrong is told, and all is as it was."""
+    forged(written, *where, value=value)
+    comm = Communicator(MPI.COMM_SELF)
+    with Training(complete(SAID), comm) as training:
+        before = [stretch.array.copy() for stretch in training.engine.stretches()]
+        state, position = training.engine.state(), training.sampler.position()
+        with pytest.raises(CheckpointError, match=words):
+            found = Checkpoint(comm, written)
+            settings_in(found)
+            training.resume(found)
+        assert all(np.array_equal(was, now.array) for was, now in zip(before, training.engine.stretches()))
+        assert (state, position) == (training.engine.state(), training.sampler.position())
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 2.0}, {"layout": 1}, {"recompute": "yes"}, {"steps": True}])
+def test_settings_of_a_wrong_kind(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected "):
+        complete(SAID | wrong)

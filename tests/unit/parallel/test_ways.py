@@ -26,7 +26,7 @@ def test_every_style_of_replicas_is_a_way(style):
 
 @pytest.mark.parametrize("layout", ["", "zero", "zero3:", "dp:x", ":dp", "sgp:1"])
 def test_others_are_refused(layout):
-    with pytest.raises(ValueError, match="layout: expected one of dp-naive, .*found"):
+    with pytest.raises(ValueError, match=r"layout: expected one of dp-naive, .*found"):
         way_of(Settings(layout=layout))
 
 

@@ -1,0 +1,27 @@
+"""What a file says of a training is looked at before it is believed: values by name, of the right kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def named(facts: Any, what: str) -> Mapping[str, Any]:
+    """The facts themselves, if they are values by name; raises ValueError, which says what they should be."""
+    if not isinstance(facts, Mapping):
+        raise ValueError(f"{what}: expected values by name, found {facts!r}")
+    return facts
+
+
+def whole(facts: Mapping[str, Any], name: str, least: int = 0) -> int:
+    """One of the facts, if it is a whole number from `least` on; raises ValueError, which names it.
+
+    >>> whole({"steps": 3}, "steps")
+    3
+    """
+    if name not in facts:
+        raise ValueError(f"{name} is missing")
+    value = facts[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: expected a whole number from {least} on, found {value!r}")
+    return value
