@@ -64,9 +64,17 @@ class Engine(Stepping):
         Where all of it happens. On a GPU the current device.
     trace : bool
         Whether to keep `events`.
+    memory : Memory, optional
+        Where vectors come from, in place of `device`; by default the communicator's.
 
     Attributes
     ----------
+    facts : list of (what it is, value)
+        What was found to be the same on all ranks.
+    context : Context
+        What its parts share.
+    pieces : list of Piece
+        What this rank updates.
     steps, updates : int
         Steps that were made, skipped ones included; those that changed the weights.
     scaling : LossScale
@@ -105,6 +113,7 @@ class Engine(Stepping):
         check_every: int = 0,
         device: str = "cpu",
         trace: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         check(comm, precision=precision, clip=clip, check_every=check_every)
         if layout not in LAYOUTS:
@@ -113,7 +122,8 @@ class Engine(Stepping):
         flat = Flat(model)
         settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
         settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
-        guard.agree(comm, [*settings.items(), *facts_of(flat, optimizer)])
+        self.facts = [*settings.items(), *facts_of(flat, optimizer)]
+        guard.agree(comm, self.facts)
         self._units = units_of(model)
         self._plan = Plan(
             units=self._units,
@@ -125,7 +135,7 @@ class Engine(Stepping):
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
         )
-        self._memory = Memory(comm, device)
+        self._memory = memory or Memory(comm, device)
         context = Context(self._plan, comm, self._memory, Recorder(trace))
         part = Part.make(context, LAYOUTS[layout])
         self._gradients, self._weights = part.gradients, part.weights

@@ -60,6 +60,8 @@ class Settings:
         Compare parameters over the ranks after every so many steps.
     bucket_bytes : int
         Of a bucket of gradients.
+    tau, group : int or None
+        Of the styles that need no server: `parallel.replicas.styles.Options`.
     pool : bool
         Whether ranks draw the micro-batches of a step as they get ready.
     stages, microbatches, virtual : int or None
@@ -113,6 +115,8 @@ class Settings:
     slow: str = ""
     record: str = ""
     replay: str = ""
+    tau: int | None = None
+    group: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -150,7 +154,8 @@ INSTEAD = (("steps", "epochs"), ("micro_batch", "accumulate", "microbatches"), (
 OF_PIPELINES = ("stages", "microbatches", "virtual", "mesh", "cuts", "memory")
 OF_SERVERS = ("servers", "replicas", "consistency", "slow", "record", "replay")
 
-OF_THE_LAYOUT = (*OF_PIPELINES, *OF_SERVERS)
+OF_STYLES = ("tau", "group")
+OF_THE_LAYOUT = (*OF_PIPELINES, *OF_SERVERS, *OF_STYLES)
 """Settings that have no meaning in another layout: whoever says another one has them no more."""
 
 OF_THE_RUN = ("slow", "record", "replay")
@@ -168,6 +173,8 @@ def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     True
     >>> complete({"layout": "dp"}, before={"layout": "ps", "servers": 2}).servers
     1
+    >>> complete({"layout": "dp"}, before={"layout": "local", "tau": 4}).tau is None
+    True
     """
     said, before = {name: value for name, value in said.items() if value is not None}, dict(before or {})
     other = said.get("layout", before.get("layout")) != before.get("layout")

@@ -22,7 +22,7 @@ from parallel.holdings import Holdings, Part
 from parallel.meeting import Losses, Meeting, checked
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Array, Operator, Run
-from parallel.optim import Optimizer
+from parallel.optim import Optimizer, Piece
 from parallel.precision import PRECISIONS
 from parallel.record import Event
 from parallel.report import Evaluation, Report
@@ -231,6 +231,16 @@ class Stepping:
         )  # type: ignore[return-value]
 
     # ------------------------------------------------------------------------------------------ its state
+
+    @property
+    def context(self) -> Context:
+        """Of the whole vector and all ranks."""
+        return self._context
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What this rank updates."""
+        return self._holdings.pieces
 
     @property
     def flat(self) -> Flat:

@@ -23,6 +23,8 @@ from parallel.pipeline.way import Take
 from parallel.plan import Plan
 from parallel.precision import PRECISIONS
 from parallel.record import Event
+from parallel.replicas.engine import OWN, Replicas
+from parallel.replicas.styles import STYLES, Options, refuse
 from parallel.report import Evaluation, Report
 from parallel.server.engine import ParameterServer, factors, refuse_servers
 from parallel.settings import OF_PIPELINES, OF_SERVERS, Settings
@@ -120,21 +122,58 @@ def _replicas(job: Job, said: Settings) -> Engine:
     )
 
 
+def _styled(job: Job, said: Settings) -> Replicas:
+    return Replicas(
+        job.model,
+        job.loss,
+        job.comm,
+        job.optimizer,
+        style=said.layout,
+        options=Options(said.tau, said.group),
+        seed=said.seed,
+        precision=said.precision,
+        reproducible=said.reproducible,
+        clip=said.clip or None,
+        check_every=said.check_every,
+        device=job.device,
+        trace=job.trace,
+    )
+
+
+def _style_refuses(said: Settings, ranks: int) -> None:
+    options = Options(said.tau, said.group)
+    refuse(said.layout, options, ranks, said.precision, said.reproducible, said.check_every)
+
+
 def _forecast(job: Job, said: Settings, x: Spec, y: Spec, parts: int) -> Counter[str]:
-    ranks = job.comm.Get_size()
-    share, units, flat = LAYOUTS[said.layout].share, tuple(job.model.items), Flat(job.model)
+    return _of_layout(said.layout, job.comm.Get_rank(), job.comm.Get_size(), job, said, x, y, parts)
+
+
+def _style_forecast(job: Job, said: Settings, x: Spec, y: Spec, parts: int) -> Counter[str]:
+    """That of an engine for one rank, and what the style keeps besides."""
+    mine = len(LAYOUTS[OWN].share(parts, job.comm.Get_rank(), job.comm.Get_size()))
+    forecast = _of_layout(OWN, 0, 1, job, said, x, y, mine)
+    vector = Flat(job.model).length * PRECISIONS[said.precision].wide.itemsize
+    forecast["buffers"] += STYLES[said.layout].buffers(vector, Options(said.tau, said.group))
+    return forecast
+
+
+def _of_layout(
+    layout: str, rank: int, ranks: int, job: Job, said: Settings, x: Spec, y: Spec, parts: int
+) -> Counter[str]:
+    share, units, flat = LAYOUTS[layout].share, tuple(job.model.items), Flat(job.model)
     plan = Plan(
         units=units,
         flat=flat,
         ranks=ranks,
-        rank=job.comm.Get_rank(),
+        rank=rank,
         precision=PRECISIONS[said.precision],
         reproducible=said.reproducible,
         bucket_bytes=said.bucket_bytes,
         first_bytes=said.bucket_bytes,
     )
-    everyone = [tuple(share(parts, rank, ranks)) for rank in range(ranks)]
-    forecast = predict(plan, said.layout, len(job.optimizer.states()), everyone)
+    everyone = [tuple(share(parts, other, ranks)) for other in range(ranks)]
+    forecast = predict(plan, layout, len(job.optimizer.states()), everyone)
     forecast["activations"], forecast["temporaries"] = predict_activations(plan, job.loss, x, y)
     return forecast
 
@@ -194,6 +233,9 @@ WAYS["ps"] = Way(
     draws=True,
     meet=lambda engine: engine.settle(),
 )
+WAYS |= {
+    name: Way(_styled, _style_refuses, settings=line.options, forecast=_style_forecast) for name, line in STYLES.items()
+}
 
 
 def way_of(said: Settings) -> Way:

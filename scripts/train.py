@@ -123,6 +123,9 @@ def parser() -> launch.Parser:
     add("--slow", metavar="RANK:FACTOR", help="of ps: workers that take so many times as long, as in 2:5,3:1.5")
     add("--record", metavar="FILE", help="of ps: keep the order in which servers did what, in FILE.0 and so on")
     add("--replay", metavar="FILE", help="of ps: do it again in that order")
+    taus = "of local and group: steps from mean to mean (8, 10); of sgp: how late messages may be (0)"
+    add("--tau", type=int, metavar="N", help=taus)
+    add("--group", type=int, metavar="S", help="of group: ranks that meet in a step (default: the root of all)")
     add("--precision", choices=list(PRECISIONS), help="of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     either: Any = {"action": argparse.BooleanOptionalAction, "default": None}

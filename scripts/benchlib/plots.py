@@ -315,6 +315,42 @@ TESTED: dict[str, Any] = {"color": OURS[1], "marker": "o", "ms": 3.5, "lw": 1.4}
 LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": OURS[1], "fontweight": "bold"}
 
 
+def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title: str, note: str) -> None:
+    """Write the courses of several trainings as a picture: their losses, and how far replicas were from each other.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    found
+        By name, as `compare_styles.course` makes them.
+    title, note
+        What was trained, and on what.
+    """
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.4), layout="constrained")
+        for color, (name, course) in zip([NATIVE, *OURS], found.items()):
+            losses = np.array(course["losses"])
+            width = max(1, len(losses) // 25)
+            mean = np.convolve(losses, np.full(width, 1 / width), "valid")
+            dash = "-" if course["distances"] else "--"
+            look: dict[str, Any] = {"color": color, "lw": 1.6, "label": name, "ls": dash}
+            left.plot(np.arange(width, len(losses) + 1), mean, **look)
+            at = [(step, distance) for step, distance in course["distances"].items() if distance > 0]
+            if at:
+                right.plot(*zip(*at), **look)
+        left.set_title("training loss of all ranks", loc="left")
+        right.set_title("distance of replicas to their mean", loc="left")
+        for axis in (left, right):
+            axis.set(yscale="log", xlabel="step")
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        left.legend(loc="best")
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.02, ha="left")
+        figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
+        figure.savefig(path, dpi=100)
+        plt.close(figure)
+
+
 def plot_peers(path: str | Path, report: Mapping[str, Any]) -> None:
     """Write the race against PyTorch as a picture: both loss curves, and the rate of every turn.
 

@@ -71,6 +71,42 @@ def test_what_goes_on_is_what_would_have_been(comm, folder, layout, precision):
     assert same(all_in(folder / "parts")[-1], all_in(folder / "whole")[-1])
 
 
+def host_only(comm, style):
+    if style == "hogwild" and comm.nodes is not None:
+        pytest.skip("ranks share no memory")
+
+
+@pytest.mark.parametrize("style", ["local", "group", "sgp"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_replicas_go_on_with_is_what_would_have_been(comm, folder, style, precision):
+    """A checkpoint is a meeting of all: whoever goes on from it is where those are who never stopped."""
+    said = {"layout": style, "precision": precision}
+    whole = []
+    with Training(complete(SAID | said), comm) as training:
+        for record in training.run():
+            whole.append(record.report.loss)
+            if training.done in (2, 6):
+                training.save(folder / "whole")
+    with Training(complete(SAID | said), comm) as training:
+        training.resume(Checkpoint(comm, all_in(folder / "whole")[0]))
+        rest = [record.report.loss for record in training.run()]
+        training.save(folder / "parts")
+    np.testing.assert_array_equal(rest, whole[2:])
+    assert same(all_in(folder / "parts")[-1], all_in(folder / "whole")[-1])
+
+
+@pytest.mark.parametrize("style", ["local", "group", "sgp", "hogwild"])
+def test_from_replicas_to_layouts_and_back(comm, folder, style):
+    """On any number of ranks: what one of them saves, the other has."""
+    host_only(comm, style)
+    trained(comm, 2, layout="zero2", into=folder / "a")
+    trained(comm, 4, latest(comm, folder / "a"), folder / "b", layout=style)
+    trained(comm, 4, latest(comm, folder / "b"), folder / "c", layout="zero3")
+    assert same(latest(comm, folder / "b"), latest(comm, folder / "c"))
+    trained(comm, 6, latest(comm, folder / "b"), folder / "d", layout="dp")
+    assert latest(comm, folder / "d").name == "step-000000006"
+
+
 def test_files_are_shared_out(world, comm, folder):
     trained(comm, 1, into=folder)
     names = [path.name for path in latest(comm, folder).glob("model-*.safetensors")]

@@ -212,6 +212,11 @@ WRONG = {
     "rate": (lambda tmp: ["--rate", "-1"], "rate: expected a number from 0 on, found -1"),
     "dropout": (lambda tmp: ["--dropout", "1"], "dropout: expected a number from 0 to below 1"),
     "layout": (lambda tmp: ["--parallel", "zero4"], "found 'zero4'"),
+    "tau of another": (lambda tmp: ["--tau", "3"], "tau: it belongs to local, group, sgp, and the layout is dp"),
+    "tau": (lambda tmp: ["--parallel", "local", "--tau", "0"], "tau: expected 1 steps or more, found 0"),
+    "group": (lambda tmp: ["--parallel", "group", "--group", "4"], "group: expected 2 to 3 of 3 ranks, found 4"),
+    "half shared": (lambda tmp: ["--parallel", "hogwild", "--precision", "bf16"], "hogwild has fp32 or fp64"),
+    "not alike": (lambda tmp: ["--parallel", "sgp", "--reproducible"], "reproducible: with sgp other numbers of ranks"),
     "pool": (
         lambda tmp: ["--pool", "--parallel", "zero2"],
         "pool: it belongs to dp-naive, dp-bucket, dp, zero1, and the layout is zero2",

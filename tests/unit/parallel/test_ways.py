@@ -4,6 +4,7 @@ import pytest
 
 from parallel import ways
 from parallel.layouts import LAYOUTS
+from parallel.replicas.styles import STYLES
 from parallel.settings import Settings
 from parallel.ways import WAYS, Way, way_of
 
@@ -13,7 +14,17 @@ def test_every_layout_of_the_engine_is_a_way(layout):
     assert way_of(Settings(layout=layout)) is WAYS[layout]
 
 
-@pytest.mark.parametrize("layout", ["", "zero", "zero3:", "dp:x", ":dp"])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_of_replicas_is_a_way(style):
+    way = way_of(Settings(layout=style))
+    way.check(Settings(layout=style), 4)
+    for name in way.settings:
+        way_of(Settings(layout=style, **{name: 2}))
+    with pytest.raises(ValueError, match=f"check_every: with {style} ranks have different weights"):
+        way.check(Settings(layout=style, check_every=1), 4)
+
+
+@pytest.mark.parametrize("layout", ["", "zero", "zero3:", "dp:x", ":dp", "sgp:1"])
 def test_others_are_refused(layout):
     with pytest.raises(ValueError, match=r"layout: expected one of dp-naive, .*found"):
         way_of(Settings(layout=layout))
