@@ -7,6 +7,7 @@ matrix's order: q plus a bias below 8 bits, int8 as it is stored for 8 bits, the
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -65,6 +66,17 @@ def _groups(lines: Array, tile: Tile) -> Array:
     return part.reshape(part.shape[0], part.shape[1] // width, width)
 
 
+def _desk(lines: Array, size: int, dtype: Any = np.float32) -> Any:
+    """Where a tile is worked on: shape -> array, the same memory for every tile of a call, so that it stays in the cache."""
+    xp = array_namespace(lines)
+    space = xp.empty(min(lines.size, TILE) if xp is np else lines.size, dtype)
+
+    def take(shape: tuple[int, ...]) -> Array:
+        return space[: math.prod(shape)].reshape(shape)
+
+    return take
+
+
 def _per_group(lines: Array, size: int) -> tuple[int, int]:
     return lines.shape[0], -(-lines.shape[1] // size)
 
@@ -81,8 +93,10 @@ def absmax(lines: Array, size: int) -> Array:
     shape = _per_group(lines, size)
     cut, tiles = _cut(lines, size)
     largest = xp.zeros(_per_group(cut, size), xp.int32)
+    desk = _desk(cut, size, np.int32)
     for tile in tiles:
-        found = (_groups(cut, tile).view(xp.int32) & MAGNITUDE).max(axis=-1)
+        part = _groups(cut, tile).view(xp.int32)
+        found = xp.bitwise_and(part, MAGNITUDE, out=desk(part.shape)).max(axis=-1)
         into = largest[tile[0], tile[2]]
         into[...] = xp.maximum(into, found)
     return largest.view(xp.float32).reshape(shape)
@@ -179,10 +193,11 @@ def _drawn(cut: Array, tile: Tile, key: tuple[int, int] | None) -> Array | None:
     return _groups(drawn, (slice(None), slice(None), slice(None), tile[3]))
 
 
-def _scaled(cut: Array, tile: Tile, by: Array, multiply: bool) -> Array:
+def _scaled(cut: Array, tile: Tile, by: Array, multiply: bool, desk: Any) -> Array:
     """A tile of the elements in units of their scale."""
-    factor = by[tile[0], tile[2]][..., None]
-    return _groups(cut, tile) * factor if multiply else _groups(cut, tile) / factor
+    xp = array_namespace(cut)
+    part, factor = _groups(cut, tile), by[tile[0], tile[2]][..., None]
+    return (xp.multiply if multiply else xp.divide)(part, factor, out=desk(part.shape))
 
 
 # ------------------------------------------------------------------------------------------ codes
@@ -233,20 +248,21 @@ def encode_linear(
     by = by.reshape(shape)
     shift = None if zeros is None else zeros.reshape(shape)
     integral = shift is None or bool((shift == xp.rint(shift)).all())
+    desk = _desk(cut, size)
     with np.errstate(over="ignore"):
         for tile in tiles:
-            t = _scaled(cut, tile, by, multiply)
+            t = _scaled(cut, tile, by, multiply, desk)
             here = None if shift is None else shift[tile[0], tile[2]][..., None]
             if not integral:
                 t += here
             t = _rounded(t, rounding, bias, _drawn(cut, tile, key))
             if shift is not None and integral:
                 t += here
-            xp.maximum(t, low, out=t)
-            xp.minimum(t, high, out=t)
+            xp.clip(t, low, high, out=t)
             if bias:
                 t += np.float32(bias)
-            _groups(codes, tile)[...] = t.astype(xp.int8).view(xp.uint8) if low < 0 and not bias else t.astype(xp.uint8)
+            into = _groups(codes, tile)
+            (into.view(xp.int8) if low < 0 and not bias else into)[...] = t
     if bits < 8:
         pack(codes.reshape(-1), bits, out)
 
@@ -262,9 +278,10 @@ def encode_float(
     xp = array_namespace(lines)
     cut, tiles = _cut(lines, size)
     by, codes = by.reshape(_per_group(cut, size)), out.reshape(cut.shape)
+    desk = _desk(cut, size)
     with np.errstate(over="ignore"):
         for tile in tiles:
-            t = _scaled(cut, tile, by, multiply)
+            t = _scaled(cut, tile, by, multiply, desk)
             _groups(codes, tile)[...] = minifloat_bits(t, code, _drawn(cut, tile, key)).astype(xp.uint8)
 
 
@@ -298,9 +315,10 @@ def encode_table(lines: Array, size: int, by: Array, multiply: bool, thresholds:
     shape = _per_group(cut, size)
     by, codes = by.reshape(shape), out.reshape(cut.shape)
     above = thresholds if thresholds.ndim == 1 else thresholds.reshape(*shape, -1)
+    desk = _desk(cut, size)
     with np.errstate(over="ignore"):
         for tile in tiles:
-            t = _scaled(cut, tile, by, multiply)
+            t = _scaled(cut, tile, by, multiply, desk)
             count = xp.zeros(t.shape, xp.uint8)
             for k in range(thresholds.shape[-1]):
                 limit = above[k] if above.ndim == 1 else above[tile[0], tile[2], k][..., None]
@@ -343,17 +361,20 @@ def decode_linear(
         unpack(packed, bits, codes)
     codes, scales = codes.reshape(target.shape), scales.reshape(shape)
     shift = None if zeros is None else zeros.reshape(shape)
+    desk = _desk(target, size)
     with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
             part, at = _groups(codes, tile), (tile[0], tile[2])
-            q = (part.view(xp.int8) if signed and not bias else part).astype(xp.float32)
+            into = _groups(target, tile)
+            q = desk(part.shape) if add else into
+            q[...] = part.view(xp.int8) if signed and not bias else part
             if bias:
                 q -= np.float32(bias)
             if shift is not None:
                 q -= shift[at][..., None]
             q *= scales[at][..., None]
-            into = _groups(target, tile)
-            into[...] = into + q if add else q
+            if add:
+                into += q
 
 
 def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
