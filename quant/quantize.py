@@ -85,6 +85,8 @@ def quantize(
             raise ValueError("kmeans finds levels of its own and takes no scales")
         codebook.fit_into(lines, out)
         return out
+    if scales is None and _at_once(lines, out):
+        return out
     blocks = out.layout.blocks
     size, low = _range(lines, spec, blocks.size)
     finite = xp.isfinite(size) if low is None else xp.isfinite(size) & xp.isfinite(low)
@@ -138,6 +140,18 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
         raise ValueError("stochastic rounding needs a seed")
     digest = blake2b(str(int(seed)).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def _at_once(lines: Array, out: QuantizedArray) -> bool:
+    """The usual kind of spec in one go, where there is a kernel for that; False where there is none, or it gives up."""
+    spec, form = out.spec, out.spec.scales.format
+    usual = spec.linear and spec.symmetric and spec.signed and spec.q_range != "peak" and not spec.scales.parent
+    if not usual or form not in ("fp32", "fp16", "bf16") or spec.divisor != "stored" or spec.rounding != "nearest_even":
+        return False
+    rules = scaling.steps(spec), form, (spec.q_min, spec.q_max), spec.bias, spec.bits
+    scales = out.part("scale0")
+    aligned = not isinstance(scales, np.ndarray) or scales.flags.aligned
+    return aligned and kernels.quantize_linear(lines, out.layout.blocks.size, *rules, scales, out.part("codes"))
 
 
 def _range(lines: Array, spec: QuantSpec, size: int) -> tuple[Array, Array | None]:

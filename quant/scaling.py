@@ -50,11 +50,15 @@ def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
     if not spec.linear:
         largest = MINIFLOATS[spec.code].largest if spec.minifloat else float(abs(values(spec.code)).max())
         return _power_of_two(spec, size, largest) if spec.scales.format == "e8m0" else divided(size, largest)
+    return divided(size, steps(spec))
+
+
+def steps(spec: QuantSpec) -> float:
+    """How many steps S the range of a symmetric linear code is long, from 0 on."""
     if not spec.signed:
-        return divided(size, spec.q_max)
+        return spec.q_max
     most = 2.0 ** (spec.bits - 1)
-    largest = {"restricted": most - 1, "full": most, "centred": most - 0.5, "peak": -most}[spec.q_range]
-    return divided(size, largest)
+    return {"restricted": most - 1, "full": most, "centred": most - 0.5, "peak": -most}[spec.q_range]
 
 
 def _power_of_two(spec: QuantSpec, size: Array, largest: float) -> Array:
@@ -81,10 +85,10 @@ def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
     extend = (low == high) | (spec.zero == "integer")
     low = xp.where(extend, xp.minimum(low, np.float32(0)), low)
     high = xp.where(extend, xp.maximum(high, np.float32(0)), high)
-    steps = spec.q_max - spec.q_min
+    count = spec.q_max - spec.q_min
     with np.errstate(over="ignore"):
         span = high - low
-    scale = xp.where(xp.isinf(span), divided(high, steps) - divided(low, steps), divided(span, steps))
+    scale = xp.where(xp.isinf(span), divided(high, count) - divided(low, count), divided(span, count))
     return scale, low
 
 

@@ -61,6 +61,7 @@ peak = _fastest(reference.peak)
 encode_linear = _fastest(reference.encode_linear)
 encode_float = _fastest(reference.encode_float)
 encode_table = _fastest(reference.encode_table)
+quantize_linear = _fastest(reference.quantize_linear)
 decode_linear = _fastest(reference.decode_linear)
 decode_table = _fastest(reference.decode_table)
 pack = _fastest(reference.pack)
@@ -79,6 +80,7 @@ __all__ = [
     "minmax",
     "pack",
     "peak",
+    "quantize_linear",
     "uniform",
     "unpack",
 ]

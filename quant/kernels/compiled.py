@@ -24,7 +24,12 @@ from quant.spec import ROUNDINGS
 F, I, U, B = np.float32, np.int32, np.uint32, np.uint8
 MAGNITUDE, ALL = I(0x7FFFFFFF), I(31)
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
+TINY, INFINITE = F(2**-149), I(0x7F800000)
+ANY, ANY32 = np.uint64(0), U(0)
 NIBBLES = BLOCK // 2
+NEAR = 1 << 13
+"""Elements that are still in the nearest cache when they are needed again."""
+
 KERNELS = {}
 """By name, those of `reference` that are here too."""
 
@@ -241,6 +246,91 @@ def encode_linear(lines, size, by, multiply, zeros, limits, bias, rounding, key,
         pack(codes, bits, out)
 
 
+@inlined
+def _half(scale):
+    """(bits, value) of the half-precision number that is nearest to a positive one; the smallest instead of 0."""
+    exponent = I(max(I(F(scale).view(np.int32) >> I(23)), I(113)))
+    unit = I(I(exponent - I(10)) << I(23)).view(np.float32)
+    n = np.rint(F(scale / unit))
+    n = ONE if n == ZERO and scale > ZERO else n
+    return I(I(I(exponent - I(113)) << I(10)) + I(n)), F(n * unit)
+
+
+@inlined
+def _bfloat(scale):
+    """The same for bfloat16."""
+    bits = I(F(scale).view(np.int32))
+    raw = I(I(bits + I(I(0x7FFF) + I(I(bits >> I(16)) & I(1)))) >> I(16))
+    raw = I(1) if raw == I(0) and scale > ZERO else raw
+    return raw, I(raw << I(16)).view(np.float32)
+
+
+@cache
+def _shortcut(form, nibbles):
+    """Ranges, scales and codes of a few groups after each other, so that their elements are read while in the cache."""
+    code = _coder(NEAREST_EVEN, False, PLAIN)
+    half, brain = form == "fp16", form == "bf16"
+    infinite = I(0x7C00) if half else (I(0x7F80) if brain else I(0x7F800000))
+
+    def quantize(lines, size, steps, low, high, bias, scales, out):
+        worst = I(0)
+        rows, length = lines.shape
+        batch = max(NEAR // size, 1)
+        largest, by = np.empty(batch, np.int32), np.empty(batch, np.float32)
+        for line in range(rows):
+            for start in range(0, scales.shape[1], batch):
+                groups = min(batch, scales.shape[1] - start)
+                for group in range(groups):
+                    first, last = (start + group) * size, min((start + group + 1) * size, length)
+                    bits = lines[line, first:last].view(np.int32)
+                    most = I(0)
+                    for i in range(bits.size):
+                        most = max(most, bits[i] & MAGNITUDE)
+                    largest[group] = most
+                for group in range(groups):
+                    scale = F(I(largest[group]).view(np.float32) / steps)
+                    scale = TINY if scale == ZERO and largest[group] > 0 else scale
+                    raw, kept = I(F(scale).view(np.int32)), scale
+                    if half:
+                        raw, kept = _half(scale)
+                    if brain:
+                        raw, kept = _bfloat(scale)
+                    worst = max(worst, raw if largest[group] < INFINITE else infinite)
+                    scales[line, start + group] = raw
+                    by[group] = ONE if kept == ZERO else kept
+                for group in range(groups):
+                    first, last = (start + group) * size, min((start + group + 1) * size, length)
+                    here = by[group]
+                    if nibbles:
+                        for at in range(first, last, BLOCK):
+                            part, into = lines[line, at : at + BLOCK], out[line, at // 2 : at // 2 + NIBBLES]
+                            for i in range(NIBBLES):
+                                a = code(part[i], here, ZERO, low, high, bias, ANY, ANY32, ANY32)
+                                b = code(part[i + NIBBLES], here, ZERO, low, high, bias, ANY, ANY32, ANY32)
+                                into[i] = B(a | B(b << B(4)))
+                    else:
+                        part, into = lines[line, first:last], out[line, first:last]
+                        for i in range(part.size):
+                            into[i] = code(part[i], here, ZERO, low, high, bias, ANY, ANY32, ANY32)
+        return worst < infinite
+
+    return loop(quantize)
+
+
+@kernel
+def quantize_linear(lines, size, steps, form, limits, bias, bits, scales, out):
+    cut = _shaped(lines, size)
+    whole = bits == 4 and size % BLOCK == 0 and cut.shape[1] % size == 0
+    items = scales.view(np.int32 if form == "fp32" else np.uint16).reshape(cut.shape[0], -1)
+    codes = out if whole or bits == 8 else np.empty(lines.size, np.uint8)
+    limits = F(limits[0]), F(limits[1]), F(bias)
+    if not _shortcut(form, whole)(cut, size, F(steps), *limits, items, codes.reshape(cut.shape[0], -1)):
+        return False
+    if codes is not out:
+        pack(codes, bits, out)
+    return True
+
+
 @cache
 def _bytes_decoder(signed, shifted, add):
     def decode(codes, size, scales, zeros, bias, out):
@@ -251,7 +341,7 @@ def _bytes_decoder(signed, shifted, add):
                 part, into = codes[line, first:last], out[line, first:last]
                 scale, zero = scales[line, group], zeros[line, group] if shifted else ZERO
                 for i in range(part.size):
-                    q = F(np.int8(part[i])) if signed else F(I(part[i]) - bias)
+                    q = F(np.int8(part[i])) if signed else F(I(I(part[i]) - bias))
                     if shifted:
                         q = F(q - zero)
                     r = F(q * scale)
@@ -266,15 +356,16 @@ def _nibbles_decoder(shifted, add):
         for group in range(scales.size):
             scale, zero = scales[group], zeros[group] if shifted else ZERO
             for first in range(group * size, (group + 1) * size, BLOCK):
-                part, into = packed[first // 2 : first // 2 + NIBBLES], out[first : first + BLOCK]
-                for half in range(2):
-                    for i in range(NIBBLES):
-                        q = F(I((part[i] >> B(4 * half)) & B(15)) - bias)
-                        if shifted:
-                            q = F(q - zero)
-                        r = F(q * scale)
-                        at = half * NIBBLES + i
-                        into[at] = F(into[at] + r) if add else r
+                part = packed[first // 2 : first // 2 + NIBBLES]
+                lower, upper = out[first : first + NIBBLES], out[first + NIBBLES : first + BLOCK]
+                for i in range(NIBBLES):
+                    both = I(part[i])
+                    a, b = F(I(I(both & I(15)) - bias)), F(I(I(both >> I(4)) - bias))
+                    if shifted:
+                        a, b = F(a - zero), F(b - zero)
+                    a, b = F(a * scale), F(b * scale)
+                    lower[i] = F(lower[i] + a) if add else a
+                    upper[i] = F(upper[i] + b) if add else b
 
     return loop(decode)
 

@@ -326,6 +326,35 @@ def encode_table(lines: Array, size: int, by: Array, multiply: bool, thresholds:
             _groups(codes, tile)[...] = count
 
 
+def quantize_linear(
+    lines: Array,
+    size: int,
+    steps: float,
+    form: str,
+    limits: tuple[int, int],
+    bias: int,
+    bits: int,
+    scales: Array,
+    out: Array,
+) -> bool:
+    """Ranges, scales and codes of all groups at once, if there is a kernel for that, and nothing in the way; else False.
+
+    There is none here: what it comes to is `absmax`, the arithmetic of `quant.scaling`, and `encode_linear`.
+
+    Parameters
+    ----------
+    lines, size, limits, bias, bits, out
+        As for `encode_linear`, to nearest even; elements need not be finite: if one is not, the answer is False.
+    steps : float
+        The scale is the largest |r| divided by this.
+    form : str
+        fp32, fp16 or bf16, in which the scale is kept and used. If one does not fit, the answer is False.
+    scales : array of float32, or uint16 for the bits of halves; shape (lines * groups,)
+        Where to put them.
+    """
+    return False
+
+
 def decode_linear(
     packed: Array,
     size: int,
