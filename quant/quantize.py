@@ -166,7 +166,7 @@ def _complaint(x: Array, spec: QuantSpec, nonfinite: str) -> str:
     """Which element is not finite."""
     xp = array_namespace(x)
     flat = x.reshape(-1)
-    first = int(xp.flatnonzero(~xp.isfinite(_floats(flat)))[0])
+    first = int(xp.argmin(xp.isfinite(_floats(flat))))
     place = tuple(int(i) for i in np.unravel_index(first, x.shape))
     told = f"x{list(place)} is {float(flat[first])}, of which there is no code"
     return told if nonfinite == "raise" else f"{told}; scales in {spec.scales.format} have no NaN to poison groups with"
@@ -198,7 +198,7 @@ def _encode(lines: Array, out: QuantizedArray, ideal: Array, stored: Array, z: A
     inverse = spec.divisor == "inverse"
     if inverse:
         with np.errstate(divide="ignore", over="ignore"):
-            by = xp.minimum(xp.maximum(np.float32(1) / ideal, -LARGEST), LARGEST)
+            by = xp.clip(1 / ideal, -LARGEST, LARGEST)
         by = xp.where(ideal == 0, np.float32(0), by)
     else:
         by = xp.where(stored == 0, np.float32(1), stored)

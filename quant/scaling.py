@@ -96,10 +96,10 @@ def zero_point(spec: QuantSpec, scale: Array, low: Array) -> Array:
     """Z = q_min - low / S, S being the scale as it is stored; q_min where S is 0."""
     xp = array_namespace(scale)
     with np.errstate(over="ignore"):
-        zero = np.float32(spec.q_min) - low / xp.where(scale == 0, np.float32(1), scale)
+        zero = float(spec.q_min) - low / xp.where(scale == 0, np.float32(1), scale)
     if spec.zero != "integer":
         return zero
-    return xp.minimum(xp.maximum(xp.rint(zero), np.float32(spec.q_min)), np.float32(spec.q_max))
+    return xp.clip(xp.rint(zero), np.float32(spec.q_min), np.float32(spec.q_max)) + 0.0
 
 
 def store(scale: Array, spec: QuantSpec, above: tuple[Blocking, ...]) -> Stored:
@@ -151,8 +151,9 @@ def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
     limit = MINIFLOATS[form].largest
     raw = halves(scale, form) if form in ("fp16", "bf16") else minifloat_bits(scale, form).astype(xp.uint8)
     numbers = numbers_of(raw, form)
-    # Of halves, what is too large becomes infinite; e4m3 saturates.
-    if not bool((abs(numbers) <= limit).all()) or not bool((abs(scale) <= np.float32(limit * 1.04)).all()):
+    # Of halves, what is too large becomes infinite; e4m3 saturates, from half a step beyond its largest on by mistake.
+    fits = abs(scale) <= np.float32(464) if form == "e4m3" else abs(numbers) <= np.float32(limit)
+    if not bool(fits.all()):
         raise ValueError(f"a scale of {float(abs(scale).max()):.3g} does not fit {form}, whose largest is {limit:.3g}")
     lost = nonzero & (numbers == 0)
     raw = xp.where(lost, raw.dtype.type(1), raw)

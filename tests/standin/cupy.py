@@ -522,22 +522,30 @@ for _name in ("sum", "mean", "max", "min", "argmax", "any", "all"):
 FUNCTIONS = frozenset(
     [
         "arange",
+        "argmin",
         "argsort",
         "ascontiguousarray",
+        "bincount",
         "clip",
         "concatenate",
         "copysign",
+        "divide",
         "empty_like",
         "exp",
         "flatnonzero",
+        "floor",
         "isfinite",
+        "isinf",
         "log",
         "matmul",
         "ones",
         "pad",
+        "repeat",
+        "rint",
         "sqrt",
         "square",
         "subtract",
+        "take_along_axis",
         "tanh",
         "where",
         "zeros_like",
@@ -545,7 +553,7 @@ FUNCTIONS = frozenset(
 )
 """Of NumPy's, which CuPy has too, under the same names and with these arguments."""
 TYPES = frozenset(
-    ["bool_", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "newaxis"]
+    ["bool_", "int8", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "newaxis"]
 )
 
 
