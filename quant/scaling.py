@@ -42,7 +42,7 @@ def divided(r: Array, n: float) -> Array:
     """r / n in float32; where that is too small for one, the smallest that there is, so that nothing becomes 0."""
     xp = array_namespace(r)
     quotient = r / np.float32(n)
-    return xp.where((quotient == 0) & (r != 0), xp.copysign(TINY, r * np.float32(n)), quotient)
+    return xp.where((quotient == 0) & (r != 0), xp.copysign(TINY, r if n > 0 else -r), quotient)
 
 
 def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
