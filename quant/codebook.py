@@ -30,8 +30,8 @@ def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) 
 
     The best clusters of sorted values are intervals. Let D[j][i] be the least cost of the first i values in j of them;
     the best start of the last interval does not move left as i grows, so D[j] follows from D[j-1] by divide and conquer
-    in n log n steps, here a depth of the recursion at a time. H. Wang and M. Song, "Ckmeans.1d.dp" (The R Journal, 2011);
-    monotone starts: X. Wu, "Optimal quantization by matrix searching" (J. Algorithms, 1991).
+    in n log n steps, here a depth of the recursion at a time. H. Wang and M. Song, "Ckmeans.1d.dp" (The R Journal,
+    2011); monotone starts: X. Wu, "Optimal quantization by matrix searching" (J. Algorithms, 1991).
 
     Parameters
     ----------

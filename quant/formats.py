@@ -1,7 +1,7 @@
 """Small floating-point numbers: what their bits mean, as a table.
 
-Elements and scales of few bits are numbers of the same kind, so both take their rounding and their values from here. The
-values are those of ml_dtypes; that the rounding is ml_dtypes' too is tested for every number there is.
+Elements and scales of few bits are numbers of the same kind, so both take their rounding and their values from here.
+The values are those of ml_dtypes; that the rounding is ml_dtypes' too is tested for every number there is.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ MINIFLOATS = {
 }
 """Those of OCP's "8-bit floating point" (2023) and "Microscaling formats" (2023), and the two common halves."""
 
-# Quantiles of the normal distribution, scaled to [-1, 1], with an exact 0: appendix E of Dettmers, Pagnoni, Holtzman and
-# Zettlemoyer, "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
+# Quantiles of the normal distribution, scaled to [-1, 1], with an exact 0: appendix E of Dettmers, Pagnoni, Holtzman
+# and Zettlemoyer, "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
 _NF4 = (
     -1.0,
     -0.6961928009986877,

@@ -1,7 +1,7 @@
 """The blocks of bytes in which ggml keeps Q4_0 and Q8_0: a half-precision scale, then the 32 codes, block after block.
 
-https://github.com/ggml-org/ggml; the package gguf reads and writes files of them. The codes of a block are ours byte for
-byte, so only the scales change places.
+https://github.com/ggml-org/ggml; the package gguf reads and writes files of them. The codes of a block are ours byte
+for byte, so only the scales change places.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def from_blocks(blocks: Array, kind: str) -> QuantizedArray:
     spec = BLOCKS[kind]
     width = 2 + 4 * spec.bits
     if not blocks.ndim or blocks.dtype != np.uint8 or blocks.shape[-1] % width:
-        raise ValueError(f"rows of {kind} are uint8 in multiples of {width}, not {blocks.dtype} of shape {blocks.shape}")
+        raise ValueError(
+            f"rows of {kind} are uint8 in multiples of {width}, not {blocks.dtype} of shape {blocks.shape}"
+        )
     made = QuantizedArray(spec, (*blocks.shape[:-1], blocks.shape[-1] // width * 32))
     xp = array_namespace(blocks)
     made.buffer = xp.asarray(made.buffer)

@@ -1,7 +1,7 @@
 """Which elements share a scale: all of them, those of a channel, or so many in a row.
 
-Whatever the granularity, an array becomes a matrix of lines, and every line falls into groups of `size` elements, the last
-of which may be shorter. Kernels see nothing else.
+Whatever the granularity, an array becomes a matrix of lines, and every line falls into groups of `size` elements, the
+last of which may be shorter. Kernels see nothing else.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _at_once(lines: Array, out: QuantizedArray) -> bool:
 
 
 def _range(lines: Array, spec: QuantSpec, size: int) -> tuple[Array, Array | None]:
-    """What the scale hangs on: (the largest |r|, None), or for codes that are not symmetric about 0 (largest, least)."""
+    """What the scale hangs on: (the largest |r|, None), or for codes that are not symmetric (largest, least)."""
     if not spec.symmetric or not spec.signed:
         low, high = kernels.minmax(lines, size)
         return (high if not spec.symmetric else array_namespace(high).maximum(high, np.float32(0))), low

@@ -13,6 +13,7 @@ RANGES = ("restricted", "full", "centred", "peak")
 ROUNDINGS = ("nearest_even", "half_away", "half_up", "stochastic")
 SCALE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "e8m0": 8, "e4m3": 8, **{f"uint{b}": b for b in range(1, 9)}}
 ZEROS = ("integer", "fp32", "fp16", "bf16")
+TENSOR = PerTensor()
 GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerGroup)}
 
 
@@ -39,7 +40,7 @@ class Scales:
     """
 
     format: str = "fp32"
-    granularity: Granularity = PerTensor()
+    granularity: Granularity = TENSOR
     parent: Scales | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ class QuantSpec:
     bits: int
     signed: bool = True
     symmetric: bool = True
-    granularity: Granularity = PerTensor()
+    granularity: Granularity = TENSOR
     code: str = "linear"
     q_range: str = "restricted"
     rounding: str = "nearest_even"
@@ -128,22 +129,30 @@ class QuantSpec:
         _one_of("zero", self.zero, ZEROS)
         _one_of("divisor", self.divisor, ("stored", "inverse"))
         if not isinstance(self.granularity, PerTensor | PerChannel | PerGroup):
-            raise ValueError(f"granularity is PerTensor(), PerChannel(axis) or PerGroup(size), not {self.granularity!r}")
+            raise ValueError(
+                f"granularity is PerTensor(), PerChannel(axis) or PerGroup(size), not {self.granularity!r}"
+            )
         levels = self.scales.levels
         if self.linear:
             if self.symmetric and self.signed and self.q_range != "peak" and self.q_max == 0:
-                raise ValueError("one bit with a sign has the codes -1 and 0 alone: take q_range='peak' or signed=False")
+                raise ValueError(
+                    "one bit with a sign has the codes -1 and 0 alone: take q_range='peak' or signed=False"
+                )
             if self.q_range == "peak" and (not self.symmetric or not self.signed or len(levels) > 1):
                 raise ValueError("q_range='peak' is for symmetric codes with a sign, and scales of one level")
             if self.q_range == "peak" and self.scales.format not in ("fp32", "fp16", "bf16"):
-                raise ValueError(f"q_range='peak' makes scales of either sign, which {self.scales.format} does not have")
+                raise ValueError(
+                    f"q_range='peak' makes scales of either sign, which {self.scales.format} does not have"
+                )
             return
         width = {**{name: kind.bits for name, kind in MINIFLOATS.items()}, **dict.fromkeys(TABLES, 4)}
         if self.bits != width.get(self.code, self.bits):
             raise ValueError(f"{self.code} has {width[self.code]} bits, not {self.bits}")
         if not self.symmetric or not self.signed or self.q_range != "restricted":
             raise ValueError(f"signed, symmetric and q_range are for linear codes, not {self.code}")
-        if self.rounding not in ("nearest_even", "stochastic") or (self.rounding == "stochastic" and not self.minifloat):
+        if self.rounding not in ("nearest_even", "stochastic") or (
+            self.rounding == "stochastic" and not self.minifloat
+        ):
             raise ValueError(f"{self.code} has no rounding {self.rounding!r}")
         if self.code == "kmeans" and (len(levels) > 1 or self.scales.format not in ("fp32", "fp16", "bf16")):
             raise ValueError("the levels of kmeans are stored as fp32, fp16 or bf16, without a parent")

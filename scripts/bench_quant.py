@@ -153,7 +153,9 @@ def main() -> None:
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"bytes": x.nbytes, "seconds": seconds}, file)
-    print(f"# {x.nbytes} bytes of float32, one core of {platform.node()}, NumPy {np.__version__}, {options.turns} turns")
+    print(
+        f"# {x.nbytes} bytes of float32, one core of {platform.node()}, NumPy {np.__version__}, {options.turns} turns"
+    )
     print(f"# {'what':<34} {'GB/s':>7} {'least':>7} {'most':>7} {'of memcpy':>10}")
     memcpy = float(np.median(seconds["memcpy"]))
     for name, taken in seconds.items():

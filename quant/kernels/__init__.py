@@ -1,7 +1,7 @@
 """The arithmetic of few bits, each function in the fastest form there is for its arrays.
 
-`reference` is what the functions do. Modules beside it have a table of faster forms, which give the same bits: `compiled`
-for arrays on the host, where numba is installed; `device` for CuPy's.
+`reference` is what the functions do. Modules beside it have a table of faster forms, which give the same bits:
+`compiled` for arrays on the host, where numba is installed; `device` for CuPy's.
 """
 
 from __future__ import annotations

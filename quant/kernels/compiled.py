@@ -1,8 +1,8 @@
 """Kernels as loops that numba compiles: one pass where NumPy takes several. The same bits as `reference` gives.
 
-Of every group, one loop finds the largest and another converts: apart, both become vectors. Nothing is reordered or fused
-that has to be rounded; the largest of floats is found among their bits, as integers. Each function is compiled when it is
-first called, and kept on disk for the next process where there is a place to keep it.
+Of every group, one loop finds the largest and another converts: apart, both become vectors. Nothing is reordered or
+fused that has to be rounded; the largest of floats is found among their bits, as integers. Each function is compiled
+when it is first called, and kept on disk for the next process where there is a place to keep it.
 """
 
 # mypy: ignore-errors

@@ -1,8 +1,9 @@
 """What every kernel does, in NumPy's words, which are CuPy's too; on the host in tiles that stay in the cache.
 
-Elements come as `lines`, a C-contiguous matrix of float32, in groups of `size` along each line, the last of which may be
-shorter; per group there is one entry of arrays of shape (lines, groups of a line). Codes before packing are bytes in the
-matrix's order: q plus a bias below 8 bits, int8 as it is stored for 8 bits, the bits of a small float, or a level's number.
+Elements come as `lines`, a C-contiguous matrix of float32, in groups of `size` along each line, the last of which may
+be shorter; per group there is one entry of arrays of shape (lines, groups of a line). Codes before packing are bytes in
+the matrix's order: q plus a bias below 8 bits, int8 as it is stored for 8 bits, the bits of a small float, or a level's
+number.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _groups(lines: Array, tile: Tile) -> Array:
 
 
 def _desk(lines: Array, size: int, dtype: Any = np.float32) -> Any:
-    """Where a tile is worked on: shape -> array, the same memory for every tile of a call, so that it stays in the cache."""
+    """Where tiles are worked on: shape -> array, the same memory for all of a call, so that it stays in the cache."""
     xp = array_namespace(lines)
     space = xp.empty(min(lines.size, TILE) if xp is np else lines.size, dtype)
 
@@ -337,7 +338,7 @@ def quantize_linear(
     scales: Array,
     out: Array,
 ) -> bool:
-    """Ranges, scales and codes of all groups at once, if there is a kernel for that, and nothing in the way; else False.
+    """Ranges, scales and codes of all groups at once, if there is a kernel for that and nothing in the way; else False.
 
     There is none here: what it comes to is `absmax`, the arithmetic of `quant.scaling`, and `encode_linear`.
 
@@ -409,8 +410,8 @@ def decode_linear(
 def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
     """S levels[q], or with `add` the same on top of what `out` holds.
 
-    `codes` has shape (lines, length), a byte for each; `levels` has shape (k,), or (lines, groups, k) for levels of every
-    group's own; all else as for `decode_linear`.
+    `codes` has shape (lines, length), a byte for each; `levels` has shape (k,), or (lines, groups, k) for levels of
+    every group's own; all else as for `decode_linear`.
     """
     xp = array_namespace(codes)
     cut, tiles = _cut(codes, size)

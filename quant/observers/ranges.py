@@ -14,11 +14,13 @@ from quant.spec import QuantSpec
 
 Array = Any
 
+TENSOR = PerTensor()
+
 
 class Ranges:
     """What all observers have in common: from a range to scale and zero point."""
 
-    granularity: Granularity = PerTensor()
+    granularity: Granularity = TENSOR
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """(least, largest) that codes should cover: float32, one of each per tensor or channel."""
@@ -68,7 +70,7 @@ class MinMax(Ranges):
         Channels must be equally many in every batch.
     """
 
-    def __init__(self, granularity: Granularity = PerTensor()):
+    def __init__(self, granularity: Granularity = TENSOR):
         if not isinstance(granularity, PerTensor | PerChannel):
             raise ValueError(f"activations are observed per tensor or per channel, not {granularity}")
         self.granularity = granularity

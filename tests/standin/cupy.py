@@ -553,7 +553,20 @@ FUNCTIONS = frozenset(
 )
 """Of NumPy's, which CuPy has too, under the same names and with these arguments."""
 TYPES = frozenset(
-    ["bool_", "int8", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "newaxis"]
+    [
+        "bool_",
+        "float16",
+        "float32",
+        "float64",
+        "int32",
+        "int64",
+        "int8",
+        "newaxis",
+        "uint16",
+        "uint32",
+        "uint64",
+        "uint8",
+    ]
 )
 
 

@@ -35,7 +35,9 @@ SPECS = PRESETS | {
     "columns": QuantSpec(6, granularity=PerChannel(1)),
     "down": QuantSpec(4, granularity=PerGroup(3, 0), scale="bf16"),
     "kmeans": QuantSpec(2, code="kmeans", granularity=PerChannel(0), scale="fp16"),
-    "three levels": QuantSpec(4, granularity=PerGroup(4), scale=Scales("uint4", PerGroup(2), Scales("e4m3", parent=Scales()))),
+    "three levels": QuantSpec(
+        4, granularity=PerGroup(4), scale=Scales("uint4", PerGroup(2), Scales("e4m3", parent=Scales()))
+    ),
     "stochastic": grouped(8, 16, rounding="stochastic"),
 }
 SHAPES = [(), (0,), (1,), (31,), (7, 96), (3, 101), (2, 3, 40), (0, 5), (5, 0)]

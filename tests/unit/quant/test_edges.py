@@ -3,11 +3,29 @@
 import numpy as np
 import pytest
 
-from quant import INT4_G32, INT8, MXFP8, NF4, NVFP4, PRESETS, Q4_0, VSQ, PerChannel, QuantSpec, grouped, kernels, quantize
+from quant import (
+    INT4_G32,
+    INT8,
+    MXFP8,
+    NF4,
+    NVFP4,
+    PRESETS,
+    Q4_0,
+    VSQ,
+    PerChannel,
+    QuantSpec,
+    grouped,
+    kernels,
+    quantize,
+)
 
 F = np.float32
 ASYMMETRIC = QuantSpec(8, symmetric=False)
-SPECS = PRESETS | {"zeros": ASYMMETRIC, "float zeros": ASYMMETRIC.replace(zero="fp32"), "unsigned": QuantSpec(8, signed=False)}
+SPECS = PRESETS | {
+    "zeros": ASYMMETRIC,
+    "float zeros": ASYMMETRIC.replace(zero="fp32"),
+    "unsigned": QuantSpec(8, signed=False),
+}
 
 
 @pytest.fixture(params=["reference", "compiled"], autouse=True)
@@ -56,10 +74,14 @@ def test_integers_hold_no_poison():
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 3.0, -3.0, 1e-30])
 def test_constants(name, value):
     """Zeros come back as zeros, and a constant as itself, to the digits of scale and code."""
-    if value == 1e-30 and SPECS[name].scales.format == "fp16" or (name == "unsigned" and value < 0):
+    if (value == 1e-30 and SPECS[name].scales.format == "fp16") or (name == "unsigned" and value < 0):
         return
     back = quantize(np.full((2, 64), value, F), SPECS[name]).dequantize()
-    assert (back == 0).all() if value == 0 else np.allclose(back, value, rtol=0.13 if name in ("MXFP4", "VSQ", "MXFP8") else 0.002)
+    assert (
+        (back == 0).all()
+        if value == 0
+        else np.allclose(back, value, rtol=0.13 if name in ("MXFP4", "VSQ", "MXFP8") else 0.002)
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -116,9 +138,7 @@ def test_given_scales():
     q = quantize(x, rows, scales=F([0.5, 1]))
     np.testing.assert_array_equal(q.integers(), [[1, 2, -18], [5, 100, 0]])
     assert quantize(F([1000, -1000]), INT8, scales=1.0).integers().tolist() == [127, -127]
-    np.testing.assert_array_equal(
-        quantize(F([-1, 0, 9]), ASYMMETRIC, scales=0.5, zeros=-3.0).integers(), [-5, -3, 15]
-    )
+    np.testing.assert_array_equal(quantize(F([-1, 0, 9]), ASYMMETRIC, scales=0.5, zeros=-3.0).integers(), [-5, -3, 15])
     for scales in ([1, 0], [1, np.nan], [1, np.inf]):
         with pytest.raises(ValueError, match="finite and not 0"):
             quantize(x, rows, scales=F(scales))

@@ -19,7 +19,7 @@ class Ranks:
         self.observers = observers
 
     def allreduce(self):
-        """What each rank's `allreduce` gives: they are played in turn, again and again, one exchange further each time."""
+        """What each rank's `allreduce` gives: they are played in turn, one exchange further each time."""
         sent = []
         while True:
             results = []

@@ -147,7 +147,9 @@ def test_every_value(code):
     np.testing.assert_array_equal(every, theirs)
     finite = np.unique(every[np.isfinite(every)])
     middles = (finite[1:] + finite[:-1]) / 2
-    x = np.concatenate([finite, middles, np.nextafter(middles, F(np.inf)), np.nextafter(middles, F(-np.inf)), F([-0.0])])
+    x = np.concatenate(
+        [finite, middles, np.nextafter(middles, F(np.inf)), np.nextafter(middles, F(-np.inf)), F([-0.0])]
+    )
     np.testing.assert_array_equal(minifloat_bits(x, code), x.astype(kind.dtype).view(np.uint8))
     beyond = F([1e9, -1e9, kind.largest * 1.01])
     np.testing.assert_array_equal(
@@ -195,7 +197,12 @@ def test_torch(bits, signed):
     rows = spec.replace(granularity=PerChannel(0), symmetric=True, signed=True, q_range="full")
     q = quantize(x, rows)
     fake = torch.fake_quantize_per_channel_affine(
-        torch.from_numpy(x), torch.from_numpy(q.scales().reshape(-1)), torch.zeros(16, dtype=torch.int32), 0, rows.q_min, rows.q_max
+        torch.from_numpy(x),
+        torch.from_numpy(q.scales().reshape(-1)),
+        torch.zeros(16, dtype=torch.int32),
+        0,
+        rows.q_min,
+        rows.q_max,
     )
     np.testing.assert_array_equal(q.dequantize(), fake.numpy())
 

@@ -5,7 +5,19 @@ import json
 import numpy as np
 import pytest
 
-from quant import PRESETS, PerChannel, PerGroup, PerTensor, QuantSpec, Scales, grouped, layout, parse, quantize, wire_nbytes
+from quant import (
+    PRESETS,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    QuantSpec,
+    Scales,
+    grouped,
+    layout,
+    parse,
+    quantize,
+    wire_nbytes,
+)
 
 BITS = {
     "INT8": 8,
