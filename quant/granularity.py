@@ -105,7 +105,8 @@ def blocking(granularity: Granularity, shape: tuple[int, ...]) -> Blocking:
 def to_lines(x: Array, granularity: Granularity) -> Array:
     """The matrix of lines, C-contiguous: `x` itself where it lies like that, else a copy."""
     blocks = blocking(granularity, x.shape)
-    return _turned(x, granularity).reshape(blocks.lines, blocks.length)
+    lines = _turned(x, granularity).reshape(blocks.lines, blocks.length)
+    return lines if lines.flags.c_contiguous else lines.copy()
 
 
 def from_lines(lines: Array, granularity: Granularity, shape: tuple[int, ...]) -> Array:

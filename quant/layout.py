@@ -44,6 +44,7 @@ class Layout(NamedTuple):
 
     Attributes
     ----------
+    elements : int
     blocks : Blocking
         The lines and groups of the elements.
     above : tuple of Blocking

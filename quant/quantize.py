@@ -46,7 +46,7 @@ def quantize(
         What to do about NaN and infinity: raise a ValueError, or "poison": every number of a group that holds one
         becomes NaN.
     out : QuantizedArray, optional
-        One of this spec and shape to fill.
+        One of this spec and shape to fill. After an error its bytes mean nothing.
 
     Returns
     -------

@@ -1,6 +1,6 @@
 """Kernels for CuPy arrays, one pass over memory each; the same bits as `reference` gives.
 
-Every step is rounded by itself (`__fmul_rn` and its like are never fused). Groups of a line must be equally long, or the
+Every step is rounded by itself: `__fmul_rn` and its like are never fused. Groups of a line must be equally long, or the
 reference takes over. Each kernel is compiled when it is first called; CuPy keeps it on disk.
 """
 
