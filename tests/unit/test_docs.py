@@ -21,6 +21,7 @@ import pytest
 
 import collectives
 import parallel
+import quant
 from collectives.catalog import CATALOG, build_all
 from collectives.catalog import blocks as blocks_of
 from collectives.chunks import Layout
@@ -263,7 +264,7 @@ def test_the_house_is_complete():
 
 MODULES = [
     module.name
-    for package in (collectives, parallel)
+    for package in (collectives, parallel, quant)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
 SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if ">>>" in path.read_text(encoding="utf-8")]

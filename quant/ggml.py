@@ -1,0 +1,74 @@
+"""The blocks of bytes in which ggml keeps Q4_0 and Q8_0: a half-precision scale, then the 32 codes, block after block.
+
+https://github.com/ggml-org/ggml; the package gguf reads and writes files of them. The codes of a block are ours byte
+for byte, so only the scales change places.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quant.array import Array, QuantizedArray
+from quant.kernels import array_namespace
+from quant.presets import Q4_0, Q8_0
+
+BLOCKS = {"Q4_0": Q4_0, "Q8_0": Q8_0}
+
+
+def to_blocks(q: QuantizedArray) -> Array:
+    """The array as ggml's blocks: uint8, shape (..., bytes of a row).
+
+    Raises
+    ------
+    ValueError
+        If it is neither Q4_0 nor Q8_0, or its rows are not whole blocks.
+
+    Examples
+    --------
+    >>> from quant import quantize
+    >>> to_blocks(quantize(np.ones((2, 64), np.float32), Q4_0)).shape
+    (2, 36)
+    """
+    _check(q.spec, q.shape)
+    xp, groups = array_namespace(q.buffer), q.groups
+    scales = q.part("scale0").view(np.uint8).reshape(groups, 2)
+    codes = q.part("codes").reshape(groups, 4 * q.spec.bits)
+    return xp.concatenate([scales, codes], axis=1).reshape(*q.shape[:-1], -1)
+
+
+def from_blocks(blocks: Array, kind: str) -> QuantizedArray:
+    """An array from ggml's blocks.
+
+    Parameters
+    ----------
+    blocks : array of uint8, shape (..., bytes of a row)
+    kind : str
+        Q4_0 or Q8_0.
+
+    Raises
+    ------
+    ValueError
+        If it is neither, or rows are not whole blocks.
+    """
+    if kind not in BLOCKS:
+        raise ValueError(f"blocks are {' or '.join(BLOCKS)}, not {kind!r}")
+    spec = BLOCKS[kind]
+    width = 2 + 4 * spec.bits
+    if not blocks.ndim or blocks.dtype != np.uint8 or blocks.shape[-1] % width:
+        raise ValueError(
+            f"rows of {kind} are uint8 in multiples of {width}, not {blocks.dtype} of shape {blocks.shape}"
+        )
+    made = QuantizedArray(spec, (*blocks.shape[:-1], blocks.shape[-1] // width * 32))
+    xp = array_namespace(blocks)
+    made.buffer = xp.asarray(made.buffer)
+    rows = xp.ascontiguousarray(blocks).reshape(-1, width)
+    made.put("scale0", xp.ascontiguousarray(rows[:, :2]).view(np.uint16))
+    made.part("codes")[...] = rows[:, 2:].reshape(-1)
+    return made
+
+
+def _check(spec: object, shape: tuple[int, ...]) -> None:
+    if spec not in BLOCKS.values():
+        raise ValueError(f"ggml has blocks for {', '.join(BLOCKS)}, not for {spec}")
+    if not shape or shape[-1] % 32:
+        raise ValueError(f"rows of {shape[-1] if shape else 1} elements are not whole blocks of 32")

@@ -1,0 +1,154 @@
+"""Kernels for CuPy arrays, one pass over memory each; the same bits as `reference` gives.
+
+Every step is rounded by itself: `__fmul_rn` and its like are never fused. Groups of a line must be equally long, or the
+reference takes over. Each kernel is compiled when it is first called; CuPy keeps it on disk.
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from quant.formats import MINIFLOATS
+from quant.kernels import reference
+from quant.kernels.reference import Array, array_namespace
+
+KERNELS: dict[str, Any] = {}
+"""By name, those of `reference` that are here too."""
+
+ROUND = {
+    "nearest_even": "t = rintf(t);",
+    "half_away": "{ float a = fabsf(t), d = floorf(a); t = copysignf(__fadd_rn(d, __fsub_rn(a, d) >= 0.5f), t); }",
+    "half_up": "t = __fsub_rn(floorf(__fadd_rn(t, bias + 0.5f)), bias);",
+    "stochastic": "t = floorf(__fadd_rn(t, uniform(i, key0, key1)));",
+}
+
+PREAMBLE = """
+__device__ unsigned int mixed(unsigned int word) {
+    word = (word ^ (word >> 16)) * 0x85EBCA6Bu;
+    word = (word ^ (word >> 13)) * 0xC2B2AE35u;
+    return word ^ (word >> 16);
+}
+__device__ float uniform(unsigned long long number, unsigned int key0, unsigned int key1) {
+    unsigned int low = (unsigned int)number, high = (unsigned int)(number >> 32);
+    return (float)(mixed(mixed(low ^ key0) + high * 0x9E3779B9u + key1) >> 8) * 5.9604644775390625e-8f;
+}
+"""
+
+
+def kernel(function: Any) -> Any:
+    """A form of the reference of that name."""
+    KERNELS[function.__name__] = wraps(getattr(reference, function.__name__))(function)
+    return KERNELS[function.__name__]
+
+
+@cache
+def _elementwise(xp: ModuleType, name: str, takes: str, gives: str, body: str) -> Any:
+    return xp.ElementwiseKernel(takes, gives, body, f"quant_{name}", preamble=PREAMBLE)
+
+
+def _unit(multiply: bool) -> str:
+    return "float t = __fmul_rn(r, by);" if multiply else "float t = __fdiv_rn(r, by);"
+
+
+def _keys(key: tuple[int, int] | None) -> tuple[np.uint32, np.uint32]:
+    return (np.uint32(0), np.uint32(0)) if key is None else (np.uint32(key[0]), np.uint32(key[1]))
+
+
+@kernel
+def encode_linear(
+    lines: Array,
+    size: int,
+    by: Array,
+    multiply: bool,
+    zeros: Array | None,
+    limits: tuple[int, int],
+    bias: int,
+    rounding: str,
+    key: tuple[int, int] | None,
+    bits: int,
+    out: Array,
+) -> None:
+    if lines.shape[1] % size:
+        return reference.encode_linear(lines, size, by, multiply, zeros, limits, bias, rounding, key, bits, out)
+    xp = array_namespace(lines)
+    integral = zeros is None or bool((zeros == xp.rint(zeros)).all())
+    shift = "t = __fadd_rn(t, zero);" if zeros is not None else ""
+    body = f"""
+        {_unit(multiply)}
+        {"" if integral else shift}
+        {ROUND[rounding]}
+        {shift if integral else ""}
+        t = t < low ? low : t;
+        t = t > high ? high : t;
+        code = (unsigned char)(int)(t + bias);
+    """
+    takes = "float32 r, float32 by, float32 zero, float32 low, float32 high, float32 bias, uint32 key0, uint32 key1"
+    codes = out if bits == 8 else xp.empty(lines.size, xp.uint8)
+    points = by if zeros is None else zeros
+    apply = _elementwise(xp, "encode_linear", takes, "uint8 code", body)
+    low, high, less = map(np.float32, (*limits, bias))
+    groups = lines.reshape(-1, size)
+    apply(groups, by.reshape(-1, 1), points.reshape(-1, 1), low, high, less, *_keys(key), codes.reshape(groups.shape))
+    if bits < 8:
+        reference.pack(codes, bits, out)
+    return None
+
+
+@kernel
+def encode_float(
+    lines: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
+) -> None:
+    if lines.shape[1] % size:
+        return reference.encode_float(lines, size, by, multiply, code, key, out)
+    xp, kind = array_namespace(lines), MINIFLOATS[code]
+    lowest = 127 + kind.lowest
+    body = f"""
+        {_unit(multiply)}
+        float a = fminf(fabsf(t), {kind.largest!r}f);
+        int exponent = max(__float_as_int(a) >> 23, {lowest});
+        float n = __fdiv_rn(a, __int_as_float((exponent - {kind.mantissa}) << 23));
+        n = {"rintf(n)" if key is None else "floorf(__fadd_rn(n, uniform(i, key0, key1)))"};
+        int bits = ((exponent - {lowest}) << {kind.mantissa}) + (int)n;
+        code = (unsigned char)(bits | (((__float_as_int(t) >> 31) & 1) << {kind.bits - 1}));
+    """
+    takes = "float32 r, float32 by, uint32 key0, uint32 key1"
+    groups = lines.reshape(-1, size)
+    apply = _elementwise(xp, "encode_float", takes, "uint8 code", body)
+    apply(groups, by.reshape(-1, 1), *_keys(key), out.reshape(groups.shape))
+    return None
+
+
+@kernel
+def decode_linear(
+    packed: Array,
+    size: int,
+    scales: Array,
+    zeros: Array | None,
+    bits: int,
+    bias: int,
+    signed: bool,
+    out: Array,
+    add: bool,
+) -> None:
+    if out.shape[1] % size:
+        return reference.decode_linear(packed, size, scales, zeros, bits, bias, signed, out, add)
+    xp = array_namespace(packed)
+    codes = packed
+    if bits < 8:
+        codes = xp.empty(out.size, xp.uint8)
+        reference.unpack(packed, bits, codes)
+    body = f"""
+        float q = {"(float)(signed char)code" if signed and not bias else "(float)((int)code - bias)"};
+        {"" if zeros is None else "q = __fsub_rn(q, zero);"}
+        q = __fmul_rn(q, scale);
+        r = {"__fadd_rn(r, q)" if add else "q"};
+    """
+    apply = _elementwise(xp, "decode_linear", "uint8 code, float32 scale, float32 zero, int32 bias", "float32 r", body)
+    points = scales if zeros is None else zeros
+    groups = out.reshape(-1, size)
+    apply(codes.reshape(groups.shape), scales.reshape(-1, 1), points.reshape(-1, 1), np.int32(bias), groups)
+    return None

@@ -1,0 +1,127 @@
+"""Ranges that leave out what is rare, so that the rest gets finer steps: all from a histogram, which merges exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quant.observers.histogram import Histogram
+
+CANDIDATES = 256
+"""Fractions of the whole range that are tried."""
+
+
+class Percentile(Histogram):
+    """The range between two percentiles: (100 - percentile) / 2 per cent of all elements lie beyond either end.
+
+    Right to the width of a bin.
+
+    Parameters
+    ----------
+    percentile : float
+        Above 0, up to 100.
+    bins : int
+    """
+
+    def __init__(self, percentile: float = 99.9, bins: int = 2048):
+        if not 0 < percentile <= 100:
+            raise ValueError(f"a percentile is above 0 and at most 100, not {percentile}")
+        super().__init__(bins)
+        self.percentile = percentile
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"percentile": self.percentile}
+
+    def range(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lower, upper) percentile."""
+        low, high = super().range()
+        edges, counts = self.edges(), np.cumsum(self.counts)
+        beyond = self.total * (100 - self.percentile) / 200
+        lower = edges[np.searchsorted(counts, beyond, "right")]
+        upper = edges[np.searchsorted(counts, self.total - beyond, "left") + 1]
+        return np.maximum(low, np.float32(lower)), np.minimum(high, np.float32(upper))
+
+
+class _Best(Histogram):
+    """The fraction of the whole range with the least loss, of `CANDIDATES` equally spaced ones.
+
+    Parameters
+    ----------
+    bits : int
+        Of the codes: the fewer, the more it pays to clip.
+    symmetric : bool
+        Whether codes are.
+    bins : int
+    """
+
+    def __init__(self, bits: int = 8, symmetric: bool = True, bins: int = 2048):
+        if not 2 <= bits <= 8:
+            raise ValueError(f"bits are from 2 to 8, not {bits}")
+        super().__init__(bins)
+        self.bits, self.symmetric = bits, symmetric
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"bits": self.bits, "symmetric": self.symmetric}
+
+    def range(self) -> tuple[np.ndarray, np.ndarray]:
+        """(least, largest) that codes should cover; the wider range, of two that are equally good."""
+        low, high = (float(bound[0]) for bound in super().range())
+        low, high = min(low, 0.0), max(high, 0.0)
+        if self.symmetric:
+            high = max(-low, high)
+            low = -high
+        fractions = np.arange(CANDIDATES, 0, -1) / CANDIDATES
+        losses = [self._loss(fraction * low, fraction * high) for fraction in fractions]
+        best = fractions[int(np.argmin(losses))]
+        return np.float32([best * low]), np.float32([best * high])
+
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """(where, how many): the middles of the bins that are not empty, and their counts."""
+        used = np.flatnonzero(self.counts)
+        return (self.edges()[used] + self.width / 2), self.counts[used]
+
+    def _codes(self, values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+        """The number of each value's code, from 0, and the step, for codes that cover this range."""
+        steps = 2**self.bits - 1 - self.symmetric
+        step = (high - low) / steps or 1.0
+        return np.clip(np.rint((values - low) / step), 0, steps), step
+
+    def _loss(self, low: float, high: float) -> float:
+        raise NotImplementedError
+
+
+class MeanSquare(_Best):
+    """The range with the least mean squared error, rounding and clipping together."""
+
+    def _loss(self, low: float, high: float) -> float:
+        values, counts = self._places()
+        codes, step = self._codes(values, low, high)
+        # Within a step rounding costs step^2 / 12 on the average, however many bins there are in it.
+        error = (codes * step + low - values) ** 2
+        inside = (values >= low) & (values <= high)
+        fine = inside & (step <= self.width)
+        return float((counts * np.where(fine, step**2 / 12, error)).sum())
+
+
+class Entropy(_Best):
+    """The range that keeps most of the distribution: the least Kullback-Leibler divergence from what codes make of it.
+
+    What lies beyond counts at the ends before (P), and not at all after (Q), where every code's share is spread evenly
+    over the bins that it stands for and that were not empty. S. Migacz, "8-bit inference with TensorRT" (GTC 2017).
+    """
+
+    def _loss(self, low: float, high: float) -> float:
+        values, counts = self._places()
+        inside = (values >= low) & (values <= high)
+        if not inside.any():
+            return np.inf
+        codes, _ = self._codes(values[inside], low, high)
+        kept = counts[inside].astype(np.float64)
+        p = kept.copy()
+        p[0] += counts[values < low].sum()
+        p[-1] += counts[values > high].sum()
+        shares = np.bincount(codes.astype(int), kept) / np.maximum(np.bincount(codes.astype(int)), 1)
+        q = shares[codes.astype(int)]
+        p, q = p / p.sum(), q / q.sum()
+        return float((p * np.log(p / q)).sum())

@@ -1,0 +1,52 @@
+"""AWQ: inputs that are large get finer steps, by scaling their weights up before rounding and down after.
+
+J. Lin, J. Tang, H. Tang, S. Yang, X. Dang, S. Han, "AWQ: Activation-aware Weight Quantization" (MLSys 2024).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quant.array import QuantizedArray
+from quant.quantize import quantize
+from quant.spec import QuantSpec
+
+
+def awq(
+    w: np.ndarray, moments: np.ndarray, sizes: np.ndarray, spec: QuantSpec, candidates: int = 20
+) -> tuple[QuantizedArray, np.ndarray]:
+    """Codes of w s, and s: w is then about codes / s.
+
+    s = (mean|x|)^alpha, brought to a geometric mean of largest and smallest of 1; of the `candidates` values of alpha
+    from 0 to below 1 the one whose w x is nearest to the true one. 0 is rounding without more ado.
+
+    Parameters
+    ----------
+    w : array of floats, shape (outputs, inputs)
+    moments : array of floats, shape (inputs, inputs)
+        X^T X.
+    sizes : array of floats, shape (inputs,)
+        The mean |x| of each input.
+    spec : QuantSpec
+    candidates : int
+
+    Returns
+    -------
+    codes : QuantizedArray, shape (outputs, inputs)
+    s : array of float32, shape (inputs,)
+    """
+    w = np.asarray(w, np.float32)
+    if moments.shape != (w.shape[1],) * 2 or sizes.shape != w.shape[1:]:
+        raise ValueError(f"moments of shape {moments.shape}, sizes of {sizes.shape} for weights of {w.shape}")
+    positive = np.where(sizes > 0, sizes, sizes[sizes > 0].min(initial=1.0))
+    best, least = None, np.inf
+    for alpha in np.arange(candidates) / candidates:
+        s = positive**alpha
+        s = (s / np.sqrt(s.max() * s.min())).astype(np.float32)
+        q = quantize(w * s, spec, seed=0)
+        off = (q.dequantize() / s - w).astype(np.float64)
+        loss = float(np.einsum("oi,ij,oj->", off, moments, off, optimize=True))
+        if best is None or loss < least:
+            best, least = (q, s), loss
+    assert best is not None
+    return best

@@ -1,0 +1,93 @@
+"""GPTQ: inputs are rounded one after another, and what each loses is made up for by those that are still to come.
+
+E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers" (ICLR 2023).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quant.array import QuantizedArray
+from quant.granularity import PerChannel, PerGroup, PerTensor
+from quant.quantize import quantize
+from quant.spec import QuantSpec
+
+BLOCK = 128
+"""Inputs whose losses are handed on to all later ones at once, as a matrix product."""
+
+
+def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0.01) -> QuantizedArray:
+    """Codes for w that keep w x, not w, where it is for the inputs x that were seen.
+
+    Parameters
+    ----------
+    w : array of floats, shape (outputs, inputs)
+    moments : array of floats, shape (inputs, inputs)
+        X^T X, of rows of inputs; any multiple of it will do.
+    spec : QuantSpec
+        Scales of one level, `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`. Those of groups are found when their
+        first input's turn comes.
+    damping : float
+        This part of the mean moment is added to the diagonal.
+
+    Returns
+    -------
+    QuantizedArray, shape (outputs, inputs)
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit and specs that are of another kind; NaN and infinity.
+    """
+    rows, columns = w.shape
+    if moments.shape != (columns, columns):
+        raise ValueError(f"moments of shape {moments.shape} for weights of shape {w.shape}")
+    plain = spec.code != "kmeans" and spec.q_range != "peak" and spec.scales.parent is None
+    if not plain or (spec.granularity not in (PerTensor(), PerChannel(0)) and not _along(spec)):
+        raise ValueError(f"scales are found one by one, for rows or groups of the last axis; {spec} is of another kind")
+    one = spec.replace(granularity=PerTensor() if spec.granularity == PerTensor() else PerChannel(0))
+    size = spec.granularity.size if isinstance(spec.granularity, PerGroup) else columns
+    left = np.array(w, np.float64)
+    upper = _inverse_root(moments, damping, left)
+    chosen = np.empty((rows, columns), np.float32)
+    groups: list[dict[str, np.ndarray]] = []
+    for first in range(0, columns, BLOCK):
+        last = min(first + BLOCK, columns)
+        lost = np.zeros((rows, last - first))
+        for j in range(first, last):
+            if j % size == 0:
+                if j > first:  # the group reaches beyond the block: what was lost so far is due there, too
+                    left[:, last:] -= lost @ upper[first:last, last:]
+                    lost[:] = 0
+                groups.append(_parameters(left[:, j : j + size], one))
+            chosen[:, j] = quantize(left[:, j : j + 1], one, seed=j, **groups[-1]).dequantize()[:, 0]
+            loss = (left[:, j] - chosen[:, j]) / upper[j, j]
+            left[:, j + 1 : last] -= loss[:, None] * upper[j, j + 1 : last]
+            lost[:, j - first] = loss
+        left[:, last:] -= lost @ upper[first:last, last:]
+    given = {name: np.concatenate([group[name] for group in groups], axis=1) for name in groups[0]}
+    return quantize(chosen, spec.replace(rounding="nearest_even"), **given) if columns else quantize(chosen, spec)
+
+
+def _along(spec: QuantSpec) -> bool:
+    return isinstance(spec.granularity, PerGroup) and spec.granularity.axis in (-1, 1)
+
+
+def _inverse_root(moments: np.ndarray, damping: float, w: np.ndarray) -> np.ndarray:
+    """U with U^T U the inverse of the damped moments; inputs that are always 0 get weights of 0."""
+    h = np.array(moments, np.float64)
+    never = np.diag(h) == 0
+    w[:, never] = 0
+    h[never, never] = 1
+    h[np.diag_indices_from(h)] += damping * np.diag(h).mean() if len(h) else 0
+    return np.linalg.cholesky(np.linalg.inv(h)).T
+
+
+def _parameters(part: np.ndarray, spec: QuantSpec) -> dict[str, np.ndarray]:
+    """Scales and zero points for a group."""
+    q = quantize(part, spec, seed=0)
+    scales = q.scales()
+    given = {"scales": np.where(scales == 0, np.float32(1), scales)}
+    zeros = q.zeros()
+    return given if zeros is None else given | {"zeros": zeros}

@@ -1,0 +1,75 @@
+"""HQQ: zero points that minimise a norm which forgives outliers; it needs no data.
+
+H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (Mobius Labs, 2023).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quant.array import QuantizedArray
+from quant.granularity import to_lines
+from quant.quantize import quantize
+from quant.scaling import spread
+from quant.spec import QuantSpec
+
+
+def hqq(
+    w: np.ndarray, spec: QuantSpec, norm: float = 0.7, beta: float = 10.0, growth: float = 1.01, steps: int = 20
+) -> QuantizedArray:
+    """Codes for w with the same scales as always, and better zero points.
+
+    Minimises sum |w - S (q - Z)|^norm over Z: the loss is split in an error e that may be large here and there, and
+    a quadratic rest weighted with beta, and the two are solved for in turn, while beta grows.
+
+    Parameters
+    ----------
+    w : array of floats
+    spec : QuantSpec
+        Linear, not symmetric, with floating-point zero points.
+    norm : float
+        Above 0, below 1 (the less, the less outliers count).
+    beta, growth : float
+    steps : int
+        It ends earlier when the loss does not fall any more.
+
+    Returns
+    -------
+    QuantizedArray
+
+    Raises
+    ------
+    ValueError
+        For another kind of spec.
+    """
+    if not spec.linear or spec.symmetric or spec.zero == "integer":
+        raise ValueError(f"zero points are moved, which must be floats: {spec} has none")
+    best = quantize(w, spec, seed=0)
+    if not best.size:
+        return best
+    lines = to_lines(np.ascontiguousarray(w, np.float32), spec.granularity)
+    blocks = best.layout.blocks
+    starts = np.arange(0, blocks.length, blocks.size)
+    counts = np.diff(np.append(starts, blocks.length))
+    scales = np.where(best.scales() == 0, np.float32(1), best.scales())
+    spread_scales = spread(scales, blocks)
+    least = _loss(w, best, norm)
+    current = best
+    for _ in range(steps):
+        off = lines - to_lines(current.dequantize(), spec.granularity)
+        # The proximal step of the norm: what is small is no error, what is large is one, almost whole.
+        size = np.maximum(abs(off), np.float32(1e-30))
+        error = np.sign(off) * np.maximum(size - size ** (norm - 1) / beta, 0)
+        q = to_lines(current.integers().astype(np.float32), spec.granularity)
+        zeros = np.add.reduceat(q - (lines - error) / spread_scales, starts, axis=1) / counts
+        current = quantize(w, spec, seed=0, scales=scales, zeros=zeros)
+        loss = _loss(w, current, norm)
+        if loss >= least:
+            break
+        best, least = current, loss
+        beta *= growth
+    return best
+
+
+def _loss(w: np.ndarray, q: QuantizedArray, norm: float) -> float:
+    return float((abs(q.dequantize().astype(np.float64) - w) ** norm).sum())

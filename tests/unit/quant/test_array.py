@@ -1,0 +1,206 @@
+"""Buffers, parts, slices and files of quantised arrays; what goes in comes out, whatever shape and place it has."""
+
+import shutil
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from quant import (
+    INT4_G32,
+    INT8,
+    NF4,
+    NVFP4,
+    PRESETS,
+    VSQ,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    QuantizedArray,
+    QuantSpec,
+    Scales,
+    files,
+    grouped,
+    kernels,
+    quantize,
+    wire_nbytes,
+)
+
+F = np.float32
+RNG = np.random.default_rng(1)
+SPECS = PRESETS | {
+    "three bits": grouped(3, 20),
+    "zeros": grouped(5, 32, symmetric=False),
+    "float zeros": grouped(4, 32, symmetric=False, zero="fp16"),
+    "columns": QuantSpec(6, granularity=PerChannel(1)),
+    "down": QuantSpec(4, granularity=PerGroup(3, 0), scale="bf16"),
+    "kmeans": QuantSpec(2, code="kmeans", granularity=PerChannel(0), scale="fp16"),
+    "three levels": QuantSpec(
+        4, granularity=PerGroup(4), scale=Scales("uint4", PerGroup(2), Scales("e4m3", parent=Scales()))
+    ),
+    "stochastic": grouped(8, 16, rounding="stochastic"),
+}
+SHAPES = [(), (0,), (1,), (31,), (7, 96), (3, 101), (2, 3, 40), (0, 5), (5, 0)]
+
+
+def fits(spec, shape):
+    axis = getattr(spec.granularity, "axis", None)
+    return axis is None or -len(shape) <= axis < len(shape)
+
+
+CASES = [(name, shape) for name, spec in SPECS.items() for shape in SHAPES if fits(spec, shape)]
+
+
+def numbers(shape, scale=1.0):
+    return (RNG.standard_normal(shape) * scale).astype(F)
+
+
+def same(one, other):
+    return one.tobytes() == other.tobytes() and one.shape == other.shape and one.dtype == other.dtype
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_over_the_wire(name, shape):
+    spec, x = SPECS[name], numbers(shape)
+    q = quantize(x, spec, seed=1)
+    wire = q.to_wire()
+    assert wire.dtype == np.uint8 and wire.shape == (wire_nbytes(spec, shape),) and wire.flags.c_contiguous
+    there = QuantizedArray.from_wire(wire.copy(), spec, shape)
+    back = q.dequantize()
+    assert back.shape == x.shape and back.dtype == F
+    assert same(there.dequantize(), back)
+    largest = np.abs(x).max() if x.size else 0
+    assert (abs(back - x) <= largest).all()
+    # Wherever in a message it lies, aligned or not.
+    message = np.zeros(len(wire) + 3, np.uint8)
+    message[3:] = wire
+    assert same(QuantizedArray.from_wire(message[3:], spec, shape).dequantize(), back)
+    there = QuantizedArray.from_wire(message[3:], spec, shape)
+    assert same(quantize(x, spec, seed=1, out=there).buffer, wire)
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_every_form_gives_the_same_bits(name, shape, gpu):
+    from standin import cupy
+
+    spec, x = SPECS[name], numbers(shape)
+    with kernels.forms():
+        q = quantize(x, spec, seed=7)
+        back, onto = q.dequantize(), q.add_to(np.full(shape, 0.1, F))
+    if "numba" in sys.modules or pytest.importorskip("numba"):
+        fast = quantize(x, spec, seed=7)
+        assert same(fast.buffer, q.buffer) and same(fast.dequantize(), back)
+        assert same(fast.add_to(np.full(shape, 0.1, F)), onto)
+    for form in ("reference", "device") if shutil.which("g++") else ("reference",):
+        with kernels.forms(form):
+            there = quantize(cupy.asarray(x), spec, seed=7)
+            assert same(there.buffer.get(), q.buffer) and same(there.dequantize().get(), back)
+            target = cupy.asarray(np.full(shape, 0.1, F))
+            there.add_to(target)
+            assert same(target.get(), onto)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_out(name):
+    spec, x = SPECS[name], numbers((6, 64))
+    q = quantize(x, spec, seed=1)
+    back = q.dequantize()
+    for dtype in (np.float64, np.float16, ml_dtypes.bfloat16):
+        out = np.zeros(x.shape, dtype)
+        assert q.dequantize(out=out) is out
+        assert same(out, back.astype(dtype))
+        assert same(q.dequantize(dtype=dtype), out)
+    turned = np.zeros((64, 6), F).T
+    q.dequantize(out=turned)
+    np.testing.assert_array_equal(turned, back)
+    ones = np.ones((64, 6), F).T
+    q.add_to(ones)
+    np.testing.assert_array_equal(ones, back + F(1))
+    with pytest.raises(ValueError, match=r"out has shape \(64, 6\), not \(6, 64\)"):
+        q.dequantize(out=np.zeros((64, 6), F))
+
+
+def test_any_place_and_type():
+    x = numbers((12, 64))
+    expected = quantize(x, INT4_G32).buffer
+    for other in (x.T.copy().T, np.repeat(x, 2, axis=1)[:, ::2], x.astype(np.float64)):
+        assert same(quantize(other, INT4_G32).buffer, expected)
+    x.flags.writeable = False
+    assert same(quantize(x, INT4_G32).buffer, expected)
+    for half in (np.float16, ml_dtypes.bfloat16):
+        assert same(quantize(x.astype(half), INT4_G32).buffer, quantize(x.astype(half).astype(F), INT4_G32).buffer)
+    with pytest.raises(TypeError, match="x holds int64"):
+        quantize(np.ones(3, np.int64), INT8)
+
+
+def test_out_of_another_kind():
+    q = quantize(numbers((6, 64)), INT8)
+    with pytest.raises(ValueError, match="cannot hold"):
+        quantize(numbers((6, 64)), INT4_G32, out=q)
+    with pytest.raises(ValueError, match="cannot hold"):
+        quantize(numbers((64, 6)), INT8, out=q)
+    with pytest.raises(ValueError, match="needs a contiguous buffer of 388 uint8"):
+        QuantizedArray(INT8, (6, 64), np.zeros(387, np.uint8))
+    with pytest.raises(ValueError, match="needs a contiguous buffer"):
+        QuantizedArray(INT8, (6, 64), np.zeros(388, np.int8))
+    with pytest.raises(KeyError, match="no zeros"):
+        q.part("zeros")
+    with pytest.raises(ValueError, match="no table"):
+        q.levels()
+    assert (QuantizedArray(INT8, (3,)).dequantize() == 0).all()
+
+
+@pytest.mark.parametrize("name", ["INT8", "INT4_G32", "Q4_0", "NVFP4", "VSQ", "NF4", "three bits", "zeros", "kmeans"])
+def test_slices(name):
+    spec = SPECS[name]
+    q = quantize(numbers((4, 640)), spec)
+    size = q.layout.blocks.size
+    flat = q.dequantize().reshape(-1)
+    for start, stop in ((0, q.groups), (0, 0), (1, 1), (0, 1), (1, 3), (q.groups - 1, q.groups)):
+        if stop > q.groups:
+            continue
+        part = q.slice(start, stop)
+        assert same(part.dequantize(), flat[start * size : stop * size]), (start, stop)
+    with pytest.raises(ValueError, match="groups 1 to 99999"):
+        q.slice(1, 99999)
+
+
+def test_slices_through_what_is_shared():
+    q = quantize(numbers((3, 64)), VSQ)  # 4 groups to a row
+    assert same(q.slice(4, 12).dequantize(), q.dequantize()[1:].reshape(-1))
+    with pytest.raises(ValueError, match="cut through groups of 4"):
+        q.slice(3, 6)
+    ragged = quantize(numbers((3, 40)), grouped(4, 16))
+    assert same(ragged.slice(1, 3).dequantize(), ragged.dequantize()[0, 16:])
+    with pytest.raises(ValueError, match="shorter than 16, and not the last"):
+        ragged.slice(2, 4)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_files(name, tmp_path):
+    spec, x = SPECS[name], numbers((4, 33))
+    q = quantize(x, spec, seed=3)
+    path = tmp_path / "a.safetensors"
+    files.save(path, {"w": q, "plain": x})
+    found = files.load(path)
+    assert found["w"].spec == spec and found["w"].shape == x.shape
+    assert same(found["w"].buffer, q.buffer) and same(found["plain"], x)
+
+
+def test_a_file_that_is_none(tmp_path):
+    (tmp_path / "a").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="a is no safetensors file"):
+        files.load(tmp_path / "a")
+
+
+def test_parts_are_numbers():
+    x = numbers((4, 64))
+    for spec in (INT8, NVFP4, NF4):
+        q = quantize(x, spec)
+        codes = q.integers()
+        units = codes if spec.linear else q.levels()[codes]
+        scales = np.repeat(q.scales(), q.layout.blocks.size, axis=1).reshape(-1)[: x.size].reshape(x.shape)
+        np.testing.assert_array_equal((units * scales).astype(F), q.dequantize())
+    q = quantize(x, QuantSpec(4, symmetric=False, granularity=PerTensor()))
+    np.testing.assert_array_equal((q.integers() - q.zeros()) * q.scales(), q.dequantize())

@@ -1,0 +1,182 @@
+"""NaN and infinity, constants, nothing, zeros, the smallest and the largest numbers: each has a meaning or an error."""
+
+import numpy as np
+import pytest
+
+from quant import (
+    INT4_G32,
+    INT8,
+    MXFP8,
+    NF4,
+    NVFP4,
+    PRESETS,
+    Q4_0,
+    VSQ,
+    PerChannel,
+    QuantSpec,
+    grouped,
+    kernels,
+    quantize,
+)
+
+F = np.float32
+ASYMMETRIC = QuantSpec(8, symmetric=False)
+SPECS = PRESETS | {
+    "zeros": ASYMMETRIC,
+    "float zeros": ASYMMETRIC.replace(zero="fp32"),
+    "unsigned": QuantSpec(8, signed=False),
+}
+
+
+@pytest.fixture(params=["reference", "compiled"], autouse=True)
+def form(request):
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    with kernels.forms(*([] if request.param == "reference" else [request.param])):
+        yield
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", SPECS)
+def test_no_code_for_what_is_not_finite(name, value):
+    x = np.ones((3, 64), F)
+    x[1, 5] = value
+    with pytest.raises(ValueError, match=r"x\[1, 5\] is -?(nan|inf), of which there is no code"):
+        quantize(x, SPECS[name])
+    with pytest.raises(ValueError, match="there is no code"):
+        quantize(x, INT8, scales=F(1))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "VSQ"])
+def test_a_poisoned_group(name, value):
+    """All of its group is NaN, and nothing else is another."""
+    x = np.ones((3, 128), F)
+    x[1, 5] = value
+    q = quantize(x, SPECS[name], nonfinite="poison")
+    back, size = q.dequantize().reshape(-1), q.layout.blocks.size
+    first = 133 // size * size
+    assert np.isnan(back[first : first + size]).all()
+    clean = quantize(np.ones((3, 128), F), SPECS[name]).dequantize().reshape(-1)
+    others = np.ones(x.size, bool)
+    others[first : first + size] = False
+    np.testing.assert_array_equal(back[others], clean[others])
+
+
+def test_integers_hold_no_poison():
+    with pytest.raises(ValueError, match="scales in uint4 have no NaN"):
+        quantize(np.full(16, np.nan, F), VSQ, nonfinite="poison")
+    with pytest.raises(ValueError, match="nonfinite is raise or poison"):
+        quantize(np.ones(16, F), INT8, nonfinite="ignore")
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 3.0, -3.0, 1e-30])
+def test_constants(name, value):
+    """Zeros come back as zeros, and a constant as itself, to the digits of scale and code."""
+    if (value == 1e-30 and SPECS[name].scales.format == "fp16") or (name == "unsigned" and value < 0):
+        return
+    back = quantize(np.full((2, 64), value, F), SPECS[name]).dequantize()
+    assert (
+        (back == 0).all()
+        if value == 0
+        else np.allclose(back, value, rtol=0.13 if name in ("MXFP4", "VSQ", "MXFP8") else 0.002)
+    )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_nothing(name):
+    for shape in ((0,), (0, 64), (3, 0)):
+        q = quantize(np.empty(shape, F), SPECS[name])
+        assert q.dequantize().shape == shape
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "float zeros"])
+def test_a_group_of_zeros_among_others(name):
+    x = np.zeros((4, 64), F)
+    x[2] = np.linspace(-1, 1, 64)
+    back = quantize(x, SPECS[name]).dequantize()
+    assert (back[[0, 1, 3]] == 0).all() and abs(back[2]).max() > 0.5
+
+
+@pytest.mark.parametrize("spec", [INT8, ASYMMETRIC, QuantSpec(8, code="e4m3"), NF4], ids=str)
+def test_denormals(spec):
+    """A scale is never 0 where the group is not, so that the largest element never gets lost."""
+    for tiny in (1e-45, 1e-40, 3e-38):
+        x = np.linspace(-tiny, tiny, 33).astype(F)
+        back = quantize(x, spec).dequantize()
+        assert np.isfinite(back).all() and abs(back).max() > 0
+        assert abs(back - x).max() <= max(tiny, 1e-45) * 1.01
+
+
+def test_what_is_too_small_for_half_precision():
+    x = np.full(32, 1e-9, F)
+    assert quantize(x, INT4_G32).dequantize().max() == F(7 * 2.0**-24) or quantize(x, INT4_G32).dequantize().max() == 0
+    assert (quantize(x, Q4_0).dequantize() == 0).all()  # as ggml's
+
+
+def test_huge_outliers():
+    x = np.ones(256, F)
+    x[7] = 3e38
+    back = quantize(x, grouped(8, 32, "fp32")).dequantize()
+    assert back[7] == pytest.approx(3e38, rel=1e-6) and (back[:7] == 0).all() and np.allclose(back[32:], 1)
+    for spec in (INT8, ASYMMETRIC, MXFP8, NVFP4, grouped(4, 32, "bf16")):
+        wide = np.linspace(-3.3e38, 3.3e38, 32).astype(F)
+        assert np.isfinite(quantize(wide, spec).dequantize()).all()
+    with pytest.raises(ValueError, match=r"a scale of .*e\+37 does not fit fp16, whose largest is 6.55e\+04"):
+        quantize(x, INT4_G32)
+
+
+def test_an_overflow_of_float64():
+    with pytest.raises(ValueError, match="is 1e"):
+        quantize(np.array([1.0, 1e300]), INT8)
+
+
+def test_given_scales():
+    x = np.array([[0.4, 1.0, -9.0], [5.0, 100.0, 0.0]], F)
+    rows = QuantSpec(8, granularity=PerChannel(0))
+    q = quantize(x, rows, scales=F([0.5, 1]))
+    np.testing.assert_array_equal(q.integers(), [[1, 2, -18], [5, 100, 0]])
+    assert quantize(F([1000, -1000]), INT8, scales=1.0).integers().tolist() == [127, -127]
+    np.testing.assert_array_equal(quantize(F([-1, 0, 9]), ASYMMETRIC, scales=0.5, zeros=-3.0).integers(), [-5, -3, 15])
+    for scales in ([1, 0], [1, np.nan], [1, np.inf]):
+        with pytest.raises(ValueError, match="finite and not 0"):
+            quantize(x, rows, scales=F(scales))
+    with pytest.raises(ValueError, match="scales are 3 numbers, for 2 groups"):
+        quantize(x, rows, scales=np.ones(3, F))
+    with pytest.raises(ValueError, match="come together"):
+        quantize(x, ASYMMETRIC, scales=F(1))
+    with pytest.raises(ValueError, match="whole numbers from -128 to 127"):
+        quantize(x, ASYMMETRIC, scales=F(1), zeros=F(0.5))
+    with pytest.raises(ValueError, match="takes no scales"):
+        quantize(x, QuantSpec(2, code="kmeans"), scales=F(1))
+
+
+class TestStochastic:
+    SPEC = QuantSpec(8, rounding="stochastic")
+
+    def test_needs_a_seed(self):
+        with pytest.raises(ValueError, match="needs a seed"):
+            quantize(np.ones(3, F), self.SPEC)
+
+    def test_a_seed_decides(self):
+        x = np.random.default_rng(0).standard_normal(1000).astype(F)
+        once, again, other = (quantize(x, self.SPEC, seed=seed).buffer for seed in (1, 1, 2))
+        assert (once == again).all() and (once != other).any()
+
+    def test_right_on_the_average(self):
+        """The mean of n draws is within 5 standard deviations; one draw has at most half a step's."""
+        x, n = np.full(1 << 16, 0.3, F), 1 << 16
+        back = quantize(x, self.SPEC, scales=F(1), seed=5).dequantize()
+        assert set(np.unique(back)) == {0.0, 1.0}
+        assert abs(back.mean() - 0.3) < 5 * 0.5 / np.sqrt(n)
+        halves = back.reshape(2, -1).mean(axis=1)
+        assert abs(halves - 0.3).max() < 5 * 0.5 / np.sqrt(n / 2)
+        products = (back[1:] - 0.3) * (back[:-1] - 0.3)  # neighbours know nothing of each other
+        assert abs(products.mean()) < 5 * 0.21 / np.sqrt(n)
+
+    def test_floats_too(self):
+        x = np.full(1 << 14, 1.03, F)
+        spec = QuantSpec(8, code="e4m3", rounding="stochastic")
+        back = quantize(x, spec, scales=F(1), seed=5).dequantize()
+        assert set(np.unique(back)) == {1.0, 1.125} and back.mean() == pytest.approx(1.03, abs=5 * 0.06 / 128)

@@ -1,0 +1,131 @@
+"""What holds for all numbers: errors within half a step, packing that loses nothing, forms that agree."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quant import PerChannel, PerGroup, PerTensor, QuantSpec, Scales, kernels, quantize
+from quant.formats import MINIFLOATS
+from quant.packing import packed_nbytes
+
+F = np.float32
+often = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+counts = st.integers(0, 200)
+widths = st.integers(1, 7)
+granularities = st.sampled_from(
+    [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(1), PerGroup(5), PerGroup(32), PerGroup(64), PerGroup(3, 0)]
+)
+plain = st.floats(-1e30, 1e30, width=32) | st.floats(-2, 2, width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 0.5])
+
+
+@st.composite
+def arrays(draw):
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 70)))
+    scale = draw(st.sampled_from([1.0, 1e-3, 1e-30, 1e20]))
+    seed = draw(st.integers(0, 2**32 - 1))
+    x = (np.random.default_rng(seed).standard_normal(shape) * scale).astype(F)
+    for value in draw(st.lists(plain, max_size=5)):
+        x[draw(st.integers(0, shape[0] - 1)), draw(st.integers(0, shape[1] - 1))] = value
+    return x
+
+
+@st.composite
+def linear(draw):
+    bits = draw(st.integers(1, 8))
+    symmetric = draw(st.booleans())
+    signed = draw(st.booleans()) if bits > 1 or not symmetric else False
+    return QuantSpec(
+        bits,
+        signed,
+        symmetric,
+        draw(granularities),
+        q_range=draw(st.sampled_from(["restricted", "full", "centred"])) if symmetric and signed else "restricted",
+        rounding=draw(st.sampled_from(["nearest_even", "half_away", "half_up", "stochastic"])),
+        scale=draw(st.sampled_from(["fp32", "bf16", "e8m0", Scales("uint8", parent=Scales("fp32"))])),
+    )
+
+
+def per_element(q, numbers):
+    """One number per group, for every element, in the array's shape."""
+    from quant.granularity import from_lines
+    from quant.scaling import spread
+
+    return from_lines(spread(numbers, q.layout.blocks), q.spec.granularity, q.shape)
+
+
+@often
+@given(arrays(), linear())
+def test_error_is_half_a_step(x, spec):
+    """Where nothing clips; a whole step when rounded stochastically."""
+    q = quantize(x, spec, seed=1)
+    scale = per_element(q, q.scales()).astype(np.float64)
+    zero = 0 if q.zeros() is None else per_element(q, q.zeros()).astype(np.float64)
+    inside = (x >= scale * (spec.q_min - zero)) & (x <= scale * (spec.q_max - zero))
+    error = abs(q.dequantize().astype(np.float64) - x)
+    allowed = scale * (1 if spec.rounding == "stochastic" else 0.5)
+    rounding = 2**-22 * abs(x).astype(np.float64) + 2e-45 + scale * 2**-16
+    assert (error <= allowed + rounding)[inside].all()
+    np.testing.assert_array_less(error - rounding, np.maximum(allowed, abs(x) + allowed) + 1e-45)
+
+
+@often
+@given(arrays(), st.sampled_from([name for name, kind in MINIFLOATS.items() if kind.bits <= 8]), granularities)
+def test_floats_are_as_near_as_their_digits(x, code, granularity):
+    kind = MINIFLOATS[code]
+    q = quantize(x, QuantSpec(kind.bits, code=code, granularity=granularity))
+    scale = per_element(q, q.scales()).astype(np.float64)
+    relative, smallest = 2.0 ** -(kind.mantissa + 1), 2.0 ** (kind.lowest - kind.mantissa)
+    error = abs(q.dequantize().astype(np.float64) - x)
+    size = abs(x).astype(np.float64)
+    allowed = np.maximum(relative * size, scale * smallest / 2) * (1 + 1e-5) + 1e-44 + size * (scale < 1e-36)
+    assert (error <= allowed).all()
+
+
+@often
+@given(arrays(), linear())
+def test_forms_agree(x, spec):
+    pytest.importorskip("numba")
+    fast = quantize(x, spec, seed=2)
+    back, onto = fast.dequantize(), fast.add_to(x.copy())
+    with kernels.forms():
+        slow = quantize(x, spec, seed=2)
+        assert slow.buffer.tobytes() == fast.buffer.tobytes()
+        assert slow.dequantize().tobytes() == back.tobytes() and slow.add_to(x.copy()).tobytes() == onto.tobytes()
+
+
+@pytest.mark.parametrize("form", ["reference", "compiled"])
+@often
+@given(count=counts, bits=widths, seed=st.integers(0, 99))
+def test_packing_loses_nothing(form, count, bits, seed):
+    if form == "compiled":
+        pytest.importorskip("numba")
+    codes = np.random.default_rng(seed).integers(0, 2**bits, count).astype(np.uint8)
+    with kernels.forms(*([form] if form == "compiled" else [])):
+        packed = np.full(packed_nbytes(count, bits), 0xA5, np.uint8)
+        kernels.pack(codes, bits, packed)
+        back = np.full(count, 0xA5, np.uint8)
+        kernels.unpack(packed, bits, back)
+    np.testing.assert_array_equal(back, codes)
+    with kernels.forms():
+        again = np.zeros_like(packed)
+        kernels.pack(codes, bits, again)
+    np.testing.assert_array_equal(again, packed)
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_every_bit_counts(bits):
+    """Codes that differ give bytes that differ, and no bit is wasted but in the last byte."""
+    for count in (1, 7, 31, 32, 33, 64, 100):
+        packed = np.zeros(packed_nbytes(count, bits), np.uint8)
+        kernels.pack(np.full(count, 2**bits - 1, np.uint8), bits, packed)
+        assert int(np.unpackbits(packed).sum()) == count * bits
+
+
+def test_planes_of_nibbles():
+    """Byte j of a block holds code j below and code j + 16 above."""
+    codes = np.arange(32, dtype=np.uint8) % 16
+    packed = np.zeros(16, np.uint8)
+    kernels.pack(codes, 4, packed)
+    np.testing.assert_array_equal(packed, np.arange(16) | np.arange(16) << 4)
