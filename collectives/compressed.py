@@ -3,12 +3,12 @@
 A codec says how numbers become bytes. The motions here say how often that happens on the way, and so how large the
 error becomes; eps is that of encoding once, p the number of ranks:
 
-    way            what is encoded                                              error of a sum        bytes sent
-    two_shot       every rank's terms, then the sums                            sqrt(2) eps           2 (p-1)/p n'
-    ring           a sum that grows, hop by hop, then the sums                  sqrt((p+1)/2) eps     2 (p-1)/p n'
-    hierarchical   the sums of nodes, then the sums of all                      sqrt(2) eps of these  2 (k-1)/k n' a node
-    shared_scale   every rank's terms, as integers of one scale: sums of        eps                   2 (p-1)/p n''
-                   integers are exact, so their order does not matter
+    way            what is encoded                                     error of a sum        bytes sent
+    two_shot       every rank's terms, then the sums                   sqrt(2) eps           2 (p-1)/p n'
+    ring           a sum that grows, hop by hop, then the sums         sqrt((p+1)/2) eps     2 (p-1)/p n'
+    hierarchical   the sums of nodes, then the sums of all             sqrt(2) eps of these  2 (k-1)/k n' of a node
+    shared_scale   every rank's terms, as integers of one scale: sums  eps                   2 (p-1)/p n''
+                   of integers are exact, in whatever order
 
 Here n' are the bytes of an encoded vector, n'' those of a vector of integers wide enough for the sum, and k nodes. The
 errors are relative to that of a single rank's terms when errors are independent: sums of p terms of size 1 are of size

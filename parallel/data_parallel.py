@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 from parallel.bucket import buckets_of
 from parallel.context import Context
+from parallel.feedback import Compressed
 from parallel.flat import Place, Span, buckets
 from parallel.nn.operator import Array, Parameter
 from parallel.plan import Plan
-from parallel.sums import Canonical, Numbers, Plain
+from parallel.sums import START, Canonical, Moment, Numbers, Plain
 
 MOST_REQUESTS = 24
 """Buckets of `Overlapped`: a communicator has shared memory for 31 persistent requests."""
@@ -40,7 +41,7 @@ class Naive:
         self.vector = context.memory.seen("gradients", context.flat.length, context.wide)
         scratch = context.memory.own("buffers", context.plan.scratch(adds=True), context.wide)
         part = self.part()
-        kind = Canonical if context.plan.reproducible else Plain
+        kind = Canonical if context.plan.reproducible else Compressed if context.plan.compress else Plain
         self.sums = [kind(context, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]
         self._of = {id(place.parameter): sum_ for sum_ in self.sums for place in sum_.bucket.places}
         self.own = [(span, self._view(span)) for span in self.spans()]
@@ -79,12 +80,12 @@ class Naive:
         """Ranks take part in their own micro-batches only."""
         return len(everyone[rank])
 
-    def begin(self, everyone: Numbers) -> None:
+    def begin(self, everyone: Numbers, moment: Moment = START) -> None:
         """A step begins."""
         self.started = self._next = 0
         self._left = len(everyone[self._context.plan.rank])
         for sum_ in self.sums:
-            sum_.begin(everyone)
+            sum_.begin(everyone, moment)
 
     def open(self, turn: int, number: int | None) -> None:
         """A backward begins."""
@@ -171,6 +172,8 @@ class Overlapped(Bucketed):
 
     def ready(self, sum_: Plain | Canonical) -> None:
         number = sum_.bucket.number
+        if sum_.alone and number:
+            self._land(self.sums[number - 1])
         with self._context.recorder("communication", "start", bucket=number):
             sum_.start()
         self.started += 1
@@ -180,9 +183,12 @@ class Overlapped(Bucketed):
         for sum_ in self.sums[self._next :]:
             self.ready(sum_)
         for sum_ in self.sums:
-            with self._context.recorder("communication", "finish", bucket=sum_.bucket.number):
-                sum_.finish()
-            self._landed(sum_.bucket.number)
+            self._land(sum_)
+
+    def _land(self, sum_: Plain | Canonical) -> None:
+        with self._context.recorder("communication", "finish", bucket=sum_.bucket.number):
+            sum_.finish()
+        self._landed(sum_.bucket.number)
 
     def _move(self) -> None:
         for number in list(self._flying):

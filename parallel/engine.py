@@ -20,6 +20,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel import guard
 from parallel.blocks import Blocks, Everything, blocks_of
+from parallel.compression import parse
 from parallel.context import Context
 from parallel.data import Batch
 from parallel.flat import Flat, Span, shards
@@ -37,6 +38,7 @@ from parallel.record import Event, Recorder
 from parallel.report import Evaluation, Report
 from parallel.schedules import rate_at
 from parallel.stretches import Stretch, stretches
+from parallel.sums import Moment
 
 __all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "Report", "Stretch"]
 
@@ -66,6 +68,8 @@ class Engine:
         A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first.
     check_every : int
         Compare the parameters of all ranks after every so many steps; 0 for never.
+    compress : str, optional
+        What becomes of gradients between ranks, a name of `parallel.compression.COMPRESSORS` with a number behind it.
     device : "cpu" or "cuda"
         Where all of it happens. On a GPU the current device.
     trace : bool
@@ -91,7 +95,7 @@ class Engine:
 
     Notes
     -----
-    All methods are collective, but for `share`, `stretches`, `state` and `load`.
+    All methods are collective, but for `share`, `state` and `load`, and `stretches` where nothing is compressed.
     """
 
     def __init__(
@@ -109,10 +113,12 @@ class Engine:
         bucket_bytes: int = 4 << 20,
         first_bytes: int = 256 << 10,
         check_every: int = 0,
+        compress: str | None = None,
         device: str = "cpu",
         trace: bool = False,
     ) -> None:
         problem = _refusal(comm, layout=layout, precision=precision, clip=clip, check_every=check_every)
+        problem = problem or uncompressible(compress, layout, precision, reproducible, device)
         if problem:
             raise problem
         self._comm, self._loss, self._optimizer = comm, loss, optimizer
@@ -127,6 +133,7 @@ class Engine:
         recipe = PRECISIONS[precision]
         settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
         settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
+        settings["compress"] = compress
         tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in self.flat.places]
         described = [(f"optimizer's {what}", value) for what, value in optimizer.describe().items()]
         guard.agree(comm, [*settings.items(), *tensors, *described])
@@ -140,6 +147,8 @@ class Engine:
             reproducible=reproducible,
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
+            seed=seed,
+            compress=parse(compress) if compress else None,
         )
         self._memory, self._recorder = Memory(comm, device), Recorder(trace)
         self._context = Context(self._plan, comm, self._memory, self._recorder)
@@ -187,7 +196,7 @@ class Engine:
         everyone, count, stop = self._meet(mine, stop, problem)
         scale = self.scaling.value
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
-            early, losses, problem = self._passes(mine, everyone, scale)
+            early, losses, problem = self._passes(mine, everyone, scale, Moment(self.steps, count * scale))
         loss = self._losses(losses, problem) / count if count else math.nan
         norm, factor, finite = self._norm(count, scale) if count else (None, 0.0, False)
         if count:
@@ -240,8 +249,15 @@ class Engine:
     # ------------------------------------------------------------------------------------------ its state
 
     def stretches(self) -> Iterator[Stretch]:
-        """All that a checkpoint has of parameters and optimiser, as far as this rank holds it; in a fixed order."""
+        """All that a checkpoint has of parameters and optimiser, as far as this rank holds it; in a fixed order.
+
+        What compression owes is shared out evenly first, so that any number of ranks can go on from it.
+        """
         yield from stretches(self._pieces, self._spans_of_all()[self._comm.Get_rank()])
+        if self._plan.compress is not None:
+            for sum_ in self._gradients.sums:
+                sum_.share_out()
+                yield from sum_.stretches()
 
     def refresh(self) -> None:
         """Make what was assigned to the stretches count, after all of them were, on all ranks."""
@@ -252,12 +268,20 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Besides the stretches: steps, updates, the loss scale; numbers that are the same on all ranks."""
-        return {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
+        return {
+            "steps": self.steps,
+            "updates": self.updates,
+            "scaling": self.scaling.state(),
+            "ranks": self._comm.Get_size(),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Go on from a `state`, after the stretches were assigned to."""
         self.scaling.load(state["scaling"])
         self.steps, self.updates = state["steps"], state["updates"]
+        if self._plan.compress is not None:
+            for sum_ in self._gradients.sums:
+                sum_.owe(state.get("ranks", self._comm.Get_size()))
 
     @property
     def events(self) -> list[Event]:
@@ -324,14 +348,14 @@ class Engine:
         return Motion(x, y, Run(training, self._seed, self.steps, np.asarray(batch.samples, np.int64)), self._loss)
 
     def _passes(
-        self, mine: list[Batch], everyone: list[tuple[int, ...]], scale: float
+        self, mine: list[Batch], everyone: list[tuple[int, ...]], scale: float, moment: Moment
     ) -> tuple[int, list[tuple[int, float]], Exception | None]:
         """All forwards and backwards, and the sum of gradients."""
         gradients, weights = self._gradients, self._weights
         turns = gradients.rounds(everyone, self._comm.Get_rank())
         there = range(len(self._units))
         weights.begin([*there, *reversed(there)] * turns)
-        gradients.begin(everyone)
+        gradients.begin(everyone, moment)
         early, losses, problem = 0, [], None
         for turn in range(turns):
             batch = mine[turn] if turn < len(mine) else None
@@ -457,6 +481,26 @@ class Engine:
             state = {name: vector[here] for name, vector in vectors.items()}
             pieces.append(Piece(span, weights, gradient, state, self.flat.places, None if master is None else stored))
         return pieces
+
+
+def uncompressible(
+    compress: str | None, layout: str, precision: str, reproducible: bool, device: str = "cpu"
+) -> Exception | None:
+    """Why gradients cannot be compressed so."""
+    if compress is None:
+        return None
+    try:
+        parse(compress)
+    except ValueError as error:
+        return error
+    if LAYOUTS[layout].divided:
+        whole = ", ".join(name for name, line in LAYOUTS.items() if not line.divided)
+        return ValueError(f"compress: only where every rank has the whole sum ({whole}); found {layout}")
+    if reproducible:
+        return ValueError("compress: a reproducible training adds gradients as they are, in canonical order")
+    if PRECISIONS[precision].wide != np.float32:
+        return ValueError(f"compress: gradients are to be float32, and in {precision} they are not")
+    return None if device == "cpu" else ValueError("compress: only on the CPU so far")
 
 
 def _refusal(comm: Any, *, layout: str, precision: str, clip: float | None, check_every: int) -> Exception | None:

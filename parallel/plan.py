@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from parallel.flat import Flat
 from parallel.nn.operator import Operator
@@ -25,6 +27,9 @@ class Plan:
         Whether gradients are added in the canonical order.
     bucket_bytes, first_bytes : int
         A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first.
+    seed : int
+    compress : parallel.compression.Maker, optional
+        What becomes of a bucket between ranks.
     """
 
     units: tuple[Operator, ...]
@@ -35,6 +40,8 @@ class Plan:
     reproducible: bool
     bucket_bytes: int
     first_bytes: int
+    seed: int = 0
+    compress: Callable[..., Any] | None = None
 
     def scratch(self, adds: bool) -> int:
         """Elements of the longest tensor that gets several gradients before its sum is exchanged.

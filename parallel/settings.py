@@ -54,6 +54,8 @@ class Settings:
         Compare parameters over the ranks after every so many steps.
     bucket_bytes : int
         Of a bucket of gradients.
+    compress : str
+        What becomes of gradients between ranks, as in `parallel.compression`; empty for nothing.
     """
 
     data: str = "digits"
@@ -79,6 +81,7 @@ class Settings:
     seed: int = 0
     check_every: int = 0
     bucket_bytes: int = 4 << 20
+    compress: str = ""
 
     def micro(self, ranks: int) -> int:
         """Samples of a micro-batch on so many ranks.

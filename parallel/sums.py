@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -23,6 +23,16 @@ from parallel.nn.operator import Array, Parameter
 
 Numbers = Sequence[tuple[int, ...]]
 """The micro-batches of every rank."""
+
+
+class Moment(NamedTuple):
+    """Which step it is, and what a mean gradient is multiplied with in its sums: targets, and the loss scale."""
+
+    step: int
+    unit: float
+
+
+START = Moment(0, 1.0)
 
 
 class Plain:
@@ -38,6 +48,9 @@ class Plain:
         As long as the longest tensor; as long as the longest of this rank's parts, for `reduce_scatter`.
     """
 
+    alone = False
+    """Whether no other bucket may be under way beside it."""
+
     def __init__(self, context: Context, bucket: Bucket, vector: Array, scratch: Array, part: Array):
         self.bucket, self.vector = bucket, vector
         self._comm, self._part = context.comm, part
@@ -49,7 +62,7 @@ class Plain:
         """Whether this backward has handed in all of the bucket."""
         return not self._filling.missing
 
-    def begin(self, everyone: Numbers) -> None:
+    def begin(self, everyone: Numbers, moment: Moment = START) -> None:
         """A step begins."""
         self._filling.fresh(self.vector)
 
@@ -108,6 +121,8 @@ class Canonical:
     As of `Plain`; the last one is not used.
     """
 
+    alone = False
+
     def __init__(self, context: Context, bucket: Bucket, vector: Array, scratch: Array, part: Array):
         self.bucket, self.vector = bucket, vector
         self._context, self._comm = context, context.comm
@@ -122,7 +137,7 @@ class Canonical:
         """Whether this backward has handed in all of the bucket."""
         return not self._filling.missing
 
-    def begin(self, everyone: Numbers) -> None:
+    def begin(self, everyone: Numbers, moment: Moment = START) -> None:
         """A step begins."""
         self._nodes = [played(numbers).nodes for numbers in everyone]
 

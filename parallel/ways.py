@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from collectives import Communicator
 from parallel.data import Batch
-from parallel.engine import Engine
+from parallel.engine import Engine, uncompressible
 from parallel.flat import Flat
 from parallel.layouts import LAYOUTS
 from parallel.ledger import Ledger
@@ -87,12 +87,18 @@ def _replicas(job: Job, said: Settings) -> Engine:
         clip=said.clip or None,
         bucket_bytes=said.bucket_bytes,
         check_every=said.check_every,
+        compress=said.compress or None,
         device=job.device,
         trace=job.trace,
     )
 
 
-WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
+def _check(said: Settings, ranks: int) -> None:
+    if problem := uncompressible(said.compress or None, said.layout, said.precision, said.reproducible):
+        raise problem
+
+
+WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas, _check, settings=("compress",)))
 
 
 def way_of(said: Settings) -> Way:

@@ -15,7 +15,7 @@ def test_every_layout_of_the_engine_is_a_way(layout):
 
 @pytest.mark.parametrize("layout", ["", "zero", "zero3:", "dp:x", ":dp"])
 def test_others_are_refused(layout):
-    with pytest.raises(ValueError, match="layout: expected one of dp-naive, .*found"):
+    with pytest.raises(ValueError, match=r"layout: expected one of dp-naive, .*found"):
         way_of(Settings(layout=layout))
 
 
