@@ -1,0 +1,165 @@
+"""Levels fitted to the data: one-dimensional k-means, exactly by dynamic programming, or by Lloyd's iterations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quant import kernels
+from quant.kernels import array_namespace
+from quant.scaling import halves, numbers_of
+
+if TYPE_CHECKING:
+    from quant.array import QuantizedArray
+
+Array = Any
+
+EXACT = 1 << 12
+"""Up to so many different values a group's levels are the best there are; beyond, Lloyd's iterations find good ones."""
+
+
+def thresholds(levels: Array) -> Array:
+    """What lies half-way between neighbouring levels, on which the lower one is taken: shape (..., levels - 1)."""
+    low, high = levels[..., :-1], levels[..., 1:]
+    return (low * np.float32(0.5) + high * np.float32(0.5)).astype(np.float32)
+
+
+def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """The k levels with the least sum of squared distances, ascending; the last ones repeat where values are fewer.
+
+    The best clusters of sorted values are intervals. Let D[j][i] be the least cost of the first i values in j of them;
+    the best start of the last interval does not move left as i grows, so D[j] follows from D[j-1] by divide and conquer
+    in n log n steps, here a depth of the recursion at a time. H. Wang and M. Song, "Ckmeans.1d.dp" (The R Journal, 2011);
+    monotone starts: X. Wu, "Optimal quantization by matrix searching" (J. Algorithms, 1991).
+
+    Parameters
+    ----------
+    values : array of floats, shape (n,)
+        At least one.
+    k : int
+    weights : array of floats, shape (n,), optional
+        How much each counts; positive.
+
+    Returns
+    -------
+    array of float64, shape (k,)
+
+    Examples
+    --------
+    >>> kmeans_exact(np.array([1.0, 2.0, 10.0, 12.0]), 2)
+    array([ 1.5, 11. ])
+    """
+    points, index = np.unique(np.asarray(values, np.float64), return_inverse=True)
+    mass = np.bincount(index, None if weights is None else np.asarray(weights, np.float64), len(points))
+    if len(points) <= k:
+        return np.concatenate([points, np.full(k - len(points), points[-1])])
+    middle = points.mean()  # sums of squares lose less about the middle
+    prefix = [np.concatenate([[0.0], np.cumsum(mass * (points - middle) ** power)]) for power in range(3)]
+
+    def cost(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Of values from `first` to before `last` as one cluster."""
+        count, total, squares = (sums[last] - sums[first] for sums in prefix)
+        return np.maximum(squares - total * total / count, 0)
+
+    n = len(points)
+    ends = np.arange(n + 1)
+    least = np.full(n + 1, np.inf)
+    least[1:] = cost(np.zeros(n, int), ends[1:])
+    starts = []
+    for clusters in range(2, k + 1):
+        least, start = _next_row(least, cost, clusters, n)
+        starts.append(start)
+    edges = [n]
+    for start in reversed(starts):
+        edges.append(int(start[edges[-1]]))
+    edges.append(0)
+    bounds = np.array(edges[::-1])
+    count, total = (sums[bounds[1:]] - sums[bounds[:-1]] for sums in prefix[:2])
+    return total / count + middle
+
+
+def _next_row(least: np.ndarray, cost: Any, clusters: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Costs with one cluster more, for every number of values from `clusters` on, and where the last one starts."""
+    row, start = np.full(n + 1, np.inf), np.zeros(n + 1, int)
+    spans = [(clusters, n, clusters - 1, n - 1)]  # these ends, and the starts that come into question
+    while spans:
+        below = []
+        middles = np.array([(low + high) // 2 for low, high, _, _ in spans])
+        firsts = np.array([span[2] for span in spans])
+        lasts = np.minimum([span[3] for span in spans], middles - 1)
+        counts = lasts - firsts + 1
+        offsets = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        candidates = np.arange(counts.sum()) - np.repeat(offsets - firsts, counts)
+        totals = least[candidates] + cost(candidates, np.repeat(middles, counts))
+        best = np.minimum.reduceat(totals, offsets)
+        where = np.flatnonzero(totals == np.repeat(best, counts))
+        chosen = candidates[where[np.searchsorted(where, offsets)]]
+        row[middles], start[middles] = best, chosen
+        for (low, high, first, last), middle, pick in zip(spans, middles, chosen):
+            below += [(low, middle - 1, first, int(pick))] if low < middle else []
+            below += [(middle + 1, high, int(pick), last)] if middle < high else []
+        spans = below
+    return row, start
+
+
+def kmeans_lloyd(values: np.ndarray, k: int, iterations: int = 100) -> np.ndarray:
+    """k levels by Lloyd's iterations from the values' quantiles: each level the mean of what is nearest to it.
+
+    S. Lloyd, "Least squares quantization in PCM" (IEEE Trans. Information Theory, 1982). It ends when no level moves.
+
+    Parameters
+    ----------
+    values : array of floats, shape (n,)
+        At least one.
+    k, iterations : int
+
+    Returns
+    -------
+    array of float64, shape (k,)
+        Ascending.
+    """
+    points = np.sort(np.asarray(values, np.float64))
+    sums = np.concatenate([[0.0], np.cumsum(points)])
+    levels = points[(2 * np.arange(k) + 1) * len(points) // (2 * k)]
+    for _ in range(iterations):
+        edges = np.concatenate([[0], np.searchsorted(points, (levels[1:] + levels[:-1]) / 2, "right"), [len(points)]])
+        count = np.diff(edges)
+        moved = np.where(count > 0, np.diff(sums[edges]) / np.maximum(count, 1), levels)
+        if (moved == levels).all():
+            break
+        levels = np.sort(moved)
+    return levels
+
+
+def fit(values: np.ndarray, k: int) -> np.ndarray:
+    """k levels for these values: the best ones for up to `EXACT` values, good ones for more."""
+    return kmeans_exact(values, k) if len(values) <= EXACT else kmeans_lloyd(values, k)
+
+
+def fit_into(lines: Array, out: QuantizedArray) -> None:
+    """Levels for every group of the matrix of lines, and the codes, into `out`.
+
+    Raises
+    ------
+    ValueError
+        If an element is not finite.
+    """
+    xp, spec, blocks = array_namespace(lines), out.spec, out.layout.blocks
+    if not bool(xp.isfinite(lines).all()):
+        raise ValueError("x holds NaN or infinity, of which no mean can be taken")
+    host = lines if xp is np else lines.get()
+    k = 2**spec.bits
+    levels = np.empty((blocks.lines, blocks.per_line, k), np.float32)
+    for line in range(blocks.lines):
+        for group in range(blocks.per_line):
+            levels[line, group] = fit(host[line, group * blocks.size : (group + 1) * blocks.size], k)
+    form = spec.scales.format
+    raw = levels if form == "fp32" else halves(levels, form)
+    if not np.isfinite(numbers_of(raw, form)).all():
+        raise ValueError(f"a level does not fit {form}")
+    out.put("scale0", xp.asarray(raw))
+    codes = xp.empty(out.size, np.uint8)
+    ones = xp.ones((blocks.lines, blocks.per_line), np.float32)
+    kernels.encode_table(lines, blocks.size, ones, False, thresholds(out.levels()), codes.reshape(lines.shape))
+    out.put("codes", codes)

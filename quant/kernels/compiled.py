@@ -1,0 +1,449 @@
+"""Kernels as loops that numba compiles: one pass where NumPy takes several. The same bits as `reference` gives.
+
+Of every group, one loop finds the largest and another converts: apart, both become vectors. Nothing is reordered or fused
+that has to be rounded; the largest of floats is found among their bits, as integers. Each function is compiled when it is
+first called, and kept on disk for the next process where there is a place to keep it.
+"""
+
+# mypy: ignore-errors
+# What numba makes of these functions has other types than Python sees.
+
+from __future__ import annotations
+
+import math
+from functools import cache, wraps
+
+import numpy as np
+from numba import njit
+
+from quant.formats import MINIFLOATS
+from quant.kernels import reference
+from quant.packing import BLOCK, POWERS
+from quant.spec import ROUNDINGS
+
+F, I, U, B = np.float32, np.int32, np.uint32, np.uint8
+MAGNITUDE, ALL = I(0x7FFFFFFF), I(31)
+ZERO, HALF, ONE = F(0), F(0.5), F(1)
+NIBBLES = BLOCK // 2
+KERNELS = {}
+"""By name, those of `reference` that are here too."""
+
+
+def loop(function):
+    """A compiled loop, of operations as they are written."""
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        return njit(**options)(function)
+
+
+inlined = njit(error_model="numpy", forceinline=True)
+
+
+def kernel(function):
+    """A form of the reference of that name."""
+    KERNELS[function.__name__] = wraps(getattr(reference, function.__name__))(function)
+    return KERNELS[function.__name__]
+
+
+def _shaped(lines, size):
+    """(matrix, elements of a group): one line where no group is short."""
+    return lines.reshape(1, -1) if lines.shape[1] % size == 0 else lines
+
+
+# ------------------------------------------------------------------------------------------ ranges of groups
+
+
+@inlined
+def _ordered(bits):
+    """Integers in the order of the floats that have these bits; and back."""
+    return bits ^ ((bits >> ALL) & MAGNITUDE)
+
+
+@loop
+def _absmax(bits, size, out):
+    lines, length = bits.shape
+    for line in range(lines):
+        for group in range(out.shape[1]):
+            part = bits[line, group * size : min((group + 1) * size, length)]
+            largest = I(0)
+            for i in range(part.size):
+                largest = max(largest, part[i] & MAGNITUDE)
+            out[line, group] = largest
+
+
+@kernel
+def absmax(lines, size):
+    found = np.empty((lines.shape[0], -(-lines.shape[1] // size)), np.float32)
+    cut = _shaped(lines, size)
+    _absmax(cut.view(np.int32), size, found.view(np.int32).reshape(cut.shape[0], -1))
+    return found
+
+
+@loop
+def _minmax(bits, size, low, high):
+    lines, length = bits.shape
+    for line in range(lines):
+        for group in range(low.shape[1]):
+            part = bits[line, group * size : min((group + 1) * size, length)]
+            least = largest = _ordered(part[0])
+            for i in range(part.size):
+                here = _ordered(part[i])
+                least = min(least, here)
+                largest = max(largest, here)
+            low[line, group], high[line, group] = _ordered(least), _ordered(largest)
+
+
+@kernel
+def minmax(lines, size):
+    shape = lines.shape[0], -(-lines.shape[1] // size)
+    low, high = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    cut = _shaped(lines, size)
+    flat = cut.shape[0], low.size // max(cut.shape[0], 1)
+    _minmax(cut.view(np.int32), size, low.view(np.int32).reshape(flat), high.view(np.int32).reshape(flat))
+    return low, high
+
+
+@loop
+def _peak(bits, size, out):
+    lines, length = bits.shape
+    for line in range(lines):
+        for group in range(out.shape[1]):
+            part = bits[line, group * size : min((group + 1) * size, length)]
+            largest = I(0)
+            for i in range(part.size):
+                largest = max(largest, part[i] & MAGNITUDE)
+            i = 0
+            while (part[i] & MAGNITUDE) != largest:
+                i += 1
+            out[line, group] = part[i]
+
+
+@kernel
+def peak(lines, size):
+    found = np.empty((lines.shape[0], -(-lines.shape[1] // size)), np.float32)
+    cut = _shaped(lines, size)
+    _peak(cut.view(np.int32), size, found.view(np.int32).reshape(cut.shape[0], -1))
+    return found
+
+
+# ------------------------------------------------------------------------------------------ linear codes
+
+NEAREST_EVEN, HALF_AWAY, HALF_UP, STOCHASTIC = range(len(ROUNDINGS))
+
+
+PLAIN, AFTER, BEFORE = range(3)
+"""Is there no zero point, is it added after rounding, or before?"""
+
+
+@inlined
+def _mixed(word):
+    word = U(word ^ (word >> U(16))) * U(0x85EBCA6B)
+    word = U(word ^ U(U(word) >> U(13))) * U(0xC2B2AE35)
+    return U(U(word) ^ U(U(word) >> U(16)))
+
+
+@inlined
+def _uniform(number, key0, key1):
+    """As `reference.uniform`."""
+    low, high = U(number & np.uint64(0xFFFFFFFF)), U(number >> np.uint64(32))
+    word = _mixed(U(_mixed(U(low ^ key0)) + U(high * U(0x9E3779B9)) + key1))
+    return F(I(word >> U(8))) * F(2**-24)
+
+
+@cache
+def _coder(rounding, multiply, shift):
+    """The code of an element as a byte; what is the same for all elements is a constant in it."""
+
+    @inlined
+    def code(r, by, zero, low, high, bias, number, key0, key1):
+        t = F(r * by) if multiply else F(r / by)
+        if shift == BEFORE:
+            t = F(t + zero)
+        if rounding == HALF_AWAY:
+            size = abs(t)
+            down = np.floor(size)
+            t = math.copysign(F(down + (ONE if F(size - down) >= HALF else ZERO)), t)
+        elif rounding == HALF_UP:
+            t = F(np.floor(F(t + F(bias + HALF))) - bias)
+        elif rounding == STOCHASTIC:
+            t = np.floor(F(t + _uniform(number, key0, key1)))
+        else:
+            t = np.rint(t)
+        if shift == AFTER:
+            t = F(t + zero)
+        t = low if t < low else t
+        t = high if t > high else t
+        return B(I(F(t + bias)))
+
+    return code
+
+
+@cache
+def _bytes_encoder(rounding, multiply, shift):
+    code = _coder(rounding, multiply, shift)
+
+    def encode(lines, size, by, zeros, low, high, bias, key0, key1, out):
+        rows, length = lines.shape
+        for line in range(rows):
+            for group in range(by.shape[1]):
+                first, last = group * size, min((group + 1) * size, length)
+                part, into = lines[line, first:last], out[line, first:last]
+                here, zero = by[line, group], zeros[line, group] if shift != PLAIN else ZERO
+                number = np.uint64(line * length + first)
+                for i in range(part.size):
+                    into[i] = code(part[i], here, zero, low, high, bias, np.uint64(number + np.uint64(i)), key0, key1)
+
+    return loop(encode)
+
+
+@cache
+def _nibbles_encoder(rounding, multiply, shift):
+    """Codes of four bits, packed at once, where groups are whole blocks."""
+    code = _coder(rounding, multiply, shift)
+
+    def encode(lines, size, by, zeros, low, high, bias, key0, key1, out):
+        flat = lines.reshape(-1)
+        for group in range(by.size):
+            here, zero = by[group], zeros[group] if shift != PLAIN else ZERO
+            for first in range(group * size, (group + 1) * size, BLOCK):
+                part, into = flat[first : first + BLOCK], out[first // 2 : first // 2 + NIBBLES]
+                number = np.uint64(first)
+                for i in range(NIBBLES):
+                    other = np.uint64(i + NIBBLES)
+                    a = code(part[i], here, zero, low, high, bias, np.uint64(number + np.uint64(i)), key0, key1)
+                    b = code(part[i + NIBBLES], here, zero, low, high, bias, np.uint64(number + other), key0, key1)
+                    into[i] = B(a | B(b << B(4)))
+
+    return loop(encode)
+
+
+@kernel
+def encode_linear(lines, size, by, multiply, zeros, limits, bias, rounding, key, bits, out):
+    shift = PLAIN
+    if zeros is not None:
+        shift = AFTER if (zeros == np.rint(zeros)).all() else BEFORE
+    keys = (U(0), U(0)) if key is None else (U(key[0]), U(key[1]))
+    kind = ROUNDINGS.index(rounding), bool(multiply), shift
+    limits = F(limits[0]), F(limits[1]), F(bias)
+    cut = _shaped(lines, size)
+    whole = bits == 4 and size % BLOCK == 0 and cut.shape[1] % size == 0
+    if whole:
+        shifts = by.reshape(-1) if zeros is None else zeros.reshape(-1)
+        _nibbles_encoder(*kind)(cut, size, by.reshape(-1), shifts, *limits, *keys, out)
+        return
+    shape = cut.shape[0], by.size // max(cut.shape[0], 1)
+    shifts = (by if zeros is None else zeros).reshape(shape)
+    codes = out if bits == 8 else np.empty(lines.size, np.uint8)
+    _bytes_encoder(*kind)(cut, size, by.reshape(shape), shifts, *limits, *keys, codes.reshape(cut.shape))
+    if bits < 8:
+        pack(codes, bits, out)
+
+
+@cache
+def _bytes_decoder(signed, shifted, add):
+    def decode(codes, size, scales, zeros, bias, out):
+        rows, length = codes.shape
+        for line in range(rows):
+            for group in range(scales.shape[1]):
+                first, last = group * size, min((group + 1) * size, length)
+                part, into = codes[line, first:last], out[line, first:last]
+                scale, zero = scales[line, group], zeros[line, group] if shifted else ZERO
+                for i in range(part.size):
+                    q = F(np.int8(part[i])) if signed else F(I(part[i]) - bias)
+                    if shifted:
+                        q = F(q - zero)
+                    r = F(q * scale)
+                    into[i] = F(into[i] + r) if add else r
+
+    return loop(decode)
+
+
+@cache
+def _nibbles_decoder(shifted, add):
+    def decode(packed, size, scales, zeros, bias, out):
+        for group in range(scales.size):
+            scale, zero = scales[group], zeros[group] if shifted else ZERO
+            for first in range(group * size, (group + 1) * size, BLOCK):
+                part, into = packed[first // 2 : first // 2 + NIBBLES], out[first : first + BLOCK]
+                for half in range(2):
+                    for i in range(NIBBLES):
+                        q = F(I((part[i] >> B(4 * half)) & B(15)) - bias)
+                        if shifted:
+                            q = F(q - zero)
+                        r = F(q * scale)
+                        at = half * NIBBLES + i
+                        into[at] = F(into[at] + r) if add else r
+
+    return loop(decode)
+
+
+@kernel
+def decode_linear(packed, size, scales, zeros, bits, bias, signed, out, add):
+    target = _shaped(out, size)
+    shifts = scales if zeros is None else zeros
+    shifted = zeros is not None
+    if bits == 4 and size % BLOCK == 0 and target.shape[1] % size == 0:
+        decode = _nibbles_decoder(shifted, bool(add))
+        decode(packed, size, scales.reshape(-1), shifts.reshape(-1), I(bias), target.reshape(-1))
+        return
+    codes = packed
+    if bits < 8:
+        codes = np.empty(out.size, np.uint8)
+        unpack(packed, bits, codes)
+    shape = target.shape[0], scales.size // max(target.shape[0], 1)
+    decode = _bytes_decoder(bool(signed and not bias), shifted, bool(add))
+    decode(codes.reshape(target.shape), size, scales.reshape(shape), shifts.reshape(shape), I(bias), target)
+
+
+# ------------------------------------------------------------------------------------------ small floats and tables
+
+
+@cache
+def _float_encoder(code, multiply, stochastic):
+    kind = MINIFLOATS[code]
+    largest, lowest, mantissa = F(kind.largest), I(127 + kind.lowest), I(kind.mantissa)
+    sign_at = I(kind.bits - 1)
+
+    def encode(lines, size, by, key0, key1, out):
+        rows, length = lines.shape
+        for line in range(rows):
+            for group in range(by.shape[1]):
+                first, last = group * size, min((group + 1) * size, length)
+                part, into = lines[line, first:last], out[line, first:last]
+                here = by[line, group]
+                number = np.uint64(line * length + first)
+                for i in range(part.size):
+                    t = F(part[i] * here) if multiply else F(part[i] / here)
+                    value = min(abs(t), largest)
+                    exponent = I(max(I(F(value).view(np.int32) >> I(23)), lowest))
+                    unit = I(I(exponent - mantissa) << I(23)).view(np.float32)
+                    n = F(value / unit)
+                    if stochastic:
+                        n = np.floor(F(n + _uniform(np.uint64(number + np.uint64(i)), key0, key1)))
+                    else:
+                        n = np.rint(n)
+                    bits = I(I(I(exponent - lowest) << mantissa) + I(n))
+                    sign = I(I(t.view(np.int32) >> ALL) & I(1))
+                    into[i] = B(bits | I(sign << sign_at))
+
+    return loop(encode)
+
+
+@kernel
+def encode_float(lines, size, by, multiply, code, key, out):
+    cut = _shaped(lines, size)
+    keys = (U(0), U(0)) if key is None else (U(key[0]), U(key[1]))
+    by = by.reshape(cut.shape[0], by.size // max(cut.shape[0], 1))
+    _float_encoder(code, bool(multiply), key is not None)(cut, size, by, *keys, out.reshape(cut.shape))
+
+
+@cache
+def _table_encoder(multiply):
+    def encode(lines, size, by, limits, own, out):
+        rows, length = lines.shape
+        for line in range(rows):
+            for group in range(by.shape[1]):
+                first, last = group * size, min((group + 1) * size, length)
+                part, into = lines[line, first:last], out[line, first:last]
+                here = by[line, group]
+                limit = limits[line, group] if own else limits[0, 0]
+                for i in range(part.size):
+                    t = F(part[i] * here) if multiply else F(part[i] / here)
+                    above, half = 0, (limit.size + 1) // 2
+                    while half:  # there are 2^bits - 1 limits
+                        above += half if t > limit[above + half - 1] else 0
+                        half //= 2
+                    into[i] = B(above)
+
+    return loop(encode)
+
+
+@kernel
+def encode_table(lines, size, by, multiply, thresholds, out):
+    cut = _shaped(lines, size)
+    shape = cut.shape[0], by.size // max(cut.shape[0], 1)
+    own = thresholds.ndim > 1
+    limits = np.ascontiguousarray(thresholds).reshape(*(shape if own else (1, 1)), -1)
+    _table_encoder(bool(multiply))(cut, size, by.reshape(shape), limits, own, out.reshape(cut.shape))
+
+
+@loop
+def _decode_table(codes, size, scales, levels, own, out, add):
+    rows, length = codes.shape
+    for line in range(rows):
+        for group in range(scales.shape[1]):
+            first, last = group * size, min((group + 1) * size, length)
+            part, into = codes[line, first:last], out[line, first:last]
+            scale = scales[line, group]
+            table = levels[line, group] if own else levels[0, 0]
+            for i in range(part.size):
+                r = F(table[part[i]] * scale)
+                into[i] = F(into[i] + r) if add else r
+
+
+@kernel
+def decode_table(codes, size, scales, levels, out, add):
+    target = _shaped(out, size)
+    shape = target.shape[0], scales.size // max(target.shape[0], 1)
+    own = levels.ndim > 1
+    tables = np.ascontiguousarray(levels).reshape(*(shape if own else (1, 1)), -1)
+    _decode_table(codes.reshape(target.shape), size, scales.reshape(shape), tables, own, target, bool(add))
+
+
+# ------------------------------------------------------------------------------------------ packing
+
+
+@cache
+def _packer(bits):
+    powers = POWERS[bits]
+
+    def pack_blocks(codes, out):
+        for block in range(codes.size // BLOCK):
+            part, into = codes[block * BLOCK : (block + 1) * BLOCK], out[block * 4 * bits : (block + 1) * 4 * bits]
+            shift = place = 0
+            for power in powers:
+                apart = 4 * power
+                for i in range(apart):
+                    byte = 0
+                    for k in range(8 // power):
+                        byte |= ((part[k * apart + i] >> shift) & ((1 << power) - 1)) << (k * power)
+                    into[place + i] = B(byte)
+                place, shift = place + apart, shift + power
+
+    return loop(pack_blocks)
+
+
+@kernel
+def pack(codes, bits, out):
+    whole = len(codes) // BLOCK
+    _packer(bits)(codes, out)
+    reference.pack(codes[whole * BLOCK :], bits, out[whole * 4 * bits :])
+
+
+@cache
+def _unpacker(bits):
+    powers = POWERS[bits]
+
+    def unpack_blocks(packed, out):
+        for block in range(out.size // BLOCK):
+            part, into = packed[block * 4 * bits : (block + 1) * 4 * bits], out[block * BLOCK : (block + 1) * BLOCK]
+            shift = place = 0
+            for power in powers:
+                apart = 4 * power
+                for k in range(8 // power):
+                    for i in range(apart):
+                        field = B(((part[place + i] >> (k * power)) & ((1 << power) - 1)) << shift)
+                        at = k * apart + i
+                        into[at] = B(into[at] | field) if shift else field
+                place, shift = place + apart, shift + power
+
+    return loop(unpack_blocks)
+
+
+@kernel
+def unpack(packed, bits, out):
+    whole = len(out) // BLOCK
+    _unpacker(bits)(packed, out)
+    reference.unpack(packed[whole * 4 * bits :], bits, out[whole * BLOCK :])

@@ -1,0 +1,78 @@
+"""The ways to quantise that have a name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from quant.granularity import PerChannel, PerGroup
+from quant.spec import QuantSpec, Scales
+
+INT8 = QuantSpec(8)
+"""Eight bits, one scale for all: what ONNX and PyTorch call symmetric int8."""
+
+INT4_G32 = QuantSpec(4, granularity=PerGroup(32), scale="fp16")
+"""Four bits, a half-precision scale for 32 weights: 4.5 bits an element."""
+
+Q4_0 = QuantSpec(4, granularity=PerGroup(32), q_range="peak", rounding="half_up", scale="fp16", divisor="inverse")
+"""ggml's Q4_0; `quant.ggml` has its blocks of bytes."""
+
+Q8_0 = QuantSpec(8, granularity=PerGroup(32), rounding="half_away", scale="fp16", divisor="inverse")
+"""ggml's Q8_0."""
+
+MXFP8 = QuantSpec(8, granularity=PerGroup(32), code="e4m3", scale="e8m0")
+"""OCP's microscaling format with eight bits: 32 elements share a power of two."""
+
+MXFP4 = QuantSpec(4, granularity=PerGroup(32), code="e2m1", scale="e8m0")
+"""The same with four bits."""
+
+NVFP4 = QuantSpec(4, granularity=PerGroup(16), code="e2m1", scale=Scales("e4m3", parent=Scales("fp32")))
+"""Four bits, two levels: an e4m3 scale for 16 elements, and one float for all."""
+
+VSQ = QuantSpec(4, granularity=PerGroup(16), scale=Scales("uint4", PerChannel(0), Scales("fp32")))
+"""Two levels of integers (Dai et al., "VS-Quant", MLSys 2021): a 4-bit scale for 16 elements, one float for a row."""
+
+NF4 = QuantSpec(4, granularity=PerGroup(64), code="nf4")
+"""The 16 quantiles of a normal distribution (Dettmers et al., "QLoRA", 2023)."""
+
+PRESETS = {
+    "INT8": INT8,
+    "INT4_G32": INT4_G32,
+    "Q4_0": Q4_0,
+    "Q8_0": Q8_0,
+    "MXFP8": MXFP8,
+    "MXFP4": MXFP4,
+    "NVFP4": NVFP4,
+    "VSQ": VSQ,
+    "NF4": NF4,
+}
+"""By name."""
+
+
+def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantSpec:
+    """Linear codes in groups along the last axis: the usual choice for weights and for the wire.
+
+    >>> grouped(8, 128).bits_per_element
+    8.125
+    """
+    return QuantSpec(bits, granularity=PerGroup(size), scale=scale, **options)
+
+
+def parse(text: str) -> QuantSpec:
+    """A preset by its name, or intB, intB_gN: B bits, in groups of N.
+
+    >>> parse("int3_g64").bits_per_element
+    3.25
+
+    Raises
+    ------
+    ValueError
+        For a name that is neither.
+    """
+    name = text.upper()
+    if name in PRESETS:
+        return PRESETS[name]
+    if match := re.fullmatch(r"INT([1-8])(?:_G(\d+))?", name):
+        bits, size = int(match[1]), match[2]
+        return grouped(bits, int(size)) if size else QuantSpec(bits)
+    raise ValueError(f"no spec {text!r}: a preset ({', '.join(PRESETS)}), or intB_gN for B bits in groups of N")

@@ -1,0 +1,186 @@
+"""From the range of a group to its scale and zero point, and from scales to what is stored of them.
+
+All of this is arithmetic on one number per group, the same code for every kind of kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quant.formats import MINIFLOATS, values
+from quant.granularity import Blocking
+from quant.kernels import array_namespace, minifloat_bits
+from quant.kernels import absmax as largest_of
+from quant.spec import QuantSpec, Scales
+
+Array = Any
+
+LARGEST = {"e4m3": MINIFLOATS["e4m3"].largest, **{f"uint{b}": 2.0**b - 1 for b in range(1, 9)}}
+"""What the largest scale of a parent's group becomes."""
+
+TINY = np.float32(2**-149)
+
+
+class Stored(NamedTuple):
+    """Scales as they are kept, and as numbers.
+
+    Attributes
+    ----------
+    levels : tuple of array
+        Raw items for each level, innermost first: float32, the bits of halves as uint16, or bytes before packing.
+    scales : array of float32, shape (lines, groups)
+        What elements are multiplied with.
+    """
+
+    levels: tuple[Array, ...]
+    scales: Array
+
+
+def divided(r: Array, n: float) -> Array:
+    """r / n in float32; where that is too small for one, the smallest that there is, so that nothing becomes 0."""
+    xp = array_namespace(r)
+    quotient = r / np.float32(n)
+    return xp.where((quotient == 0) & (r != 0), xp.copysign(TINY, r * np.float32(n)), quotient)
+
+
+def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
+    """S for groups whose largest |r| (with q_range peak: that r itself; without a sign: the largest r) is `size`."""
+    if not spec.linear:
+        largest = MINIFLOATS[spec.code].largest if spec.minifloat else float(abs(values(spec.code)).max())
+        return _power_of_two(spec, size, largest) if spec.scales.format == "e8m0" else divided(size, largest)
+    if not spec.signed:
+        return divided(size, spec.q_max)
+    most = 2.0 ** (spec.bits - 1)
+    largest = {"restricted": most - 1, "full": most, "centred": most - 0.5, "peak": -most}[spec.q_range]
+    return divided(size, largest)
+
+
+def _power_of_two(spec: QuantSpec, size: Array, largest: float) -> Array:
+    """The shared scale of MX formats: 2^(floor(log2 max) - emax), which lets the largest elements clip."""
+    if not spec.minifloat:
+        return divided(size, largest)
+    return _two_to((size.view(array_namespace(size).int32) >> 23) - 127 - MINIFLOATS[spec.code].highest)
+
+
+def _two_to(exponent: Array) -> Array:
+    """2^exponent as float32, from 2^-127 to 2^127."""
+    xp = array_namespace(exponent)
+    bounded = xp.minimum(xp.maximum(exponent, -127), 127)
+    return xp.where(bounded == -127, 0x00400000, (bounded + 127) << 23).astype(xp.int32).view(xp.float32)
+
+
+def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
+    """(S, Z) for groups with these smallest and largest elements, Z as it is before it is stored.
+
+    With an integral zero point the range is extended to 0, so that 0 is represented exactly and Z is a code; so is that
+    of a group of equal elements in any case.
+    """
+    xp = array_namespace(low)
+    extend = (low == high) | (spec.zero == "integer")
+    low = xp.where(extend, xp.minimum(low, np.float32(0)), low)
+    high = xp.where(extend, xp.maximum(high, np.float32(0)), high)
+    steps = spec.q_max - spec.q_min
+    with np.errstate(over="ignore"):
+        span = high - low
+    scale = xp.where(xp.isinf(span), divided(high, steps) - divided(low, steps), divided(span, steps))
+    return scale, low
+
+
+def zero_point(spec: QuantSpec, scale: Array, low: Array) -> Array:
+    """Z = q_min - low / S, S being the scale as it is stored; q_min where S is 0."""
+    xp = array_namespace(scale)
+    with np.errstate(over="ignore"):
+        zero = np.float32(spec.q_min) - low / xp.where(scale == 0, np.float32(1), scale)
+    if spec.zero != "integer":
+        return zero
+    return xp.minimum(xp.maximum(xp.rint(zero), np.float32(spec.q_min)), np.float32(spec.q_max))
+
+
+def store(scale: Array, spec: QuantSpec, above: tuple[Blocking, ...]) -> Stored:
+    """Scales of shape (lines, groups), positive or 0 but for q_range peak, rounded to their formats, level by level.
+
+    Raises
+    ------
+    ValueError
+        If a scale is too large for its format.
+    """
+    return _store(scale, spec.scales, above, spec.divisor == "stored")
+
+
+def _store(scale: Array, kind: Scales, above: tuple[Blocking, ...], keep: bool) -> Stored:
+    if kind.parent is None:
+        raw, numbers = round_to(scale, kind.format, keep)
+        return Stored((raw,), numbers)
+    xp = array_namespace(scale)
+    blocks = above[0]
+    most = largest_of(scale.reshape(blocks.lines, blocks.length), blocks.size)
+    outer = _store(divided(most, LARGEST[kind.format]), kind.parent, above[1:], keep)
+    gamma = spread(outer.scales, blocks).reshape(scale.shape)
+    rest = scale / xp.where(gamma == 0, np.float32(1), gamma)
+    raw, numbers = round_to(rest, kind.format, keep)
+    return Stored((raw, *outer.levels), gamma * numbers)
+
+
+def spread(of_groups: Array, blocks: Blocking) -> Array:
+    """One number per group, repeated for every element of it: shape (lines, length)."""
+    xp = array_namespace(of_groups)
+    return xp.repeat(of_groups.reshape(blocks.lines, blocks.per_line), blocks.size, axis=1)[:, : blocks.length]
+
+
+def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
+    """(raw items, the same as float32) of scales in a format; with `keep` none becomes 0 that was not."""
+    xp = array_namespace(scale)
+    nonzero = (scale != 0) & keep
+    if form == "fp32":
+        return scale, scale
+    if form == "e8m0":
+        bits = scale.view(xp.int32)
+        exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0)
+        numbers = _two_to(exponent)
+        return (xp.minimum(xp.maximum(exponent, -127), 127) + 127).astype(xp.uint8), numbers
+    if form.startswith("uint"):
+        whole = xp.minimum(xp.rint(scale), np.float32(LARGEST[form]))
+        whole = xp.where(nonzero & (whole == 0), np.float32(1), whole)
+        return whole.astype(xp.uint8), whole
+    limit = MINIFLOATS[form].largest
+    raw = halves(scale, form) if form in ("fp16", "bf16") else minifloat_bits(scale, form).astype(xp.uint8)
+    numbers = numbers_of(raw, form)
+    # Of halves, what is too large becomes infinite; e4m3 saturates.
+    if not bool((abs(numbers) <= limit).all()) or not bool((abs(scale) <= np.float32(limit * 1.04)).all()):
+        raise ValueError(f"a scale of {float(abs(scale).max()):.3g} does not fit {form}, whose largest is {limit:.3g}")
+    lost = nonzero & (numbers == 0)
+    raw = xp.where(lost, raw.dtype.type(1), raw)
+    return raw, numbers_of(raw, form)
+
+
+def halves(numbers: Array, form: str) -> Array:
+    """The bits of fp16 or bf16 for float32 numbers, rounded to nearest even: uint16."""
+    xp = array_namespace(numbers)
+    if form == "fp16":
+        with np.errstate(over="ignore"):
+            return numbers.astype(xp.float16).view(xp.uint16)
+    bits = xp.ascontiguousarray(numbers).view(xp.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return xp.where(numbers != numbers, np.uint32(0x7FC0), rounded).astype(xp.uint16)
+
+
+def numbers_of(raw: Array, form: str) -> Array:
+    """Raw items of a format as float32."""
+    xp = array_namespace(raw)
+    if form == "fp32":
+        return raw
+    if form == "fp16":
+        return raw.view(xp.float16).astype(xp.float32)
+    if form == "bf16":
+        return (raw.astype(xp.uint32) << 16).view(xp.float32)
+    if form == "e8m0":
+        return xp.where(raw == 255, np.float32(np.nan), _two_to(raw.astype(xp.int32) - 127))
+    if form == "e4m3":
+        return xp.asarray(values(form))[raw]
+    return raw.astype(xp.float32)
+
+
+NAN = {"fp32": np.float32(np.nan), "fp16": np.uint16(0x7E00), "bf16": np.uint16(0x7FC0), "e8m0": 255, "e4m3": 127}
+"""The raw item that says that a group has no meaning; integers have none."""
