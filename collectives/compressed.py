@@ -32,6 +32,7 @@ from mpi4py import MPI
 from collectives.chunks import even
 from collectives.communicator import Communicator
 from collectives.requests import Request
+from quant import PerChannel, PerGroup, QuantizedArray, QuantSpec, quantize, wire_nbytes
 
 Motion = Iterator[list[Request]]
 
@@ -58,6 +59,50 @@ class Codec(Protocol):
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
         """`out` += what the bytes stand for."""
+
+
+class Quantised:
+    """Numbers in few bits, as `quant` writes them; a group that is not finite is NaN on the other side.
+
+    Parameters
+    ----------
+    spec : quant.QuantSpec
+        Groups along the vector, or one scale for each part that travels.
+    norm : callable (x) -> float32 array of a scale for each group, optional
+        Instead of the spec's own.
+
+    Attributes
+    ----------
+    seed : int
+        For stochastic rounding; every vector that is encoded takes the next one.
+    """
+
+    def __init__(self, spec: QuantSpec, norm: Callable[[np.ndarray], np.ndarray] | None = None):
+        if isinstance(spec.granularity, PerChannel):
+            raise ValueError(f"a vector has no channels, and {spec} wants a scale for each")
+        self.spec, self._norm, self.seed = spec, norm, 0
+        self.block = spec.granularity.size if isinstance(spec.granularity, PerGroup) else 1
+
+    def nbytes(self, count: int) -> int:
+        """Codes and scales."""
+        return wire_nbytes(self.spec, count)
+
+    def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
+        """Quantise."""
+        self.seed += 1
+        scales = self._norm(x) if self._norm else None
+        quantize(x, self.spec, scales=scales, seed=self.seed, nonfinite="poison", out=self._as_array(wire, len(x)))
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        """Dequantise."""
+        self._as_array(wire, len(out)).dequantize(out)
+
+    def add(self, wire: np.ndarray, out: np.ndarray) -> None:
+        """Dequantise and add in one pass."""
+        self._as_array(wire, len(out)).add_to(out)
+
+    def _as_array(self, wire: np.ndarray, count: int) -> QuantizedArray:
+        return QuantizedArray.from_wire(wire, self.spec, count)
 
 
 class Parts(NamedTuple):

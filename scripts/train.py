@@ -50,7 +50,7 @@ from collectives.errors import OutOfMemory
 from collectives.tuning import machine as machine_in_words
 from parallel import datasets, machine, settings
 from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, step_of
-from parallel.compression import COMPRESSORS
+from parallel.compression import AUTO, COMPRESSORS
 from parallel.guard import Diverged, StepFailed
 from parallel.interrupt import Interrupt
 from parallel.meter import Meter
@@ -118,9 +118,7 @@ def parser() -> launch.Parser:
     add("--recompute", **either, help="forget activations, and compute them again")
     add("--reproducible", **either, help="the same digits on any number of ranks, in any layout")
     add("--bucket-bytes", type=int, metavar="N", help="of a bucket of gradients (default 4 MiB)")
-    add(
-        "--compress", metavar="HOW", help=f"gradients between ranks, dp only: {', '.join(COMPRESSORS)}, as in topk:0.01"
-    )
+    add("--compress", metavar="HOW", help=f"gradients between ranks: {', '.join(COMPRESSORS)} (topk:0.01), {AUTO}")
     add("--check-every", type=int, metavar="N", help="compare parameters over the ranks every N steps")
     add("--threads", type=int, metavar="N", help="of BLAS, for each rank (default: cores of the node over its ranks)")
 
@@ -193,6 +191,8 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     say(f"{training.task.name}: {len(training.task.train)} samples, {len(training.task.test)} for the test")
     say(f"{chosen.model}: {short(parameters)} parameters, {chosen.precision}, {chosen.optimizer}, {batch}")
     say(f"{chosen.layout} on {ranks_in_words(comm.Get_size(), threads)}, {training.steps} steps")
+    for remark in getattr(training.engine, "remarks", ()):
+        say(remark)
     return training
 
 

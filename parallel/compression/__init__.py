@@ -19,6 +19,7 @@ from collectives import Communicator
 from collectives.compressed import Motion
 from parallel.bucket import Bucket
 from parallel.compression.lowrank import PowerSGD
+from parallel.compression.quantised import Dithered, nearest
 from parallel.compression.signs import signs
 from parallel.compression.topk import TopK
 
@@ -47,6 +48,9 @@ class Compressor(Protocol):
         """Collective."""
 
 
+AUTO = "auto"
+"""What an engine is told to find out: see `parallel.compression.auto`."""
+
 Maker = Callable[[Communicator, Bucket, int], Compressor]
 """(comm, bucket, seed) -> a compressor; collective."""
 
@@ -72,6 +76,15 @@ class Kind(NamedTuple):
 
 
 COMPRESSORS: dict[str, Kind] = {
+    "int8": Kind(lambda _: lambda comm, bucket, seed: nearest(8, comm, bucket)),
+    "int4": Kind(lambda _: lambda comm, bucket, seed: nearest(4, comm, bucket)),
+    "qsgd": Kind(
+        lambda bits: lambda comm, bucket, seed: Dithered(int(bits), True, comm, bucket, seed),
+        4,
+        "bits, 2 to 8",
+        lambda bits: bits in range(2, 9),
+    ),
+    "terngrad": Kind(lambda _: lambda comm, bucket, seed: Dithered(2, False, comm, bucket, seed)),
     "sign": Kind(lambda _: signs),
     "topk": Kind(
         lambda share: lambda comm, bucket, seed: TopK(comm, bucket.span.size, share),
@@ -105,7 +118,7 @@ def parse(text: str) -> Maker:
     """
     name, colon, argument = text.partition(":")
     if name not in COMPRESSORS:
-        raise ValueError(f"compress: expected one of {', '.join(COMPRESSORS)}; found {text!r}")
+        raise ValueError(f"compress: expected one of {', '.join(COMPRESSORS)}, {AUTO}; found {text!r}")
     kind = COMPRESSORS[name]
     if kind.default is None:
         if colon:

@@ -1,12 +1,15 @@
 """Encoded sums: exact where the codec is, the same digits on all ranks, nothing lost for good, errors as predicted."""
 
+import math
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.compressed import Hierarchical, Parts, Ring, SharedScale, TwoShot
+from collectives.compressed import Hierarchical, Parts, Quantised, Ring, SharedScale, TwoShot
 from collectives.requests import wait_all
+from quant import PerChannel, QuantSpec, grouped, parse
 
 COUNTS = (0, 1, 2, 5, 16, 17, 1000, 4099)
 WAYS = {"two_shot": TwoShot, "ring": Ring, "hierarchical": Hierarchical}
@@ -136,3 +139,53 @@ def test_parts_are_whole_blocks(count, ranks, block):
     assert all(start % block == 0 or start == count for start in parts.starts)
     vector = np.arange(count)
     np.testing.assert_array_equal(np.concatenate([parts.of_vector(vector, rank) for rank in range(ranks)]), vector)
+
+
+# ---------------------------------------------------------------------------------------------- quantised
+
+
+LAWS = {"two_shot": lambda p: math.sqrt(2), "ring": lambda p: math.sqrt((p + 1) / 2)}
+"""The error of a sum of p terms over that of encoding once, both relative to what is encoded."""
+
+
+def relative(found, wanted):
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("way", LAWS)
+@pytest.mark.parametrize("spec", ["int8_g128", "int4_g128"])
+def test_the_error_of_a_quantised_sum_follows_the_law(comm, way, spec):
+    count, codec = 1 << 16, Quantised(parse(spec))
+    x = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(comm.size)]
+    wire, once, out = np.empty(codec.nbytes(count), np.uint8), np.empty(count, np.float32), np.empty(count, np.float32)
+    codec.encode(x[comm.rank], wire)
+    codec.decode(wire, once)
+    with WAYS[way](comm, count, codec) as made:
+        done(made.allreduce(x[comm.rank], out))
+    error, eps = relative(out, np.sum(x, axis=0, dtype="f8")), relative(once, x[comm.rank])
+    assert error / eps == pytest.approx(LAWS[way](comm.size), rel=0.1)
+
+
+@ways
+@counts
+def test_quantised_sums_of_any_length(comm, way, count):
+    x, out, lost = terms(comm, count, 100), *np.full((2, count), np.nan, np.float32)
+    codec = Quantised(grouped(8, 32, "fp32"))
+    with WAYS[way](comm, count, codec) as made:
+        done(made.allreduce(x[comm.rank], out, lost))
+    assert same_everywhere(comm, out)
+    np.testing.assert_allclose(out + sum(comm.allgather(lost)), sum(x), atol=2e-3 * comm.size)
+
+
+def test_nan_in_one_group_of_one_rank_is_nan_in_that_group_on_all(comm):
+    x, out = np.ones(256, np.float32), np.empty(256, np.float32)
+    if comm.rank == comm.size - 1:
+        x[70] = np.nan
+    with TwoShot(comm, 256, Quantised(grouped(8, 32, "fp32"))) as made:
+        done(made.allreduce(x, out))
+    assert np.isnan(out[64:96]).all() and np.isfinite(np.delete(out, slice(64, 96))).all()
+
+
+def test_a_vector_has_no_channels():
+    with pytest.raises(ValueError, match="no channels"):
+        Quantised(QuantSpec(8, granularity=PerChannel(0)))

@@ -19,7 +19,7 @@ from parallel.flat import Flat
 from parallel.guard import StepFailed
 from parallel.optim import SGD
 
-HOWS = ("sign", "topk:0.05", "topk:1", "powersgd:1", "powersgd:3")
+HOWS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "topk:1", "powersgd:1", "powersgd:3")
 hows = pytest.mark.parametrize("how", HOWS)
 
 
@@ -116,9 +116,10 @@ def test_a_block_that_is_not_finite_stays_so():
 @pytest.mark.parametrize(
     "how,words",
     [
-        ("zip", "expected one of sign"),
-        ("", "expected one of sign"),
+        ("zip", "expected one of int8"),
+        ("", "expected one of int8"),
         ("sign:3", "takes no number"),
+        ("qsgd:9", "bits, 2 to 8"),
         ("topk:0", "a share"),
         ("topk:1.5", "a share"),
         ("topk:x", "a share"),
