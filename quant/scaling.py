@@ -11,8 +11,8 @@ import numpy as np
 
 from quant.formats import MINIFLOATS, values
 from quant.granularity import Blocking
-from quant.kernels import array_namespace, minifloat_bits
 from quant.kernels import absmax as largest_of
+from quant.kernels import array_namespace, minifloat_bits
 from quant.spec import QuantSpec, Scales
 
 Array = Any
