@@ -143,10 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     """The exit code: always 0."""
     args = parse(argv)
     comm = Communicator(MPI.COMM_WORLD)
-    nodes = len(set(comm.nodes or (0,)))
-    say(
-        f"{comm.Get_size()} ranks on {nodes} node{'s' * (nodes > 1)}, {MPI.Get_library_version().splitlines()[0].strip()}"
-    )
+    nodes, library = len(set(comm.nodes or (0,))), MPI.Get_library_version().splitlines()[0].strip()
+    say(f"{comm.Get_size()} ranks on {nodes} node{'s' * (nodes > 1)}, {library}")
     report = []
     wire = fitted(comm)
     for nbytes in args.sizes:
