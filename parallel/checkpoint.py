@@ -7,6 +7,7 @@ A checkpoint is a folder:
         model.safetensors.index.json               in which file each of them is
         optimizer-00001-of-00002.safetensors  ...  the optimiser's state, ``m/<parameter>`` and so on
         optimizer.safetensors.index.json
+        feedback-...                               what compressing gradients still owes, where they are compressed
         state.json                                 all that is no tensor; size and SHA-256 of every other file
 
 All ranks write it, each its own share of whole tensors, which it gathers one at a time, into a folder with another
@@ -37,7 +38,9 @@ from parallel.tensorfile import Entry, Reader, Writer, digest_of
 from parallel.together import agree, together
 
 FORMAT = "chorus checkpoint 1"
-FAMILIES = ("model", "optimizer")
+FAMILIES = ("model", "optimizer", "feedback")
+OPTIONAL = "feedback"
+"""Tensors that a training may do without: it then starts as if new, and leaves alone what it has no use for."""
 STATE = "state.json"
 NAME = re.compile(r"step-(\d{9,})")
 FILE = re.compile(rf"({'|'.join(FAMILIES)})(-\d{{5,}}-of-\d{{5,}}\.safetensors|\.safetensors\.index\.json)")
@@ -414,7 +417,7 @@ class Checkpoint:
         told = []
         for name in sorted(wanted.keys() | self.entries.keys(), key=_natural):
             here, there = wanted.get(name), self.entries.get(name)
-            if here != there:
+            if here != there and not (name.startswith(OPTIONAL) and None in (here, there)):
                 told.append(f"{name} is {_described(there)} in the checkpoint and {_described(here)} here")
         if told:
             more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
@@ -422,6 +425,8 @@ class Checkpoint:
 
     def restore(self, stretches: Iterable[Stretch]) -> None:
         """Copy what it holds into the stretches, once it is known to `fit` all ranks. Collective.
+
+        Stretches of the family `OPTIONAL` that it does not hold stay as they are.
 
         The holder of the stretches may have to be told, as by `parallel.engine.Engine.refresh`.
         """
@@ -432,7 +437,8 @@ class Checkpoint:
     def _copy(self, stretches: Iterable[Stretch]) -> None:
         readers: dict[str, Reader] = {}
         for stretch in stretches:
-            if size := len(stretch.array):
+            size = len(stretch.array)
+            if size and stretch.name in self._file_of:
                 file = self._file_of[stretch.name]
                 reader = readers.get(file) or readers.setdefault(file, Reader(self.path / file))
                 values = reader.read(_inner(stretch.name), stretch.start, size)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 from parallel.bucket import buckets_of
 from parallel.context import Context
+from parallel.feedback import Compressed
 from parallel.flat import Place, Span
 from parallel.nn.operator import Array, Parameter
 from parallel.plan import Plan
-from parallel.sums import Canonical, Numbers, Plain
+from parallel.sums import START, Canonical, Moment, Numbers, Plain
 
 MOST_REQUESTS = 24
 """Buckets that have a request each: a communicator has shared memory for 31 persistent ones."""
@@ -40,7 +41,7 @@ class Naive:
         self.vector = context.memory.seen("gradients", context.flat.length, context.wide)
         scratch = context.memory.own("buffers", context.plan.scratch(adds=True), context.wide)
         part = self.part()
-        kind = Canonical if context.plan.reproducible else Plain
+        kind = Canonical if context.plan.reproducible else Compressed if context.plan.compress else Plain
         self.sums = [kind(context, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]
         self._of = {id(place.parameter): sum_ for sum_ in self.sums for place in sum_.bucket.places}
         self.own = [(span, self._view(span)) for span in self.spans()]
@@ -79,19 +80,19 @@ class Naive:
         """Ranks take part in their own micro-batches only."""
         return len(everyone[rank])
 
-    def begin(self, everyone: Numbers | None) -> None:
+    def begin(self, everyone: Numbers | None, moment: Moment = START) -> None:
         """A step begins; None if ranks draw its micro-batches, so that none is known to be the last until `tell`."""
         self.started = self._next = 0
         self._left = -1 if everyone is None else len(everyone[self._context.plan.rank])
         for sum_ in self.sums:
             sum_.begin()
         if everyone is not None:
-            self.tell(everyone)
+            self.tell(everyone, moment)
 
-    def tell(self, everyone: Numbers) -> None:
-        """Who has, or had, which micro-batches."""
+    def tell(self, everyone: Numbers, moment: Moment = START) -> None:
+        """Who has, or had, which micro-batches, and of what step."""
         for sum_ in self.sums:
-            sum_.tell(everyone)
+            sum_.tell(everyone, moment)
 
     def open(self, turn: int, number: int | None) -> None:
         """A backward begins."""
@@ -172,6 +173,8 @@ class Overlapped(Bucketed):
 
     def ready(self, sum_: Plain | Canonical) -> None:
         number = sum_.bucket.number
+        if sum_.alone and number:
+            self._land(self.sums[number - 1])
         with self._context.recorder("communication", "start", bucket=number):
             sum_.start()
         self.started += 1
@@ -181,9 +184,12 @@ class Overlapped(Bucketed):
         for sum_ in self.sums[self._next :]:
             self.ready(sum_)
         for sum_ in self.sums:
-            with self._context.recorder("communication", "finish", bucket=sum_.bucket.number):
-                sum_.finish()
-            self._landed(sum_.bucket.number)
+            self._land(sum_)
+
+    def _land(self, sum_: Plain | Canonical) -> None:
+        with self._context.recorder("communication", "finish", bucket=sum_.bucket.number):
+            sum_.finish()
+        self._landed(sum_.bucket.number)
 
     def _move(self) -> None:
         """Go on with all that is under way, which a single test does; buckets end in the order in which they began."""

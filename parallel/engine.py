@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from collectives import Communicator
 from parallel import guard
+from parallel.compression import AUTO, Maker, parse
+from parallel.compression.auto import choose
 from parallel.context import Context
 from parallel.data import Batch
+from parallel.facts import named, whole
+from parallel.feedback import Compressed
 from parallel.flat import Flat
 from parallel.holdings import Part
 from parallel.layouts import LAYOUTS
@@ -29,7 +35,7 @@ from parallel.record import Recorder
 from parallel.report import Evaluation, Report
 from parallel.stepping import Measure, Passed, Scored, Stepping, check, facts_of, type_of, units_of
 from parallel.stretches import Stretch
-from parallel.sums import Numbers
+from parallel.sums import Moment, Numbers
 
 __all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "Report", "Stretch"]
 
@@ -60,6 +66,9 @@ class Engine(Stepping):
         has fewer than that, unless there is only one.
     check_every : int
         Compare the parameters of all ranks after every so many steps; 0 for never.
+    compress : str, optional
+        What becomes of gradients between ranks, a name of `parallel.compression.COMPRESSORS` with a number behind it;
+        or "auto", which measures and takes what is quicker, plain sums among it.
     device : "cpu" or "cuda"
         Where all of it happens. On a GPU the current device.
     trace : bool
@@ -75,6 +84,8 @@ class Engine(Stepping):
         What its parts share.
     pieces : list of Piece
         What this rank updates.
+    remarks : list of str
+        What was decided here and is worth telling.
     steps, updates : int
         Steps that were made, skipped ones included; those that changed the weights.
     scaling : LossScale
@@ -93,7 +104,7 @@ class Engine(Stepping):
 
     Notes
     -----
-    All methods are collective, but for `share`, `stretches`, `state` and `load`.
+    All methods are collective, but for `share`, `state` and `load`, and `stretches` where nothing is compressed.
     """
 
     def __init__(
@@ -111,6 +122,7 @@ class Engine(Stepping):
         bucket_bytes: int = 4 << 20,
         first_bytes: int = 1 << 20,
         check_every: int = 0,
+        compress: str | None = None,
         device: str = "cpu",
         trace: bool = False,
         memory: Memory | None = None,
@@ -118,10 +130,13 @@ class Engine(Stepping):
         check(comm, precision=precision, clip=clip, check_every=check_every)
         if layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {layout!r}")
+        if problem := uncompressible(compress, layout, precision, reproducible, device):
+            raise problem
         self._name, self._layout = layout, LAYOUTS[layout]
         flat = Flat(model)
         settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
         settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
+        settings["compress"] = compress
         self.facts = [*settings.items(), *facts_of(flat, optimizer)]
         guard.agree(comm, self.facts)
         self._units = units_of(model)
@@ -134,6 +149,8 @@ class Engine(Stepping):
             reproducible=reproducible,
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
+            seed=seed,
+            compress=self._compressor(comm, compress, flat.length),
         )
         self._memory = memory or Memory(comm, device)
         context = Context(self._plan, comm, self._memory, Recorder(trace))
@@ -142,7 +159,15 @@ class Engine(Stepping):
         super().__init__(context, [part], part.spans, loss, optimizer, seed=seed, clip=clip, check_every=check_every)
         self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
         self._looked_at: set[tuple[Any, ...]] = set()
+        self._lenders = comm.Get_size()
         self.refresh()
+
+    def _compressor(self, comm: Communicator, said: str | None, length: int) -> Maker | None:
+        self.remarks: list[str] = []
+        if said == AUTO:
+            said, why = choose(comm, length)
+            self.remarks.append(f"compress {AUTO}: {why}")
+        return parse(said) if said else None
 
     def share(self, micro_batches: int) -> range:
         """The numbers of this rank's micro-batches, of so many in the step."""
@@ -180,21 +205,50 @@ class Engine(Stepping):
             raise ValueError(f"drawn: ranks can draw their micro-batches in {can}, and the layout is {self._name}")
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
+    # ------------------------------------------------------------------------------------------ its state
+
+    def stretches(self) -> Iterator[Stretch]:
+        """As of all engines; what compression owes is shared out evenly first, so that any ranks can go on from it."""
+        yield from super().stretches()
+        for sum_ in self._compressed():
+            sum_.share_out()
+            yield from sum_.stretches()
+
+    def state(self) -> dict[str, Any]:
+        """As of all engines."""
+        return super().state() | {"ranks": self._comm.Get_size()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """As of all engines."""
+        ranks = whole(named(state, "state"), "ranks") if "ranks" in state else self._comm.Get_size()
+        super().load(state)
+        self._lenders = ranks
+
+    def refresh(self) -> None:
+        """As of all engines; what was owed by the ranks of the checkpoint is now owed by these."""
+        for sum_ in self._compressed():
+            sum_.owe(self._lenders)
+        self._lenders = self._comm.Get_size()
+        super().refresh()
+
+    def _compressed(self) -> list[Compressed]:
+        return self._gradients.sums if self._plan.compress is not None else []
+
     # ------------------------------------------------------------------------------------------ the parts of a step
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, scale: float) -> Passed:
+    def _passes(self, mine: list[Batch], everyone: Numbers, moment: Moment) -> Passed:
         """All forwards and backwards, and the sum of gradients."""
         self._expect(everyone)
         gradients = self._gradients
         turns = gradients.rounds(everyone, self._plan.rank)
         there = range(len(self._units))
         self._weights.begin([*there, *reversed(there)] * turns)
-        gradients.begin(everyone)
+        gradients.begin(everyone, moment)
         early, losses, problem = 0, [], None
         for turn in range(turns):
             batch = mine[turn] if turn < len(mine) else None
             motion = nobody() if batch is None or problem is not None else self._motion(batch, training=True)
-            self._pass(turn, batch, motion, scale)
+            self._pass(turn, batch, motion, moment.scale)
             problem = problem or motion.problem
             if batch is not None:
                 losses.append((batch.number, motion.total))
@@ -225,7 +279,7 @@ class Engine(Stepping):
             problem = motion.problem
         everyone, count, stop = self._meeting.begin(mine, stop, problem)
         self._expect(everyone)
-        gradients.tell(everyone)
+        gradients.tell(everyone, Moment(self.steps, count, scale))
         gradients.finish()
         return count, stop, Passed(0, losses, None)
 
@@ -294,3 +348,24 @@ class Engine(Stepping):
 
     def _predict(self, everyone: Numbers) -> Counter[str]:
         return predict(self._plan, self._name, len(self._optimizer.states()), everyone)
+
+
+def uncompressible(
+    compress: str | None, layout: str, precision: str, reproducible: bool, device: str = "cpu"
+) -> Exception | None:
+    """Why gradients cannot be compressed so."""
+    if compress is None:
+        return None
+    try:
+        if compress != AUTO:
+            parse(compress)
+    except ValueError as error:
+        return error
+    if LAYOUTS[layout].divided:
+        whole = ", ".join(name for name, line in LAYOUTS.items() if not line.divided)
+        return ValueError(f"compress: only where every rank has the whole sum ({whole}); found {layout}")
+    if reproducible:
+        return ValueError("compress: a reproducible training adds gradients as they are, in canonical order")
+    if PRECISIONS[precision].wide != np.float32:
+        return ValueError(f"compress: gradients are to be float32, and in {precision} they are not")
+    return None if device == "cpu" else ValueError("compress: only on the CPU so far")

@@ -98,6 +98,8 @@ def _together(cut: Callable[[Plan], Any], divided: bool, plan: Plan, everyone: N
     if plan.reproducible:
         gradients += played(everyone[plan.rank]).taken * length
         buffers += sum(owned) * sum(len(played(numbers).nodes) for numbers in everyone)
+    if plan.compress is not None:
+        buffers += length
     buffers += plan.scratch(adds=True)
     sizes = {"parameters": length * plan.precision.storage.itemsize, "gradients": gradients * wide}
     return Counter({**sizes, "buffers": buffers * wide}), sum(owned) if divided else length

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from parallel.flat import Flat, Place, buckets
 from parallel.nn.operator import Operator
@@ -26,6 +28,9 @@ class Plan:
     bucket_bytes, first_bytes : int
         A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first. None
         has fewer than that, unless there is only one.
+    seed : int
+    compress : parallel.compression.Maker, optional
+        What becomes of a bucket between ranks.
     """
 
     units: tuple[Operator, ...]
@@ -36,6 +41,8 @@ class Plan:
     reproducible: bool
     bucket_bytes: int
     first_bytes: int
+    seed: int = 0
+    compress: Callable[..., Any] | None = None
 
     def scratch(self, adds: bool) -> int:
         """Elements of the longest tensor that gets several gradients before its sum is exchanged.

@@ -77,6 +77,8 @@ class Settings:
         Of the ranks, how many are servers, and how many of these have a copy of each parameter.
     consistency, slow, record, replay : str
         As `parallel.server` has them: the rule of clocks, ranks and by what factor they are slower, and files.
+    compress : str
+        What becomes of gradients between ranks, as in `parallel.compression`; empty for nothing.
     """
 
     data: str = "digits"
@@ -117,6 +119,7 @@ class Settings:
     replay: str = ""
     tau: int | None = None
     group: int | None = None
+    compress: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -29,7 +29,7 @@ from parallel.report import Evaluation, Report
 from parallel.scaling import LossScale
 from parallel.schedules import rate_at
 from parallel.stretches import Stretch
-from parallel.sums import Numbers
+from parallel.sums import Moment, Numbers
 
 Measure = Callable[[Array, Array], float]
 """From scores and targets."""
@@ -113,7 +113,7 @@ class Stepping:
     def _foresee(self, mine: list[Batch]) -> None:
         """Raise what is wrong with micro-batches, as far as it shows before ranks meet."""
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, scale: float) -> Passed:
+    def _passes(self, mine: list[Batch], everyone: Numbers, moment: Moment) -> Passed:
         """All forwards and backwards, and the sum of gradients."""
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ class Stepping:
         """The passes of micro-batches that all ranks know of beforehand, how many targets, and whether to stop."""
         mine, problem = self._checked(batches)
         everyone, count, stop = self._meeting.begin(mine, stop, problem)
-        return count, stop, self._passes(mine, everyone, scale)
+        return count, stop, self._passes(mine, everyone, Moment(self.steps, count, scale))
 
     def _step(self, go: Callable[[float], tuple[int, bool, Passed]]) -> Report:
         """A step, whose passes are what `go` makes of the loss scale."""

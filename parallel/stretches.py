@@ -17,7 +17,7 @@ class Stretch(NamedTuple):
     Attributes
     ----------
     name : str
-        ``"model/<parameter>"``, or ``"optimizer/<state>/<parameter>"``.
+        ``"model/<parameter>"``, ``"optimizer/<state>/<parameter>"``, or ``"feedback/<state>/<parameter>"``.
     shape : tuple of int
         Of the whole tensor.
     start : int

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -23,6 +23,22 @@ from parallel.nn.operator import Array, Parameter
 
 Numbers = Sequence[tuple[int, ...]]
 """The micro-batches of every rank."""
+
+
+class Moment(NamedTuple):
+    """Which step it is, how many targets all ranks have in it, and what the loss is multiplied with."""
+
+    step: int
+    targets: int
+    scale: float
+
+    @property
+    def unit(self) -> float:
+        """What a mean gradient is multiplied with in its sums."""
+        return self.targets * self.scale
+
+
+START = Moment(0, 1, 1.0)
 
 
 class Plain:
@@ -37,6 +53,9 @@ class Plain:
     scratch, part : array
         As long as the longest tensor; as long as the longest of this rank's parts, for `reduce_scatter`.
     """
+
+    alone = False
+    """Whether no other bucket may be under way beside it."""
 
     def __init__(self, context: Context, bucket: Bucket, vector: Array, scratch: Array, part: Array):
         self.bucket, self.vector = bucket, vector
@@ -53,7 +72,7 @@ class Plain:
         """A step begins."""
         self._filling.fresh(self.vector)
 
-    def tell(self, everyone: Numbers) -> None:
+    def tell(self, everyone: Numbers, moment: Moment = START) -> None:
         """Who has which micro-batches: it is no matter."""
 
     def open(self, number: int) -> None:
@@ -111,6 +130,8 @@ class Canonical:
     As of `Plain`; the last one is not used.
     """
 
+    alone = False
+
     def __init__(self, context: Context, bucket: Bucket, vector: Array, scratch: Array, part: Array):
         self.bucket, self.vector = bucket, vector
         self._context, self._comm = context, context.comm
@@ -129,7 +150,7 @@ class Canonical:
         """A step begins; one before it may have been broken off."""
         self._counter.clear()
 
-    def tell(self, everyone: Numbers) -> None:
+    def tell(self, everyone: Numbers, moment: Moment = START) -> None:
         """Who has which micro-batches, and so which nodes."""
         self._nodes = [played(numbers).nodes for numbers in everyone]
 

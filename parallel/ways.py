@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from collectives import Communicator
 from parallel.data import Batch
-from parallel.engine import Engine
+from parallel.engine import Engine, uncompressible
 from parallel.flat import Flat
 from parallel.layouts import LAYOUTS
 from parallel.ledger import Ledger, predict, predict_activations
@@ -117,6 +117,7 @@ def _replicas(job: Job, said: Settings) -> Engine:
         clip=said.clip or None,
         bucket_bytes=said.bucket_bytes,
         check_every=said.check_every,
+        compress=said.compress or None,
         device=job.device,
         trace=job.trace,
     )
@@ -220,8 +221,13 @@ def _servers_refuse(said: Settings, ranks: int) -> None:
         raise ValueError(f"record: {said.record} is what is to be replayed")
 
 
+def _check(said: Settings, ranks: int) -> None:
+    if problem := uncompressible(said.compress or None, said.layout, said.precision, said.reproducible):
+        raise problem
+
+
 WAYS = {
-    name: Way(_replicas, settings=("pool",) if layout.drawn else (), forecast=_forecast)
+    name: Way(_replicas, _check, settings=("compress", *(("pool",) if layout.drawn else ())), forecast=_forecast)
     for name, layout in LAYOUTS.items()
 }
 WAYS["pp"] = Way(_stages, pipelines.check, pipelines.workers, _cut, OF_PIPELINES, kinds=True)

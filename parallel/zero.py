@@ -16,7 +16,7 @@ from parallel.data_parallel import Naive
 from parallel.flat import Place, Span
 from parallel.nn.operator import Array, Parameter
 from parallel.plan import Plan
-from parallel.sums import Numbers
+from parallel.sums import START, Moment, Numbers
 from parallel.weights import resident_slots, slot_sizes
 
 
@@ -90,7 +90,7 @@ class Stage2:
         """Every rank takes part in as many micro-batches as any has."""
         return max(map(len, everyone))
 
-    def begin(self, everyone: Numbers) -> None:
+    def begin(self, everyone: Numbers, moment: Moment = START) -> None:
         """A step begins."""
         self.started = 0
         for share in self.shares:

@@ -50,6 +50,7 @@ from collectives.errors import OutOfMemory
 from collectives.tuning import machine as machine_in_words
 from parallel import datasets, machine, settings
 from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, step_of
+from parallel.compression import AUTO, COMPRESSORS
 from parallel.guard import Diverged, StepFailed
 from parallel.interrupt import Interrupt
 from parallel.meter import Meter
@@ -133,6 +134,7 @@ def parser() -> launch.Parser:
     add("--reproducible", **either, help="the same digits on any number of ranks, in any layout")
     add("--pool", **either, help="ranks draw micro-batches as they get ready, in the layouts dp... and zero1")
     add("--bucket-bytes", type=int, metavar="N", help="of a bucket of gradients (default 4 MiB)")
+    add("--compress", metavar="HOW", help=f"gradients between ranks: {', '.join(COMPRESSORS)} (topk:0.01), {AUTO}")
     add("--check-every", type=int, metavar="N", help="compare parameters over the ranks every N steps")
     add("--threads", type=int, metavar="N", help="of BLAS, for each rank (default: cores of the node over its ranks)")
 
@@ -207,6 +209,9 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     settled = training.settled
     parts = f", parts begin at units {settled.cuts.rpartition(',')[0]}" if settled.cuts else ""
     say(f"{settled.layout} on {ranks_in_words(comm.Get_size(), threads)}{parts}, {training.steps} steps")
+    say(f"{chosen.layout} on {ranks_in_words(comm.Get_size(), threads)}, {training.steps} steps")
+    for remark in getattr(training.engine, "remarks", ()):
+        say(remark)
     return training
 
 

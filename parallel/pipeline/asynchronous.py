@@ -34,7 +34,7 @@ from parallel.pipeline.work import Training
 from parallel.precision import Precision
 from parallel.schedules import rate_at
 from parallel.stepping import Passed
-from parallel.sums import Numbers
+from parallel.sums import Moment, Numbers
 
 
 class Stash:
@@ -185,7 +185,7 @@ class Asynchronous(Pipeline):
             return f"clip: {plan.name} updates stage by stage, and nobody knows the norm over all; found {clip}"
         return f"precision: {plan.name} has no loss scale for all" if recipe.scaled else None
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, scale: float) -> Passed:
+    def _passes(self, mine: list[Batch], everyone: Numbers, moment: Moment) -> Passed:
         """All forwards and backwards, and the updates between them."""
         self._expect_at_most(everyone)
         here = [self._microbatch(batch, training=True) for batch in mine]
@@ -208,7 +208,7 @@ class Asynchronous(Pipeline):
                 self._own.update(self._holdings.pieces, self.updates, 1 / count, self._gather)
             self.updates += 1
 
-        options: dict[str, Any] = {"scale": scale, "note": self._noting(here, everyone)}
+        options: dict[str, Any] = {"scale": moment.scale, "note": self._noting(here, everyone)}
         options |= {"wanted": wanted, "intervals": intervals, "begin": begin, "apply": apply, "stashes": stashes}
         work = Stashing(self._chunks, here, self._loss, self._runner.progress, **options)
         before = self.updates

@@ -36,7 +36,7 @@ from parallel.plan import Plan as Division
 from parallel.precision import PRECISIONS, Precision
 from parallel.record import Recorder
 from parallel.stepping import Measure, Passed, Scored, Stepping, check, facts_of, type_of, units_of
-from parallel.sums import Numbers
+from parallel.sums import Moment, Numbers
 
 AXIS = "pp"
 REPLICAS = ("dp", "zero1")
@@ -233,12 +233,12 @@ class Pipeline(Stepping):
     def _form(self, batch: Batch) -> Spec:
         return Spec(batch.x.shape, type_of(batch.x, self._context.storage))
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, scale: float) -> Passed:
+    def _passes(self, mine: list[Batch], everyone: Numbers, moment: Moment) -> Passed:
         """All forwards and backwards, and the sum of gradients."""
         self._expect_at_most(everyone)
         here = [self._microbatch(batch, training=True) for batch in mine]
         work = Training(
-            self._chunks, here, self._loss, self._runner.progress, scale=scale, note=self._noting(here, everyone)
+            self._chunks, here, self._loss, self._runner.progress, scale=moment.scale, note=self._noting(here, everyone)
         )
         for group, part in self._shares:
             part.gradients.begin(self._leaves(group, everyone))

@@ -1,0 +1,121 @@
+"""Does it pay to encode? What a plain and an encoded sum would take, from a fitted wire and measured kernels.
+
+Encoding pays where bytes are dear: over a network, hardly ever within a node, where a core moves about as many bytes a
+second as it encodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.communicator import Communicator
+from collectives.compressed import Codec, Parts
+
+LENGTHS = (1 << 14, 1 << 18)
+"""Elements of the sums that the wire is fitted with: 64 KiB and 1 MiB."""
+
+TIMES = 5
+"""Of each; the median counts."""
+
+SAMPLE = 1 << 18
+"""Elements that kernels are timed with, at most: what fits a cache goes on at that speed for as long as one likes."""
+
+
+class Wire(NamedTuple):
+    """A sum of vectors of so many bytes takes alpha + bytes * beta seconds, here, on so many ranks.
+
+    >>> Wire(1e-5, 1e-9).seconds(1_000_000)
+    0.00101
+    """
+
+    alpha: float
+    beta: float
+
+    def seconds(self, nbytes: float) -> float:
+        """Of a plain sum; an encoded one moves the same share of its own bytes."""
+        return self.alpha + nbytes * self.beta
+
+
+class Forecast(NamedTuple):
+    """Seconds of a plain sum, of an encoded one's messages, and of encoding and decoding."""
+
+    plain: float
+    messages: float
+    kernels: float
+
+    @property
+    def encoded(self) -> float:
+        """Messages and kernels."""
+        return self.messages + self.kernels
+
+    @property
+    def pays(self) -> bool:
+        """Whether the encoded sum is the faster one."""
+        return self.encoded < self.plain
+
+    def __str__(self) -> str:
+        told = f"plain {self.plain * 1e3:.3g} ms, encoded {self.encoded * 1e3:.3g} ms"
+        return f"{told} ({self.messages * 1e3:.3g} ms of messages, {self.kernels * 1e3:.3g} ms of kernels)"
+
+
+def _median(run: Callable[[], object]) -> float:
+    run()
+    seconds = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+def _slowest(comm: Communicator, seconds: list[float]) -> list[float]:
+    """The same numbers on all ranks, so that all decide alike."""
+    found = np.array(seconds)
+    comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+    return [float(value) for value in found]
+
+
+def fitted(comm: Communicator) -> Wire:
+    """What sums take here, from two lengths. Collective; some milliseconds, or what 12 MiB take on a slow wire."""
+    seconds = []
+    for length in LENGTHS:
+        x = comm.zeros(length, np.float32)
+        seconds.append(_median(lambda x=x: comm.Allreduce(MPI.IN_PLACE, x)))
+    short, long = _slowest(comm, seconds)
+    nbytes = [4 * length for length in LENGTHS]
+    beta = max(0.0, (long - short) / (nbytes[1] - nbytes[0]))
+    return Wire(max(0.0, short - nbytes[0] * beta), beta)
+
+
+def forecast(comm: Communicator, count: int, codec: Codec, wire: Wire | None = None) -> Forecast:
+    """What a sum of so many float32 would take, plain and in two shots. Collective.
+
+    Parameters
+    ----------
+    comm : Communicator
+    count : int
+    codec : Codec
+        Its kernels are timed on noise.
+    wire : Wire, optional
+        As `fitted` finds it, if that was done before.
+    """
+    wire = wire or fitted(comm)
+    length = max(1, min(count, SAMPLE))
+    x = np.random.default_rng(0).standard_normal(length, np.float32)
+    out, bytes_ = np.empty_like(x), np.empty(codec.nbytes(length), np.uint8)
+    seconds = [
+        _median(lambda: codec.encode(x, bytes_)),
+        _median(lambda: codec.decode(bytes_, out)),
+        _median(lambda: codec.add(bytes_, out)),
+    ]
+    encode, decode, add = (value / length for value in _slowest(comm, seconds))
+    size = comm.Get_size()
+    encoded = sum(Parts.of(count, size, codec.block, codec.nbytes).sizes)
+    kernels = count * (encode * (1 + 1 / size) + add + decode)
+    return Forecast(wire.seconds(4 * count), wire.seconds(encoded), kernels)

@@ -1,0 +1,239 @@
+"""Compressed gradients: what is lost is owed, all ranks agree, training gets there, and restarts go on bit for bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.requests import wait_all
+from parallel import checkpoint
+from parallel.bucket import Bucket
+from parallel.checkpoint import Checkpoint
+from parallel.compression import COMPRESSORS, parse
+from parallel.compression.signs import Signs
+from parallel.engine import Engine
+from parallel.flat import Flat
+from parallel.guard import StepFailed
+from parallel.optim import SGD
+
+HOWS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "topk:1", "powersgd:1", "powersgd:3")
+hows = pytest.mark.parametrize("how", HOWS)
+
+
+@pytest.fixture(scope="module")
+def comm():
+    with Communicator(MPI.COMM_WORLD) as made:
+        yield made
+
+
+def test_every_compressor_is_here():
+    assert {how.partition(":")[0] for how in HOWS} == set(COMPRESSORS)
+
+
+def bucket(comm):
+    """All of a small model."""
+    return Bucket(0, Flat(tiny.model()).places, comm.size, comm.rank)
+
+
+def filled(of, seed):
+    """A gradient of noise: zeros between the tensors."""
+    x = np.zeros(of.span.size, np.float32)
+    for place in of.places:
+        start = place.span.start - of.span.start
+        x[start : start + place.size] = np.random.default_rng([seed, start]).standard_normal(place.size)
+    return x
+
+
+def exchanged(made, x, step=0):
+    out, lost = x.copy(), np.full_like(x, np.nan)
+    for requests in made.exchange(out, out, lost, step):
+        wait_all(requests)
+    return out, lost
+
+
+@hows
+def test_what_all_have_lost_is_missing_from_the_sum_that_all_have(comm, how):
+    of = bucket(comm)
+    made = parse(how)(comm, of, 0)
+    for step in range(3):
+        terms = [filled(of, 10 * step + rank) for rank in range(comm.size)]
+        out, lost = exchanged(made, terms[comm.rank], step)
+        assert len({array.tobytes() for array in comm.allgather(out)}) == 1
+        np.testing.assert_allclose(out + sum(comm.allgather(lost)), sum(terms), atol=2e-5 * comm.size)
+    made.close()
+
+
+def test_all_of_the_largest_is_everything(comm):
+    of = bucket(comm)
+    out, lost = exchanged(parse("topk:1")(comm, of, 0), filled(of, comm.rank))
+    np.testing.assert_allclose(out, sum(filled(of, rank) for rank in range(comm.size)), rtol=1e-6, atol=1e-6)
+    assert not lost.any()
+
+
+def test_a_matrix_of_low_rank_is_carried_whole(comm):
+    of = bucket(comm)
+    made, total = parse("powersgd:2")(comm, of, 0), 0
+    x = filled(of, comm.rank)
+    for matrix in made._matrices:
+        matrix.of(x)[...] = np.outer(np.arange(matrix.rows) + 1, np.arange(matrix.columns) - comm.rank)
+        total += 1
+    assert total >= 3
+    sent = x.copy()
+    for _ in range(3):
+        out, _ = exchanged(made, sent)
+    np.testing.assert_allclose(out, sum(comm.allgather(sent)), rtol=1e-3, atol=1e-3 * np.abs(out).max())
+
+
+def test_signs_are_a_bit_and_a_scale_for_every_block():
+    codec = Signs()
+    for count in (0, 1, 255, 256, 257, 1000):
+        x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+        wire, out = np.zeros(codec.nbytes(count), np.uint8), np.empty(count, np.float32)
+        assert len(wire) == 4 * -(-count // 256) + -(-count // 8)
+        codec.encode(x, wire)
+        codec.decode(wire, out)
+        for start in range(0, count, 256):
+            here = slice(start, min(start + 256, count))
+            scale = np.abs(x[here]).mean()
+            np.testing.assert_allclose(out[here], np.where(x[here] < 0, -scale, scale), rtol=1e-6)
+        twice = out.copy()
+        codec.add(wire, twice)
+        np.testing.assert_array_equal(twice, 2 * out)
+
+
+def test_a_block_that_is_not_finite_stays_so():
+    codec, x = Signs(), np.ones(512, np.float32)
+    x[300] = np.nan
+    wire, out = np.zeros(codec.nbytes(512), np.uint8), np.empty(512, np.float32)
+    codec.encode(x, wire)
+    codec.decode(wire, out)
+    assert np.isfinite(out[:256]).all() and not np.isfinite(out[256:]).any()
+
+
+@pytest.mark.parametrize(
+    "how,words",
+    [
+        ("zip", "expected one of int8"),
+        ("", "expected one of int8"),
+        ("sign:3", "takes no number"),
+        ("qsgd:9", "bits, 2 to 8"),
+        ("topk:0", "a share"),
+        ("topk:1.5", "a share"),
+        ("topk:x", "a share"),
+        ("topk:nan", "a share"),
+        ("powersgd:0", "a rank"),
+        ("powersgd:1.5", "a rank"),
+        ("powersgd:inf", "a rank"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(how, words):
+    with pytest.raises(ValueError, match=words):
+        parse(how)
+
+
+# ---------------------------------------------------------------------------------------------- in an engine
+
+
+def engine(comm, how, layout="dp", **settings):
+    settings = {"first_bytes": 1, "bucket_bytes": 5000, **settings}
+    optimizer = SGD(rate=0.05, momentum=0.9)
+    return Engine(tiny.model(), tiny.Squares(), comm, optimizer, layout=layout, compress=how, **settings)
+
+
+def parameters(made):
+    return {place.parameter.name: place.parameter.data.copy() for place in made.flat.places}
+
+
+def train(made, steps):
+    return [made.step(tiny.batches(made.share(4), 0)).loss for _ in steps]
+
+
+@hows
+@pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp"])
+def test_it_learns_and_replicas_stay_the_same(comm, how, layout):
+    with engine(comm, how, layout, check_every=1) as made:
+        losses = train(made, range(60))
+        assert losses[-1] < 0.7 * losses[0]
+        assert sum(made.ledger.predicted.values()) == sum(made.ledger.allocated.values())
+
+
+def test_all_elements_sent_is_plain_training(comm):
+    with engine(comm, "topk:1") as made, engine(comm, None) as plain:
+        np.testing.assert_allclose(train(made, range(10)), train(plain, range(10)), rtol=1e-5)
+
+
+@hows
+def test_a_restart_goes_on_bit_for_bit(comm, how, tmp_path_factory):
+    folder = comm.bcast(str(tmp_path_factory.mktemp("here")) if comm.rank == 0 else None)
+    with engine(comm, how) as made:
+        train(made, range(5))
+        path = checkpoint.save(comm, Path(folder), 5, made.stretches(), {"engine": made.state()})
+        went_on = train(made, range(5)), parameters(made)
+    with engine(comm, how) as again:
+        found = Checkpoint(comm, path)
+        found.restore(again.stretches())
+        again.load(found.facts["engine"])
+        again.refresh()
+        resumed = train(again, range(5)), parameters(again)
+    assert went_on[0] == resumed[0]
+    for name, values in went_on[1].items():
+        np.testing.assert_array_equal(values, resumed[1][name])
+
+
+def owed(comm, made):
+    """What all ranks owe together, of each tensor."""
+    total = {}
+    for sum_ in made._gradients.sums:
+        for place in sum_.bucket.places:
+            start = place.span.start - sum_.bucket.span.start
+            total[place.parameter.name] = comm.allreduce(sum_.lost[start : start + place.size].astype("f8"))
+    return total
+
+
+def test_other_ranks_owe_as_much(comm, tmp_path_factory):
+    folder = comm.bcast(str(tmp_path_factory.mktemp("here")) if comm.rank == 0 else None)
+    with engine(comm, "sign") as made:
+        train(made, range(5))
+        path = checkpoint.save(comm, Path(folder), 5, made.stretches(), {"engine": made.state()})
+        before = owed(comm, made)
+    with comm.Split(0 if comm.rank == 0 else 1) as few, engine(few, "topk:0.1") as other:
+        found = Checkpoint(few, path)
+        found.restore(other.stretches())
+        other.load(found.facts["engine"])
+        other.refresh()
+        after = owed(few, other)
+    assert any(values.any() for values in before.values())
+    for name, values in before.items():
+        np.testing.assert_allclose(after[name], values, rtol=1e-5, atol=1e-7)
+
+
+@hows
+def test_a_gradient_that_is_not_finite_ends_nothing_but_the_step(comm, how):
+    with engine(comm, how) as made:
+        train(made, range(3))
+        before, due = parameters(made), owed(comm, made)
+        mine = tiny.batches(made.share(comm.size), 1)
+        huge = [(number, x, np.full_like(y, 3e38 if number == 0 else 1), samples) for number, x, y, samples in mine]
+        with pytest.raises(StepFailed), np.errstate(all="ignore"):
+            made.step(huge)
+        for name, values in parameters(made).items():
+            np.testing.assert_array_equal(values, before[name])
+        assert all(np.isfinite(values).all() for values in owed(comm, made).values()) and due.keys()
+        assert all(np.isfinite(train(made, range(3))))
+
+
+@pytest.mark.parametrize(
+    "settings,words",
+    [
+        ({"layout": "zero1"}, "every rank has the whole sum"),
+        ({"reproducible": True}, "canonical order"),
+        ({"precision": "fp64"}, "float32"),
+        ({"how": "zip"}, "expected one of"),
+    ],
+)
+def test_an_engine_refuses_what_cannot_be(comm, settings, words):
+    with pytest.raises(ValueError, match=words):
+        engine(comm, **{"how": "sign", **settings})
