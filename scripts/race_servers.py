@@ -94,6 +94,8 @@ def main() -> int:
     if comm.Get_size() < 3:
         made.error(f"expected 3 ranks or more, a server and two workers, found {comm.Get_size()}")
     runs = []
+    for rule in ("bsp", "async"):  # what is compiled at first use is compiled now
+        train(comm, rule, 2, 0.0, 1.0)
     say(f"{'rule':8}{'seconds':>9}{'to bsp':>8}{'largest gap':>13}  parts of each worker")
     for rule in args.rules.split(","):
         try:

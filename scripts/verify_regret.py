@@ -102,7 +102,7 @@ def parser() -> launch.Parser:
     made = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--staleness", default="0,1,3,8", metavar="S,...", help="default 0,1,3,8")
     made.add_argument("--steps", type=at_least(1, int), default=300, metavar="N", help="default 300")
-    made.add_argument("--radius", type=at_least(0.1, float), default=4.0, metavar="R", help="of the ball (default 4)")
+    made.add_argument("--radius", type=at_least(0.1, float), default=12.0, metavar="R", help="of the ball (default 12)")
     made.add_argument("--delay", type=at_least(0, float), default=0.001, metavar="S", help="seconds a part")
     made.add_argument("--plot", type=Path, metavar="FILE", help="regret and bound as a picture")
     return made
