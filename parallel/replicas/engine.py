@@ -224,10 +224,10 @@ class Replicas:
         """Let go of the memory."""
         if sys.exception() is None:
             self.style.close()
-            self._alone.close()
         else:  # a rank that failed does not wait for the others
             self.style.abandon()
         self._engine.close()
+        self._alone.close()
 
     def __enter__(self) -> Self:
         return self
