@@ -48,7 +48,8 @@ class Meeting:
 
     def __init__(self, context: Context, loss: Any, teams: Sequence[Sequence[int]]):
         self._context, self._comm, self._loss = context, context.comm, loss
-        self._teams, self._heads = [list(team) for team in teams], [team[0] for team in teams]
+        self._heads = [team[0] for team in teams]
+        self._teams = [list(team) for team in teams if len(team) > 1]
         self._header = np.empty((self._comm.Get_size(), 5), np.int64)
 
     def begin(

@@ -60,7 +60,7 @@ class Pipeline(Stepping):
     mesh : Mesh or str
         With an axis ``pp``, of the stages, and perhaps one of `REPLICAS`.
     microbatches : int
-        Of a step, in each replica; a step may have fewer.
+        Of a step, in each replica; a step may have fewer. A plan of one's own has its own number.
     virtual : int, optional
         Parts of the model on each stage, where the schedule leaves it open.
     cuts : sequence of int, optional
@@ -97,7 +97,7 @@ class Pipeline(Stepping):
         *,
         schedule: str | Plan = "1f1b",
         mesh: Mesh | str,
-        microbatches: int,
+        microbatches: int = 1,
         virtual: int | None = None,
         cuts: Sequence[int] | None = None,
         seed: int = 0,
@@ -116,6 +116,8 @@ class Pipeline(Stepping):
         plan = schedule
         if isinstance(plan, str):
             plan = self._build(plan, self.mesh.sizes[AXIS], microbatches, virtual)
+        if plan.stages != self.mesh.sizes[AXIS]:
+            raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {self.mesh}")
         flat, units = Flat(model), units_of(model)
         self.cuts = checked_cuts(cuts or even_cuts(len(units), plan.placement.parts), len(units), plan.placement.parts)
         settings = {"mesh": self.mesh, "cuts": self.cuts, "seed": seed, "precision": precision, "clip": clip}
@@ -136,14 +138,15 @@ class Pipeline(Stepping):
             tensor.parameter.dtype = recipe.storage  # elsewhere too: outlines go by it
         context = Context(whole, comm, Memory(comm, device), Recorder(trace))
         self._ours: list[Communicator] = []
+        self._held: dict[int, tuple[int, ...]] = {}
         self._shares = [(group, self._share(context, group)) for group in groups if whole.rank in self._holders(group)]
         self._chunks = {
             chunk: Chunk(part, plan.placement.parts, units[slice(*self.cuts[part : part + 2])], self._of(part))
             for (stage, chunk), part in plan.placement.part.items()
             if stage == self._stage(whole.rank)
         }
-        self._line: MPI.Intracomm = MPI.Intracomm(comm).Split(self._replica(whole.rank), self._stage(whole.rank))
-        self._runner = Runner(self._line, context.recorder, context.memory.xp)
+        self._line = MPI.Intracomm(comm).Split(self._replica(whole.rank), self._stage(whole.rank))
+        self._runner = Runner(MPI.Intracomm(self._line), context.recorder, context.memory.xp)
         self._bound: dict[tuple[str, int], tuple[Deed, ...]] = {}
         self._outlines: dict[Spec, list[Outline]] = {}
         self._looked_at: set[tuple[Any, ...]] = set()
@@ -190,8 +193,11 @@ class Pipeline(Stepping):
 
     def _holders(self, group: Group) -> tuple[int, ...]:
         """The ranks that have a group."""
-        stages = group.holders(self.plan.placement)
-        return tuple(rank for rank in range(self.mesh.size) if self._stage(rank) in stages)
+        if group.number not in self._held:
+            stages = group.holders(self.plan.placement)
+            ranks = tuple(rank for rank in range(self.mesh.size) if self._stage(rank) in stages)
+            self._held[group.number] = ranks
+        return self._held[group.number]
 
     def _share(self, context: Context, group: Group) -> Part:
         """What this rank has of a group. Collective over those that have it.
@@ -257,8 +263,11 @@ class Pipeline(Stepping):
         """This stage's line, for so many micro-batches."""
         key = what, microbatches
         if key not in self._bound:
-            plan = fewer(self.plan, microbatches) if what == "train" else lower(forwards(self.plan, microbatches))
-            self._bound[key] = deeds(plan, self._stage(self._context.plan.rank))
+            stage = self._stage(self._context.plan.rank)
+            if what == "train":
+                self._bound[key] = deeds(fewer(self.plan, microbatches), stage)
+            else:
+                self._bound[key] = deeds(lower(forwards(self.plan, microbatches)), stage, f"{what} ")
         return self._bound[key]
 
     def _microbatch(self, batch: Batch, training: bool) -> Microbatch:
@@ -271,9 +280,12 @@ class Pipeline(Stepping):
         if x not in self._outlines:
             outlines: list[Outline] = []
             for start, stop in pairwise(self.cuts):
-                outlines.append(
-                    Sequential(self._context.plan.units[start:stop]).outline(outlines[-1].y if outlines else x)
-                )
+                part = Sequential(self._context.plan.units[start:stop])
+                try:
+                    outlines.append(part.outline(outlines[-1].y if outlines else x))
+                except NotImplementedError:
+                    some = f"an operator in units {start} to {stop - 1}"
+                    raise ValueError(f"{some} has no outline, which would tell how long messages are") from None
             self._outlines[x] = outlines
         return self._outlines[x]
 

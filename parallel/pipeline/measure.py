@@ -67,11 +67,11 @@ def _layer(
         for parameter, compute in later:
             compute(xp.empty(parameter.shape, recipe.wide))
 
-    seconds = [_shortest(motion, device) for motion in (forward, backward, weights)]
+    F, B, W = (_shortest(motion, device) for motion in (forward, backward, weights))
     size = sum(parameter.size for parameter in unit.parameters())
     kept = sum(recipe.bytes_per_parameter(states).values()) * size
     saved = nbytes_of((found["saved"], found.get("loss")))
-    return found["y"], Layer(*seconds, saved, found["y"].nbytes, kept, size * recipe.wide.itemsize)
+    return found["y"], Layer(F, B, W, saved, found["y"].nbytes, kept, size * recipe.wide.itemsize)
 
 
 def _shortest(motion: Callable[[], None], device: str) -> float:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.requests import progress
+from collectives.requests import progress, under_way
 from collectives.transport.wire import pause
 from parallel.memory import to_host
 from parallel.nn.operator import Array, Spec
@@ -78,9 +78,9 @@ class Deed:
     target: tuple[str, int, int] | None = None
 
 
-def deeds(plan: Plan, stage: int) -> tuple[Deed, ...]:
-    """A stage's line of a plan that has its messages, for a `Runner`."""
-    return tuple(_deed(plan, action) for action in plan.actions[stage])
+def deeds(plan: Plan, stage: int, title: str = "") -> tuple[Deed, ...]:
+    """A stage's line of a plan that has its messages, for a `Runner`; noted with a `title` before each action."""
+    return tuple(replace(deed, label=title + deed.label) for deed in (_deed(plan, a) for a in plan.actions[stage]))
 
 
 def _deed(plan: Plan, action: Action) -> Deed:
@@ -150,8 +150,10 @@ class Runner:
         self._recorder.note("communication", "last sends", began, time.perf_counter())
 
     def progress(self) -> None:
-        """Let messages go on, in the midst of a long computation."""
-        if self._coming or self._leaving:
+        """Let messages and sums of gradients go on, in the midst of a long computation."""
+        if under_way:
+            progress()
+        elif self._coming or self._leaving:
             self._comm.Iprobe()
 
     # ------------------------------------------------------------------------------------------ computations

@@ -84,8 +84,8 @@ def microbatches(said: Settings, ranks: int) -> int:
     """
     pipelines = workers(said, ranks)
     if said.microbatches is not None and said.batch % (said.microbatches * pipelines):
-        parts = f"{pipelines} x {said.microbatches}" if pipelines > 1 else f"{said.microbatches}"
-        raise ValueError(f"microbatches: a batch of {said.batch} samples does not divide into {parts} micro-batches")
+        wanted = f"{pipelines} x {said.microbatches}" if pipelines > 1 else f"{said.microbatches}"
+        raise ValueError(f"microbatches: a batch of {said.batch} samples does not divide into {wanted} micro-batches")
     parts = -(-said.batch // said.micro(pipelines))
     if parts % pipelines:
         raise ValueError(f"microbatches: {parts} of a step do not divide among {pipelines} pipelines")

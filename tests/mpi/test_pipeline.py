@@ -1,5 +1,7 @@
 """Every schedule does what one rank does alone, to the last bit; messages are those planned; nobody is left waiting."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny
@@ -206,6 +208,9 @@ def test_messages_are_those_of_the_plan(comm, schedule):
         done = [event.name for event in made.events if event.name[-1].isdigit()]
         line = made.plan.actions[comm.Get_rank()]
         assert done == [str(action) for action in line if action.kind in ("F", "B", "W", "BW")]
+        made.events.clear()
+        made.evaluate(tiny.batches(made.share(MICROBATCHES)))
+        assert all(event.name.startswith("evaluate ") for event in made.events if event.kind == "compute")
 
 
 def test_sums_of_gradients_start_when_a_stage_is_through(comm):
@@ -274,6 +279,17 @@ def test_a_unit_whose_outline_is_wrong(comm):
     expected = "part 0 of the model makes" if comm.size > 1 else "matmul"
     cuts = (0, *range(1, comm.size), len(model.items))
     with pipeline(comm, model=model, cuts=cuts) as made, pytest.raises(StepFailed, match=expected):
+        made.step(tiny.batches(made.share(6)))
+
+
+def test_a_unit_without_an_outline(comm):
+    class Silent(tiny.Dense):
+        def outline(self, x):
+            raise NotImplementedError
+
+    model = tiny.model(depth=2 * comm.size, tied=False)
+    model.items[1] = Silent(20, 20)
+    with pipeline(comm, model=model) as made, pytest.raises(StepFailed, match="has no outline"):
         made.step(tiny.batches(made.share(6)))
 
 
@@ -357,6 +373,8 @@ def test_plans_that_do_not_work_out(comm):
     missing = [line if stage else line[:-1] for stage, line in enumerate(good)]
     with pytest.raises(ValueError, match="0B1 is missing; 0W1 is missing"):
         pipeline(comm, plan(missing), microbatches=2)
+    with pytest.raises(ValueError, match=f"mine is for {comm.size + 1} stages, the mesh is"):
+        pipeline(comm, replace(plan(good), placement=loop(comm.size + 1)))
     backwards = [[BW(s, 0), F(s, 0), F(s, 1), BW(s, 1)] for s in range(comm.size)]
     with pytest.raises(ValueError, match=r"deadlock(.|\n)*stage  0 .*waits for"):
         pipeline(comm, plan(backwards), microbatches=2)
