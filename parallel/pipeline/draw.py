@@ -45,8 +45,8 @@ def table(timeline: Timeline, width: int = 0) -> str:
     >>> from parallel.pipeline.plan import build
     >>> from parallel.pipeline.simulate import simulate
     >>> print(table(simulate(lower(build("1f1b", stages=2, microbatches=2)))))
-    stage 0  F0  F1  ·   BW0 ─   BW1 ─
-    stage 1  ·   F0  BW0 ─   F1  BW1 ─
+    stage 0  F0  F1  ·   ·   BW0 ─   ·   BW1 ─
+    stage 1  ·   F0  BW0 ─   F1  BW1 ─   ·   ·
     """
     moments = [Fraction(moment) for line in timeline.computed for event in line for moment in (event.start, event.end)]
     unit = Fraction(math.gcd(*(m.numerator for m in moments)) or 1, math.lcm(*(m.denominator for m in moments)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
+from parallel.pipeline.amounts import Number
 from parallel.pipeline.memory import peaks
-from parallel.pipeline.numbers import Number
 from parallel.pipeline.simulate import Timeline
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from parallel.pipeline.actions import halves
-from parallel.pipeline.numbers import Number, PerPart, spread
+from parallel.pipeline.amounts import Number, PerPart, spread
 from parallel.pipeline.placement import Place
 from parallel.pipeline.plan import Plan
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from parallel.pipeline.numbers import Number, PerPart, spread
+from parallel.pipeline.amounts import Number, PerPart, spread
 
 
 class Layer(NamedTuple):

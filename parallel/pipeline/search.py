@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from parallel.pipeline.amounts import Number
 from parallel.pipeline.lowering import lower
 from parallel.pipeline.memory import peaks
-from parallel.pipeline.numbers import Number
 from parallel.pipeline.partition import Layer, Limit, partition
 from parallel.pipeline.placement import Placement
 from parallel.pipeline.plan import Plan, build

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from parallel.pipeline import faults
 from parallel.pipeline.actions import RECEIVES, SENDS, Action, Kind, halves
+from parallel.pipeline.amounts import Number, PerPart, spread
 from parallel.pipeline.lowering import received
-from parallel.pipeline.numbers import Number, PerPart, spread
 from parallel.pipeline.placement import Place
 from parallel.pipeline.plan import Plan
 

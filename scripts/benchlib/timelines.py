@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel.pipeline.actions import Action, parse
+from parallel.pipeline.amounts import Number
 from parallel.pipeline.memory import peaks, versions
-from parallel.pipeline.numbers import Number
 from parallel.pipeline.simulate import Event, Timeline
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ FLOORS = {
     "parallel.precision parallel.data parallel.datasets parallel.canonical parallel.plan parallel.bucket "
     "parallel.stretches parallel.motion parallel.record parallel.report parallel.interrupt parallel.tensorfile "
     "parallel.settings parallel.facts "
-    "parallel.pipeline.numbers parallel.pipeline.actions parallel.pipeline.placement parallel.pipeline.schedules "
+    "parallel.pipeline.amounts parallel.pipeline.actions parallel.pipeline.placement parallel.pipeline.schedules "
     "parallel.pipeline.plan parallel.pipeline.lowering parallel.pipeline.faults parallel.pipeline.simulate "
     "parallel.pipeline.memory parallel.pipeline.formulas parallel.pipeline.draw parallel.pipeline.partition "
     "parallel.pipeline.search parallel.pipeline.excerpts parallel.pipeline.division",
