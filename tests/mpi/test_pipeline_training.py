@@ -54,10 +54,12 @@ def test_the_fastest_way_is_found(comm):
 
 
 def test_too_little_memory(comm):
+    if comm.size > UNITS:
+        pytest.skip("more stages than units")
     with pytest.raises(ValueError, match="the pipeline cannot be cut: limit: nothing keeps to 1000"):
-        trained(comm, layout="pp:auto", memory=1000.0, stages=1)
+        trained(comm, layout="pp:auto", memory=1000.0, microbatches=4)
 
 
 def test_more_stages_than_units(comm):
     with pytest.raises(ValueError, match="cannot be cut"):
-        trained(comm, layout="pp:interleaved", virtual=5, stages=1)
+        trained(comm, layout="pp:interleaved", virtual=5, microbatches=4)
