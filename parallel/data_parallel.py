@@ -117,6 +117,9 @@ class Naive:
         for number in sorted(self._open):
             self._shut(self.sums[number])
 
+    def bind(self) -> None:
+        """Make sure that nobody waits for others when an exchange is started in the midst of a step. Collective."""
+
     def finish(self) -> None:
         """Complete the gradients in `own`."""
         self.settle()
@@ -170,6 +173,10 @@ class Overlapped(Bucketed):
         if self._flying:
             with self._context.recorder("communication", "test"):
                 self._move()
+
+    def bind(self) -> None:
+        for sum_ in self.sums:
+            sum_.bind()
 
     def ready(self, sum_: Plain | Canonical) -> None:
         number = sum_.bucket.number

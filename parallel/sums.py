@@ -98,11 +98,16 @@ class Plain:
         self._comm.Reduce_scatter(self.vector, part, self.bucket.counts)
         self.vector[self.bucket.within(self.bucket.own)] = part
 
+    def bind(self) -> None:
+        """Bind the request of `start`, unless it is. Collective, which `start` is not from then on."""
+        if self._request is None:
+            self._request = self._comm.Allreduce_init(MPI.IN_PLACE, self.vector)
+
     def start(self) -> None:
         """Begin `allreduce`, by a request that is bound once."""
         self._filling.complete()
-        if self._request is None:
-            self._request = self._comm.Allreduce_init(MPI.IN_PLACE, self.vector)
+        self.bind()
+        assert self._request is not None
         self._request.Start()
 
     def test(self) -> bool:
@@ -177,6 +182,9 @@ class Canonical:
         """Leave this rank's part of the sum where it belongs in the vector; the rest of the vector is of no use."""
         self._exchange(self._comm.Alltoallv)
         self._add()
+
+    def bind(self) -> None:
+        """Nothing is bound."""
 
     def start(self) -> None:
         """Begin the exchange of `allreduce`."""

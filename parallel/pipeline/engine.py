@@ -210,7 +210,9 @@ class Pipeline(Stepping):
         self._ours.append(comm)
         flat = context.flat.part(group.tensors)
         plan = replace(context.plan, flat=flat, ranks=len(ranks), rank=comm.Get_rank())
-        return Part.make(Context(plan, comm, context.memory.among(comm), context.recorder), LAYOUTS[self._layout])
+        share = Part.make(Context(plan, comm, context.memory.among(comm), context.recorder), LAYOUTS[self._layout])
+        share.gradients.bind()
+        return share
 
     def _of(self, part: int) -> list[tuple[Group, Part]]:
         """What this rank has of the weights of a part."""
