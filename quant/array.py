@@ -121,7 +121,7 @@ class QuantizedArray:
         assert part is not None
         if part.bits >= 8:
             return raw
-        items = array_namespace(raw).empty(part.count, np.uint8)
+        items = array_namespace(raw).empty(part.items, np.uint8)
         kernels.unpack(raw, part.bits, items)
         return items
 
