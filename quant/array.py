@@ -121,7 +121,7 @@ class QuantizedArray:
         assert part is not None
         if part.bits >= 8:
             return raw
-        items = array_namespace(raw).empty(part.count, np.uint8)
+        items = array_namespace(raw).empty(part.items, np.uint8)
         kernels.unpack(raw, part.bits, items)
         return items
 
@@ -218,7 +218,7 @@ class QuantizedArray:
             return out
         result = from_lines(lines, spec.granularity, self.shape)
         if out is None:
-            return xp.ascontiguousarray(result.astype(dtype, copy=False))
+            return xp.ascontiguousarray(result.astype(dtype, copy=False)).reshape(self.shape)
         out[...] = result.astype(out.dtype, copy=False)
         return out
 
@@ -246,6 +246,8 @@ class QuantizedArray:
         blocks, levels = self.layout.blocks, self.spec.scales.levels
         if not 0 <= start <= stop <= blocks.groups:
             raise ValueError(f"groups {start} to {stop} of {blocks.groups}")
+        if blocks.length % blocks.size and start < stop and start // blocks.per_line != (stop - 1) // blocks.per_line:
+            raise ValueError(f"a group among {start} to {stop} is shorter than {blocks.size}, and not the last of them")
         first, last = (_first_element(blocks, group) for group in (start, stop))
         at, scale = [(start, stop)], levels[-1]
         kinds = []
@@ -258,8 +260,6 @@ class QuantizedArray:
         spec = self.spec.replace(granularity=PerGroup(blocks.size), scale=scale)
         space = array_namespace(self.buffer).zeros(layout(spec, (last - first,)).nbytes, np.uint8)
         made = QuantizedArray(spec, last - first, space)
-        if made.groups != stop - start:
-            raise ValueError(f"a group among {start} to {stop} is shorter than {blocks.size}, and not the last of them")
         made.put("codes", self.items("codes")[first:last])
         if not spec.symmetric:
             made.put("zeros", self.items("zeros")[start:stop])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,22 +16,22 @@ from quant.granularity import Blocking, blocking
 from quant.packing import packed_nbytes
 from quant.spec import SCALE_BITS, QuantSpec
 
-STORED = {32: np.dtype(np.float32), 16: np.dtype(np.uint16)}
+STORED: dict[int, np.dtype[Any]] = {32: np.dtype(np.float32), 16: np.dtype(np.uint16)}
 """How items of so many bits lie in memory; those of 16 are the bits of fp16 or bf16. All else are packed codes."""
 
 
 class Part(NamedTuple):
-    """`count` items of `bits` bits each, from byte `start` on."""
+    """So many items of `bits` bits each, from byte `start` on."""
 
     name: str
     bits: int
-    count: int
+    items: int
     start: int
 
     @property
     def nbytes(self) -> int:
         """Of all items."""
-        return packed_nbytes(self.count, self.bits) if self.bits <= 8 else self.count * self.bits // 8
+        return packed_nbytes(self.items, self.bits) if self.bits <= 8 else self.items * self.bits // 8
 
     @property
     def dtype(self) -> np.dtype:

@@ -88,7 +88,7 @@ def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
     total = integer_matmul(a, b)
     if not (x.spec.symmetric and w.spec.symmetric):
         total = total.astype(np.int64)
-    zx, zw = (None if q.spec.symmetric else q.zeros().astype(np.int64) for q in (x, w))
+    zx, zw = (None if zeros is None else zeros.astype(np.int64) for zeros in (x.zeros(), w.zeros()))
     if zx is not None:
         total -= zx.reshape(-1, 1) * b.sum(axis=0, dtype=np.int64)[None]
     if zw is not None:

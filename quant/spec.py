@@ -232,7 +232,7 @@ class QuantSpec:
 def _plain(value: Any) -> Any:
     if isinstance(value, Scales):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, tuple(GRANULARITIES.values())):
+    if isinstance(value, PerTensor | PerChannel | PerGroup):
         return {"kind": type(value).__name__, **asdict(value)}
     return value
 

@@ -456,7 +456,7 @@ def encode_table(lines, size, by, multiply, thresholds, out):
     cut = _shaped(lines, size)
     shape = cut.shape[0], by.size // max(cut.shape[0], 1)
     own = thresholds.ndim > 1
-    limits = np.ascontiguousarray(thresholds).reshape(*(shape if own else (1, 1)), -1)
+    limits = np.ascontiguousarray(thresholds).reshape(*(shape if own else (1, 1)), thresholds.shape[-1])
     _table_encoder(bool(multiply))(cut, size, by.reshape(shape), limits, own, out.reshape(cut.shape))
 
 
@@ -479,7 +479,7 @@ def decode_table(codes, size, scales, levels, out, add):
     target = _shaped(out, size)
     shape = target.shape[0], scales.size // max(target.shape[0], 1)
     own = levels.ndim > 1
-    tables = np.ascontiguousarray(levels).reshape(*(shape if own else (1, 1)), -1)
+    tables = np.ascontiguousarray(levels).reshape(*(shape if own else (1, 1)), levels.shape[-1])
     _decode_table(codes.reshape(target.shape), size, scales.reshape(shape), tables, own, target, bool(add))
 
 

@@ -315,7 +315,7 @@ def encode_table(lines: Array, size: int, by: Array, multiply: bool, thresholds:
     cut, tiles = _cut(lines, size)
     shape = _per_group(cut, size)
     by, codes = by.reshape(shape), out.reshape(cut.shape)
-    above = thresholds if thresholds.ndim == 1 else thresholds.reshape(*shape, -1)
+    above = thresholds if thresholds.ndim == 1 else thresholds.reshape(*shape, thresholds.shape[-1])
     desk = _desk(cut, size)
     with np.errstate(over="ignore"):
         for tile in tiles:
@@ -417,7 +417,7 @@ def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Arr
     cut, tiles = _cut(codes, size)
     shape = _per_group(cut, size)
     scales, target = scales.reshape(shape), out.reshape(cut.shape)
-    own = None if levels.ndim == 1 else levels.reshape(*shape, -1)
+    own = None if levels.ndim == 1 else levels.reshape(*shape, levels.shape[-1])
     with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
             part, at = _groups(cut, tile).astype(xp.int64), (tile[0], tile[2])

@@ -74,7 +74,7 @@ class _Best(Histogram):
         fractions = np.arange(CANDIDATES, 0, -1) / CANDIDATES
         losses = [self._loss(fraction * low, fraction * high) for fraction in fractions]
         best = fractions[int(np.argmin(losses))]
-        return np.float32([best * low]), np.float32([best * high])
+        return np.array([best * low], np.float32), np.array([best * high], np.float32)
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
         """(where, how many): the middles of the bins that are not empty, and their counts."""

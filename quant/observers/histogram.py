@@ -143,4 +143,4 @@ class Histogram(Ranges):
         """(least, largest)."""
         if not self.total:
             raise ValueError("nothing was seen yet")
-        return np.float32([self.low]), np.float32([self.high])
+        return np.array([self.low], np.float32), np.array([self.high], np.float32)

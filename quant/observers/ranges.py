@@ -188,7 +188,7 @@ class Ema(Ranges):
         old = self.batches[0].astype(np.float64)
         for seen in self.batches[1:]:
             old = self.a * seen + (1 - self.a) * old
-        return np.float32(old[:1]), np.float32(old[1:])
+        return old[:1].astype(np.float32), old[1:].astype(np.float32)
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,8 @@ Transformers" (ICLR 2023).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from quant.array import QuantizedArray
@@ -51,7 +53,7 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
     left = np.array(w, np.float64)
     upper = _inverse_root(moments, damping, left)
     chosen = np.empty((rows, columns), np.float32)
-    groups: list[dict[str, np.ndarray]] = []
+    groups: list[dict[str, Any]] = []
     for first in range(0, columns, BLOCK):
         last = min(first + BLOCK, columns)
         lost = np.zeros((rows, last - first))
@@ -66,7 +68,7 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
             left[:, j + 1 : last] -= loss[:, None] * upper[j, j + 1 : last]
             lost[:, j - first] = loss
         left[:, last:] -= lost @ upper[first:last, last:]
-    given = {name: np.concatenate([group[name] for group in groups], axis=1) for name in groups[0]}
+    given: dict[str, Any] = {name: np.concatenate([group[name] for group in groups], axis=1) for name in groups[0]}
     return quantize(chosen, spec.replace(rounding="nearest_even"), **given) if columns else quantize(chosen, spec)
 
 
@@ -84,7 +86,7 @@ def _inverse_root(moments: np.ndarray, damping: float, w: np.ndarray) -> np.ndar
     return np.linalg.cholesky(np.linalg.inv(h)).T
 
 
-def _parameters(part: np.ndarray, spec: QuantSpec) -> dict[str, np.ndarray]:
+def _parameters(part: np.ndarray, spec: QuantSpec) -> dict[str, Any]:
     """Scales and zero points for a group."""
     q = quantize(part, spec, seed=0)
     scales = q.scales()

@@ -289,7 +289,7 @@ def test_docstrings_are_there(name):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     missing = [] if ast.get_docstring(tree) else ["the module"]
     elsewhere: list[str] = []
-    if path.stem == "compiled" and path.with_name("reference.py").exists():
+    if path.stem in ("compiled", "device") and path.with_name("reference.py").exists():
         elsewhere = dir(importlib.import_module(f"{name.rpartition('.')[0]}.reference"))
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):

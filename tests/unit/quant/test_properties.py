@@ -17,7 +17,11 @@ widths = st.integers(1, 7)
 granularities = st.sampled_from(
     [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(1), PerGroup(5), PerGroup(32), PerGroup(64), PerGroup(3, 0)]
 )
-plain = st.floats(-1e30, 1e30, width=32) | st.floats(-2, 2, width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 0.5])
+plain = (
+    st.floats(-(2.0**100), 2.0**100, width=32)
+    | st.floats(-2, 2, width=32)
+    | st.sampled_from([0.0, -0.0, 2.0**-149, -(2.0**-130), 0.5])
+)
 
 
 @st.composite
