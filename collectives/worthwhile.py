@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -86,7 +87,7 @@ def fitted(comm: Communicator) -> Wire:
     seconds = []
     for length in LENGTHS:
         x = comm.zeros(length, np.float32)
-        seconds.append(_median(lambda x=x: comm.Allreduce(MPI.IN_PLACE, x)))
+        seconds.append(_median(partial(comm.Allreduce, MPI.IN_PLACE, x)))
     short, long = _slowest(comm, seconds)
     nbytes = [4 * length for length in LENGTHS]
     beta = max(0.0, (long - short) / (nbytes[1] - nbytes[0]))

@@ -72,6 +72,7 @@ def round_(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector: np.n
     if engine.server is not None:
         seconds["pull"] = timed(comm, engine.server.until_rest)
     else:
+        assert worker is not None
         seconds["pull"] = timed(comm, worker.copy)
         worker.rest()
     return seconds
