@@ -72,9 +72,9 @@ def round_(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector: np.n
     if engine.server is not None:
         seconds["pull"] = timed(comm, engine.server.until_rest)
     else:
-        assert worker is not None
-        seconds["pull"] = timed(comm, worker.copy)
-        worker.rest()
+        assert engine.worker is not None
+        seconds["pull"] = timed(comm, engine.worker.copy)
+        engine.worker.rest()
     return seconds
 
 

@@ -78,7 +78,7 @@ def parser() -> launch.Parser:
     made.add_argument("--rules", default="bsp,ssp:3,async", metavar="RULES", help="default bsp,ssp:3,async")
     made.add_argument("--steps", type=at_least(1, int), default=30, metavar="N", help="default 30")
     made.add_argument(
-        "--delay", type=at_least(0, float), default=0.01, metavar="SECONDS", help="seconds a part (default 0.01)"
+        "--delay", type=at_least(0, float), default=0.03, metavar="SECONDS", help="of a part (default 0.03)"
     )
     made.add_argument("--factor", type=at_least(1, float), default=5, metavar="F", help="of the slow one (default 5)")
     made.add_argument("--goal", type=at_least(0, float), default=0.7, metavar="R", help="of bsp's time (default 0.7)")

@@ -42,7 +42,7 @@ from parallel.server.engine import ParameterServer
 BATCH = 8
 """Samples of a gradient."""
 
-DESCENTS = 3000
+DESCENTS = 1000
 """Steps to the best point."""
 
 

@@ -179,8 +179,9 @@ class ParameterServer:
         Raises
         ------
         StepFailed
-            On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number.
-            Nothing can be done with the engine then.
+            On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number;
+            on those that were done with the step by then in the next one, or in `settle`. Nothing can be done with the
+            engine then.
         """
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         self._settled = False

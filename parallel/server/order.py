@@ -7,12 +7,13 @@ come to the same weights.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from parallel.server.messages import Kind, Letter
 
-ORDERED = frozenset({Kind.DRAW, Kind.PULL, Kind.PUSH, Kind.TICK})
+ORDERED = frozenset({Kind.DRAW, Kind.PULL, Kind.PUSH, Kind.TICK, Kind.REST})
 """Kinds whose order decides what is computed; the others are acted on at once."""
 
 
@@ -51,9 +52,21 @@ class Order:
     def __init__(self, script: Sequence[Entry] | None = None):
         self._script, self._waiting = script, list[Letter]()
         self.entries: list[Entry] = []
+        self._rests: dict[int, list[bool]] = {}
+        self._came: Counter[int] = Counter()
+        for entry in script or ():
+            self._rests.setdefault(entry.source, []).append(entry.kind == Kind.REST)
 
     def put(self, letter: Letter) -> None:
-        """Something has arrived."""
+        """Something has arrived.
+
+        Raises
+        ------
+        Played
+            If its sender has come to the end of the record, or rests where it did not, or the other way round.
+        """
+        if self._script is not None and letter.message.kind in ORDERED:
+            self._compare(letter)
         self._waiting.append(letter)
 
     def take(self, allowed: Callable[[Letter], bool]) -> Letter | None:
@@ -79,6 +92,14 @@ class Order:
     def _next(self, letter: Letter) -> bool:
         if self._script is None:
             return True
-        if len(self.entries) >= len(self._script):
-            raise Played(f"replay: the record ends before a {letter.message.kind.name} of rank {letter.source}")
         return self._script[len(self.entries)].meets(letter)
+
+    def _compare(self, letter: Letter) -> None:
+        """Rests are where all waited for all: between the same letters, or some would wait for ever."""
+        kind, source = letter.message.kind, letter.source
+        rests, came = self._rests.get(source, []), self._came[source]
+        if came >= len(rests):
+            raise Played(f"replay: the record ends before a {kind.name} of rank {source}")
+        if rests[came] != (kind is Kind.REST):
+            raise Played("replay: tests and checkpoints must come after the same steps as in the record")
+        self._came[source] += 1

@@ -249,6 +249,7 @@ class Server:
 
     def _rest(self, letter: Letter) -> None:
         self._resting.add(letter.source)
+        self.order.note(letter)
 
     def _sum(self, letter: Letter) -> None:
         self._squares.setdefault(letter.message.clock, {})[self._servers.index(letter.source)] = letter.vectors

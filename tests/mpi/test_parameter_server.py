@@ -333,6 +333,7 @@ def test_a_loss_that_is_no_number_ends_all(comm):
     with served(comm, "async") as made, pytest.raises(StepFailed, match=r"the loss of micro-batch . is not a finite"):
         for step in range(4):
             made.step(batches(step))
+        made.settle()
 
 
 @pytest.mark.parametrize("rule", ["bsp", "async"])
@@ -340,6 +341,7 @@ def test_a_gradient_that_overflows_ends_all(comm, rule):
     model, failed = Sequential([*tiny.model().items, Steep()]), pytest.raises(StepFailed, match="not finite in step 0")
     with served(comm, rule, model) as made, failed:
         made.step(tiny.batches(range(3), 0))
+        made.settle()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from states import same, whole
 
 from parallel import checkpoint
+from parallel.guard import StepFailed
 from parallel.settings import complete
 from parallel.training import Training
 
@@ -54,10 +55,18 @@ def test_a_replay_is_the_same_training(comm, tmp_path, rule):
     order = str(Path(comm.bcast(str(tmp_path))) / "order")
     said = {**SAID, "layout": "ps", "consistency": rule}
     state, losses, score = run(comm, {**said, "record": order})
-    again, seen, measured = run(comm, {**said, "replay": order}, Path(comm.bcast(str(tmp_path))) / "saved")
+    again, seen, measured = run(comm, {**said, "replay": order})
     assert same(again, state)
     assert measured == score
     assert comm.rank or seen == losses
+
+
+def test_a_replay_that_rests_elsewhere_ends_with_the_reason(comm, tmp_path):
+    folder = Path(comm.bcast(str(tmp_path)))
+    said = {**SAID, "layout": "ps", "consistency": "async"}
+    run(comm, {**said, "record": str(folder / "order")})
+    with pytest.raises(StepFailed, match="tests and checkpoints must come after the same steps"):
+        run(comm, {**said, "replay": str(folder / "order")}, folder / "saved")
 
 
 def test_no_workers_are_refused(comm):

@@ -161,16 +161,21 @@ def test_a_script_decides_but_for_what_has_no_order():
     order = Order([Entry(Kind.DRAW, 2, -1, 7), Entry(Kind.PUSH, 1, 3, -1)])
     order.put(letter(Kind.PUSH, 1, 3))
     assert order.take(lambda some: True) is None
-    order.put(letter(Kind.REST, 5))
+    order.put(letter(Kind.READ, 5))
     assert order.take(lambda some: True).source == 5
     order.put(letter(Kind.DRAW, 2))
     draw = order.take(lambda some: True)
     assert order.forced() == 7
     order.note(draw, 7)
     order.note(order.take(lambda some: True))
-    order.put(letter(Kind.TICK, 1))
     with pytest.raises(Played, match="the record ends before a TICK of rank 1"):
-        order.take(lambda some: True)
+        order.put(letter(Kind.TICK, 1))
+
+
+def test_who_rests_where_it_did_not_is_told():
+    for script, arrives in ((Kind.DRAW, Kind.REST), (Kind.REST, Kind.DRAW)):
+        with pytest.raises(Played, match="tests and checkpoints must come after the same steps"):
+            Order([Entry(script, 1, -1, -1)]).put(letter(arrives, 1))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
