@@ -42,7 +42,8 @@ def divided(r: Array, n: float) -> Array:
     """r / n in float32; where that is too small for one, the smallest that there is, so that nothing becomes 0."""
     xp = array_namespace(r)
     quotient = r / np.float32(n)
-    return xp.where((quotient == 0) & (r != 0), xp.copysign(TINY, r if n > 0 else -r), quotient)
+    lost = (quotient == 0) & (r != 0)
+    return xp.where(lost, xp.copysign(TINY, r if n > 0 else -r), quotient) if bool(lost.any()) else quotient
 
 
 def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
@@ -136,7 +137,6 @@ def spread(of_groups: Array, blocks: Blocking) -> Array:
 def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
     """(raw items, the same as float32) of scales in a format; with `keep` none becomes 0 that was not."""
     xp = array_namespace(scale)
-    nonzero = (scale != 0) & keep
     if form == "fp32":
         return scale, scale
     if form == "e8m0":
@@ -146,7 +146,7 @@ def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
         return (xp.minimum(xp.maximum(exponent, -127), 127) + 127).astype(xp.uint8), numbers
     if form.startswith("uint"):
         whole = xp.minimum(xp.rint(scale), np.float32(LARGEST[form]))
-        whole = xp.where(nonzero & (whole == 0), np.float32(1), whole)
+        whole = xp.where((scale != 0) & (whole == 0), np.float32(1), whole) if keep else whole
         return whole.astype(xp.uint8), whole
     limit = MINIFLOATS[form].largest
     raw = halves(scale, form) if form in ("fp16", "bf16") else minifloat_bits(scale, form).astype(xp.uint8)
@@ -155,7 +155,9 @@ def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
     fits = abs(scale) <= np.float32(464) if form == "e4m3" else abs(numbers) <= np.float32(limit)
     if not bool(fits.all()):
         raise ValueError(f"a scale of {float(abs(scale).max()):.3g} does not fit {form}, whose largest is {limit:.3g}")
-    lost = nonzero & (numbers == 0)
+    lost = (numbers == 0) & (scale != 0)
+    if not keep or not bool(lost.any()):
+        return raw, numbers
     raw = xp.where(lost, raw.dtype.type(1), raw)
     return raw, numbers_of(raw, form)
 

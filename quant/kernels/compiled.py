@@ -116,13 +116,17 @@ def _peak(bits, size, out):
     for line in range(lines):
         for group in range(out.shape[1]):
             part = bits[line, group * size : min((group + 1) * size, length)]
-            largest = I(0)
+            least = largest = _ordered(part[0])
             for i in range(part.size):
-                largest = max(largest, part[i] & MAGNITUDE)
+                here = _ordered(part[i])
+                least = min(least, here)
+                largest = max(largest, here)
+            low, high = I(_ordered(least)), I(_ordered(largest))
+            below, above = low & MAGNITUDE, high & MAGNITUDE
             i = 0
-            while (part[i] & MAGNITUDE) != largest:
+            while below == above and (part[i] & MAGNITUDE) != above:  # which comes first?
                 i += 1
-            out[line, group] = part[i]
+            out[line, group] = part[i] if below == above else (high if above > below else low)
 
 
 @kernel

@@ -250,7 +250,7 @@ def encode_linear(
     shift = None if zeros is None else zeros.reshape(shape)
     integral = shift is None or bool((shift == xp.rint(shift)).all())
     desk = _desk(cut, size)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
             t = _scaled(cut, tile, by, multiply, desk)
             here = None if shift is None else shift[tile[0], tile[2]][..., None]
@@ -280,7 +280,7 @@ def encode_float(
     cut, tiles = _cut(lines, size)
     by, codes = by.reshape(_per_group(cut, size)), out.reshape(cut.shape)
     desk = _desk(cut, size)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
             t = _scaled(cut, tile, by, multiply, desk)
             _groups(codes, tile)[...] = minifloat_bits(t, code, _drawn(cut, tile, key)).astype(xp.uint8)
@@ -317,7 +317,7 @@ def encode_table(lines: Array, size: int, by: Array, multiply: bool, thresholds:
     by, codes = by.reshape(shape), out.reshape(cut.shape)
     above = thresholds if thresholds.ndim == 1 else thresholds.reshape(*shape, thresholds.shape[-1])
     desk = _desk(cut, size)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
             t = _scaled(cut, tile, by, multiply, desk)
             count = xp.zeros(t.shape, xp.uint8)
