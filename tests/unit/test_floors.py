@@ -18,7 +18,8 @@ FLOORS = {
     5: "collectives.requests collectives.native collectives.binding collectives.lengths collectives.slots "
     "collectives.kept collectives.agreed collectives.plans collectives.debug collectives.point_to_point "
     "collectives.communicator",
-    6: "collectives collectives.compressed collectives.worthwhile parallel.nn parallel.flat parallel.optim parallel.updates parallel.schedules parallel.scaling "
+    6: "collectives collectives.compressed collectives.worthwhile "
+    "parallel.nn parallel.flat parallel.optim parallel.updates parallel.schedules parallel.scaling "
     "parallel.precision parallel.data parallel.datasets parallel.canonical parallel.plan parallel.bucket "
     "parallel.stretches parallel.motion parallel.record parallel.report parallel.interrupt parallel.tensorfile "
     "parallel.settings parallel.facts parallel.server.clocks parallel.server.messages parallel.server.keys "
