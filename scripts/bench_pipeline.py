@@ -115,7 +115,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--schedules", default=",".join(SCHEDULES), metavar="NAMES", help="with commas (default all)")
     add("--microbatches", type=at_least(1, int), default=8, metavar="M", help="default 8")
-    add("--milliseconds", type=at_least(0.0, float), default=100.0, metavar="T", help="of each action (default 100)")
+    add("--milliseconds", type=at_least(0.0, float), default=100.0, metavar="T", help="of F, B and W (default 100)")
     add("--bytes", type=at_least(1, int), default=4096, metavar="N", help="of a message (default 4096)")
     add("--times", type=at_least(1, int), default=3, metavar="K", help="runs of each (default 3)")
     args = parser.parse_args(argv)
