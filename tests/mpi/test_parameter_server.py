@@ -123,7 +123,7 @@ def test_a_record_of_another_training_is_refused(comm, tmp_path):
 def test_a_replay_that_goes_on_longer_ends_with_an_error(comm, tmp_path):
     folder = Path(comm.bcast(str(tmp_path)))
     trained(comm, "async", steps=(3,), record=folder / "order")
-    with pytest.raises(StepFailed, match="the record ends before"):
+    with pytest.raises(StepFailed, match=r"the record ends before|must come after the same steps"):
         trained(comm, "async", steps=(3, 3), replay=folder / "order")
 
 
