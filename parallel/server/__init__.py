@@ -1,0 +1,1 @@
+"""The parameter server: a sharded store on some ranks, workers on the others."""
