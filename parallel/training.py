@@ -22,8 +22,6 @@ from parallel import checkpoint, datasets
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.data import Batch, Dataset, Sampler, Step, prefetch
 from parallel.datasets import Task
-from parallel.engine import Engine
-from parallel.layouts import LAYOUTS
 from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, build
@@ -34,6 +32,7 @@ from parallel.report import Report
 from parallel.schedules import Schedule
 from parallel.settings import Settings
 from parallel.together import together
+from parallel.ways import Job, way_of
 
 BACKWARD = 2
 """A backward computes twice what its forward does. What is computed again for want of memory does not count."""
@@ -122,7 +121,8 @@ class Training:
     Attributes
     ----------
     task : Task
-    engine : Engine
+    engine : Trains
+        As the layout has it: `parallel.ways`.
     sampler : Sampler
     steps : int
         How many there will be.
@@ -142,21 +142,7 @@ class Training:
         self.sampler = _sampler(said, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
         self.flops_per_sample = flops(model, self.task, said.precision)
-        self.engine = Engine(
-            model,
-            self._loss,
-            comm,
-            optimizer,
-            layout=said.layout,
-            seed=said.seed,
-            precision=said.precision,
-            reproducible=said.reproducible,
-            clip=said.clip or None,
-            bucket_bytes=said.bucket_bytes,
-            check_every=said.check_every,
-            device=device,
-            trace=trace,
-        )
+        self.engine = way_of(said).engine(Job(model, self._loss, comm, optimizer, device, trace), said)
 
     @property
     def done(self) -> int:
@@ -264,7 +250,7 @@ def prepare(said: Settings, ranks: int) -> tuple[Task, Sequential, Optimizer]:
     ValueError
         If a setting has no meaning, or they do not fit each other; it names the setting.
     """
-    check(said)
+    check(said, ranks)
     task = datasets.load(said.data, seed=said.seed, length=said.length)
     family = said.model.partition(":")[0]
     if (task.kind == "bytes") != (family == "gpt"):
@@ -281,9 +267,9 @@ def prepare(said: Settings, ranks: int) -> tuple[Task, Sequential, Optimizer]:
     return task, model, optimizer_of(said, steps_of(said, task))
 
 
-def check(said: Settings) -> None:
+def check(said: Settings, ranks: int) -> None:
     """Raise ValueError for a setting out of range."""
-    for name, table in (("layout", LAYOUTS), ("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+    for name, table in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
         if getattr(said, name) not in table:
             raise ValueError(f"{name}: expected one of {', '.join(table)}, found {getattr(said, name)!r}")
     for name, least in LEAST.items():
@@ -293,6 +279,7 @@ def check(said: Settings) -> None:
     for name in ("dropout", "momentum", "beta2"):
         if getattr(said, name) >= 1:
             raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(said, name):g}")
+    way_of(said).check(said, ranks)
 
 
 NONE_BELOW = "rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every"
@@ -314,7 +301,8 @@ def _with_channel(task: Task) -> Task:
 
 
 def _sampler(said: Settings, task: Task, ranks: int) -> Sampler:
-    return Sampler(len(task.train), said.batch, said.micro(ranks), said.seed)
+    workers = way_of(said).workers(said, ranks)
+    return Sampler(len(task.train), said.batch, said.micro(workers), said.seed)
 
 
 def steps_of(said: Settings, task: Task) -> int:

@@ -52,7 +52,6 @@ from parallel import datasets, machine, settings
 from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, step_of
 from parallel.guard import Diverged, StepFailed
 from parallel.interrupt import Interrupt
-from parallel.layouts import LAYOUTS
 from parallel.meter import Meter
 from parallel.nn.models import MODELS
 from parallel.nn.workspace import keep_freed_memory
@@ -60,6 +59,7 @@ from parallel.optim import OPTIMIZERS
 from parallel.precision import PRECISIONS
 from parallel.together import together
 from parallel.training import Training, changed
+from parallel.ways import WAYS
 
 LOOKS = 10
 """How often in a training it is tested and saved, if nobody says how often."""
@@ -110,7 +110,7 @@ def parser() -> launch.Parser:
     ends("--steps", type=int, metavar="N", help="steps in all, those before a restart among them")
 
     add = made.add_argument_group("where and how it runs").add_argument
-    add("--parallel", dest="layout", choices=list(LAYOUTS), help="what each rank holds (default dp)")
+    add("--parallel", dest="layout", metavar="LAYOUT", help=f"what each rank does: {', '.join(WAYS)} (default dp)")
     add("--precision", choices=list(PRECISIONS), help="of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     either: Any = {"action": argparse.BooleanOptionalAction, "default": None}

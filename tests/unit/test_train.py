@@ -201,7 +201,7 @@ WRONG = {
     "no file": (lambda tmp: ["--data", tmp / "none.npz"], "neither a file nor one of digits"),
     "rate": (lambda tmp: ["--rate", "-1"], "rate: expected a number from 0 on, found -1"),
     "dropout": (lambda tmp: ["--dropout", "1"], "dropout: expected a number from 0 to below 1"),
-    "layout": (lambda tmp: ["--parallel", "zero4"], "invalid choice: 'zero4'"),
+    "layout": (lambda tmp: ["--parallel", "zero4"], "found 'zero4'"),
     "both": (lambda tmp: ["--epochs", "1", "--steps", "1"], "not allowed with argument --epochs"),
     "resume nowhere": (lambda tmp: ["--resume"], "say where the checkpoints are"),
     "resume nothing": (lambda tmp: ["--resume", "--checkpoint", tmp / "none"], "has no checkpoints to resume"),

@@ -1,0 +1,128 @@
+"""What servers and workers say to each other. Knows no MPI.
+
+| message | from | says | is answered by |
+| --- | --- | --- | --- |
+| DRAW | worker, to the first server | this part of step `clock` is done (`number`, `loss`, `count`); what is next? | WORK |
+| PULL | worker | may I have this key, to work on step `clock`? of a table, these rows | WEIGHTS, once the rule allows |
+| PUSH | worker | the gradient of part `number` of step `clock` by this key; of a table, these rows of it | ACK |
+| TICK | worker, to all servers | I have made `clock` steps, of `parts` parts the last | |
+| READ | worker | this key as it is: for an evaluation | COPY |
+| REST | worker, to all servers | I wait for all others | RESTED, once all have said so |
+| SQUARES | server, to all servers | the block sums of squares of my part of the gradient of step `clock` | |
+| PROBLEM | anyone, to all | it is over, and this is my last word | |
+
+All may be said twice. A push is known by its part: (`clock`, `number`) is the sequence number of the work, whoever does
+it, and a server that has it already answers, and does nothing. A worker that draws without having done what it has gets
+the same again. A tick says where a clock stands, not that it moves.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum, auto
+from typing import Any, NamedTuple
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    DRAW = auto()
+    WORK = auto()
+    PULL = auto()
+    WEIGHTS = auto()
+    PUSH = auto()
+    ACK = auto()
+    TICK = auto()
+    READ = auto()
+    COPY = auto()
+    REST = auto()
+    RESTED = auto()
+    SQUARES = auto()
+    PROBLEM = auto()
+
+
+class Message(NamedTuple):
+    """A message without the vectors that follow it.
+
+    Attributes
+    ----------
+    kind : Kind
+    key : int
+        Which range of parameters it is about.
+    clock : int
+        Of which step.
+    number : int
+        Of which of its parts; -1 for none.
+    parts : int
+        How many parts the step has.
+    rows : int
+        How many rows of a table follow; -1 if all of the key does.
+    elements : int
+        Of the vector that follows, behind the numbers of rows; bytes of a text.
+    count : int
+        Targets of the part.
+    last : int
+        The step after which all end, if anybody wishes to; -1 if nobody does.
+    stop : int
+        Whether the sender wishes to end.
+    loss : float
+        Summed over the part's targets.
+    factor : float
+        What the pushed gradient is to be multiplied with. Of DRAW: the norm of the part's gradient, per target.
+    clocks : tuple of int
+        What the sender has heard of all workers' clocks.
+    """
+
+    kind: Kind
+    key: int = -1
+    clock: int = 0
+    number: int = -1
+    parts: int = 0
+    rows: int = -1
+    elements: int = 0
+    count: int = 0
+    last: int = -1
+    stop: int = 0
+    loss: float = 0.0
+    factor: float = 0.0
+    clocks: tuple[int, ...] = ()
+
+
+class Wire:
+    """Messages as bytes of one length.
+
+    Parameters
+    ----------
+    workers : int
+        How many clocks there are.
+
+    Examples
+    --------
+    >>> wire = Wire(2)
+    >>> message = Message(Kind.PUSH, key=3, clock=7, number=1, elements=256, clocks=(7, 6))
+    >>> wire.unpack(wire.pack(message)) == message
+    True
+    """
+
+    def __init__(self, workers: int):
+        self._workers = workers
+        self._struct = struct.Struct(f"=10q2d{workers}q")
+        self.nbytes = self._struct.size
+
+    def pack(self, message: Message) -> bytes:
+        """A message without clocks has zeros in their place."""
+        *fixed, clocks = message
+        return self._struct.pack(*fixed, *(clocks or (0,) * self._workers))
+
+    def unpack(self, data: Any) -> Message:
+        """The message that was packed."""
+        kind, *rest = self._struct.unpack(data)
+        return Message(Kind(kind), *rest[:11], tuple(rest[11:]))
+
+
+class Letter(NamedTuple):
+    """A message that has arrived, from which rank, and the vectors that came with it."""
+
+    source: int
+    message: Message
+    vectors: tuple[Any, ...] = ()

@@ -1,0 +1,119 @@
+"""Ways to train: what a training needs of an engine, and which engine a layout's first word stands for; a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, NamedTuple, Protocol
+
+from collectives import Communicator
+from parallel.data import Batch
+from parallel.engine import Engine
+from parallel.flat import Flat
+from parallel.layouts import LAYOUTS
+from parallel.ledger import Ledger
+from parallel.nn.compose import Sequential
+from parallel.nn.operator import Array
+from parallel.optim import Optimizer
+from parallel.record import Event
+from parallel.report import Evaluation, Report
+from parallel.settings import Settings
+from parallel.stretches import Stretch
+
+
+class Trains(Protocol):
+    """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means."""
+
+    flat: Flat
+    ledger: Ledger
+    steps: int
+
+    @property
+    def events(self) -> list[Event]: ...
+    def share(self, micro_batches: int) -> range: ...
+    def step(self, batches: Sequence[Batch], *, stop: bool = False) -> Report: ...
+    def evaluate(
+        self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None
+    ) -> Evaluation: ...
+    def stretches(self) -> Iterator[Stretch]: ...
+    def refresh(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Job(NamedTuple):
+    """What an engine is made of, besides the settings."""
+
+    model: Sequential
+    loss: Any
+    comm: Communicator
+    optimizer: Optimizer
+    device: str = "cpu"
+    trace: bool = False
+
+
+class Way(NamedTuple):
+    """A line of the table.
+
+    Attributes
+    ----------
+    engine : callable (job, settings) -> engine
+        Collective.
+    check : callable (settings, ranks)
+        Raises ValueError, which names the setting, for what this way cannot do.
+    workers : callable (settings, ranks) -> int
+        How many of the ranks share the samples of a step.
+    settings : names
+        Of settings that no other way has.
+    """
+
+    engine: Callable[[Job, Settings], Trains]
+    check: Callable[[Settings, int], None] = lambda said, ranks: None
+    workers: Callable[[Settings, int], int] = lambda said, ranks: ranks
+    settings: tuple[str, ...] = ()
+
+
+def _replicas(job: Job, said: Settings) -> Engine:
+    return Engine(
+        job.model,
+        job.loss,
+        job.comm,
+        job.optimizer,
+        layout=said.layout,
+        seed=said.seed,
+        precision=said.precision,
+        reproducible=said.reproducible,
+        clip=said.clip or None,
+        bucket_bytes=said.bucket_bytes,
+        check_every=said.check_every,
+        device=job.device,
+        trace=job.trace,
+    )
+
+
+WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
+
+
+def way_of(said: Settings) -> Way:
+    """The line that the settings' layout belongs to, by what stands before a colon.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or if a setting is said that another way has.
+
+    Examples
+    --------
+    >>> way_of(Settings(layout="zero3")).workers(Settings(), 4)
+    4
+    """
+    name = said.layout.partition(":")[0]
+    if name not in WAYS or (":" in said.layout and name in LAYOUTS):
+        raise ValueError(f"layout: expected one of {', '.join(WAYS)}, found {said.layout!r}")
+    unsaid = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}
+    for other, way in WAYS.items():
+        for setting in set(way.settings) - set(WAYS[name].settings):
+            if getattr(said, setting) != unsaid[setting]:
+                raise ValueError(f"{setting}: it belongs to {other}, and the layout is {said.layout}")
+    return WAYS[name]
