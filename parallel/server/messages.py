@@ -51,6 +51,8 @@ class Message(NamedTuple):
         Which range of parameters it is about.
     clock : int
         Of which step.
+    before : int
+        Of DRAW: of which step the part was that is done.
     number : int
         Of which of its parts; -1 for none.
     parts : int
@@ -76,6 +78,7 @@ class Message(NamedTuple):
     kind: Kind
     key: int = -1
     clock: int = 0
+    before: int = -1
     number: int = -1
     parts: int = 0
     rows: int = -1
@@ -106,7 +109,7 @@ class Wire:
 
     def __init__(self, workers: int):
         self._workers = workers
-        self._struct = struct.Struct(f"=10q2d{workers}q")
+        self._struct = struct.Struct(f"=11q2d{workers}q")
         self.nbytes = self._struct.size
 
     def pack(self, message: Message) -> bytes:
@@ -117,7 +120,7 @@ class Wire:
     def unpack(self, data: Any) -> Message:
         """The message that was packed."""
         kind, *rest = self._struct.unpack(data)
-        return Message(Kind(kind), *rest[:11], tuple(rest[11:]))
+        return Message(Kind(kind), *rest[:12], tuple(rest[12:]))
 
 
 class Letter(NamedTuple):

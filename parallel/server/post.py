@@ -125,7 +125,7 @@ class Post:
             self._complete(at, message, vectors)
         for at in MPI.Request.Testsome(self._requests) or () if self._requests else ():
             message, peer = self._wire.unpack(self._headers[at]), self._peers[at]
-            if not message.elements and message.rows < 0:
+            if not message.elements and message.rows <= 0:
                 self._complete(at, message, ())
                 continue
             vectors = tuple(self.accept(peer, message))
