@@ -59,6 +59,8 @@ class Server:
         How often a worker was let read with which gap between its clock and the slowest worker's.
     applied : Counter
         Pushes that were taken, by key.
+    rests : int
+        How often all workers have rested.
     norms : dict
         By step, of the gradient; if steps are one update.
     """
@@ -83,7 +85,9 @@ class Server:
         self.applied: Counter[int] = Counter()
         self.norms: dict[int, float | None] = {}
         self.wish = False
-        self._resting: set[int] = set()
+        self._gone: set[int] = set()
+        self._resting: dict[int, Message] = {}
+        self.rests = self._awaited = 0
         self._over: set[int] = set()
         self.problem: str | None = None
         post.accept = self._room
@@ -108,18 +112,22 @@ class Server:
             When all ranks have given up.
         """
         self._serve(lambda: self.clocks.least >= steps and self.store.applied >= steps)
-        if isinstance(self.store, Apart):
-            self.store.forget(steps)
-        return self._last.pop(steps, False)
+        return self._last.get(steps, False)
 
     def until_rest(self) -> None:
         """Serve until all workers rest; then nothing is under way. Raises `Failed`."""
-        self._serve(lambda: len(self._resting) == len(self._workers))
-        if isinstance(self.store, Apart):
-            self.store.settle()
-        self._resting.clear()
-        for worker in self._workers:
-            self._post.send(worker, Message(Kind.RESTED, number=self.store.updates))
+        self._awaited += 1
+        self._serve(lambda: self.rests >= self._awaited)
+
+    def catch_up(self) -> None:
+        """Act on all that has come and may be acted on: a replica, which leads nobody."""
+        while True:
+            if (letter := self.order.take(self._allowed)) is not None:
+                HANDLERS[letter.message.kind](self, letter)
+            elif (letter := self._post.poll()) is not None:
+                self.order.put(letter)
+            else:
+                return
 
     def give_up(self, problem: str) -> None:
         """Say the last word to all workers and servers, and wait for theirs."""
@@ -146,7 +154,11 @@ class Server:
             self._serve(lambda: False)
 
     def _arrived(self, letter: Letter) -> None:
-        if letter.message.kind is Kind.PROBLEM:
+        if letter.message.kind is Kind.LOST:
+            self._over.add(letter.source)
+            if self._over.issuperset(self._workers):
+                raise Failed("all workers are dead")
+        elif letter.message.kind is Kind.PROBLEM:
             self._over.add(letter.source)
             self._tell(f"rank {letter.source} has given up")
         elif self.problem is None:
@@ -184,6 +196,7 @@ class Server:
 
     def _draw(self, letter: Letter) -> None:
         message, worker = letter.message, self._number[letter.source]
+        self._resting.pop(letter.source, None)
         if message.number >= 0:
             outcome = Outcome(message.loss, message.count, message.factor, worker)
             self.work.done(worker, Part(message.before, message.number), outcome)
@@ -192,7 +205,7 @@ class Server:
         part = self.work.draw(worker, message.clock, message.parts, self.order.forced())
         clock, number = part or Part(message.clock, -1)
         self.order.note(letter, number)
-        self._post.send(letter.source, Message(Kind.WORK, clock=clock, number=number, last=self.work.last))
+        self._post.send(letter.source, Message(Kind.WORK, clock=clock, number=number, last=self.work.last, ticket=message.ticket))
 
     def _pull(self, letter: Letter) -> None:
         gap = letter.message.clock - self.clocks.least
@@ -202,7 +215,13 @@ class Server:
         self._show(letter, Kind.WEIGHTS)
 
     def _read(self, letter: Letter) -> None:
-        self._show(letter, Kind.COPY)
+        message, piece = letter.message, self.store.cells[letter.message.key].piece
+        if message.number < 0:
+            self._show(letter, Kind.COPY)
+            return
+        kept = [piece.weights, *piece.state.values()][message.number].copy()
+        answer = Message(Kind.COPY, message.key, number=message.number, elements=len(kept), ticket=message.ticket)
+        self._post.send(letter.source, answer, kept)
 
     def _show(self, letter: Letter, kind: Kind) -> None:
         """Send a key, or rows of it."""
@@ -212,9 +231,8 @@ class Server:
             assert cell.key.table is not None
             rows = letter.vectors[0] if letter.vectors else np.zeros(0, np.int64)
             weights, lent = weights[cell.key.table.places(rows, cell.key.span)], False
-        answer = Message(
-            kind, message.key, message.clock, elements=len(weights), stop=self.wish, clocks=tuple(self.clocks.vector)
-        )
+        answer = Message(kind, message.key, message.clock, elements=len(weights), stop=self.wish)
+        answer = answer._replace(clocks=tuple(self.clocks.vector), ticket=message.ticket)
         sent = self._post.send(letter.source, answer, *([weights] if len(weights) else []))
         if lent:
             cell.lend(sent)
@@ -233,7 +251,8 @@ class Server:
         pushed = Pushed(message.clock, message.number, message.parts, message.count, message.factor, gradient)
         self.applied[message.key] += self.store.push(message.key, pushed)
         self.order.note(letter)
-        self._post.send(letter.source, Message(Kind.ACK, message.key, message.clock, message.number))
+        answer = Message(Kind.ACK, message.key, message.clock, number=message.number, ticket=message.ticket)
+        self._post.send(letter.source, answer)
         self._advance()
 
     def _tick(self, letter: Letter) -> None:
@@ -246,11 +265,51 @@ class Server:
         self._advance()
 
     def _rest(self, letter: Letter) -> None:
-        self._resting.add(letter.source)
+        if letter.message.number <= self.rests:
+            self._rested(letter.source, letter.message)
+            return
+        self._resting[letter.source] = letter.message
+        self.remind()
+        self._release()
+
+    def _release(self) -> None:
+        """Let workers go on, if all that live rest and no part waits to be done."""
+        if not self._resting or len(self._resting) < len(self._workers) - len(self._gone) or self.work.returned:
+            return
+        if isinstance(self.store, Apart):
+            self.store.settle()
+        self.work.forget(self.clocks.least)
+        self.rests += 1
+        for worker, message in self._resting.items():
+            self._rested(worker, message)
+        self._resting.clear()
+
+    def _rested(self, worker: int, message: Message) -> None:
+        answer = Message(Kind.RESTED, number=self.store.updates, ticket=message.ticket)
+        answer = answer._replace(clocks=tuple(self.clocks.vector))
+        self._post.send(worker, answer)
+
+    def _bury(self, letter: Letter) -> None:
+        """A worker is dead: others do what it had, and wait for it no more."""
+        worker = self._number[letter.source]
+        self._gone.add(letter.source)
+        self._resting.pop(letter.source, None)
+        self.work.gone(worker)
+        self.clocks.leave(worker)
+        self.remind()
+        self._release()
+        self._advance()
+
+    def remind(self) -> None:
+        """Tell workers that a part waits to be done, if one does: who waits for something else is to draw it."""
+        for worker in self._workers if self.work.returned else ():
+            if worker not in self._gone:
+                self._post.send(worker, Message(Kind.AGAIN))
 
     def _sum(self, letter: Letter) -> None:
-        self._squares.setdefault(letter.message.clock, {})[self._servers.index(letter.source)] = letter.vectors
-        self._advance()
+        if letter.message.clock >= self.store.applied:
+            self._squares.setdefault(letter.message.clock, {})[self._servers.index(letter.source)] = letter.vectors
+            self._advance()
 
     # ------------------------------------------------------------------------------------------ steps as one update
 
@@ -285,6 +344,7 @@ HANDLERS: dict[Kind, Callable[[Server, Letter], None]] = {
     Kind.PUSH: Server._push,
     Kind.TICK: Server._tick,
     Kind.REST: Server._rest,
+    Kind.GONE: Server._bury,
     Kind.SQUARES: Server._sum,
 }
 """What a server does with each kind of letter."""
