@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -72,6 +72,27 @@ class Step(NamedTuple):
         """The micro-batches of these numbers, each made when it is asked for."""
         for number in numbers:
             yield Batch(number, *data.take(self.parts[number]), self.parts[number])
+
+
+class OnDemand(Sequence[Batch]):
+    """A step's micro-batches by number, each made when it is taken: for ranks that do not know which they will get.
+
+    Parameters
+    ----------
+    step : Step
+    data : Dataset
+    """
+
+    def __init__(self, step: Step, data: Dataset):
+        self._step, self._data = step, data
+
+    def __len__(self) -> int:
+        return len(self._step.parts)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[at] for at in range(*number.indices(len(self)))]
+        return next(self._step.batches(self._data, [range(len(self))[number]]))
 
 
 class Sampler:

@@ -54,6 +54,10 @@ class Settings:
         Compare parameters over the ranks after every so many steps.
     bucket_bytes : int
         Of a bucket of gradients.
+    servers, replicas : int
+        Of the ranks, how many are servers, and how many of these have a copy of each parameter.
+    consistency, slow, record, replay : str
+        As `parallel.server` has them: the rule of clocks, ranks and by what factor they are slower, and files.
     """
 
     data: str = "digits"
@@ -79,6 +83,12 @@ class Settings:
     seed: int = 0
     check_every: int = 0
     bucket_bytes: int = 4 << 20
+    servers: int = 1
+    replicas: int = 1
+    consistency: str = "bsp"
+    slow: str = ""
+    record: str = ""
+    replay: str = ""
 
     def micro(self, ranks: int) -> int:
         """Samples of a micro-batch on so many ranks.
@@ -100,6 +110,14 @@ NAMES = tuple(field.name for field in fields(Settings))
 INSTEAD = (("steps", "epochs"), ("micro_batch", "accumulate"))
 """Pairs of which one is enough: whoever says the one does not want the other, where less is said."""
 
+OF_SERVERS = ("servers", "replicas", "consistency", "slow", "record", "replay")
+
+OF_THE_LAYOUT = OF_SERVERS
+"""Settings that have no meaning in another layout: whoever says another one has them no more."""
+
+OF_THE_RUN = ("slow", "record", "replay")
+"""Settings that a restart does not take from what was so before."""
+
 
 def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Settings:
     """Settings from what is said (None counts as unsaid), then what was so before, then the recipe.
@@ -110,8 +128,13 @@ def complete(said: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     'gpt:mini'
     >>> complete({"epochs": 3}, before={"steps": 100, "seed": 7}).steps is None
     True
+    >>> complete({"layout": "dp"}, before={"layout": "ps", "servers": 2}).servers
+    1
     """
-    said = _over({name: value for name, value in said.items() if value is not None}, before or {})
+    said, before = {name: value for name, value in said.items() if value is not None}, dict(before or {})
+    other = said.get("layout", before.get("layout")) != before.get("layout")
+    gone = (*OF_THE_RUN, *OF_THE_LAYOUT) if other else OF_THE_RUN
+    said = _over(said, {name: value for name, value in before.items() if name not in gone})
     said = _over(said, {"data": Settings.data})
     said = _over(said, {"model": "gpt" if _is_text(said["data"]) else Settings.model})
     family, _, size = said["model"].partition(":")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,7 @@ import numpy as np
 from collectives import Communicator
 from parallel import checkpoint, datasets
 from parallel.checkpoint import Checkpoint, CheckpointError
-from parallel.data import Batch, Dataset, Sampler, Step, prefetch
+from parallel.data import Batch, Dataset, OnDemand, Sampler, Step, prefetch
 from parallel.datasets import Task
 from parallel.nn.compose import Sequential
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
@@ -171,13 +171,18 @@ class Training:
                 self.sampler.done(step)
                 yield Record(report, step.epoch, step.samples, time.perf_counter() - began)
                 if report.stop:
-                    return
+                    break
+            way_of(self.settings).settle(self.engine)
         finally:
             batches.close()  # type: ignore[attr-defined]
 
-    def _ahead(self) -> Iterator[tuple[Step, list[Batch]]]:
+    def _ahead(self) -> Iterator[tuple[Step, Sequence[Batch]]]:
+        draws = way_of(self.settings).draws
         for step in self.sampler.ahead():
-            yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
+            if draws:
+                yield step, OnDemand(step, self.task.train)
+            else:
+                yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
 
     def score(self, most: int | None = None) -> Score:
         """Put the model to the test, on all of the test set or on `most` samples from all over it. Collective."""

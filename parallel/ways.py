@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from collectives import Communicator
@@ -17,7 +18,8 @@ from parallel.nn.operator import Array
 from parallel.optim import Optimizer
 from parallel.record import Event
 from parallel.report import Evaluation, Report
-from parallel.settings import Settings
+from parallel.server.engine import ParameterServer, factors, refuse_servers
+from parallel.settings import OF_SERVERS, Settings
 from parallel.stretches import Stretch
 
 
@@ -66,12 +68,18 @@ class Way(NamedTuple):
         How many of the ranks share the samples of a step.
     settings : names
         Of settings that no other way has.
+    draws : bool
+        Whether ranks draw a step's micro-batches while it goes on, so that each must be able to make any of them.
+    settle : callable (engine)
+        Wait until all ranks have made as many steps. Collective; most make their steps together anyway.
     """
 
     engine: Callable[[Job, Settings], Trains]
     check: Callable[[Settings, int], None] = lambda said, ranks: None
     workers: Callable[[Settings, int], int] = lambda said, ranks: ranks
     settings: tuple[str, ...] = ()
+    draws: bool = False
+    settle: Callable[[Any], None] = lambda engine: None
 
 
 def _replicas(job: Job, said: Settings) -> Engine:
@@ -92,7 +100,43 @@ def _replicas(job: Job, said: Settings) -> Engine:
     )
 
 
+def _served(job: Job, said: Settings) -> ParameterServer:
+    return ParameterServer(
+        job.model,
+        job.loss,
+        job.comm,
+        job.optimizer,
+        servers=said.servers,
+        consistency=said.consistency,
+        seed=said.seed,
+        precision=said.precision,
+        reproducible=said.reproducible,
+        clip=said.clip or None,
+        bucket_bytes=said.bucket_bytes,
+        slow=factors(said.slow),
+        record=Path(said.record) if said.record else None,
+        replay=Path(said.replay) if said.replay else None,
+        trace=job.trace,
+    )
+
+
+def _servers_refuse(said: Settings, ranks: int) -> None:
+    if not 1 <= said.replicas <= said.servers:
+        raise ValueError(f"replicas: expected 1 to {said.servers}, as many as servers, found {said.replicas}")
+    if said.record and said.record == said.replay:
+        raise ValueError(f"record: {said.record} is what is to be replayed")
+    refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
+
+
 WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))
+WAYS["ps"] = Way(
+    _served,
+    _servers_refuse,
+    workers=lambda said, ranks: ranks - said.servers,
+    settings=OF_SERVERS,
+    draws=True,
+    settle=lambda engine: engine.settle(),
+)
 
 
 def way_of(said: Settings) -> Way:

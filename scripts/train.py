@@ -111,6 +111,12 @@ def parser() -> launch.Parser:
 
     add = made.add_argument_group("where and how it runs").add_argument
     add("--parallel", dest="layout", metavar="LAYOUT", help=f"what each rank does: {', '.join(WAYS)} (default dp)")
+    add("--servers", type=int, metavar="S", help="of ps: how many ranks are servers, the first ones (default 1)")
+    add("--consistency", metavar="RULE", help="of ps: bsp, async, or ssp:S for at most S clocks apart (default bsp)")
+    add("--replicas", type=int, metavar="K", help="of ps: servers that have a copy of each parameter (default 1)")
+    add("--slow", metavar="RANK:FACTOR", help="of ps: workers that take so many times as long, as in 2:5,3:1.5")
+    add("--record", metavar="FILE", help="of ps: keep the order in which servers did what, in FILE.0 and so on")
+    add("--replay", metavar="FILE", help="of ps: do it again in that order")
     add("--precision", choices=list(PRECISIONS), help="of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     either: Any = {"action": argparse.BooleanOptionalAction, "default": None}

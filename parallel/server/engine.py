@@ -16,7 +16,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel import guard
 from parallel.data import Batch, contiguous
-from parallel.flat import Flat, Span, shards
+from parallel.flat import Flat
 from parallel.ledger import Ledger
 from parallel.memory import Memory
 from parallel.motion import Motion
@@ -127,7 +127,7 @@ class ParameterServer:
         trace: bool = False,
     ) -> None:
         size, rank = comm.Get_size(), comm.Get_rank()
-        check(size, servers, consistency, precision, isinstance(optimizer, LAMB), slow or {})
+        refuse_servers(size, servers, consistency, precision, isinstance(optimizer, LAMB), slow or {})
         self._comm, self._loss, self._optimizer, self._seed = comm, loss, optimizer, seed
         self._rule, recipe = rule_of(consistency), PRECISIONS[precision]
         self.flat = Flat(model)
@@ -543,7 +543,25 @@ class ParameterServer:
             self._recording.write(self.server.order.entries)
 
 
-def check(ranks: int, servers: int, consistency: str, precision: str, lamb: bool, slow: Mapping[int, float]) -> None:
+def factors(text: str) -> dict[int, float]:
+    """What ``--slow`` says: ranks and how many times as long they take.
+
+    >>> factors("2:5,3:1.5")
+    {2: 5.0, 3: 1.5}
+    """
+    found = {}
+    for pair in filter(None, text.split(",")):
+        rank, _, factor = pair.partition(":")
+        try:
+            found[int(rank)] = float(factor)
+        except ValueError:
+            raise ValueError(f"slow: expected RANK:FACTOR, found {pair!r}") from None
+    return found
+
+
+def refuse_servers(
+    ranks: int, servers: int, consistency: str, precision: str, lamb: bool, slow: Mapping[int, float]
+) -> None:
     """Raise ValueError for a training with servers that has no meaning; it names the argument and says why."""
     rule = rule_of(consistency)
     if servers < 1:
@@ -553,7 +571,7 @@ def check(ranks: int, servers: int, consistency: str, precision: str, lamb: bool
     if PRECISIONS[precision].scaled:
         raise ValueError(f"precision: {precision} needs a loss scale that all workers agree on, and these do not meet")
     if lamb and (servers > 1 or not rule.together):
-        raise ValueError("optimizer: lamb takes norms of whole tensors of a step's gradient: bsp on one server has them")
+        raise ValueError("optimizer: lamb needs norms of whole tensors, which bsp on one server has")
     for rank, factor in slow.items():
         if not servers <= rank < ranks:
             raise ValueError(f"slow: rank {rank} is no worker; these are {servers} to {ranks - 1}")

@@ -94,7 +94,7 @@ def buckets_of(plan: Plan) -> list[Bucket]:
 
 def keys_of(plan: Plan, made: Sequence[Bucket], servers: int) -> tuple[Key, ...]:
     """All keys of all servers."""
-    by_rows, found = tables(plan), []
+    by_rows, found = tables(plan), list[Key]()
     for server, shard in enumerate(shards(Span(0, plan.flat.length), servers)):
         for bucket in made:
             start, stop = max(shard.start, bucket.span.start), min(shard.stop, bucket.span.stop)

@@ -2,7 +2,7 @@
 
 | message | from | says | is answered by |
 | --- | --- | --- | --- |
-| DRAW | worker, to the first server | this part of step `clock` is done (`number`, `loss`, `count`); what is next? | WORK |
+| DRAW | worker, to the first server | this part of `before` is done (`number`, `loss`); what is next of `clock`? | WORK |
 | PULL | worker | may I have this key, to work on step `clock`? of a table, these rows | WEIGHTS, once the rule allows |
 | PUSH | worker | the gradient of part `number` of step `clock` by this key; of a table, these rows of it | ACK |
 | TICK | worker, to all servers | I have made `clock` steps, of `parts` parts the last | |
@@ -71,8 +71,8 @@ class Message(NamedTuple):
         How many rows of a table follow; -1 if all of the key does.
     elements : int
         Of the vector that follows, behind the numbers of rows; bytes of a text.
-    count : int
-        Targets of the part.
+    targets : int
+        Of the part: what its loss is summed over.
     last : int
         The step after which all end, if anybody wishes to; -1 if nobody does.
     stop : int
@@ -97,7 +97,7 @@ class Message(NamedTuple):
     parts: int = 0
     rows: int = -1
     elements: int = 0
-    count: int = 0
+    targets: int = 0
     last: int = -1
     stop: int = 0
     ticket: int = 0
@@ -137,8 +137,9 @@ class Wire:
 
     def unpack(self, data: Any) -> Message:
         """The message that was packed."""
-        kind, *rest = self._struct.unpack(data)
-        return Message(Kind(kind), *rest[:16], tuple(rest[16:]))
+        values = self._struct.unpack(data)
+        fixed = dict(zip(Message._fields, values))
+        return Message(**{**fixed, "kind": Kind(values[0]), "clocks": values[len(Message._fields) - 1 :]})
 
 
 class Letter(NamedTuple):

@@ -198,7 +198,7 @@ class Server:
         message, worker = letter.message, self._number[letter.source]
         self._resting.pop(letter.source, None)
         if message.number >= 0:
-            outcome = Outcome(message.loss, message.count, message.factor, worker)
+            outcome = Outcome(message.loss, message.targets, message.factor, worker)
             self.work.done(worker, Part(message.before, message.number), outcome)
         if message.stop or self.wish:
             self.work.end()
@@ -248,7 +248,7 @@ class Server:
             if letter.vectors:
                 rows, values = letter.vectors
                 gradient[cell.key.table.places(rows, cell.key.span)] = values
-        pushed = Pushed(message.clock, message.number, message.parts, message.count, message.factor, gradient)
+        pushed = Pushed(message.clock, message.number, message.parts, message.targets, message.factor, gradient)
         self.applied[message.key] += self.store.push(message.key, pushed)
         self.order.note(letter)
         answer = Message(Kind.ACK, message.key, message.clock, number=message.number, ticket=message.ticket)

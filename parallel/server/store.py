@@ -16,8 +16,8 @@ import numpy as np
 from parallel.blocks import Everything, blocks_of
 from parallel.canonical import Counter, Node, Pool
 from parallel.flat import BLOCK, Span
-from parallel.nn.operator import Array
 from parallel.nn.kernels.storage import narrow
+from parallel.nn.operator import Array
 from parallel.optim import Optimizer, Piece, block_squares, clip_factor
 from parallel.schedules import rate_at
 from parallel.server.keys import Key
@@ -81,8 +81,8 @@ class Pushed(NamedTuple):
     ----------
     clock, number, parts : int
         Of which step, which part of it, and of how many.
-    count : int
-        Targets that it is summed over.
+    targets : int
+        What it is summed over.
     factor : float
         What an update of it alone multiplies it with.
     gradient : array
@@ -92,7 +92,7 @@ class Pushed(NamedTuple):
     clock: int
     number: int
     parts: int
-    count: int
+    targets: int
     factor: float
     gradient: Array
 
@@ -191,8 +191,8 @@ class Together(Store):
         self._numbers: dict[int, set[int]] = {number: set() for number in self.cells}
         self._counts: dict[int, int] = {}
         self._totals: dict[int, Array] = {}
-        start, stop = (min(cell.key.span.start for cell in cells), max(cell.key.span.stop for cell in cells)) if cells else (0, 0)
-        self.span = Span(start, stop)
+        spans = [cell.key.span for cell in cells] or [Span(0, 0)]
+        self.span = Span(min(span.start for span in spans), max(span.stop for span in spans))
 
     def push(self, key: int, pushed: Pushed) -> bool:
         """Add it to what is there: as a leaf of the canonical tree, or as it comes."""
@@ -202,7 +202,7 @@ class Together(Store):
             return False
         order = pushed.number if self._reproducible else len(self._numbers[key])
         self._numbers[key].add(pushed.number)
-        self._counts[pushed.number] = pushed.count
+        self._counts[pushed.number] = pushed.targets
         self._counters[key].push(Node(0, order), pushed.gradient, ours=True)
         return True
 

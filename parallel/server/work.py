@@ -1,7 +1,7 @@
 """Who does which part of a step: whoever is ready gets the next. Knows no MPI.
 
-The parts of a step are its micro-batches. Workers draw them one by one, so a slow one gets less; what a worker held that
-is gone goes to others.
+The parts of a step are its micro-batches. Workers draw them one by one, so a slow one gets less; what a worker held
+that is gone goes to others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     """What a part came to: the sum of losses, the targets, the norm of its gradient per target, and who did it."""
 
     loss: float
-    count: int
+    targets: int
     norm: float
     worker: int
 
@@ -135,7 +135,7 @@ def joined(outcomes: list[Outcome]) -> tuple[float, int, float | None]:
     >>> joined([Outcome(3.0, 2, 0.5, 0), Outcome(1.0, 2, 1.5, 1)])
     (1.0, 4, 1.0)
     """
-    count = sum(outcome.count for outcome in outcomes)
+    count = sum(outcome.targets for outcome in outcomes)
     if not count:
         return math.nan, 0, None
     loss = math.fsum(outcome.loss for outcome in outcomes) / count

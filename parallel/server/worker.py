@@ -53,9 +53,7 @@ class Worker:
         Made by the servers, as of the last rest.
     """
 
-    def __init__(
-        self, post: Mail, rule: Rule, keys: Sequence[Key], servers: Sequence[int], vectors: Sequence[Array]
-    ):
+    def __init__(self, post: Mail, rule: Rule, keys: Sequence[Key], servers: Sequence[int], vectors: Sequence[Array]):
         self._post, self._rule, self._keys, self._servers = post, rule, keys, list(servers)
         self._vectors = list(vectors)
         self.vector = self._vectors[0]
@@ -89,7 +87,7 @@ class Worker:
         if done is not None:
             part, outcome = done
             message = message._replace(before=part.clock, number=part.number, loss=outcome.loss)
-            message = message._replace(count=outcome.count, factor=outcome.norm)
+            message = message._replace(targets=outcome.targets, factor=outcome.norm)
         self._post.send(self._servers[0], message)
         self._until(lambda: bool(self._work))
         self._again = False
@@ -131,7 +129,9 @@ class Worker:
             assert gap <= self._rule.staleness, f"a gap of {gap} clocks at a read, with {self._rule.name}"
             self.gaps[gap] += 1
 
-    def push(self, number: int, part: Part, parts: int, count: int, factor: float, gradient: Array, rows: Any) -> None:
+    def push(
+        self, number: int, part: Part, parts: int, targets: int, factor: float, gradient: Array, rows: Any
+    ) -> None:
         """Send the gradient by a key, which must not change until `acknowledged`; fetch the key anew, if that is wise.
 
         Parameters
@@ -141,8 +141,8 @@ class Worker:
         """
         key = self._keys[number]
         message = Message(
-            Kind.PUSH, number, part.clock, -1, part.number, parts, elements=len(gradient), count=count, factor=factor
-        )
+            Kind.PUSH, number, part.clock, number=part.number, parts=parts, elements=len(gradient), targets=targets
+        )._replace(factor=factor)
         vectors = [gradient]
         if key.table is not None:
             here = key.table.within(rows, key.span)

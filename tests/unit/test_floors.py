@@ -20,7 +20,8 @@ FLOORS = {
     6: "collectives parallel.nn parallel.flat parallel.optim parallel.updates parallel.schedules parallel.scaling "
     "parallel.precision parallel.data parallel.datasets parallel.canonical parallel.plan parallel.bucket "
     "parallel.stretches parallel.motion parallel.record parallel.report parallel.interrupt parallel.tensorfile "
-    "parallel.settings",
+    "parallel.settings parallel.server.clocks parallel.server.messages parallel.server.keys parallel.server.work "
+    "parallel.server.order parallel.server.record",
     7: "parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
