@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives import Communicator
 from parallel import checkpoint, datasets
@@ -31,6 +32,7 @@ from parallel.precision import PRECISIONS
 from parallel.report import Report
 from parallel.schedules import Schedule
 from parallel.settings import Settings
+from parallel.stretches import Stretch
 from parallel.together import together
 from parallel.ways import Job, way_of
 
@@ -117,6 +119,8 @@ class Training:
     device : "cpu" or "cuda"
     trace : bool
         Whether the engine keeps events.
+    mortal : bool
+        Whether this MPI goes on after the death of a rank; with servers the training does then, too.
 
     Attributes
     ----------
@@ -133,7 +137,7 @@ class Training:
         On all ranks, if the settings fit neither each other nor the ranks.
     """
 
-    def __init__(self, settings: Settings, comm: Communicator, *, device: str = "cpu", trace: bool = False):
+    def __init__(self, settings: Settings, comm: Communicator, *, device: str = "cpu", trace: bool = False, mortal: bool = False):
         self._comm = comm
         self.settings = said = settings
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
@@ -142,7 +146,7 @@ class Training:
         self.sampler = _sampler(said, self.task, comm.Get_size())
         self.steps = steps_of(said, self.task)
         self.flops_per_sample = flops(model, self.task, said.precision)
-        self.engine = way_of(said).engine(Job(model, self._loss, comm, optimizer, device, trace), said)
+        self.engine = way_of(said).engine(Job(model, self._loss, comm, optimizer, device, trace, mortal), said)
 
     @property
     def done(self) -> int:
@@ -201,7 +205,7 @@ class Training:
 
     # ------------------------------------------------------------------------------------------ restart
 
-    def save(self, directory: Path, *, keep: int = 3) -> Path:
+    def save(self, directory: Path, *, keep: int = 3) -> None:
         """Write a checkpoint after so many steps as were `done`. Collective; raises `CheckpointError`."""
         facts = {
             "settings": asdict(self.settings),
@@ -211,7 +215,11 @@ class Training:
             "optimizer": self._optimizer.describe(),
             "ranks": self._comm.Get_size(),
         }
-        return checkpoint.save(self._comm, directory, self.done, self.engine.stretches(), facts, keep=keep)
+
+        def write(comm: MPI.Intracomm, stretches: Iterable[Stretch]) -> None:
+            checkpoint.save(comm, directory, self.done, stretches, facts, keep=keep)
+
+        way_of(self.settings).save(self.engine, self._comm, write)
 
     def resume(self, found: Checkpoint) -> None:
         """Go on from a checkpoint, written on any number of ranks in any layout and precision. Collective.

@@ -7,6 +7,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from mpi4py import MPI
+
 from collectives import Communicator
 from parallel.data import Batch
 from parallel.engine import Engine
@@ -45,7 +47,7 @@ class Trains(Protocol):
 
 
 class Job(NamedTuple):
-    """What an engine is made of, besides the settings."""
+    """What an engine is made of, besides the settings; `mortal` if this MPI goes on after the death of a rank."""
 
     model: Sequential
     loss: Any
@@ -53,6 +55,7 @@ class Job(NamedTuple):
     optimizer: Optimizer
     device: str = "cpu"
     trace: bool = False
+    mortal: bool = False
 
 
 class Way(NamedTuple):
@@ -72,6 +75,8 @@ class Way(NamedTuple):
         Whether ranks draw a step's micro-batches while it goes on, so that each must be able to make any of them.
     settle : callable (engine)
         Wait until all ranks have made as many steps. Collective; most make their steps together anyway.
+    save : callable (engine, comm, write)
+        Have a checkpoint written, by `write` (ranks that hold the state, what each holds of it). Collective.
     """
 
     engine: Callable[[Job, Settings], Trains]
@@ -80,6 +85,7 @@ class Way(NamedTuple):
     settings: tuple[str, ...] = ()
     draws: bool = False
     settle: Callable[[Any], None] = lambda engine: None
+    save: Callable[[Any, MPI.Intracomm, Any], Any] = lambda engine, comm, write: write(comm, engine.stretches())
 
 
 def _replicas(job: Job, said: Settings) -> Engine:
@@ -108,6 +114,8 @@ def _served(job: Job, said: Settings) -> ParameterServer:
         job.optimizer,
         servers=said.servers,
         consistency=said.consistency,
+        replicas=said.replicas,
+        mortal=job.mortal,
         seed=said.seed,
         precision=said.precision,
         reproducible=said.reproducible,
@@ -123,6 +131,8 @@ def _served(job: Job, said: Settings) -> ParameterServer:
 def _servers_refuse(said: Settings, ranks: int) -> None:
     if not 1 <= said.replicas <= said.servers:
         raise ValueError(f"replicas: expected 1 to {said.servers}, as many as servers, found {said.replicas}")
+    if said.replicas > 1 and (said.record or said.replay):
+        raise ValueError("replicas: expected 1 where the order of messages is recorded or replayed")
     if said.record and said.record == said.replay:
         raise ValueError(f"record: {said.record} is what is to be replayed")
     refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
@@ -136,6 +146,7 @@ WAYS["ps"] = Way(
     settings=OF_SERVERS,
     draws=True,
     settle=lambda engine: engine.settle(),
+    save=lambda engine, comm, write: engine.save(write),
 )
 
 

@@ -180,7 +180,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     keep_freed_memory()
     threads = args.threads or (1 if chosen.reproducible else machine.cores_per_rank(comm))
     together(comm, lambda: machine.limit_threads(threads), "--threads")
-    training = Training(chosen, comm, device=args.device, trace=args.trace is not None)
+    training = Training(chosen, comm, device=args.device, trace=args.trace is not None, mortal=args.mortal)
     if found is not None:
         training.resume(found)
     for option, look in KEPT.items():
@@ -246,7 +246,12 @@ def intervals(args: argparse.Namespace, training: Training) -> tuple[int, int]:
 
 def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
     """The loop, and what is shown and kept of it: the exit status."""
-    root, began = comm.Get_rank() == 0, time.perf_counter()
+    began = time.perf_counter()
+    if args.mortal:  # nobody waits for who may be dead
+        launch.speak_when(lambda: training.engine.speaks)  # type: ignore[attr-defined]
+        root, comm = training.engine.speaks, Communicator(MPI.COMM_SELF)  # type: ignore[attr-defined]
+    else:
+        root = comm.Get_rank() == 0
     meter = Meter(training.flops_per_sample, machine.peak(comm, args.device))
     metrics = together(comm, lambda: Metrics(args.json if root else None, training.done), "--json", Unwritten)
     each, every = intervals(args, training)
@@ -284,10 +289,14 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     score, speed = training.score(), meter.overall(comm)
     final = {"final": True, "step": training.done, "loss": metrics.lines[-1]["loss"] if metrics.lines else None}
     final |= {**score.line(), f"{unit(training)}_per_s": speed.samples_per_s * tokens(training), "mfu": speed.mfu}
+    if args.layout == "ps":
+        final["updates"] = training.engine.updates  # type: ignore[attr-defined]
     final |= {"communication_share": speed.communication_share, **memory(comm, training)}
     final |= {"seconds": time.perf_counter() - began, "ranks": comm.Get_size(), "settings": asdict(training.settings)}
     metrics.add(final)
     metrics.close()
+    if args.json and args.mortal and not root and training.engine.speaks:  # type: ignore[attr-defined]
+        together(comm, partial(metrics.copy, args.json), "--json", Unwritten)
     spent = f"{training.done} steps and {final['seconds']:.1f} s"
     say(f"{score_in_words(score)} after {spent}; {speed_in_words(training, speed)}")
     if args.checkpoint:
@@ -328,16 +337,20 @@ def main(argv: list[str] | None = None) -> int:
     if problem := refuse(args):
         made.error(problem)
     comm = Communicator(MPI.COMM_WORLD)
+    args.mortal = launch.mortal() and args.layout == "ps"
     try:
         training = begin(comm, args)
     except (CheckpointError, OutOfMemory, ValueError) as error:
         made.error(str(error))
     with training:
         try:
-            return train(comm, args, training)
+            code = train(comm, args, training)
         except (CheckpointError, StepFailed, Diverged, Unwritten) as error:
             say(f"{made.prog}: error: {error}")
-            return 1
+            code = 1
+    if args.mortal:
+        launch.leave(code)
+    return code
 
 
 if __name__ == "__main__":

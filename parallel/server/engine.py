@@ -16,7 +16,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel import guard
 from parallel.data import Batch, contiguous
-from parallel.flat import Flat
+from parallel.flat import Flat, Span
 from parallel.ledger import Ledger
 from parallel.memory import Memory
 from parallel.motion import Motion
@@ -32,8 +32,8 @@ from parallel.server.clocks import GONE, rule_of
 from parallel.server.keys import buckets_of, keys_of
 from parallel.server.order import Order
 from parallel.server.post import Post
-from parallel.server.replicas import Replicas
 from parallel.server.record import Recording, file_of, read
+from parallel.server.replicas import Replicas
 from parallel.server.retry import Retry
 from parallel.server.server import Failed, Mail, Server
 from parallel.server.sink import Gradients
@@ -42,7 +42,6 @@ from parallel.server.work import Outcome, Part, joined
 from parallel.server.worker import Again, Worker
 from parallel.stretches import Stretch, stretches
 from parallel.together import agree, together
-
 
 Result = TypeVar("Result")
 

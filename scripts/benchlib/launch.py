@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,6 +15,9 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 from tqdm import tqdm
+
+PATIENCE = 3.0
+"""Seconds that a process waits for the others to end with it, where some may be dead."""
 
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
 
@@ -68,6 +72,32 @@ def run(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def mortal() -> bool:
+    """Whether this program goes on when one of its ranks dies: under Open MPI's ``mpiexec --with-ft ulfm``."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, where others may be dead already, or die now."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    late = threading.Timer(PATIENCE, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    MPI.Finalize()
+    os._exit(code)
+
+
+def speak_when(condition: Callable[[], bool]) -> None:
+    """Let `say` print on the rank for which this holds, instead of rank 0."""
+    global _speaks
+    _speaks = condition
+
+
+def _speaks() -> bool:
+    return MPI.COMM_WORLD.Get_rank() == 0
+
+
 def _ancestors() -> Iterator[int]:
     pid = os.getppid()
     while pid > 1:
@@ -102,7 +132,7 @@ def progress(total: int, description: str, unit: str = "it") -> tqdm[Any]:
 
 def say(text: str = "") -> None:
     """Print one line on rank 0, above a progress bar if there is one."""
-    if MPI.COMM_WORLD.Get_rank() == 0:
+    if _speaks():
         # A launcher has a pipe each for output and errors and mixes lines and bar: on a terminal, use one.
         stream = sys.stderr if watched(1) and watched(2) else sys.stdout
         tqdm.write(text, file=stream)
