@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,9 +14,6 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 from tqdm import tqdm
-
-PATIENCE = 3.0
-"""Seconds that a process waits for the others to end with it, where some may be dead."""
 
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
 
@@ -78,13 +74,9 @@ def mortal() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, where others may be dead already, or die now."""
+    """End this process at once: where others may be dead, `MPI_Finalize` now and then waits for them in vain."""
     sys.stdout.flush()
     sys.stderr.flush()
-    late = threading.Timer(PATIENCE, os._exit, (code,))
-    late.daemon = True
-    late.start()
-    MPI.Finalize()
     os._exit(code)
 
 
