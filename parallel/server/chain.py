@@ -13,7 +13,8 @@ a member dies,
 * the first of those behind it is the head. What the dead one had not passed on was not answered, and is asked again;
   what is asked twice a server answers twice and does once, since a push is known by its part;
 * the member before it passes on again what the tail does not have; what the next one has it knows by the number;
-* the member before a dead tail is the tail, and answers what is asked again.
+* the member before a dead tail is the tail. What may have been answered by nobody, since it came when the tail was dead
+  and this was not known, it asks the head again in the name of who asked.
 
 A worker's death is a letter like others, which the head puts in, so that all members learn of it at the same place.
 
@@ -152,8 +153,11 @@ class Member:
         self._chain = self._chains[self._shard]
         new_before, new_behind = self._neighbours()
         if new_behind != behind:
-            for letter in self._log if new_behind is not None else ():
-                self._send(new_behind, letter.message, *letter.vectors)
+            for letter in self._log:
+                if new_behind is not None:
+                    self._send(new_behind, letter.message, *letter.vectors)
+                elif letter.message.kind is not Kind.GONE:
+                    self._send(self._chain[0], letter.message._replace(at=0), *letter.vectors)
             if new_behind is None:
                 self._settle(self._count)
         if new_before != before:

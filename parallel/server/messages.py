@@ -14,7 +14,7 @@
 | HELD | server, to the one before it in a chain | the tail has all letters up to number `at` | |
 | GONE | the head of a chain, to all of it | the worker `sender` is dead | |
 | LOST | the post | the sender of this letter is dead, and this is its last | |
-| BYE | worker, to all servers | I need you no more | |
+| BYE | anyone, to all servers | I need you no more | |
 
 All may be said twice. A push is known by its part: (`clock`, `number`) is the sequence number of the work, whoever does
 it, and a server that has it already answers, and does nothing. A worker that draws without having done what it has gets

@@ -6,9 +6,10 @@ It stands between servers and the post, and knows no MPI.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from parallel.server.chain import Chains, Member
+from parallel.server.chain import ChainLost, Chains, Member
 from parallel.server.messages import Kind, Letter, Message
 from parallel.server.server import Mail, Server
 
@@ -97,8 +98,14 @@ class Replicas:
                 self.idle()
 
     def until_left(self) -> None:
-        """Serve all shards until no worker needs this rank any more."""
+        """Serve all shards until nobody needs this rank any more; what is lost then is no loss."""
         self.until(lambda: self._left >= self._workers)
+        others = set(self._ranks) - {self.me}
+        for rank in others:
+            self._post.send(rank, Message(Kind.BYE))
+        while not self._left >= others:
+            with suppress(ChainLost):
+                self.until(lambda: self._left >= others)
 
     @property
     def own(self) -> ShardMail:
@@ -111,8 +118,8 @@ class Replicas:
 
     def _lost(self, rank: int) -> None:
         self.own.member.ordered.append(Letter(rank, Message(Kind.LOST)))
+        self._left.add(rank)
         if rank in self._workers:
-            self._left.add(rank)
             for mail in self.mails.values():
                 mail.member.lost_worker(rank)
             return

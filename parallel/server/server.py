@@ -86,6 +86,8 @@ class Server:
         self.norms: dict[int, float | None] = {}
         self.wish = False
         self._gone: set[int] = set()
+        self._latest: dict[int, int] = {}
+        self._drawn: dict[int, Message] = {}
         self._resting: dict[int, Message] = {}
         self.rests = self._awaited = 0
         self._over: set[int] = set()
@@ -196,6 +198,11 @@ class Server:
 
     def _draw(self, letter: Letter) -> None:
         message, worker = letter.message, self._number[letter.source]
+        if self._is_stale(letter):
+            return
+        if worker in self._drawn and message.ticket and self._drawn[worker].ticket == message.ticket:
+            self._post.send(letter.source, self._drawn[worker])
+            return
         self._resting.pop(letter.source, None)
         if message.number >= 0:
             outcome = Outcome(message.loss, message.targets, message.factor, worker)
@@ -205,7 +212,15 @@ class Server:
         part = self.work.draw(worker, message.clock, message.parts, self.order.forced())
         clock, number = part or Part(message.clock, -1)
         self.order.note(letter, number)
-        self._post.send(letter.source, Message(Kind.WORK, clock=clock, number=number, last=self.work.last, ticket=message.ticket))
+        answer = Message(Kind.WORK, clock=clock, number=number, last=self.work.last, ticket=message.ticket)
+        self._drawn[worker] = answer
+        self._post.send(letter.source, answer)
+
+    def _is_stale(self, letter: Letter) -> bool:
+        """Whether a worker that draws or rests has drawn or rested since."""
+        latest = max(letter.message.ticket, self._latest.get(letter.source, 0))
+        self._latest[letter.source] = latest
+        return letter.message.ticket < latest
 
     def _pull(self, letter: Letter) -> None:
         gap = letter.message.clock - self.clocks.least
@@ -265,6 +280,8 @@ class Server:
         self._advance()
 
     def _rest(self, letter: Letter) -> None:
+        if self._is_stale(letter):
+            return
         if letter.message.number <= self.rests:
             self._rested(letter.source, letter.message)
             return
@@ -320,7 +337,7 @@ class Server:
             store.applied = self.clocks.least
             return
         clock = store.applied
-        if self._asked == clock < self.clocks.least and store.whole(self._parts[clock]):
+        if self._asked == clock < self.clocks.least and clock in self._parts and store.whole(self._parts[clock]):
             mine = store.squares()
             self._asked += 1
             self._squares.setdefault(clock, {})[self._here] = (mine,) if len(mine) else ()
