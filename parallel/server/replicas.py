@@ -92,20 +92,23 @@ class Replicas:
         return True
 
     def until(self, enough: Callable[[], bool]) -> None:
-        """Serve all shards until something is so."""
-        while not enough():
-            if not self.move():
-                self.idle()
+        """Serve all shards until something is so, or no worker needs this rank any more."""
+        self._serve(lambda: enough() or self._left >= self._workers)
 
     def until_left(self) -> None:
         """Serve all shards until nobody needs this rank any more; what is lost then is no loss."""
-        self.until(lambda: self._left >= self._workers)
+        self._serve(lambda: self._left >= self._workers)
         others = set(self._ranks) - {self.me}
         for rank in others:
             self._post.send(rank, Message(Kind.BYE))
         while not self._left >= others:
             with suppress(ChainLost):
-                self.until(lambda: self._left >= others)
+                self._serve(lambda: self._left >= others)
+
+    def _serve(self, enough: Callable[[], bool]) -> None:
+        while not enough():
+            self.servers[self.own.shard].catch_up()
+            self.idle()
 
     @property
     def own(self) -> ShardMail:
@@ -117,7 +120,8 @@ class Replicas:
         self._post.idle()
 
     def _lost(self, rank: int) -> None:
-        self.own.member.ordered.append(Letter(rank, Message(Kind.LOST)))
+        if rank not in self._left:
+            self.own.member.ordered.append(Letter(rank, Message(Kind.LOST)))
         self._left.add(rank)
         if rank in self._workers:
             for mail in self.mails.values():
@@ -137,7 +141,7 @@ class ShardMail:
     """What the server of a shard takes for a post: letters come in the order of the chain, and only the tail is heard."""
 
     def __init__(self, replicas: Replicas, shard: int):
-        self._replicas, self._shard = replicas, shard
+        self._replicas, self.shard = replicas, shard
         self.member = Member(replicas.me, shard, replicas.chains, replicas.send)
         self.accept: Callable[[int, Message], Sequence[Any]] = lambda source, message: ()
         self._said: dict[int, tuple[Message, tuple[Any, ...]]] = {}
@@ -149,7 +153,7 @@ class ShardMail:
             return replicas.send(peer, message)
         if peer in replicas._ranks:
             shard = replicas._ranks.index(peer)
-            self._said[shard] = message._replace(shard=shard, sender=replicas._ranks[self._shard]), vectors
+            self._said[shard] = message._replace(shard=shard, sender=replicas._ranks[self.shard]), vectors
             return self._write(shard) if self.member.is_tail else Unheard()
         return replicas.send(peer, message, *vectors) if self.member.is_tail else Unheard()
 

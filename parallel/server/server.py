@@ -114,6 +114,8 @@ class Server:
             When all ranks have given up.
         """
         self._serve(lambda: self.clocks.least >= steps and self.store.applied >= steps)
+        if len(self._gone) == len(self._workers):
+            raise Failed("all workers are dead")
         return self._last.get(steps, False)
 
     def until_rest(self) -> None:
@@ -127,7 +129,7 @@ class Server:
             if (letter := self.order.take(self._allowed)) is not None:
                 HANDLERS[letter.message.kind](self, letter)
             elif (letter := self._post.poll()) is not None:
-                self.order.put(letter)
+                self._arrived(letter)
             else:
                 return
 
@@ -145,6 +147,8 @@ class Server:
                     self._arrived(letter)
                 elif len(self._over) == len(self._workers) + len(self._servers) - 1:
                     raise Failed(self.problem)
+                elif self.problem is None and self._over.issuperset(self._workers):
+                    raise Failed("all workers are dead")
                 else:
                     self._post.idle()
         except Failed:
@@ -158,8 +162,6 @@ class Server:
     def _arrived(self, letter: Letter) -> None:
         if letter.message.kind is Kind.LOST:
             self._over.add(letter.source)
-            if self._over.issuperset(self._workers):
-                raise Failed("all workers are dead")
         elif letter.message.kind is Kind.PROBLEM:
             self._over.add(letter.source)
             self._tell(f"rank {letter.source} has given up")
