@@ -107,6 +107,8 @@ def _replicas(job: Job, said: Settings) -> Engine:
 
 
 def _served(job: Job, said: Settings) -> ParameterServer:
+    if job.device != "cpu":
+        raise ValueError(f"device: servers and workers are on the host, found {job.device}")
     return ParameterServer(
         job.model,
         job.loss,
@@ -129,13 +131,15 @@ def _served(job: Job, said: Settings) -> ParameterServer:
 
 
 def _servers_refuse(said: Settings, ranks: int) -> None:
+    refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
     if not 1 <= said.replicas <= said.servers:
         raise ValueError(f"replicas: expected 1 to {said.servers}, as many as servers, found {said.replicas}")
     if said.replicas > 1 and (said.record or said.replay):
-        raise ValueError("replicas: expected 1 where the order of messages is recorded or replayed")
+        raise ValueError(f"replicas: expected 1 where the order of messages is kept or played, found {said.replicas}")
+    if said.check_every:
+        raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {said.check_every}")
     if said.record and said.record == said.replay:
         raise ValueError(f"record: {said.record} is what is to be replayed")
-    refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
 
 
 WAYS: dict[str, Way] = dict.fromkeys(LAYOUTS, Way(_replicas))

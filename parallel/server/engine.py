@@ -30,6 +30,7 @@ from parallel.report import Evaluation, Report
 from parallel.schedules import rate_at
 from parallel.server.clocks import GONE, rule_of
 from parallel.server.keys import buckets_of, keys_of
+from parallel.server.messages import Kind
 from parallel.server.order import Order
 from parallel.server.post import Post
 from parallel.server.record import Recording, file_of, read
@@ -88,6 +89,10 @@ class ParameterServer:
         On the first rank: when, by `time.perf_counter`, which worker had made how many steps.
     outcomes : list
         On the first rank, for every step that it has seen the end of: what its parts came to.
+    keys : tuple of Key
+        Into which the vector of parameters is cut.
+    keys : tuple of Key
+        Into which the vector of parameters is cut.
     flat : Flat
     ledger : Ledger
         Of `allocated` bytes by kind.
@@ -142,7 +147,7 @@ class ParameterServer:
         self._replicas: Replicas | None = None
         self._batches: dict[int, Sequence[Batch]] = {}
         buckets = buckets_of(self._plan)
-        self._keys = keys_of(self._plan, buckets, servers)
+        self.keys = keys_of(self._plan, buckets, servers)
         self._memory, self._recorder = Memory(comm), Recorder(trace)
         self.ledger = Ledger(self._memory.allocated, self._memory.allocated.copy())
         self.steps = self.updates = 0
@@ -153,7 +158,7 @@ class ParameterServer:
         self._recording: Recording | None = None
         self.server: Server | None = None
         self.worker: Worker | None = None
-        facts = told | {"optimizer": described, "ranks": size, "keys": [key.span for key in self._keys]}
+        facts = told | {"optimizer": described, "ranks": size, "keys": [key.span for key in self.keys]}
         script = together(comm, lambda: self._files(facts, record, replay), "order of messages")
         others = [*self._workers, *self._servers] if rank in self._servers else list(self._servers)
         self._post = Post(comm, [peer for peer in others if peer != rank], len(self._workers))
@@ -352,6 +357,11 @@ class ParameterServer:
         """What has happened since the engine was made, or since the list was cleared; empty without `trace`."""
         return self._recorder.events
 
+    @property
+    def traffic(self) -> dict[tuple[str, Kind, int], int]:
+        """Bytes of vectors, ``("sent" or "received", kind of message, the other rank)``."""
+        return self._post.traffic
+
     def close(self) -> None:
         """Let go of everything; what others still send is lost, unless all have settled."""
         self._write()
@@ -374,7 +384,7 @@ class ParameterServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        if kind is None and not self._over:
             self.settle()
         self.close()
 
@@ -489,7 +499,7 @@ class ParameterServer:
     def _make_server(self, post: Mail, here: int, script: Any, mixed: bool, clip: float | None) -> Server:
         wide = self._plan.precision.wide
         cells = []
-        for key in (key for key in self._keys if key.server == here):
+        for key in (key for key in self.keys if key.server == here):
             weights = self._memory.own("optimizer" if mixed else "parameters", key.span.size, wide)
             self.flat.initialise(weights, self._seed, key.span)
             gradient = np.zeros_like(weights)
@@ -506,21 +516,21 @@ class ParameterServer:
         ahead, length = not self._rule.together, self.flat.length
         storage, wide = self._plan.precision.storage, self._plan.precision.wide
         vectors = [self._memory.own("parameters", length, storage) for _ in range(1 + ahead)]
-        worker = Worker(post, self._rule, self._keys, self._servers, vectors)
+        worker = Worker(post, self._rule, self.keys, self._servers, vectors)
         gradient = self._memory.own("gradients", length, wide)
         scratch = self._memory.own("buffers", self._plan.scratch(adds=False), wide)
-        self._gradients = Gradients(worker, buckets, self._keys, gradient, scratch, ahead, clip)
-        self._has_table = any(key.table is not None for key in self._keys)
-        self._needs = [self._keys_of(number, buckets) for number in range(len(self._units))]
+        self._gradients = Gradients(worker, buckets, self.keys, gradient, scratch, ahead, clip)
+        self._has_table = any(key.table is not None for key in self.keys)
+        self._needs = [self._keys_of(number) for number in range(len(self._units))]
         self._order = list(dict.fromkeys(key for keys in self._needs for key in keys))
         return worker
 
-    def _keys_of(self, unit: int, buckets: Any) -> list[int]:
+    def _keys_of(self, unit: int) -> list[int]:
         """The keys in which a unit has parameters."""
         spans = [place.span for place in self.flat.places if unit in self._plan.users[id(place.parameter)]]
         return [
             key.number
-            for key in self._keys
+            for key in self.keys
             if any(max(key.span.start, span.start) < min(key.span.stop, span.stop) for span in spans)
         ]
 

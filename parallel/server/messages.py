@@ -2,7 +2,7 @@
 
 | message | from | says | is answered by |
 | --- | --- | --- | --- |
-| DRAW | worker, to the first server | this part of `before` is done (`number`, `loss`); what is next of `clock`? | WORK |
+| DRAW | worker, to the first server | part `number` of step `before` is done; what is next of `clock`? | WORK |
 | PULL | worker | may I have this key, to work on step `clock`? of a table, these rows | WEIGHTS, once the rule allows |
 | PUSH | worker | the gradient of part `number` of step `clock` by this key; of a table, these rows of it | ACK |
 | TICK | worker, to all servers | I have made `clock` steps, of `parts` parts the last | |

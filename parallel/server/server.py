@@ -30,7 +30,7 @@ class Mail(Protocol):
 
 
 class Failed(RuntimeError):
-    """Somebody has given up: the text says who, and why."""
+    """All have given up. The text says why, where it was this rank that did so first."""
 
 
 class Server:
@@ -63,6 +63,8 @@ class Server:
         How often all workers have rested.
     norms : dict
         By step, of the gradient; if steps are one update.
+    problem : str or None
+        Why this rank has given up; nothing if others have.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class Server:
             self._over.add(letter.source)
         elif letter.message.kind is Kind.PROBLEM:
             self._over.add(letter.source)
-            self._tell(f"rank {letter.source} has given up")
+            self._tell("")
         elif self.problem is None:
             self.order.put(letter)
 

@@ -232,7 +232,7 @@ class Together(Store):
         if count:
             norm, factor = clip_factor(squares, 1 / count, self._clip)
             if np.isfinite(norm):
-                self._update(factor / count)
+                self._update(1 / count * factor)
                 self.updates += 1
         for number, total in self._totals.items():
             if total is not None:

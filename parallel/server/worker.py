@@ -246,7 +246,7 @@ class Worker:
         if letter.message.kind is Kind.PROBLEM:
             self._over.add(letter.source)
             self.give_up()
-            raise Failed("others have given up")
+            raise Failed
         HANDLERS[letter.message.kind](self, letter)
         return True
 

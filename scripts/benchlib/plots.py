@@ -227,6 +227,56 @@ def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, not
         plt.close(figure)
 
 
+def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]], title: str) -> None:
+    """Draw the steps that each worker has made over time, a panel for each rule of consistency.
+
+    Parameters
+    ----------
+    ticks
+        By rule: (seconds, worker, steps made), in order of time.
+    """
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(3.6 * len(ticks), 3.8), layout="constrained")
+        axes = figure.subplots(1, len(ticks), squeeze=False, sharex=True, sharey=True)[0]
+        for axis, (rule, seen) in zip(axes, ticks.items()):
+            for worker in sorted({worker for _, worker, _ in seen}):
+                course = [(0.0, 0), *((when, clock) for when, who, clock in seen if who == worker)]
+                look: dict[str, Any] = {"color": OURS[worker % len(OURS)], "label": f"worker {worker}"}
+                axis.step(*zip(*course, strict=True), where="post", lw=1.4, **look)
+            axis.set_title(rule, loc="left")
+            axis.set_xlabel("seconds")
+        axes[0].set_ylabel("clock: steps made")
+        axes[0].legend(loc="lower right")
+        figure.suptitle(title, fontsize=12, fontweight="bold", x=0.02, ha="left")
+        figure.savefig(path, dpi=100)
+        plt.close(figure)
+
+
+def plot_regret(path: str | Path, courses: dict[int, tuple[np.ndarray, np.ndarray]], title: str) -> None:
+    """Draw mean regret and its bound over the number of gradients.
+
+    Parameters
+    ----------
+    courses
+        By staleness: after 1, 2, ... gradients the mean regret, and the bound.
+    """
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+        for color, (staleness, (regret, bound)) in zip(OURS, courses.items()):
+            at = np.arange(1, len(regret) + 1)
+            axis.plot(at, bound, "--", lw=1.2, color=color)
+            axis.plot(at, regret, lw=1.6, color=color, label=f"s = {staleness}")
+        axis.plot([], [], "--", color=NATIVE, lw=1.2, label="bound of each")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("gradients T")
+        axis.set_ylabel("regret over T")
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.legend()
+        figure.savefig(path, dpi=100)
+        plt.close(figure)
+
+
 def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]], bits: bool) -> None:
     unit = math.log(2) if bits else 1.0
     at = np.array([line["step"] for line in steps])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 from mpi4py import MPI
+from states import whole
 
 from collectives import Communicator
 from collectives.requests import under_way
@@ -38,18 +39,6 @@ def engine(comm, layout="dp", model=None, optimizer=None, **settings):
     settings = {"first_bytes": 1, "bucket_bytes": 5000, **settings}
     optimizer = optimizer or SGD(rate=0.05, momentum=0.9)
     return Engine(model or tiny.model(), tiny.Squares(), comm, optimizer, layout=layout, **settings)
-
-
-def whole(comm, made):
-    """All tensors of the state, put together from the stretches of all ranks; every element comes from one."""
-    tensors = {}
-    for stretches in comm.allgather([(s.name, s.shape, s.start, s.array.copy()) for s in made.stretches() if s.mine]):
-        for name, shape, start, values in stretches:
-            tensor, times = tensors.setdefault(name, (np.zeros(math.prod(shape)), np.zeros(math.prod(shape), int)))
-            tensor[start : start + len(values)] = values
-            times[start : start + len(values)] += 1
-    assert all((times == 1).all() for _, times in tensors.values())
-    return {name: tensor for name, (tensor, _) in tensors.items()}
 
 
 def trained(comm, layout, steps=STEPS, **settings):

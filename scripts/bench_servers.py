@@ -1,0 +1,117 @@
+"""How fast is a server next to MPI's plain Send and Recv of the same bytes?
+
+mpirun -n 2 python scripts/bench_servers.py
+mpirun -n 2 python scripts/bench_servers.py --mbytes 64 --bucket 4
+
+The first rank is the server, the second the worker. A push ends when the server has acknowledged all of it, a pull when
+all weights are here; of the plain messages, as many and as long, the first ends with an empty one in return. Turns take
+turns; what is shown are medians. Exit status 1 if a ratio is below --goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+from mpi4py import MPI
+
+from benchlib import launch
+from benchlib.launch import at_least, say
+from collectives import Communicator
+from parallel.nn.compose import Sequential
+from parallel.nn.linear import Linear
+from parallel.nn.loss import MSE
+from parallel.optim import SGD
+from parallel.server.engine import ParameterServer
+from parallel.server.keys import Key
+from parallel.server.work import Part
+
+WIDTH = 1024
+"""Of the layers of the model."""
+
+
+def timed(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
+    """Seconds of it, begun together."""
+    comm.Barrier()
+    began = MPI.Wtime()
+    work()
+    return MPI.Wtime() - began
+
+
+def plain(comm: MPI.Intracomm, keys: tuple[Key, ...], vector: np.ndarray, source: int, reply: bool) -> None:
+    """Each key from `source` to the other rank; then perhaps an empty message back."""
+    other, nothing = 1 - comm.Get_rank(), np.empty(0)
+    for key in keys:
+        if comm.Get_rank() == source:
+            comm.Send(vector[key.span.start : key.span.stop], other)
+        else:
+            comm.Recv(vector[key.span.start : key.span.stop], other)
+    if reply:
+        comm.Recv(nothing, other) if comm.Get_rank() == source else comm.Send(nothing, other)
+
+
+def round_(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector: np.ndarray) -> dict[str, float]:
+    """Seconds of a push and a pull, of ours and plain, as this rank sees them."""
+    seconds = {"plain push": timed(comm, lambda: plain(comm, engine.keys, vector, 1, True))}
+    if engine.server is not None:
+        seconds["push"] = timed(comm, lambda: engine.server.until_made(step + 1))  # type: ignore[union-attr]
+    else:
+        worker = engine.worker
+        assert worker is not None
+
+        def push() -> None:
+            for key in engine.keys:
+                worker.push(key.number, Part(step, 0), 1, 1, 1.0, vector[key.span.start : key.span.stop], None)
+            worker.acknowledged()
+
+        seconds["push"] = timed(comm, push)
+        worker.tick(step + 1, 1, False)
+    seconds["plain pull"] = timed(comm, lambda: plain(comm, engine.keys, vector, 0, False))
+    if engine.server is not None:
+        seconds["pull"] = timed(comm, engine.server.until_rest)
+    else:
+        seconds["pull"] = timed(comm, worker.copy)
+        worker.rest()
+    return seconds
+
+
+def parser() -> launch.Parser:
+    """The command line."""
+    made = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--mbytes", type=at_least(1, int), default=32, metavar="N", help="of the model (default 32)")
+    made.add_argument("--bucket", type=at_least(1, int), default=4, metavar="N", help="MiB of a bucket (default 4)")
+    made.add_argument("--turns", type=at_least(1, int), default=15, metavar="N", help="default 15")
+    made.add_argument("--goal", type=at_least(0, float), default=0.8, metavar="R", help="of plain speed (default 0.8)")
+    return made
+
+
+def main() -> int:
+    """Measure; 1 if below the goal."""
+    made = parser()
+    args = made.parse_args()
+    comm = Communicator(MPI.COMM_WORLD)
+    if comm.Get_size() != 2:
+        made.error(f"expected 2 ranks, found {comm.Get_size()}")
+    layers = max(1, args.mbytes * 2**20 // (4 * WIDTH * WIDTH))
+    model = Sequential([Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    plainly, bucket = MPI.Intracomm(comm), args.bucket << 20
+    with ParameterServer(model, MSE(), comm, SGD(rate=0.0), bucket_bytes=bucket, first_bytes=bucket) as engine:
+        vector = np.zeros(engine.flat.length, np.float32)
+        rounds = [round_(plainly, engine, step, vector) for step in range(args.turns + 2)][2:]
+        seconds = {what: median(some[what] for some in rounds) for what in rounds[0]}
+    nbytes = engine.flat.length * 4
+    everyone = comm.bcast(seconds, root=1)  # the worker's clock
+    good = True
+    say(f"{nbytes / 1e6:.1f} MB in {len(engine.keys)} keys, {MPI.get_vendor()[0]}")
+    for what in ("push", "pull"):
+        ratio = everyone[f"plain {what}"] / everyone[what]
+        good &= ratio >= args.goal
+        speeds = nbytes / 1e9 / everyone[what], nbytes / 1e9 / everyone[f"plain {what}"]
+        say(f"{what}: {speeds[0]:.2f} GB/s, plain {speeds[1]:.2f} GB/s, ratio {ratio:.2f}")
+    return int(not good)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,114 @@
+"""One worker of several is slow: how long do bsp, ssp and async take for the same samples, and where do clocks stand?
+
+mpirun -n 5 python scripts/race_servers.py
+mpirun -n 5 python scripts/race_servers.py --plot out/clocks.png --rules bsp,ssp:0,ssp:3,async
+
+The first rank is the server. Every part of a step takes --delay seconds longer than it would, on the last rank --factor
+times as long. Exit status 1 if a rule with patience (not bsp) takes more than --goal times the seconds of bsp.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from benchlib import launch
+from benchlib.launch import at_least, say
+from collectives import Communicator
+from parallel import datasets
+from parallel.data import OnDemand, Sampler
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import build
+from parallel.optim import SGD
+from parallel.server.clocks import rule_of
+from parallel.server.engine import ParameterServer
+
+BATCH = 16
+"""Samples of a part."""
+
+
+class Run(NamedTuple):
+    """What a training by one rule came to, on the first rank."""
+
+    rule: str
+    seconds: float
+    ticks: list[tuple[float, int, int]]
+    parts: list[int]
+    gaps: Counter[int]
+    loss: float
+
+
+def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float) -> Run:
+    """So many steps, of as many parts as there are workers."""
+    task = datasets.load("digits")
+    workers = comm.Get_size() - 1
+    sampler = Sampler(len(task.train), BATCH * workers, BATCH)
+    model, slow = build("mlp:tiny", task.inputs, task.outputs), {comm.Get_size() - 1: factor}
+    optimizer = SGD(rate=0.1, momentum=0.9)
+    options: dict[str, Any] = {"consistency": rule, "delay": delay, "slow": slow}
+    with ParameterServer(model, SoftmaxCrossEntropy(), comm, optimizer, **options) as engine:
+        comm.Barrier()
+        began, losses = MPI.Wtime(), []
+        for _, step in zip(range(steps), sampler.ahead()):
+            losses.append(engine.step(OnDemand(step, task.train)).loss)
+        engine.settle()
+        seconds = comm.allreduce(MPI.Wtime() - began, MPI.MAX)
+        start = engine.ticks[0][0] if engine.ticks else 0.0
+        ticks = [(when - start, worker, clock) for when, worker, clock in engine.ticks]
+        shares = Counter(outcome.worker for outcomes in engine.outcomes for outcome in outcomes)
+        gaps = comm.reduce(Counter() if engine.worker is None else engine.worker.gaps) or Counter()
+    return Run(rule, seconds, ticks, [shares[worker] for worker in range(workers)], gaps, losses[-1])
+
+
+def draw(path: Path, runs: list[Run], title: str) -> None:
+    """Clocks of all workers over time, a panel for each rule."""
+    from benchlib.plots import plot_clocks
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot_clocks(path, {run.rule: run.ticks for run in runs}, title)
+
+
+def parser() -> launch.Parser:
+    """The command line."""
+    made = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rules", default="bsp,ssp:3,async", metavar="RULES", help="default bsp,ssp:3,async")
+    made.add_argument("--steps", type=at_least(1, int), default=30, metavar="N", help="default 30")
+    made.add_argument(
+        "--delay", type=at_least(0, float), default=0.01, metavar="SECONDS", help="seconds a part (default 0.01)"
+    )
+    made.add_argument("--factor", type=at_least(1, float), default=5, metavar="F", help="of the slow one (default 5)")
+    made.add_argument("--goal", type=at_least(0, float), default=0.7, metavar="R", help="of bsp's time (default 0.7)")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="clocks over time as a picture")
+    return made
+
+
+def main() -> int:
+    """Race; 1 if a rule is slower than the goal."""
+    made = parser()
+    args = made.parse_args()
+    comm = Communicator(MPI.COMM_WORLD)
+    if comm.Get_size() < 3:
+        made.error(f"expected 3 ranks or more, a server and two workers, found {comm.Get_size()}")
+    runs = []
+    say(f"{'rule':8}{'seconds':>9}{'to bsp':>8}{'largest gap':>13}  parts of each worker")
+    for rule in args.rules.split(","):
+        try:
+            run = train(comm, rule, args.steps, args.delay, args.factor)
+        except ValueError as error:
+            made.error(str(error))
+        runs.append(run)
+        ratio = run.seconds / runs[0].seconds
+        say(f"{rule:8}{run.seconds:9.2f}{ratio:8.2f}{max(run.gaps, default=0):13}  {' '.join(map(str, run.parts))}")
+    if args.plot and comm.Get_rank() == 0:
+        workers = comm.Get_size() - 1
+        draw(args.plot, runs, f"{args.steps} steps on {workers} workers, one {args.factor:g} times slower")
+    patient = [run for run in runs[1:] if not rule_of(run.rule).together]
+    return int(runs[0].rule == "bsp" and any(run.seconds > args.goal * runs[0].seconds for run in patient))
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,374 @@
+"""Servers and workers: the same bits where that is promised, gaps no larger than that, and nobody left waiting."""
+
+import math
+import time
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from states import same, whole
+
+from parallel import checkpoint
+from parallel.engine import Engine
+from parallel.guard import StepFailed
+from parallel.nn.compose import Sequential
+from parallel.nn.embedding import Embedding
+from parallel.nn.linear import Linear
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.operator import Operator, Parameter, constant
+from parallel.optim import LAMB, AdamW
+from parallel.server import traffic
+from parallel.server.engine import ParameterServer
+from parallel.server.messages import Kind
+
+STEPS = (7, 1, 4, 3)
+"""Parts of each step."""
+
+RULES = ("bsp", "ssp:0", "ssp:2", "async")
+
+rules = pytest.mark.parametrize("rule", RULES)
+
+
+@pytest.fixture(autouse=True)
+def several(comm):
+    if comm.size == 1:
+        pytest.skip("one rank is no server and workers")
+
+
+def served(comm, rule="bsp", model=None, loss=None, optimizer=None, **settings):
+    settings = {"first_bytes": 1, "bucket_bytes": 5000, **settings}
+    optimizer = optimizer or AdamW(rate=0.01)
+    return ParameterServer(model or tiny.model(), loss or tiny.Squares(), comm, optimizer, consistency=rule, **settings)
+
+
+def trained(comm, rule="bsp", steps=STEPS, **settings):
+    """The state, the reports, an evaluation, and how the ranks fared."""
+    with served(comm, rule, **settings) as made:
+        reports = [made.step(tiny.batches(range(parts), step)) for step, parts in enumerate(steps)]
+        evaluation = made.evaluate(tiny.batches(made.share(5), 99), lambda scores, y: len(y))
+        fared = made.server or made.worker
+        return whole(comm, made), reports, evaluation, fared
+
+
+def data_parallel(comm, steps=STEPS, model=None, loss=None, optimizer=None, batches=tiny.batches, **settings):
+    model, loss, optimizer = model or tiny.model(), loss or tiny.Squares(), optimizer or AdamW(rate=0.01)
+    with Engine(model, loss, comm, optimizer, reproducible=True, **settings) as made:
+        reports = [made.step(batches(made.share(parts), step)) for step, parts in enumerate(steps)]
+        return whole(comm, made), reports, made.evaluate(batches(made.share(5), 99), lambda scores, y: len(y))
+
+
+def some_servers(comm):
+    """Numbers of servers that leave workers."""
+    return sorted({1, comm.size // 2, comm.size - 1})
+
+
+# ---------------------------------------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("rule", ["bsp", "ssp:0"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_steps_that_are_one_update_equal_data_parallelism(comm, rule, clip):
+    want, reports, evaluation = data_parallel(comm, clip=clip)
+    for servers in some_servers(comm):
+        state, seen, measured, _ = trained(comm, rule, clip=clip, servers=servers, reproducible=True)
+        assert same(state, want)
+        assert measured == evaluation
+        if comm.rank == 0:
+            assert [(r.loss, r.count, r.norm, r.rate) for r in seen] == [
+                (r.loss, r.count, r.norm, r.rate) for r in reports
+            ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_so_they_do_in_other_precisions(comm, precision):
+    want, _, evaluation = data_parallel(comm, precision=precision)
+    state, _, measured, _ = trained(comm, precision=precision, reproducible=True)
+    assert same(state, want)
+    assert measured == evaluation
+
+
+def test_so_they_do_with_norms_of_tensors(comm):
+    want, _, _ = data_parallel(comm, optimizer=LAMB(rate=0.01))
+    assert same(trained(comm, optimizer=LAMB(rate=0.01), reproducible=True)[0], want)
+
+
+def test_without_canonical_order_only_the_last_digits_differ(comm):
+    want, _, _ = data_parallel(comm)
+    state, _, _, _ = trained(comm)
+    assert all(np.allclose(state[name], want[name], rtol=1e-3, atol=1e-5) for name in want)
+
+
+@rules
+def test_replay_ends_in_the_same_bits(comm, tmp_path, rule):
+    folder = Path(comm.bcast(str(tmp_path)))
+    state, reports, _, _ = trained(comm, rule, record=folder / "order", delay=0.002)
+    again, others, _, _ = trained(comm, rule, replay=folder / "order", record=folder / "second")
+    assert same(again, state)
+    if comm.rank == 0:
+        assert [r.loss for r in others] == [r.loss for r in reports]
+        assert (folder / "second.0").read_text() == (folder / "order.0").read_text()
+
+
+def test_a_record_of_another_training_is_refused(comm, tmp_path):
+    folder = Path(comm.bcast(str(tmp_path)))
+    trained(comm, "async", record=folder / "order")
+    with pytest.raises(ValueError, match="is of another training: consistency is bsp here, and async there"):
+        served(comm, "bsp", replay=folder / "order")
+    with pytest.raises(ValueError, match="No such file"):
+        served(comm, "bsp", replay=folder / "nothing")
+
+
+def test_a_replay_that_goes_on_longer_ends_with_an_error(comm, tmp_path):
+    folder = Path(comm.bcast(str(tmp_path)))
+    trained(comm, "async", steps=(3,), record=folder / "order")
+    with pytest.raises(StepFailed, match="the record ends before"):
+        trained(comm, "async", steps=(3, 3), replay=folder / "order")
+
+
+def test_a_checkpoint_goes_from_data_parallelism_to_servers_and_back(comm, tmp_path):
+    folder = Path(comm.bcast(str(tmp_path)))
+    want, _, _ = data_parallel(comm)
+
+    def copied(source, target, name):
+        checkpoint.save(comm, folder / name, 1, source.stretches(), {"engine": source.state()})
+        found = checkpoint.Checkpoint(comm, checkpoint.latest(comm, folder / name))
+        found.restore(target.stretches())
+        target.load(found.facts["engine"])
+        target.refresh()
+
+    def step(engine, at):
+        engine.step(tiny.batches(range(STEPS[at]) if engine is not first else engine.share(STEPS[at]), at))
+
+    first = Engine(tiny.model(), tiny.Squares(), comm, AdamW(rate=0.01), reproducible=True)
+    second = served(comm, "bsp", reproducible=True)
+    third = served(comm, "bsp", reproducible=True, servers=comm.size - 1)
+    with first, second, third:
+        step(first, 0)
+        copied(first, second, "a")
+        step(second, 1)
+        step(second, 2)
+        copied(second, third, "b")
+        step(third, 3)
+        third.settle()
+        assert same(whole(comm, third), want)
+        assert third.state().items() >= {"steps": 4, "updates": 4}.items()
+        assert third.state().keys() == first.state().keys()
+
+
+# ---------------------------------------------------------------------------------------------- clocks and work
+
+
+@rules
+def test_every_part_is_done_once_and_counts_in_every_key(comm, rule):
+    with served(comm, rule, servers=comm.size // 2) as made:
+        for step, parts in enumerate(STEPS):
+            made.step(tiny.batches(range(parts), step))
+        made.settle()
+        if made.server is not None:
+            assert set(made.server.applied.values()) == {sum(STEPS)}
+        if comm.rank == 0:
+            assert [len(outcomes) for outcomes in made.outcomes] == list(STEPS)
+
+
+def straggling(comm, rule, steps=12):
+    """A training in which the last rank is slow: what all ranks know of gaps, and the parts of each worker."""
+    with served(comm, rule, delay=0.002, slow={comm.size - 1: 20.0}) as made:
+        for step in range(steps):
+            made.step(tiny.batches(range(comm.size), step))
+        made.settle()
+        gaps = (made.server or made.worker).gaps
+        shares = [outcome.worker for outcomes in made.outcomes for outcome in outcomes]
+        return comm.allgather(gaps), comm.bcast([shares.count(worker) for worker in range(comm.size - 1)])
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_gap_is_larger_than_the_staleness(comm, staleness):
+    gaps, _ = straggling(comm, f"ssp:{staleness}")
+    assert max(max(some, default=0) for some in gaps) <= staleness
+    assert all(sum(some.values()) for some in gaps[:1])
+
+
+def test_without_a_rule_gaps_are_larger_and_the_slow_one_does_less(comm):
+    if comm.size < 3:
+        pytest.skip("one worker is no slower than others")
+    gaps, shares = straggling(comm, "async")
+    assert max(max(some, default=0) for some in gaps) > 3
+    assert shares[-1] < min(shares[:-1])
+    assert sum(shares) == 12 * comm.size
+
+
+def test_all_end_after_the_same_step_if_one_wishes_to(comm):
+    for who in range(comm.size):
+        with served(comm, "async") as made:
+            for step in range(200):
+                if made.step(tiny.batches(range(3), step), stop=comm.rank == who and step == 2).stop:
+                    break
+            assert comm.allgather(step) == [step] * comm.size
+            assert step < 199
+
+
+# ---------------------------------------------------------------------------------------------- traffic
+
+
+@rules
+def test_traffic_is_what_the_formulas_say(comm, rule):
+    servers = comm.size // 2
+    with served(comm, rule, servers=servers) as made:
+        for step, parts in enumerate(STEPS):
+            made.step(tiny.batches(range(parts), step))
+        made.settle()
+        seen = {(way, kind): 0 for way in ("sent", "received") for kind in Kind}
+        for (way, kind, _), nbytes in made.traffic.items():
+            seen[way, kind] += nbytes
+        shares = comm.bcast([[o.worker for o in outcomes] for outcomes in made.outcomes] if comm.rank == 0 else None)
+        parts = [[some.count(worker) for some in shares] for worker in range(comm.size - servers)]
+        reads = sum(traffic.reads(mine, rule in ("bsp", "ssp:0")) for mine in parts)
+        if made.server is not None:
+            assert seen["received", Kind.PUSH] == traffic.up(made.keys, comm.rank, sum(STEPS), 4)
+            least = traffic.down(made.keys, comm.rank, reads, 4)
+            assert seen["sent", Kind.WEIGHTS] == least if rule != "ssp:2" else seen["sent", Kind.WEIGHTS] >= least
+        whole_model = [traffic.down(made.keys, server, 1, 4) for server in range(servers)]
+        assert sum(whole_model) == made.flat.length * 4
+        assert max(whole_model) - min(whole_model) <= 1024
+
+
+class Words(Operator):
+    """The mean over a sequence."""
+
+    def forward(self, x, run):
+        return x.mean(1), x.shape
+
+    def backward(self, dy, saved, grads):
+        return np.broadcast_to(dy[:, None] / np.float32(saved[1]), saved).copy()
+
+
+def language():
+    return Sequential([Embedding(3000, 10), Words(), Linear(10, 5)])
+
+
+def sentences(numbers, step=0):
+    made = []
+    for number in numbers:
+        random = np.random.default_rng([step, number])
+        x = random.integers(0, 3000, (4, 6))
+        made.append((number, x, x[:, 0] % 5, np.arange(4) + 4 * number))
+    return made
+
+
+@pytest.mark.parametrize("rule", ["bsp", "async"])
+def test_tables_travel_by_rows(comm, rule):
+    servers = comm.size // 2
+    with served(comm, rule, language(), SoftmaxCrossEntropy(), servers=servers, reproducible=True) as made:
+        reports = [made.step(sentences(range(parts), step)) for step, parts in enumerate(STEPS)]
+        evaluation = made.evaluate(sentences(made.share(5), 99), lambda scores, y: len(y))
+        state, up = whole(comm, made), sum(n for (way, kind, _), n in made.traffic.items() if kind is Kind.PUSH)
+    if made.server is not None:
+        assert up < sum(STEPS) * 3000 * 10 * 4 / 10
+    assert made.server is not None or all(math.isfinite(r.loss) or not r.count for r in reports)
+    if rule == "bsp":
+        settings = {"model": language(), "loss": SoftmaxCrossEntropy(), "batches": sentences}
+        want, _, wanted = data_parallel(comm, **settings)
+        assert same(state, want)
+        assert evaluation == wanted
+
+
+# ---------------------------------------------------------------------------------------------- when something fails
+
+
+class Odd(Operator):
+    """Raises where it is told to."""
+
+    def __init__(self):
+        self.armed = False
+
+    def forward(self, x, run):
+        if self.armed and run.training:
+            raise RuntimeError("a unit that fails")
+        return x, ()
+
+    def backward(self, dy, saved, grads):
+        return dy
+
+
+class Steep(Operator):
+    """Its parameter's gradient overflows."""
+
+    def __init__(self):
+        self.weight = Parameter((300,), constant(1.0))
+
+    def forward(self, x, run):
+        return x, ()
+
+    def backward(self, dy, saved, grads):
+        grads(self.weight, lambda out: out.fill(np.inf))
+        return dy
+
+
+@rules
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_who_raises_is_heard_by_all(comm, rule, role):
+    odd = Odd()
+    with served(comm, rule, Sequential([*tiny.model().items, odd]), servers=comm.size // 2) as made:
+        made.step(tiny.batches(range(4), 0))
+        odd.armed = role == "worker" and comm.rank == comm.size - 1
+        if role == "server" and comm.rank == 0:
+            made.server.store.push = None
+        began = time.perf_counter()
+        why = {"worker": "a unit that fails", "server": "'NoneType' object is not callable .rank 0"}
+        with pytest.raises(StepFailed, match=why[role]):
+            for step in range(1, 50):
+                made.step(tiny.batches(range(4 * comm.size), step))
+        assert time.perf_counter() - began < 10
+        with pytest.raises(StepFailed, match="failed before"):
+            made.step([])
+
+
+def test_a_loss_that_is_no_number_ends_all(comm):
+    def batches(step):
+        made = tiny.batches(range(3), step)
+        return [(n, x * (np.nan if step == 2 else 1), y, s) for n, x, y, s in made]
+
+    with served(comm, "async") as made, pytest.raises(StepFailed, match=r"the loss of micro-batch . is not a finite"):
+        for step in range(4):
+            made.step(batches(step))
+
+
+@pytest.mark.parametrize("rule", ["bsp", "async"])
+def test_a_gradient_that_overflows_ends_all(comm, rule):
+    model, failed = Sequential([*tiny.model().items, Steep()]), pytest.raises(StepFailed, match="not finite in step 0")
+    with served(comm, rule, model) as made, failed:
+        made.step(tiny.batches(range(3), 0))
+
+
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"servers": 0}, "servers: expected at least 1, found 0"),
+        ({"servers": 99}, "servers: 99 of . ranks leave no workers"),
+        ({"rule": "ssp:-1"}, "consistency: expected a staleness from 0 on, found -1"),
+        ({"rule": "ssp"}, "consistency: expected bsp, ssp:S or async, found 'ssp'"),
+        ({"rule": "bsp:1"}, "consistency: expected"),
+        ({"rule": "ssp:x"}, "consistency: expected ssp:S with a whole number S, found ssp:x"),
+        ({"precision": "fp16"}, "precision: fp16 needs a loss scale"),
+        ({"slow": {0: 2.0}}, "slow: rank 0 is no worker"),
+        ({"slow": {1: 0.5}}, "slow: expected a factor from 1 on, found 0.5 for rank 1"),
+        ({"optimizer": LAMB(rate=0.1), "rule": "async"}, "optimizer: lamb needs norms of whole tensors"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(comm, settings, why):
+    with pytest.raises(ValueError, match=why):
+        served(comm, **{"rule": "bsp", **settings})
+
+
+def test_all_parts_of_all_steps(comm):
+    """What workers did is what servers know of."""
+    with served(comm, "async") as made:
+        reports = [made.step(tiny.batches(range(5), step)) for step in range(3)]
+        made.settle()
+    counts = comm.allgather([report.count for report in reports])
+    assert [sum(column) for column in zip(*counts[1:])] == counts[0] == [25, 25, 25]
+    assert list(chain(*([outcome.targets for outcome in outcomes] for outcomes in made.outcomes))) == (
+        [5] * 15 if comm.rank == 0 else []
+    )

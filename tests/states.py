@@ -1,0 +1,22 @@
+"""The state of a training, put together from what its ranks hold."""
+
+import math
+
+import numpy as np
+
+
+def whole(comm, made):
+    """All tensors of the state, put together from the stretches of all ranks; every element comes from one."""
+    tensors = {}
+    for stretches in comm.allgather([(s.name, s.shape, s.start, s.array.copy()) for s in made.stretches() if s.mine]):
+        for name, shape, start, values in stretches:
+            tensor, times = tensors.setdefault(name, (np.zeros(math.prod(shape)), np.zeros(math.prod(shape), int)))
+            tensor[start : start + len(values)] = values
+            times[start : start + len(values)] += 1
+    assert all((times == 1).all() for _, times in tensors.values())
+    return {name: tensor for name, (tensor, _) in tensors.items()}
+
+
+def same(a, b):
+    """Whether two states have the same bits."""
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
