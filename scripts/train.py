@@ -31,6 +31,7 @@ from mpi4py import MPI
 
 from benchlib import launch, traces
 from benchlib.launch import say
+from benchlib.last_word import LastWord
 from benchlib.metrics import Metrics
 from benchlib.training import (
     REFRESH,
@@ -49,7 +50,7 @@ from collectives import Communicator
 from collectives.errors import OutOfMemory
 from collectives.tuning import machine as machine_in_words
 from parallel import datasets, machine, settings
-from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, step_of
+from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, name_of, step_of
 from parallel.guard import Diverged, StepFailed
 from parallel.interrupt import Interrupt
 from parallel.meter import Meter
@@ -256,8 +257,9 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     metrics = together(comm, lambda: Metrics(args.json if root else None, training.done), "--json", Unwritten)
     each, every = intervals(args, training)
     saved, events, shown = training.done, [], ""
-    bar = launch.progress(training.steps, training.task.name, "step")
-    with bar, Interrupt() as interrupt:
+    bar, word = launch.progress(training.steps, training.task.name, "step"), LastWord(root and not args.mortal)
+    with bar, word, Interrupt() as interrupt:
+        word.would_be(last_word(args, saved))
         bar.update(training.done)
         for made, record in enumerate(training.run(lambda: interrupt.seen)):
             meter.add(record)
@@ -275,6 +277,7 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
             training.engine.events.clear()
             if args.checkpoint and done % every == 0:
                 saved = _step_saved(training, args)
+                word.would_be(last_word(args, saved))
             if meter.window_seconds > REFRESH:
                 words = loss_in_words(training, record.report.loss), speed_in_words(training, meter.recent())
                 bar.set_postfix_str(f"{words[0]}{shown}, {words[1]}", refresh=False)
@@ -308,6 +311,15 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
         write_trace(args.trace, comm, events, traces.offset(comm), settings=str(asdict(training.settings)))
     together(comm, metrics.complete, f"{args.json} is not complete", Unwritten, root=0)
     return 0
+
+
+def last_word(args: argparse.Namespace, saved: int) -> str:
+    """What to say if all ranks are killed, as most launchers do when one of them dies."""
+    if args.checkpoint and saved:
+        kept = f"its last checkpoint is {args.checkpoint / name_of(saved)}; --resume goes on from there"
+    else:
+        kept = "no checkpoint keeps it"
+    return f"train.py: the training was killed, or one of its ranks was: {kept}"
 
 
 def draw(path: Path, metrics: Metrics, training: Training) -> None:
