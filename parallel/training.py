@@ -137,7 +137,15 @@ class Training:
         On all ranks, if the settings fit neither each other nor the ranks.
     """
 
-    def __init__(self, settings: Settings, comm: Communicator, *, device: str = "cpu", trace: bool = False, mortal: bool = False):
+    def __init__(
+        self,
+        settings: Settings,
+        comm: Communicator,
+        *,
+        device: str = "cpu",
+        trace: bool = False,
+        mortal: bool = False,
+    ):
         self._comm = comm
         self.settings = said = settings
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")

@@ -3,8 +3,9 @@
 python scripts/kill_ranks.py --kill servers --times 20
 python scripts/kill_ranks.py --kill workers --times 20 --consistency ssp:3
 
-Needs Open MPI built with ULFM (its wheel is), since the others must live on. Every training must end with as many updates
-as one that nobody disturbs, read as many digits right, and take no more than ten seconds longer than the slowest of those.
+Needs Open MPI built with ULFM (its wheel is), since the others must live on. Every training must end with as many
+updates as one that nobody disturbs, read as many digits right, and take no more than ten seconds longer than the
+slowest of those.
 """
 
 from __future__ import annotations

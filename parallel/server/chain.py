@@ -87,7 +87,9 @@ class Chains:
         for shard in concerned:
             self._chains[shard] = tuple(member for member in self[shard] if member != rank)
         if empty := [shard for shard in concerned if not self[shard]]:
-            raise ChainLost(f"server {empty[0]} of {len(self)} is lost: rank {rank} was the last that had its parameters")
+            raise ChainLost(
+                f"server {empty[0]} of {len(self)} is lost: rank {rank} was the last that had its parameters"
+            )
         return sorted(concerned)
 
 

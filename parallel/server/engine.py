@@ -472,7 +472,8 @@ class ParameterServer:
         wide, storage = self._plan.precision.wide, self._plan.precision.storage
         x = batch.x if batch.x.dtype.kind in "iub" else batch.x.astype(storage, copy=False)
         y = batch.y if batch.y.dtype.kind in "iub" else batch.y.astype(wide, copy=False)
-        return Motion(x, y, Run(clock is not None, self._seed, clock or 0, np.asarray(batch.samples, np.int64)), self._loss)
+        run = Run(clock is not None, self._seed, clock or 0, np.asarray(batch.samples, np.int64))
+        return Motion(x, y, run, self._loss)
 
     @contextmanager
     def _sharing_problems(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,9 @@ class Post:
         if self._in_vain > BUSY_TURNS:
             time.sleep(NAP)
 
+    def abandon(self, *kinds: Kind) -> None:
+        """Nothing is kept here until it is answered: see `parallel.server.retry`."""
+
     def flush(self) -> None:
         """Wait until everything sent has left; the peers poll meanwhile."""
         while not all(sent.done() for sent in self._under_way):
@@ -162,7 +166,7 @@ class Post:
     def _move(self) -> None:
         """Look what has come."""
         for at, (message, vectors, requests) in list(self._arriving.items()):
-            come = succeeds(lambda requests=requests: finished(requests))
+            come = succeeds(partial(finished, requests))
             if come is None:
                 self._lose(at)
             elif come:
@@ -197,10 +201,15 @@ class Post:
         for vector in vectors:
             self.traffic["received", message.kind, peer] += vector.nbytes
         self._arrived.append(Letter(peer, message, vectors))
-        if succeeds(lambda: self._requests[at].Start() is None) is None:
-            self._lose(at)
-        else:
+
+        def listen() -> bool:
+            self._requests[at].Start()
+            return True
+
+        if succeeds(listen):
             self._listening.append(at)
+        else:
+            self._lose(at)
 
     def _lose(self, at: int) -> None:
         """A peer is dead."""

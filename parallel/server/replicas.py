@@ -138,7 +138,7 @@ class Replicas:
 
 
 class ShardMail:
-    """What the server of a shard takes for a post: letters come in the order of the chain, and only the tail is heard."""
+    """A shard's server takes it for a post: letters come in the order of the chain, and only the tail is heard."""
 
     def __init__(self, replicas: Replicas, shard: int):
         self._replicas, self.shard = replicas, shard
@@ -172,6 +172,9 @@ class ShardMail:
     def idle(self) -> None:
         """As the post."""
         self._replicas.idle()
+
+    def abandon(self, *kinds: Kind) -> None:
+        """A server asks nothing that it would wait for."""
 
     def _write(self, shard: int) -> Any:
         message, vectors = self._said[shard]

@@ -57,7 +57,9 @@ class Retry:
         shard = self._servers.index(peer)
         self._ticket += 1
         message = message._replace(ticket=self._ticket, shard=shard)
-        entry = (Kind.TICK, shard) if message.kind is Kind.TICK else self._ticket  # ticks have no answer: the last counts
+        entry: Any = self._ticket
+        if message.kind is Kind.TICK:  # it has no answer, and the last one counts
+            entry = Kind.TICK, shard
         self._open.pop(entry, None)
         self._open[entry] = message, vectors
         return self._post.send(self._chains[shard][0], message, *vectors)

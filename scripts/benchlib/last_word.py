@@ -1,8 +1,8 @@
 """What is still said when a program is killed: a process of its own waits, and speaks if it hears no good-bye.
 
-Most launchers kill all ranks when one dies, some without a signal that could be caught. So the words are with somebody whom they
-do not know: a shell in a session of its own, which reads what would be the last word now from a pipe, and prints it if
-the pipe ends without an empty line.
+Most launchers kill all ranks when one dies, some without a signal that could be caught. So the words are with somebody
+whom they do not know: a shell in a session of its own, which reads what would be the last word now from a pipe, and
+prints it if the pipe ends without an empty line.
 """
 
 from __future__ import annotations

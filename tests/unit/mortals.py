@@ -67,7 +67,10 @@ class World:
 
     def run(self, programs):
         """Let all programs run to their end."""
-        threads = [threading.Thread(target=self._thread, args=(rank, program), daemon=True) for rank, program in enumerate(programs)]
+        threads = [
+            threading.Thread(target=self._thread, args=(rank, program), daemon=True)
+            for rank, program in enumerate(programs)
+        ]
         for thread in threads:
             thread.start()
         while len(self.ended) < len(threads):
@@ -142,7 +145,9 @@ class Training:
         self.keys = [Key(at, 0, at // KEYS, span, None) for at, span in enumerate(spans)]
         self.length = len(spans) * BLOCK
         self.hosted, self.done = {}, {}
-        self.world.run([partial(self.serve, rank) for rank in self.servers] + [partial(self.work, rank) for rank in self.workers])
+        self.world.run(
+            [partial(self.serve, rank) for rank in self.servers] + [partial(self.work, rank) for rank in self.workers]
+        )
 
     def make(self, mail, shard):
         """The server of a shard."""

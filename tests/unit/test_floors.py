@@ -21,7 +21,7 @@ FLOORS = {
     "parallel.precision parallel.data parallel.datasets parallel.canonical parallel.plan parallel.bucket "
     "parallel.stretches parallel.motion parallel.record parallel.report parallel.interrupt parallel.tensorfile "
     "parallel.settings parallel.server.clocks parallel.server.messages parallel.server.keys parallel.server.work "
-    "parallel.server.order parallel.server.record",
+    "parallel.server.order parallel.server.record parallel.server.chain",
     7: "parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}

@@ -24,7 +24,10 @@ def test_who_is_killed_has_the_last_word(number):
     assert (ended.returncode, ended.stderr) == (-number, "it was killed\n")
 
 
-@pytest.mark.parametrize("wanted, end", [(True, "pass"), (True, "raise SystemExit"), (False, "os.kill(os.getpid(), 9)")])
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("wanted, end", [(True, "pass"), (True, "raise SystemExit"), (False, KILLED)])
 def test_others_say_nothing(wanted, end):
     assert run(wanted, end).stderr == ""
 

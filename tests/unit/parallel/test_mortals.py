@@ -1,4 +1,4 @@
-"""No acknowledged update is lost and none is applied twice, whoever dies at whatever message; and nobody waits for ever."""
+"""No acknowledged update is lost and none is applied twice, whoever dies at what message; nobody waits for ever."""
 
 import pytest
 from hypothesis import given, settings
@@ -31,4 +31,5 @@ def test_anybody_dies_at_any_time(data):
     replicas = data.draw(st.integers(1, servers))
     deaths = st.dictionaries(st.integers(0, servers + workers - 1), st.integers(0, 1500), max_size=3)
     seed, rule = data.draw(st.integers(0, 1 << 30)), data.draw(st.sampled_from(RULES))
-    Training(servers, workers, replicas, rule, 2, data.draw(st.sampled_from([1, 2, 4])), seed, data.draw(deaths)).check()
+    parts = data.draw(st.sampled_from([1, 2, 4]))
+    Training(servers, workers, replicas, rule, 2, parts, seed, data.draw(deaths)).check()
