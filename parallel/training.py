@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives import Communicator
 from parallel import checkpoint, datasets, machine
@@ -33,6 +34,7 @@ from parallel.precision import PRECISIONS
 from parallel.report import Report
 from parallel.schedules import Schedule
 from parallel.settings import NAMES, Settings
+from parallel.stretches import Stretch
 from parallel.together import together
 from parallel.ways import Job, way_of
 
@@ -119,6 +121,8 @@ class Training:
     device : "cpu" or "cuda"
     trace : bool
         Whether the engine keeps events.
+    mortal : bool
+        Whether this MPI goes on after the death of a rank; with servers the training does then, too.
 
     Attributes
     ----------
@@ -137,13 +141,21 @@ class Training:
         On all ranks, if the settings fit neither each other nor the ranks, nor the model the machine's memory.
     """
 
-    def __init__(self, settings: Settings, comm: Communicator, *, device: str = "cpu", trace: bool = False):
+    def __init__(
+        self,
+        settings: Settings,
+        comm: Communicator,
+        *,
+        device: str = "cpu",
+        trace: bool = False,
+        mortal: bool = False,
+    ):
         self._comm = comm
         self.settings = said = settings
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
         self._optimizer = optimizer
         self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
-        job = Job(model, self._loss, comm, optimizer, device, trace)
+        job = Job(model, self._loss, comm, optimizer, device, trace, mortal)
         data = self.task.train
         self.settled = way_of(said).settle(job, said, lambda count: data.take(np.arange(count) % len(data)))
         self.sampler = _sampler(self.settled, self.task, comm.Get_size())
@@ -221,7 +233,7 @@ class Training:
 
     # ------------------------------------------------------------------------------------------ restart
 
-    def save(self, directory: Path, *, keep: int = 3) -> Path:
+    def save(self, directory: Path, *, keep: int = 3) -> None:
         """Write a checkpoint after so many steps as were `done`. Collective; raises `CheckpointError`."""
         facts = {
             "settings": asdict(self.settings),
@@ -231,7 +243,11 @@ class Training:
             "optimizer": self._optimizer.describe(),
             "ranks": self._comm.Get_size(),
         }
-        return checkpoint.save(self._comm, directory, self.done, self.engine.stretches(), facts, keep=keep)
+
+        def write(comm: MPI.Intracomm, stretches: Iterable[Stretch]) -> None:
+            checkpoint.save(comm, directory, self.done, stretches, facts, keep=keep)
+
+        way_of(self.settings).save(self.engine, self._comm, write)
 
     def resume(self, found: Checkpoint) -> None:
         """Go on from a checkpoint, written on any number of ranks in any layout and precision. Collective.

@@ -8,6 +8,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from mpi4py import MPI
+
 from collectives import Communicator
 from parallel.data import Batch
 from parallel.engine import Engine, uncompressible
@@ -57,7 +59,7 @@ class Trains(Protocol):
 
 
 class Job(NamedTuple):
-    """What an engine is made of, besides the settings."""
+    """What an engine is made of, besides the settings; `mortal` if this MPI goes on after the death of a rank."""
 
     model: Sequential
     loss: Any
@@ -65,6 +67,7 @@ class Job(NamedTuple):
     optimizer: Optimizer
     device: str = "cpu"
     trace: bool = False
+    mortal: bool = False
 
 
 class Way(NamedTuple):
@@ -91,6 +94,8 @@ class Way(NamedTuple):
         Whether a name behind a colon says more.
     meet : callable (engine)
         Wait until all ranks have made as many steps. Collective; most make their steps together anyway.
+    save : callable (engine, comm, write)
+        Have a checkpoint written, by `write` (ranks that hold the state, what each holds of it). Collective.
     """
 
     engine: Callable[[Job, Settings], Trains]
@@ -102,6 +107,7 @@ class Way(NamedTuple):
     draws: bool = False
     kinds: bool = False
     meet: Callable[[Any], None] = lambda engine: None
+    save: Callable[[Any, MPI.Intracomm, Any], Any] = lambda engine, comm, write: write(comm, engine.stretches())
 
 
 def _replicas(job: Job, said: Settings) -> Engine:
@@ -197,6 +203,8 @@ def _served(job: Job, said: Settings) -> ParameterServer:
         job.optimizer,
         servers=said.servers,
         consistency=said.consistency,
+        replicas=said.replicas,
+        mortal=job.mortal,
         seed=said.seed,
         precision=said.precision,
         reproducible=said.reproducible,
@@ -213,8 +221,8 @@ def _servers_refuse(said: Settings, ranks: int) -> None:
     refuse_servers(ranks, said.servers, said.consistency, said.precision, said.optimizer == "lamb", factors(said.slow))
     if not 1 <= said.replicas <= said.servers:
         raise ValueError(f"replicas: expected 1 to {said.servers}, as many as servers, found {said.replicas}")
-    if said.replicas > 1:
-        raise ValueError(f"replicas: expected 1, since a key has one server here, found {said.replicas}")
+    if said.replicas > 1 and (said.record or said.replay):
+        raise ValueError(f"replicas: expected 1 where the order of messages is kept or played, found {said.replicas}")
     if said.check_every:
         raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {said.check_every}")
     if said.record and said.record == said.replay:
@@ -238,6 +246,7 @@ WAYS["ps"] = Way(
     settings=OF_SERVERS,
     draws=True,
     meet=lambda engine: engine.settle(),
+    save=lambda engine, comm, write: engine.save(write),
 )
 WAYS |= {
     name: Way(_styled, _style_refuses, settings=line.options, forecast=_style_forecast) for name, line in STYLES.items()

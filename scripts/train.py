@@ -30,6 +30,7 @@ from typing import Any
 from mpi4py import MPI
 
 from benchlib import launch, traces
+from benchlib.last_word import LastWord
 from benchlib.launch import say
 from benchlib.metrics import Metrics
 from benchlib.training import (
@@ -49,7 +50,7 @@ from collectives import Communicator
 from collectives.errors import OutOfMemory
 from collectives.tuning import machine as machine_in_words
 from parallel import datasets, machine, settings
-from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, step_of
+from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, name_of, step_of
 from parallel.compression import AUTO, COMPRESSORS
 from parallel.guard import Diverged, StepFailed
 from parallel.interrupt import Interrupt
@@ -192,7 +193,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     keep_freed_memory()
     threads = args.threads or (1 if chosen.reproducible else machine.cores_per_rank(comm))
     together(comm, lambda: machine.limit_threads(threads), "--threads")
-    training = Training(chosen, comm, device=args.device, trace=args.trace is not None)
+    training = Training(chosen, comm, device=args.device, trace=args.trace is not None, mortal=args.mortal)
     if found is not None:
         training.resume(found)
     for option, look in KEPT.items():
@@ -263,13 +264,19 @@ def intervals(args: argparse.Namespace, training: Training) -> tuple[int, int]:
 
 def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
     """The loop, and what is shown and kept of it: the exit status."""
-    root, began = comm.Get_rank() == 0, time.perf_counter()
+    began = time.perf_counter()
+    if args.mortal:  # nobody waits for who may be dead
+        launch.speak_when(lambda: training.engine.speaks)  # type: ignore[attr-defined]
+        root, comm = training.engine.speaks, Communicator(MPI.COMM_SELF)  # type: ignore[attr-defined]
+    else:
+        root = comm.Get_rank() == 0
     meter = Meter(training.flops_per_sample, machine.peak(comm, args.device))
     metrics = together(comm, lambda: Metrics(args.json if root else None, training.done), "--json", Unwritten)
     each, every = intervals(args, training)
     saved, events, shown = training.done, [], ""
-    bar = launch.progress(training.steps, training.task.name, "step")
-    with bar, Interrupt() as interrupt:
+    bar, word = launch.progress(training.steps, training.task.name, "step"), LastWord(root and not args.mortal)
+    with bar, word, Interrupt() as interrupt:
+        word.would_be(last_word(args, saved))
         bar.update(training.done)
         for made, record in enumerate(training.run(lambda: interrupt.seen)):
             meter.add(record)
@@ -287,6 +294,7 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
             training.engine.events.clear()
             if args.checkpoint and done % every == 0:
                 saved = _step_saved(training, args)
+                word.would_be(last_word(args, saved))
             if meter.window_seconds > REFRESH:
                 words = loss_in_words(training, record.report.loss), speed_in_words(training, meter.recent())
                 bar.set_postfix_str(f"{words[0]}{shown}, {words[1]}", refresh=False)
@@ -301,10 +309,14 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     score, speed = training.score(), meter.overall(comm)
     final = {"final": True, "step": training.done, "loss": metrics.lines[-1]["loss"] if metrics.lines else None}
     final |= {**score.line(), f"{unit(training)}_per_s": speed.samples_per_s * tokens(training), "mfu": speed.mfu}
+    if args.layout == "ps":
+        final["updates"] = training.engine.updates  # type: ignore[attr-defined]
     final |= {"communication_share": speed.communication_share, **memory(comm, training)}
     final |= {"seconds": time.perf_counter() - began, "ranks": comm.Get_size(), "settings": asdict(training.settings)}
     metrics.add(final)
     metrics.close()
+    if args.json and args.mortal and not root and training.engine.speaks:  # type: ignore[attr-defined]
+        together(comm, partial(metrics.copy, args.json), "--json", Unwritten)
     spent = f"{training.done} steps and {final['seconds']:.1f} s"
     say(f"{score_in_words(score)} after {spent}; {speed_in_words(training, speed)}")
     if args.checkpoint:
@@ -316,6 +328,15 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
         write_trace(args.trace, comm, events, traces.offset(comm), settings=str(asdict(training.settings)))
     together(comm, metrics.complete, f"{args.json} is not complete", Unwritten, root=0)
     return 0
+
+
+def last_word(args: argparse.Namespace, saved: int) -> str:
+    """What to say if all ranks are killed, as most launchers do when one of them dies."""
+    if args.checkpoint and saved:
+        kept = f"its last checkpoint is {args.checkpoint / name_of(saved)}; --resume goes on from there"
+    else:
+        kept = "no checkpoint keeps it"
+    return f"train.py: the training was killed, or one of its ranks was: {kept}"
 
 
 def draw(path: Path, metrics: Metrics, training: Training) -> None:
@@ -345,16 +366,20 @@ def main(argv: list[str] | None = None) -> int:
     if problem := refuse(args):
         made.error(problem)
     comm = Communicator(MPI.COMM_WORLD)
+    args.mortal = launch.mortal() and args.layout == "ps"
     try:
         training = begin(comm, args)
     except (CheckpointError, OutOfMemory, ValueError) as error:
         made.error(str(error))
     with training:
         try:
-            return train(comm, args, training)
+            code = train(comm, args, training)
         except (CheckpointError, StepFailed, Diverged, Unwritten) as error:
             say(f"{made.prog}: error: {error}")
-            return 1
+            code = 1
+    if args.mortal:
+        launch.leave(code)
+    return code
 
 
 if __name__ == "__main__":

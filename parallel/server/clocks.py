@@ -77,6 +77,10 @@ def rule_of(text: str) -> Rule:
     return Rule(text, RULES[name](rest))
 
 
+GONE = 1 << 62
+"""The clock of a dead worker."""
+
+
 class Clocks:
     """The steps that each worker has taken its part in, as far as one server has heard.
 
@@ -94,6 +98,10 @@ class Clocks:
     def least(self) -> int:
         """Of the slowest."""
         return min(self.vector)
+
+    def leave(self, worker: int) -> None:
+        """A worker is dead: nobody waits for it."""
+        self.vector[worker] = GONE
 
     def tick(self, worker: int, clock: int) -> None:
         """A worker has made so many steps. To hear it twice, or late, changes nothing."""

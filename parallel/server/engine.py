@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives import Communicator
 from parallel import guard
 from parallel.data import Batch, contiguous
-from parallel.flat import Flat
+from parallel.flat import Flat, Span
 from parallel.ledger import Ledger
 from parallel.memory import Memory
 from parallel.motion import Motion
@@ -26,19 +28,23 @@ from parallel.precision import PRECISIONS
 from parallel.record import Event, Recorder
 from parallel.report import Evaluation, Report
 from parallel.schedules import rate_at
-from parallel.server.clocks import rule_of
+from parallel.server.clocks import GONE, rule_of
 from parallel.server.keys import buckets_of, keys_of
 from parallel.server.messages import Kind
 from parallel.server.order import Order
 from parallel.server.post import Post
 from parallel.server.record import Recording, file_of, read
-from parallel.server.server import Failed, Server
+from parallel.server.replicas import Replicas
+from parallel.server.retry import Retry
+from parallel.server.server import Failed, Mail, Server
 from parallel.server.sink import Gradients
 from parallel.server.store import Apart, Cell, Together
 from parallel.server.work import Outcome, Part, joined
-from parallel.server.worker import Worker
+from parallel.server.worker import Again, Worker
 from parallel.stretches import Stretch, stretches
 from parallel.together import agree, together
+
+Result = TypeVar("Result")
 
 
 class ParameterServer:
@@ -60,6 +66,11 @@ class ParameterServer:
         How many of the ranks are servers.
     consistency : str
         As `parallel.server.clocks.rule_of` reads it.
+    replicas : int
+        Servers that have a copy of each parameter.
+    mortal : bool
+        Whether this MPI goes on after the death of a rank, and so shall the training. Then no rank waits for another
+        but in a message, every worker evaluates by itself, and the first that lives speaks for all.
     slow : mapping of int to float
         Ranks of workers that take so many times as long.
     delay : float
@@ -105,6 +116,8 @@ class ParameterServer:
         *,
         servers: int = 1,
         consistency: str = "bsp",
+        replicas: int = 1,
+        mortal: bool = False,
         seed: int = 0,
         precision: str = "fp32",
         reproducible: bool = False,
@@ -130,6 +143,9 @@ class ParameterServer:
         self._units = tuple(model.items) if isinstance(model, Sequential) else (model,)
         self._plan = Plan(self._units, self.flat, size, rank, recipe, reproducible, bucket_bytes, first_bytes)
         self._servers, self._workers = range(servers), range(servers, size)
+        self._mortal = mortal
+        self._replicas: Replicas | None = None
+        self._batches: dict[int, Sequence[Batch]] = {}
         buckets = buckets_of(self._plan)
         self.keys = keys_of(self._plan, buckets, servers)
         self._memory, self._recorder = Memory(comm), Recorder(trace)
@@ -146,10 +162,21 @@ class ParameterServer:
         script = together(comm, lambda: self._files(facts, record, replay), "order of messages")
         others = [*self._workers, *self._servers] if rank in self._servers else list(self._servers)
         self._post = Post(comm, [peer for peer in others if peer != rank], len(self._workers))
+        self._mail: Mail = self._post
+        chained = mortal or replicas > 1
         if rank in self._servers:
-            self.server = self._make_server(script, recipe.master, clip)
+            made = partial(self._make_server, script=script, mixed=recipe.master, clip=clip)
+            if chained:
+                self._replicas = Replicas(self._post, rank, self._servers, self._workers, replicas)
+                self._replicas.servers |= {shard: made(mail, shard) for shard, mail in self._replicas.mails.items()}
+                self.server = self._replicas.servers[rank]
+            else:
+                self.server = made(self._post, rank)
         else:
-            self.worker = self._make_worker(buckets, clip)
+            storage = np.dtype(recipe.storage)
+            if chained:
+                self._mail = Retry(self._post, self._servers, replicas, storage)
+            self.worker = self._make_worker(self._mail, buckets, clip)
             self._slow, self._delay = (slow or {}).get(rank, 1.0), delay
 
     # ------------------------------------------------------------------------------------------ training
@@ -158,6 +185,8 @@ class ParameterServer:
         """The numbers of this rank's micro-batches in an evaluation. In a step it gets those that it draws."""
         if self.worker is None:
             return range(0)
+        if self._mortal:
+            return range(micro_batches)
         return contiguous(micro_batches, self._comm.Get_rank() - len(self._servers), len(self._workers))
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> Report:
@@ -209,10 +238,13 @@ class ParameterServer:
         with self._sharing_problems(), self._recorder("communication", "settle"):
             if self.server is not None:
                 self.server.until_rest()
+                if self._replicas is not None:
+                    rests = self.server.rests
+                    self._replicas.until(lambda: all(server.rests >= rests for server in self._here()))
                 self.updates = self.server.store.updates
             else:
                 assert self.worker is not None
-                self.worker.rest()
+                self._rest(self.worker)
                 self.updates = self.worker.updates
             self._post.flush()
         self._settled = True
@@ -235,7 +267,7 @@ class ParameterServer:
             if self.worker is not None:
                 self.flat.bind(self.worker.copy())
                 for batch in (Batch(*some) for some in batches):
-                    motion = self._motion(batch, training=False)
+                    motion = self._motion(batch, None)
                     for unit in self._units:
                         motion.forward(unit)
                         motion.saved.clear()
@@ -245,8 +277,12 @@ class ParameterServer:
                     totals.append((motion.total, self._loss.count(batch.y), measured))
         self._settled = False
         self.settle()
-        agree(self._comm, problem, "evaluation", guard.StepFailed)
-        everyone = [entry for some in self._comm.allgather(totals) for entry in some]
+        everyone = totals
+        if not self._mortal:
+            agree(self._comm, problem, "evaluation", guard.StepFailed)
+            everyone = [entry for some in self._comm.allgather(totals) for entry in some]
+        elif problem is not None:
+            raise guard.StepFailed(f"evaluation: {problem}")
         count = sum(entry[1] for entry in everyone)
         if not count:
             return Evaluation(math.nan, math.nan if measure else None, 0)
@@ -258,17 +294,52 @@ class ParameterServer:
     def stretches(self) -> Iterator[Stretch]:
         """As `Engine.stretches`; workers have none."""
         if self.server is not None:
-            cells = self.server.store.cells.values()
-            yield from stretches([cell.piece for cell in cells], [cell.key.span for cell in cells])
+            cells = [cell for server in self._here() for cell in server.store.cells.values()]
+            yield from stretches(
+                [cell.piece for cell in cells], [cell.key.span for cell in self.server.store.cells.values()]
+            )
 
     def refresh(self) -> None:
         """Make what was assigned to the stretches count, on all ranks."""
-        if self.server is not None:
-            for cell in self.server.store.cells.values():
+        for server in self._here():
+            for cell in server.store.cells.values():
                 cell.refresh()
-        else:
-            assert self.worker is not None
+        if self.worker is not None:
             self.worker.forget()
+
+    def _here(self) -> list[Server]:
+        """This rank's servers: its own, and those that it is a replica of."""
+        if self._replicas is not None:
+            return list(self._replicas.servers.values())
+        return [] if self.server is None else [self.server]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells of the training: the first; or, where ranks may die, the first worker that lives."""
+        rank = self._comm.Get_rank()
+        if not self._mortal:
+            return rank == 0
+        living = [at for at, clock in zip(self._workers, self.worker.clocks) if clock != GONE] if self.worker else []
+        return self.worker is not None and rank == min(living, default=self._workers[0])
+
+    def save(self, write: Callable[[MPI.Intracomm, Iterable[Stretch]], Result]) -> Result | None:
+        """Have a checkpoint written, by the ranks of a communicator from what each has of the state.
+
+        Where ranks may die, one that speaks writes all of it, while the others wait; they get None.
+        """
+        self.settle()
+        if not self._mortal:
+            return write(self._comm, self.stretches())
+        result = None
+        with self._sharing_problems():
+            if self.worker is not None and self.speaks:
+                names, wide, whole = self._optimizer.states(), self._plan.precision.wide, Span(0, self.flat.length)
+                weights, *states = self.worker.copies(len(names), wide)
+                piece = Piece(whole, weights, np.zeros_like(weights), dict(zip(names, states)), self.flat.places)
+                result = write(MPI.COMM_SELF, stretches([piece], [whole]))
+        self._settled = False
+        self.settle()
+        return result
 
     def state(self) -> dict[str, Any]:
         """As `Engine.state`, when all have made as many steps."""
@@ -278,9 +349,9 @@ class ParameterServer:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a `state`, of this engine or another."""
         self.steps, self.updates = state["steps"], state["updates"]
-        if self.server is not None:
-            self.server.begin(self.steps)
-            self.server.store.updates = self.updates
+        for server in self._here():
+            server.begin(self.steps)
+            server.store.updates = self.updates
 
     @property
     def events(self) -> list[Event]:
@@ -298,7 +369,13 @@ class ParameterServer:
         if self._recording is not None:
             self._recording.close()
             self._recording = None
-        if self._post is not None and (self._settled or self._over):
+        if isinstance(self._mail, Retry):
+            self._mail.leave()
+        if self._replicas is not None and not self._over:
+            self._replicas.until_left()
+        if self._mortal:
+            self._post.leave()
+        elif self._post is not None and (self._settled or self._over):
             self._post.close()
         self._post = None  # type: ignore[assignment]
         for place in self.flat.places:
@@ -315,7 +392,7 @@ class ParameterServer:
     # ------------------------------------------------------------------------------------------ what a rank does
 
     def _serve(self, server: Server, stop: bool) -> tuple[list[Outcome], bool]:
-        server.wish |= stop
+        server.wish |= stop and self._replicas is None  # what copies of it do not hear must not change what it does
         with self._recorder("communication", "serve"):
             last = server.until_made(self.steps + 1)
         outcomes = server.work.outcome(self.steps)
@@ -325,26 +402,44 @@ class ParameterServer:
         return outcomes, last
 
     def _work(self, worker: Worker, batches: Sequence[Batch], stop: bool) -> tuple[list[Outcome], bool, int]:
+        self._batches[self.steps] = batches
+        outcomes, early = self._parts(worker, self.steps, stop)
+        last = worker.last == self.steps
+        worker.tick(self.steps + 1, len(batches), last)
+        return outcomes, last, early
+
+    def _parts(self, worker: Worker, clock: int, stop: bool) -> tuple[list[Outcome], int]:
+        """Do parts of a step, and what others leave undone, until nothing is left of it."""
         outcomes: list[Outcome] = []
         done: tuple[Part, Outcome] | None = None
         early = 0
         while True:
             with self._recorder("communication", "draw"):
-                part = worker.draw(self.steps, len(batches), done, stop)
+                part = worker.draw(clock, len(self._batches[clock]), done, stop)
             if part is None:
-                break
-            outcome = self._part(worker, part, Batch(*batches[part.number]), len(batches))
-            early += self._gradients.early
-            outcomes.append(outcome)
-            done = part, outcome
-        last = worker.last == self.steps
-        worker.tick(self.steps + 1, len(batches), last)
-        return outcomes, last, early
+                return outcomes, early
+            batches, done = self._batches[part.clock], None
+            with suppress(Again):
+                outcome = self._part(worker, part, Batch(*batches[part.number]), len(batches))
+                early += self._gradients.early
+                outcomes.append(outcome)
+                done = part, outcome
+
+    def _rest(self, worker: Worker) -> None:
+        """Wait until all workers rest, and all parts are done."""
+        while True:
+            try:
+                worker.rest()
+            except Again:
+                self._parts(worker, self.steps - 1, stop=False)
+            else:
+                self._batches.clear()
+                return
 
     def _part(self, worker: Worker, part: Part, batch: Batch, parts: int) -> Outcome:
         """Forward and backward of a micro-batch, with the weights that come in and the gradients that go out."""
         began = time.perf_counter()
-        motion, count = self._motion(batch, training=True), int(self._loss.count(batch.y))
+        motion, count = self._motion(batch, part.clock), int(self._loss.count(batch.y))
         rows = np.unique(batch.x).astype(np.int64) if self._has_table else None
         waiting = self._recorder.seconds["communication"]
         self.flat.bind(worker.read(part.clock, self._order, rows))
@@ -373,11 +468,13 @@ class ParameterServer:
             worker.acknowledged()
         return Outcome(motion.total, count, norm, self._comm.Get_rank() - len(self._servers))
 
-    def _motion(self, batch: Batch, training: bool) -> Motion:
+    def _motion(self, batch: Batch, clock: int | None) -> Motion:
+        """A micro-batch of a step; or None, of an evaluation."""
         wide, storage = self._plan.precision.wide, self._plan.precision.storage
         x = batch.x if batch.x.dtype.kind in "iub" else batch.x.astype(storage, copy=False)
         y = batch.y if batch.y.dtype.kind in "iub" else batch.y.astype(wide, copy=False)
-        return Motion(x, y, Run(training, self._seed, self.steps, np.asarray(batch.samples, np.int64)), self._loss)
+        run = Run(clock is not None, self._seed, clock or 0, np.asarray(batch.samples, np.int64))
+        return Motion(x, y, run, self._loss)
 
     @contextmanager
     def _sharing_problems(self) -> Iterator[None]:
@@ -394,13 +491,15 @@ class ParameterServer:
             elif self.worker is not None:
                 self.worker.give_up()
             self._post.flush()
+            if self._mortal:
+                raise guard.StepFailed(f"the training has ended: {problem or 'another rank has given up'}") from error
             agree(self._comm, problem, "the training has ended", guard.StepFailed)
             raise
 
     # ------------------------------------------------------------------------------------------ how it is built
 
-    def _make_server(self, script: Any, mixed: bool, clip: float | None) -> Server:
-        here, wide = self._comm.Get_rank(), self._plan.precision.wide
+    def _make_server(self, post: Mail, here: int, script: Any, mixed: bool, clip: float | None) -> Server:
+        wide = self._plan.precision.wide
         cells = []
         for key in (key for key in self.keys if key.server == here):
             weights = self._memory.own("optimizer" if mixed else "parameters", key.span.size, wide)
@@ -412,14 +511,14 @@ class ParameterServer:
             cells[-1].refresh()
         kind = Together if self._rule.together else Apart
         store = kind(cells, self._optimizer, self.flat.length, clip, self._plan.reproducible)
-        watch = self._watch if here == 0 else lambda worker, clock: None
-        return Server(self._post, store, self._rule, self._workers, self._servers, here, Order(script), watch)
+        watch = self._watch if here == self._comm.Get_rank() == 0 else lambda worker, clock: None
+        return Server(post, store, self._rule, self._workers, self._servers, here, Order(script), watch)
 
-    def _make_worker(self, buckets: Any, clip: float | None) -> Worker:
+    def _make_worker(self, post: Mail, buckets: Any, clip: float | None) -> Worker:
         ahead, length = not self._rule.together, self.flat.length
         storage, wide = self._plan.precision.storage, self._plan.precision.wide
         vectors = [self._memory.own("parameters", length, storage) for _ in range(1 + ahead)]
-        worker = Worker(self._post, self._rule, self.keys, self._servers, vectors)
+        worker = Worker(post, self._rule, self.keys, self._servers, vectors)
         gradient = self._memory.own("gradients", length, wide)
         scratch = self._memory.own("buffers", self._plan.scratch(adds=False), wide)
         self._gradients = Gradients(worker, buckets, self.keys, gradient, scratch, ahead, clip)

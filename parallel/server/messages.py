@@ -6,10 +6,15 @@
 | PULL | worker | may I have this key, to work on step `clock`? of a table, these rows | WEIGHTS, once the rule allows |
 | PUSH | worker | the gradient of part `number` of step `clock` by this key; of a table, these rows of it | ACK |
 | TICK | worker, to all servers | I have made `clock` steps, of `parts` parts the last | |
-| READ | worker | this key as it is: for an evaluation | COPY |
+| READ | worker | this key as it is: for an evaluation; or, by `number`, what a checkpoint keeps of it | COPY |
 | REST | worker, to all servers | I wait for all others | RESTED, once all have said so |
 | SQUARES | server, to all servers | the block sums of squares of my part of the gradient of step `clock` | |
 | PROBLEM | anyone, to all | it is over, and this is my last word | |
+| AGAIN | the first server, to workers | a part waits to be done again: leave what you wait for, and draw | |
+| HELD | server, to the one before it in a chain | the tail has all letters up to number `at` | |
+| GONE | the head of a chain, to all of it | the worker `sender` is dead | |
+| LOST | the post | the sender of this letter is dead, and this is its last | |
+| BYE | anyone, to all servers | I need you no more | |
 
 All may be said twice. A push is known by its part: (`clock`, `number`) is the sequence number of the work, whoever does
 it, and a server that has it already answers, and does nothing. A worker that draws without having done what it has gets
@@ -39,6 +44,11 @@ class Kind(IntEnum):
     RESTED = auto()
     SQUARES = auto()
     PROBLEM = auto()
+    AGAIN = auto()
+    HELD = auto()
+    GONE = auto()
+    LOST = auto()
+    BYE = auto()
 
 
 class Message(NamedTuple):
@@ -67,6 +77,10 @@ class Message(NamedTuple):
         The step after which all end, if anybody wishes to; -1 if nobody does.
     stop : int
         Whether the sender wishes to end.
+    ticket : int
+        A worker's number of what it asks, which the answer repeats.
+    shard, at, sender : int
+        Which server's chain the letter is about, its number there, and who wrote it; for `parallel.server.chain`.
     loss : float
         Summed over the part's targets.
     factor : float
@@ -86,6 +100,10 @@ class Message(NamedTuple):
     targets: int = 0
     last: int = -1
     stop: int = 0
+    ticket: int = 0
+    shard: int = -1
+    at: int = 0
+    sender: int = -1
     loss: float = 0.0
     factor: float = 0.0
     clocks: tuple[int, ...] = ()
@@ -109,7 +127,7 @@ class Wire:
 
     def __init__(self, workers: int):
         self._workers = workers
-        self._struct = struct.Struct(f"=11q2d{workers}q")
+        self._struct = struct.Struct(f"=15q2d{workers}q")
         self.nbytes = self._struct.size
 
     def pack(self, message: Message) -> bytes:

@@ -27,6 +27,7 @@ class Mail(Protocol):
     def send(self, peer: int, message: Message, *vectors: Any) -> Any: ...
     def poll(self) -> Letter | None: ...
     def idle(self) -> None: ...
+    def abandon(self, *kinds: Kind) -> None: ...
 
 
 class Failed(RuntimeError):
@@ -59,6 +60,8 @@ class Server:
         How often a worker was let read with which gap between its clock and the slowest worker's.
     applied : Counter
         Pushes that were taken, by key.
+    rests : int
+        How often all workers have rested.
     norms : dict
         By step, of the gradient; if steps are one update.
     problem : str or None
@@ -85,7 +88,11 @@ class Server:
         self.applied: Counter[int] = Counter()
         self.norms: dict[int, float | None] = {}
         self.wish = False
-        self._resting: set[int] = set()
+        self._gone: set[int] = set()
+        self._latest: dict[int, int] = {}
+        self._drawn: dict[int, Message] = {}
+        self._resting: dict[int, Message] = {}
+        self.rests = self._awaited = 0
         self._over: set[int] = set()
         self.problem: str | None = None
         post.accept = self._room
@@ -110,18 +117,24 @@ class Server:
             When all ranks have given up.
         """
         self._serve(lambda: self.clocks.least >= steps and self.store.applied >= steps)
-        if isinstance(self.store, Apart):
-            self.store.forget(steps)
-        return self._last.pop(steps, False)
+        if len(self._gone) == len(self._workers):
+            raise Failed("all workers are dead")
+        return self._last.get(steps, False)
 
     def until_rest(self) -> None:
         """Serve until all workers rest; then nothing is under way. Raises `Failed`."""
-        self._serve(lambda: len(self._resting) == len(self._workers))
-        if isinstance(self.store, Apart):
-            self.store.settle()
-        self._resting.clear()
-        for worker in self._workers:
-            self._post.send(worker, Message(Kind.RESTED, number=self.store.updates))
+        self._awaited += 1
+        self._serve(lambda: self.rests >= self._awaited)
+
+    def catch_up(self) -> None:
+        """Act on all that has come and may be acted on: a replica, which leads nobody."""
+        while True:
+            if (letter := self.order.take(self._allowed)) is not None:
+                HANDLERS[letter.message.kind](self, letter)
+            elif (letter := self._post.poll()) is not None:
+                self._arrived(letter)
+            else:
+                return
 
     def give_up(self, problem: str) -> None:
         """Say the last word to all workers and servers, and wait for theirs."""
@@ -137,6 +150,8 @@ class Server:
                     self._arrived(letter)
                 elif len(self._over) == len(self._workers) + len(self._servers) - 1:
                     raise Failed(self.problem)
+                elif self.problem is None and self._over.issuperset(self._workers):
+                    raise Failed("all workers are dead")
                 else:
                     self._post.idle()
         except Failed:
@@ -148,7 +163,9 @@ class Server:
             self._serve(lambda: False)
 
     def _arrived(self, letter: Letter) -> None:
-        if letter.message.kind is Kind.PROBLEM:
+        if letter.message.kind is Kind.LOST:
+            self._over.add(letter.source)
+        elif letter.message.kind is Kind.PROBLEM:
             self._over.add(letter.source)
             self._tell("")
         elif self.problem is None:
@@ -186,6 +203,12 @@ class Server:
 
     def _draw(self, letter: Letter) -> None:
         message, worker = letter.message, self._number[letter.source]
+        if self._is_stale(letter):
+            return
+        if worker in self._drawn and message.ticket and self._drawn[worker].ticket == message.ticket:
+            self._post.send(letter.source, self._drawn[worker])
+            return
+        self._resting.pop(letter.source, None)
         if message.number >= 0:
             outcome = Outcome(message.loss, message.targets, message.factor, worker)
             self.work.done(worker, Part(message.before, message.number), outcome)
@@ -194,7 +217,15 @@ class Server:
         part = self.work.draw(worker, message.clock, message.parts, self.order.forced())
         clock, number = part or Part(message.clock, -1)
         self.order.note(letter, number)
-        self._post.send(letter.source, Message(Kind.WORK, clock=clock, number=number, last=self.work.last))
+        answer = Message(Kind.WORK, clock=clock, number=number, last=self.work.last, ticket=message.ticket)
+        self._drawn[worker] = answer
+        self._post.send(letter.source, answer)
+
+    def _is_stale(self, letter: Letter) -> bool:
+        """Whether a worker that draws or rests has drawn or rested since."""
+        latest = max(letter.message.ticket, self._latest.get(letter.source, 0))
+        self._latest[letter.source] = latest
+        return letter.message.ticket < latest
 
     def _pull(self, letter: Letter) -> None:
         gap = letter.message.clock - self.clocks.least
@@ -204,7 +235,13 @@ class Server:
         self._show(letter, Kind.WEIGHTS)
 
     def _read(self, letter: Letter) -> None:
-        self._show(letter, Kind.COPY)
+        message, piece = letter.message, self.store.cells[letter.message.key].piece
+        if message.number < 0:
+            self._show(letter, Kind.COPY)
+            return
+        kept = [piece.weights, *piece.state.values()][message.number].copy()
+        answer = Message(Kind.COPY, message.key, number=message.number, elements=len(kept), ticket=message.ticket)
+        self._post.send(letter.source, answer, kept)
 
     def _show(self, letter: Letter, kind: Kind) -> None:
         """Send a key, or rows of it."""
@@ -214,9 +251,8 @@ class Server:
             assert cell.key.table is not None
             rows = letter.vectors[0] if letter.vectors else np.zeros(0, np.int64)
             weights, lent = weights[cell.key.table.places(rows, cell.key.span)], False
-        answer = Message(
-            kind, message.key, message.clock, elements=len(weights), stop=self.wish, clocks=tuple(self.clocks.vector)
-        )
+        answer = Message(kind, message.key, message.clock, elements=len(weights), stop=self.wish)
+        answer = answer._replace(clocks=tuple(self.clocks.vector), ticket=message.ticket)
         sent = self._post.send(letter.source, answer, *([weights] if len(weights) else []))
         if lent:
             cell.lend(sent)
@@ -235,7 +271,8 @@ class Server:
         pushed = Pushed(message.clock, message.number, message.parts, message.targets, message.factor, gradient)
         self.applied[message.key] += self.store.push(message.key, pushed)
         self.order.note(letter)
-        self._post.send(letter.source, Message(Kind.ACK, message.key, message.clock, message.number))
+        answer = Message(Kind.ACK, message.key, message.clock, number=message.number, ticket=message.ticket)
+        self._post.send(letter.source, answer)
         self._advance()
 
     def _tick(self, letter: Letter) -> None:
@@ -248,12 +285,54 @@ class Server:
         self._advance()
 
     def _rest(self, letter: Letter) -> None:
-        self._resting.add(letter.source)
+        if self._is_stale(letter):
+            return
+        if letter.message.number <= self.rests:
+            self._rested(letter.source, letter.message)
+            return
+        self._resting[letter.source] = letter.message
         self.order.note(letter)
+        self.remind()
+        self._release()
+
+    def _release(self) -> None:
+        """Let workers go on, if all that live rest and no part waits to be done."""
+        if not self._resting or len(self._resting) < len(self._workers) - len(self._gone) or self.work.returned:
+            return
+        if isinstance(self.store, Apart):
+            self.store.settle()
+        self.work.forget(self.clocks.least)
+        self.rests += 1
+        for worker, message in self._resting.items():
+            self._rested(worker, message)
+        self._resting.clear()
+
+    def _rested(self, worker: int, message: Message) -> None:
+        answer = Message(Kind.RESTED, number=self.store.updates, ticket=message.ticket)
+        answer = answer._replace(clocks=tuple(self.clocks.vector))
+        self._post.send(worker, answer)
+
+    def _bury(self, letter: Letter) -> None:
+        """A worker is dead: others do what it had, and wait for it no more."""
+        worker = self._number[letter.source]
+        self._gone.add(letter.source)
+        self._resting.pop(letter.source, None)
+        self.work.gone(worker)
+        self.clocks.leave(worker)
+        self.remind()
+        self._release()
+        self._advance()
+
+    def remind(self) -> None:
+        """Tell workers that a part waits to be done, if one does: who waits for something else is to draw it."""
+        for worker in self._workers if self.work.returned else ():
+            if worker not in self._gone:
+                self._post.send(worker, Message(Kind.AGAIN))
 
     def _sum(self, letter: Letter) -> None:
-        self._squares.setdefault(letter.message.clock, {})[self._servers.index(letter.source)] = letter.vectors
-        self._advance()
+        if letter.message.clock >= self.store.applied:
+            self._squares.setdefault(letter.message.clock, {})[self._servers.index(letter.source)] = letter.vectors
+            self._advance()
 
     # ------------------------------------------------------------------------------------------ steps as one update
 
@@ -264,7 +343,7 @@ class Server:
             store.applied = self.clocks.least
             return
         clock = store.applied
-        if self._asked == clock < self.clocks.least and store.whole(self._parts[clock]):
+        if self._asked == clock < self.clocks.least and clock in self._parts and store.whole(self._parts[clock]):
             mine = store.squares()
             self._asked += 1
             self._squares.setdefault(clock, {})[self._here] = (mine,) if len(mine) else ()
@@ -288,6 +367,7 @@ HANDLERS: dict[Kind, Callable[[Server, Letter], None]] = {
     Kind.PUSH: Server._push,
     Kind.TICK: Server._tick,
     Kind.REST: Server._rest,
+    Kind.GONE: Server._bury,
     Kind.SQUARES: Server._sum,
 }
 """What a server does with each kind of letter."""

@@ -172,17 +172,14 @@ class Apart(Store):
         self._pools[key].give(pushed.gradient)
         return new
 
-    def forget(self, clock: int) -> None:
-        """Nobody pushes for steps before this one any more."""
-        for seen in self._seen.values():
-            seen -= {part for part in seen if part[0] < clock}
-
     def settle(self) -> None:
         """Nobody pushes just now: all keys have seen the same."""
         made = max(self._made.values(), default=0)
         assert all(number == made for number in self._made.values()), f"updates differ: {self._made}"
         self.updates += made
         self._made = dict.fromkeys(self._made, 0)
+        for seen in self._seen.values():
+            seen.clear()
 
 
 class Together(Store):

@@ -7,6 +7,7 @@ that is gone goes to others.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Work:
 
     def __init__(self, workers: int, start: int = 0):
         self.last = -1
+        self._start = start
         self._courses: dict[int, Course] = {}
         self._held: dict[int, Part] = {}
         self._returned: list[Part] = []
@@ -75,13 +77,14 @@ class Work:
         number : int, optional
             Which part it must be, -1 for none: in a replay.
         """
-        course = self._courses.setdefault(clock, Course(parts))
-        if worker in self._held:
-            return self._held[worker]
+        self.gone(worker)
+        if clock < self._start:
+            return None
         self._at[worker] = max(self._at[worker], clock)
         if self._returned:
             self._held[worker] = self._returned.pop(0)
             return self._held[worker]
+        course = self._courses.setdefault(clock, Course(parts))
         number = (course.next if course.next < course.parts else -1) if number is None else number
         if number < 0:
             self._at[worker] = clock + 1
@@ -94,14 +97,26 @@ class Work:
         """A part is done, and on all servers that it concerns."""
         if self._held.get(worker) == part:
             del self._held[worker]
+        if part in self._returned:
+            self._returned.remove(part)
         if part.clock in self._courses:
             self._courses[part.clock].done.setdefault(part.number, outcome)
 
     def gone(self, worker: int) -> None:
-        """What a worker held goes to whoever draws next."""
+        """What a worker held goes to whoever draws next, the earliest first."""
         part = self._held.pop(worker, None)
         if part is not None:
-            self._returned.append(part)
+            insort(self._returned, part)
+
+    @property
+    def returned(self) -> bool:
+        """Whether a part waits to be done again."""
+        return bool(self._returned)
+
+    def forget(self, clock: int) -> None:
+        """All parts of the steps before this one are done."""
+        self._courses.clear()
+        self._start = clock
 
     def end(self) -> None:
         """Somebody wishes to end: all do after the same step, the earliest that nobody has left yet."""
@@ -109,8 +124,8 @@ class Work:
             self.last = max(self._at)
 
     def outcome(self, clock: int) -> list[Outcome]:
-        """Of all parts of a step, in order; the step is forgotten."""
-        course = self._courses.pop(clock, Course(0))
+        """Of all parts of a step, in order."""
+        course = self._courses.get(clock, Course(0))
         return [course.done[number] for number in sorted(course.done)]
 
 

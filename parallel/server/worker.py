@@ -6,7 +6,7 @@ It knows a post, but no MPI: tests put another in its place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,10 @@ from parallel.server.keys import Key
 from parallel.server.messages import Kind, Letter, Message
 from parallel.server.server import Failed, Mail
 from parallel.server.work import Outcome, Part
+
+
+class Again(Exception):
+    """A part of an earlier step waits to be done again: draw it."""
 
 
 class Worker:
@@ -43,6 +47,8 @@ class Worker:
         The step after which all will end; -1 if nobody wishes to.
     gaps : Counter
         How often a key was used that lacked so many clocks of the slowest worker.
+    clocks : tuple of int
+        Of all workers, as last heard.
     updates : int
         Made by the servers, as of the last rest.
     """
@@ -57,10 +63,13 @@ class Worker:
         self._known: dict[int, int] = {}
         self._flying: dict[int, Array] = {}
         self._rows: dict[int, Array] = {}
-        self._copying: set[int] = set()
+        self._copying: set[tuple[int, int]] = set()
+        self._whole: list[Array] = []
+        self.clocks: tuple[int, ...] = ()
         self._unacknowledged: Counter[int] = Counter()
         self._work: list[Message] = []
-        self._rested = 0
+        self._rested = self._rests = 0
+        self._again = False
         self._over: set[int] = set()
         self._told = False
         post.accept = self._room
@@ -81,6 +90,7 @@ class Worker:
             message = message._replace(targets=outcome.targets, factor=outcome.norm)
         self._post.send(self._servers[0], message)
         self._until(lambda: bool(self._work))
+        self._again = False
         answer = self._work.pop()
         self.last = answer.last
         return Part(answer.clock, answer.number) if answer.number >= 0 else None
@@ -110,7 +120,8 @@ class Worker:
         """Wait until these keys are here, as fresh as the rule wants them."""
         for number in numbers:
             while True:
-                self._until(lambda number=number: number not in self._flying)
+                self._until(lambda number=number: number not in self._flying or self._again)
+                self._heed()
                 if self._fresh(number):
                     break
                 self._pull(number, self.vector, self._rows.get(number))
@@ -154,20 +165,55 @@ class Worker:
             self._post.send(server, Message(Kind.TICK, clock=steps, parts=parts, stop=last))
 
     def rest(self) -> None:
-        """Wait until all workers have come here; then nothing is under way."""
-        self._until(lambda: not self._flying)
-        for server in self._servers:
-            self._post.send(server, Message(Kind.REST))
-        self._until(lambda: self._rested == len(self._servers))
+        """Wait until all workers have come here; then nothing is under way.
+
+        The first server knows when; the others hear it from the workers.
+
+        Raises
+        ------
+        Again
+            If a part waits to be done.
+        """
+        self._until(lambda: not self._flying or self._again)
+        self._rest_at(self._servers[:1], lambda: self._again)
+        self._heed()
+        self._rest_at(self._servers[1:], lambda: False)
+        self._rests += 1
+
+    def _rest_at(self, servers: Sequence[int], or_else: Callable[[], bool]) -> None:
         self._rested = 0
+        for server in servers:
+            self._post.send(server, Message(Kind.REST, number=self._rests + 1))
+        self._until(lambda: self._rested == len(servers) or or_else())
 
     def copy(self) -> Array:
         """All weights as they are; gives the vector in which they are."""
         for key in self._keys:
-            self._copying.add(key.number)
-            self._post.send(self._servers[key.server], Message(Kind.READ, key.number))
+            self._copy(key, -1)
         self._until(lambda: not self._copying)
         return self.vector
+
+    def copies(self, count: int, dtype: Any) -> list[Array]:
+        """All that a checkpoint keeps, in vectors as long as the vector of parameters: weights, then `count` states."""
+        self._whole = [np.zeros(len(self.vector), dtype) for _ in range(1 + count)]
+        for key in self._keys:
+            for number in range(len(self._whole)):
+                self._copy(key, number)
+        self._until(lambda: not self._copying)
+        whole, self._whole = self._whole, []
+        return whole
+
+    def _copy(self, key: Key, number: int) -> None:
+        self._copying.add((key.number, number))
+        self._post.send(self._servers[key.server], Message(Kind.READ, key.number, number=number))
+
+    def _heed(self) -> None:
+        """Leave what is waited for, if the first server says so."""
+        if self._again:
+            self._again = False
+            self._flying.clear()
+            self._post.abandon(Kind.PULL, Kind.REST)
+            raise Again
 
     def forget(self) -> None:
         """The weights have changed otherwise."""
@@ -183,7 +229,7 @@ class Worker:
             letter = self._post.poll()
             if letter is None:
                 self._post.idle()
-            elif letter.message.kind is Kind.PROBLEM:
+            elif letter.message.kind in (Kind.PROBLEM, Kind.LOST):
                 self._over.add(letter.source)
 
     def poll(self) -> bool:
@@ -230,6 +276,8 @@ class Worker:
     def _room(self, source: int, message: Message) -> list[Array]:
         """Where the vectors of a message shall land."""
         key = self._keys[message.key]
+        if message.number >= 0:
+            return [self._whole[message.number][key.span.start : key.span.stop]]
         if message.kind is Kind.COPY:
             return [self.vector[key.span.start : key.span.stop]]
         if key.table is not None:
@@ -242,10 +290,11 @@ class Worker:
         if key.table is not None and letter.vectors:
             into[key.table.places(self._rows[message.key], key.span)] = letter.vectors[0]
         self._known[message.key] = min(message.clocks)
+        self.clocks = message.clocks
         self.wish |= bool(message.stop)
 
     def _copied(self, letter: Letter) -> None:
-        self._copying.discard(letter.message.key)
+        self._copying.discard((letter.message.key, letter.message.number))
 
     def _acknowledge(self, letter: Letter) -> None:
         self._unacknowledged[letter.message.key] -= 1
@@ -254,8 +303,15 @@ class Worker:
     def _drawn(self, letter: Letter) -> None:
         self._work.append(letter.message)
 
-    def _rests(self, letter: Letter) -> None:
+    def _recalled(self, letter: Letter) -> None:
+        self._again = True
+
+    def _bereaved(self, letter: Letter) -> None:
+        self._over.add(letter.source)
+
+    def _rested_one(self, letter: Letter) -> None:
         self._rested += 1
+        self.clocks = letter.message.clocks
         self.updates = max(self.updates, letter.message.number)
 
 
@@ -264,6 +320,8 @@ HANDLERS = {
     Kind.COPY: Worker._copied,
     Kind.ACK: Worker._acknowledge,
     Kind.WORK: Worker._drawn,
-    Kind.RESTED: Worker._rests,
+    Kind.RESTED: Worker._rested_one,
+    Kind.AGAIN: Worker._recalled,
+    Kind.LOST: Worker._bereaved,
 }
 """What a worker does with each kind of letter."""

@@ -68,6 +68,28 @@ def run(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def mortal() -> bool:
+    """Whether this program goes on when one of its ranks dies: under Open MPI's ``mpiexec --with-ft ulfm``."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")  # noqa: SIM112 (its name)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: where others may be dead, `MPI_Finalize` now and then waits for them in vain."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def speak_when(condition: Callable[[], bool]) -> None:
+    """Let `say` print on the rank for which this holds, instead of rank 0."""
+    global _speaks
+    _speaks = condition
+
+
+def _speaks() -> bool:
+    return MPI.COMM_WORLD.Get_rank() == 0
+
+
 def _ancestors() -> Iterator[int]:
     pid = os.getppid()
     while pid > 1:
@@ -102,7 +124,7 @@ def progress(total: int, description: str, unit: str = "it") -> tqdm[Any]:
 
 def say(text: str = "") -> None:
     """Print one line on rank 0, above a progress bar if there is one."""
-    if MPI.COMM_WORLD.Get_rank() == 0:
+    if _speaks():
         # A launcher has a pipe each for output and errors and mixes lines and bar: on a terminal, use one.
         stream = sys.stderr if watched(1) and watched(2) else sys.stdout
         tqdm.write(text, file=stream)

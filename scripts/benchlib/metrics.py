@@ -59,6 +59,10 @@ class Metrics:
             except OSError as error:
                 self.problem = self.problem or error
 
+    def copy(self, path: Path) -> None:
+        """Write all lines into another file."""
+        path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+
     def complete(self) -> None:
         """Raise the `problem`, if there was one."""
         if self.problem is not None:

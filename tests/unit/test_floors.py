@@ -23,7 +23,7 @@ FLOORS = {
     "parallel.precision parallel.data parallel.datasets parallel.canonical parallel.plan parallel.bucket "
     "parallel.stretches parallel.motion parallel.record parallel.report parallel.interrupt parallel.tensorfile "
     "parallel.settings parallel.facts parallel.server.clocks parallel.server.messages parallel.server.keys "
-    "parallel.server.work parallel.server.order parallel.server.record "
+    "parallel.server.work parallel.server.order parallel.server.record parallel.server.chain "
     "parallel.pipeline.amounts parallel.pipeline.actions parallel.pipeline.placement parallel.pipeline.schedules "
     "parallel.pipeline.plan parallel.pipeline.lowering parallel.pipeline.faults parallel.pipeline.simulate "
     "parallel.pipeline.memory parallel.pipeline.formulas parallel.pipeline.draw parallel.pipeline.partition "

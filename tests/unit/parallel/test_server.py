@@ -53,7 +53,7 @@ def test_ticks_that_are_late_or_come_twice_change_nothing():
 
 def test_a_message_survives_the_wire():
     wire = Wire(3)
-    message = Message(Kind.PULL, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0.1, -2.5, (7, 8, 9))
+    message = Message(Kind.PULL, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 10, 11, 12, 13, 0.1, -2.5, (7, 8, 9))
     assert wire.unpack(bytearray(wire.pack(message))) == message
     assert len(wire.pack(message)) == wire.nbytes
     assert wire.unpack(wire.pack(Message(Kind.REST))) == Message(Kind.REST, clocks=(0, 0, 0))
