@@ -175,8 +175,8 @@ def save(
         together(comm, lambda: _see(folder), trouble, CheckpointError)
         tensors = plan(comm, held)
         files: dict[str, list[Any]] = {}
-        for family in FAMILIES:
-            mine, problem = _write(comm, folder, family, tensors[family], held)
+        for family, planned in tensors.items():
+            mine, problem = _write(comm, folder, family, planned, held)
             agree(comm, problem, trouble, CheckpointError)
             files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
         together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
@@ -218,7 +218,7 @@ def plan(comm: MPI.Intracomm, held: Sequence[Stretch]) -> dict[str, list[Planned
         writer = load.index(min(load))
         load[writer] += entries[name].nbytes
         families[name.partition("/")[0]].append(Planned(name, entries[name], tuple(pieces), writer))
-    return families
+    return {family: some for family, some in families.items() if some or family != OPTIONAL}
 
 
 def _natural(name: str) -> list[Any]:

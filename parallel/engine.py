@@ -216,7 +216,8 @@ class Engine(Stepping):
 
     def state(self) -> dict[str, Any]:
         """As of all engines."""
-        return super().state() | {"ranks": self._comm.Get_size()}
+        lenders = {} if self._plan.compress is None else {"ranks": self._comm.Get_size()}
+        return super().state() | lenders
 
     def load(self, state: dict[str, Any]) -> None:
         """As of all engines."""

@@ -312,6 +312,7 @@ def test_who_raises_is_heard_by_all(comm, rule, role):
     odd = Odd()
     with served(comm, rule, Sequential([*tiny.model().items, odd]), servers=comm.size // 2) as made:
         made.step(tiny.batches(range(4), 0))
+        made.settle()
         odd.armed = role == "worker" and comm.rank == comm.size - 1
         if role == "server" and comm.rank == 0:
             made.server.store.push = None
