@@ -296,8 +296,10 @@ class Server:
         self._release()
 
     def _release(self) -> None:
-        """Let workers go on, if all that live rest and no part waits to be done."""
+        """Let workers go on, if all that live rest, no part waits to be done, and every step's update is made."""
         if not self._resting or len(self._resting) < len(self._workers) - len(self._gone) or self.work.returned:
+            return
+        if self.store.applied < self.clocks.least:
             return
         if isinstance(self.store, Apart):
             self.store.settle()
@@ -341,6 +343,7 @@ class Server:
         store = self.store
         if not isinstance(store, Together):
             store.applied = self.clocks.least
+            self._release()
             return
         clock = store.applied
         if self._asked == clock < self.clocks.least and clock in self._parts and store.whole(self._parts[clock]):
@@ -358,6 +361,7 @@ class Server:
             self.norms[clock] = norm
             if norm is not None and not math.isfinite(norm):
                 raise FloatingPointError(f"the norm of the gradient is not finite in step {clock}")
+            self._release()
 
 
 HANDLERS: dict[Kind, Callable[[Server, Letter], None]] = {

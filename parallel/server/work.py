@@ -114,8 +114,8 @@ class Work:
         return bool(self._returned)
 
     def forget(self, clock: int) -> None:
-        """All parts of the steps before this one are done."""
-        self._courses.clear()
+        """All parts of the steps before this one are done; what the last of them came to may still be asked for."""
+        self._courses = {at: course for at, course in self._courses.items() if at == clock - 1}
         self._start = clock
 
     def end(self) -> None:
