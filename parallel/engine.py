@@ -84,8 +84,6 @@ class Engine(Stepping):
         What its parts share.
     pieces : list of Piece
         What this rank updates.
-    remarks : list of str
-        What was decided here and is worth telling.
     steps, updates : int
         Steps that were made, skipped ones included; those that changed the weights.
     scaling : LossScale
@@ -163,10 +161,9 @@ class Engine(Stepping):
         self.refresh()
 
     def _compressor(self, comm: Communicator, said: str | None, length: int) -> Maker | None:
-        self.remarks: list[str] = []
         if said == AUTO:
             said, why = choose(comm, length)
-            self.remarks.append(f"compress {AUTO}: {why}")
+            self.remarks = (f"compress {AUTO}: {why}",)
         return parse(said) if said else None
 
     def share(self, micro_batches: int) -> range:
@@ -174,14 +171,12 @@ class Engine(Stepping):
         return self._layout.share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
     def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> Report:
-        """One update from the micro-batches of all ranks.
+        """As of all engines, or of micro-batches that are drawn.
 
         Parameters
         ----------
-        batches : iterable of Batch, or of tuples like it
-            This rank's. It may have none. `share` says which a rank should have.
-        stop : bool
-            Whether this rank wants to end, after a Ctrl-C say: all ranks learn it from the report.
+        batches, stop
+            As `Stepping.step` has them.
         drawn : bool
             Whether the next micro-batch is asked for when the one before is through, so that ranks may share them out
             while they work (`parallel.pool`), and tell each other afterwards who had which. The same on all ranks;
@@ -189,14 +184,8 @@ class Engine(Stepping):
 
         Raises
         ------
-        ValueError
-            On all ranks, if the numbers of their micro-batches are not those from 0 on, each once; or if the layout
-            does not let them be drawn.
-        StepFailed
-            On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number
-            (in fp16 the latter makes a skipped step, unless the loss scale cannot go lower). Nothing was updated then.
-        Diverged
-            On all ranks, if parameters that should be the same are not.
+        ValueError, StepFailed, Diverged
+            As `Stepping.step`; ValueError also if the layout does not let micro-batches be drawn.
         """
         if not drawn:
             return super().step(batches, stop=stop)

@@ -85,7 +85,11 @@ class Stepping:
     ----------
     steps, updates : int
         Steps that were made, skipped ones included; those that changed the weights.
+    remarks : sequence of str
+        What was decided when the engine was made and is worth telling.
     """
+
+    remarks: Sequence[str] = ()
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class Trains(Protocol):
 
     ledger: Ledger
     steps: int
+    remarks: Sequence[str]
 
     @property
     def flat(self) -> Flat: ...

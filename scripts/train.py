@@ -210,8 +210,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     settled = training.settled
     parts = f", parts begin at units {settled.cuts.rpartition(',')[0]}" if settled.cuts else ""
     say(f"{settled.layout} on {ranks_in_words(comm.Get_size(), threads)}{parts}, {training.steps} steps")
-    say(f"{chosen.layout} on {ranks_in_words(comm.Get_size(), threads)}, {training.steps} steps")
-    for remark in getattr(training.engine, "remarks", ()):
+    for remark in training.engine.remarks:
         say(remark)
     return training
 

@@ -70,6 +70,8 @@ class Replicas:
     `evaluate`, `state`, `stretches` and `close` are collective. `step` is as collective as the style is.
     """
 
+    remarks: Sequence[str] = ()
+
     def __init__(
         self,
         model: Operator,

@@ -107,6 +107,8 @@ class ParameterServer:
     All methods are collective, but for `share`, `stretches`, `load`, `refresh` and `close`.
     """
 
+    remarks: Sequence[str] = ()
+
     def __init__(
         self,
         model: Operator,

@@ -151,12 +151,11 @@ def train(made, steps):
     return [made.step(tiny.batches(made.share(4), 0)).loss for _ in steps]
 
 
-@hows
-@pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp"])
+@pytest.mark.parametrize("how,layout", [*((how, "dp") for how in HOWS), ("int8", "dp-naive"), ("sign", "dp-bucket")])
 def test_it_learns_and_replicas_stay_the_same(comm, how, layout):
     with engine(comm, how, layout, check_every=1) as made:
-        losses = train(made, range(60))
-        assert losses[-1] < 0.7 * losses[0]
+        losses = train(made, range(40))
+        assert losses[-1] < 0.8 * losses[0]
         assert sum(made.ledger.predicted.values()) == sum(made.ledger.allocated.values())
 
 
