@@ -60,7 +60,7 @@ class Message(NamedTuple):
     key : int
         Which range of parameters it is about.
     clock : int
-        Of which step.
+        Of which step. Of WEIGHTS: how many steps of every worker are in them.
     before : int
         Of DRAW: of which step the part was that is done.
     number : int

@@ -130,8 +130,9 @@ class Replicas:
         for shard in self.chains.lose(rank):
             if shard in self.mails:
                 self.mails[shard].member.lost_server()
-        for mail in self.mails.values():
+        for shard, mail in self.mails.items():
             mail.say_again()
+            self.servers[shard].remind()
 
     def _room(self, source: int, message: Message) -> Sequence[Any]:
         return self.mails[message.shard].accept(source, message)
@@ -177,5 +178,5 @@ class ShardMail:
         """A server asks nothing that it would wait for."""
 
     def _write(self, shard: int) -> Any:
-        message, vectors = self._said[shard]
-        return self._replicas.send(self._replicas.chains[shard][0], message, *vectors)
+        chain, (message, vectors) = self._replicas.chains[shard], self._said[shard]
+        return self._replicas.send(chain[0], message, *vectors) if chain else Unheard()  # lost, and all will end

@@ -198,8 +198,12 @@ class Server:
         message = letter.message
         if message.kind is not Kind.PULL:
             return True
-        known = self.store.applied if self._rule.together else self.clocks.least
-        return self._rule.allows(message.clock, min(known, self.clocks.least))
+        return self._rule.allows(message.clock, self._reach)
+
+    @property
+    def _reach(self) -> int:
+        """How many steps of every worker are in the weights."""
+        return min(self.store.applied, self.clocks.least)
 
     def _draw(self, letter: Letter) -> None:
         message, worker = letter.message, self._number[letter.source]
@@ -251,7 +255,7 @@ class Server:
             assert cell.key.table is not None
             rows = letter.vectors[0] if letter.vectors else np.zeros(0, np.int64)
             weights, lent = weights[cell.key.table.places(rows, cell.key.span)], False
-        answer = Message(kind, message.key, message.clock, elements=len(weights), stop=self.wish)
+        answer = Message(kind, message.key, self._reach, elements=len(weights), stop=self.wish)
         answer = answer._replace(clocks=tuple(self.clocks.vector), ticket=message.ticket)
         sent = self._post.send(letter.source, answer, *([weights] if len(weights) else []))
         if lent:

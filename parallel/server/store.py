@@ -153,6 +153,7 @@ class Apart(Store):
         self._scheduled = optimizer.rate
         self._seen: dict[int, set[tuple[int, int]]] = {number: set() for number in self.cells}
         self._now = (0, 1)
+        self._settled = 0
         self._made = dict.fromkeys(self.cells, 0)
 
     def _rate(self, step: int) -> float:
@@ -162,7 +163,7 @@ class Apart(Store):
     def push(self, key: int, pushed: Pushed) -> bool:
         """Update the key."""
         part = pushed.clock, pushed.number
-        new = part not in self._seen[key]
+        new = pushed.clock >= self._settled and part not in self._seen[key]
         if new:
             self._seen[key].add(part)
             self._now = pushed.clock, pushed.parts
@@ -173,13 +174,14 @@ class Apart(Store):
         return new
 
     def settle(self) -> None:
-        """Nobody pushes just now: all keys have seen the same."""
+        """Nobody pushes just now, but for what comes late and again: all keys have seen all parts of all steps."""
         made = max(self._made.values(), default=0)
         assert all(number == made for number in self._made.values()), f"updates differ: {self._made}"
         self.updates += made
         self._made = dict.fromkeys(self._made, 0)
         for seen in self._seen.values():
             seen.clear()
+        self._settled = self.applied
 
 
 class Together(Store):
@@ -196,6 +198,7 @@ class Together(Store):
 
     def push(self, key: int, pushed: Pushed) -> bool:
         """Add it to what is there: as a leaf of the canonical tree, or as it comes."""
+        assert pushed.clock <= self.applied, f"step {pushed.clock} was worked on with weights of {self.applied} steps"
         new = pushed.clock == self.applied and pushed.number not in self._numbers[key]
         if not new:
             self._pools[key].give(pushed.gradient)

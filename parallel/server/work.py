@@ -81,7 +81,7 @@ class Work:
         if clock < self._start:
             return None
         self._at[worker] = max(self._at[worker], clock)
-        if self._returned:
+        if self._returned and self._returned[0].clock <= clock:  # a later one needs this worker's own steps first
             self._held[worker] = self._returned.pop(0)
             return self._held[worker]
         course = self._courses.setdefault(clock, Course(parts))

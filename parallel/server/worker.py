@@ -289,7 +289,7 @@ class Worker:
         into = self._flying.pop(message.key)
         if key.table is not None and letter.vectors:
             into[key.table.places(self._rows[message.key], key.span)] = letter.vectors[0]
-        self._known[message.key] = min(message.clocks)
+        self._known[message.key] = message.clock
         self.clocks = message.clocks
         self.wish |= bool(message.stop)
 

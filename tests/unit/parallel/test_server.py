@@ -127,6 +127,17 @@ def test_what_a_worker_held_that_is_gone_is_done_by_another():
     assert work.draw(1, 0, 2) is None
 
 
+def test_what_comes_back_waits_for_who_has_come_as_far():
+    work = Work(2)
+    assert work.draw(0, clock=1, parts=1) == Part(1, 0)
+    work.gone(0)
+    assert work.draw(1, clock=0, parts=1) == Part(0, 0)
+    work.done(1, Part(0, 0), Outcome(1.0, 1, 0.1, 1))
+    assert work.draw(1, clock=0, parts=1) is None  # to work on step 1 it must have ended step 0
+    assert work.returned
+    assert work.draw(1, clock=1, parts=1) == Part(1, 0)
+
+
 def test_the_end_comes_where_nobody_has_been():
     work = Work(2)
     work.draw(0, 4, 1)
@@ -247,6 +258,9 @@ def test_apart_each_counts_once_and_a_step_goes_as_far_as_one_update():
     assert not any(taken[2])
     store.settle()
     assert store.updates == 3
+    store.applied = 1
+    store.settle()
+    assert not any(pushed(store, cell.key, 1, made[1]) for cell in cells)  # asked again, long after
     spans = [cell.key.span for cell in cells]
     mean = np.concatenate([sum(made)[span.start : span.stop] for span in spans]) / 15
     used = np.concatenate([_used(flat, span) for span in spans])
