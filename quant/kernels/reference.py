@@ -122,7 +122,7 @@ def peak(lines: Array, size: int) -> Array:
     xp = array_namespace(lines)
     shape = _per_group(lines, size)
     cut, tiles = _cut(lines, size)
-    found = xp.zeros(_per_group(cut, size), xp.float32)
+    found = cut[:, ::size].copy()
     for tile in tiles:
         part, at = _groups(cut, tile), (tile[0], tile[2])
         which = (part.view(xp.int32) & MAGNITUDE).argmax(axis=-1)
