@@ -145,13 +145,14 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
 def _at_once(lines: Array, out: QuantizedArray) -> bool:
     """The usual kind of spec in one go, where there is a kernel for that; False where there is none, or it gives up."""
     spec, form = out.spec, out.spec.scales.format
-    usual = spec.linear and spec.symmetric and spec.signed and spec.q_range != "peak" and not spec.scales.parent
-    if not usual or form not in ("fp32", "fp16", "bf16") or spec.divisor != "stored" or spec.rounding != "nearest_even":
+    usual = spec.linear and spec.symmetric and spec.signed and not spec.scales.parent
+    if not usual or form not in ("fp32", "fp16", "bf16") or spec.rounding == "stochastic":
         return False
     rules = scaling.steps(spec), form, (spec.q_min, spec.q_max), spec.bias, spec.bits
+    kind = spec.rounding, spec.divisor == "inverse", spec.q_range == "peak"
     scales = out.part("scale0")
     aligned = not isinstance(scales, np.ndarray) or scales.flags.aligned
-    return aligned and kernels.quantize_linear(lines, out.layout.blocks.size, *rules, scales, out.part("codes"))
+    return aligned and kernels.quantize_linear(lines, out.layout.blocks.size, *rules, *kind, scales, out.part("codes"))
 
 
 def _range(lines: Array, spec: QuantSpec, size: int) -> tuple[Array, Array | None]:

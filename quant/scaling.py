@@ -158,7 +158,7 @@ def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
     lost = (numbers == 0) & (scale != 0)
     if not keep or not bool(lost.any()):
         return raw, numbers
-    raw = xp.where(lost, raw.dtype.type(1), raw)
+    raw = xp.where(lost, raw | raw.dtype.type(1), raw)
     return raw, numbers_of(raw, form)
 
 

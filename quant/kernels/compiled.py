@@ -24,7 +24,7 @@ from quant.spec import ROUNDINGS
 F, I, U, B = np.float32, np.int32, np.uint32, np.uint8
 MAGNITUDE, ALL = I(0x7FFFFFFF), I(31)
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
-TINY, INFINITE = F(2**-149), I(0x7F800000)
+TINY, INFINITE, GREATEST = F(2**-149), I(0x7F800000), np.finfo(F).max
 ANY, ANY32 = np.uint64(0), U(0)
 NIBBLES = BLOCK // 2
 NEAR = 1 << 13
@@ -110,23 +110,28 @@ def minmax(lines, size):
     return low, high
 
 
+@inlined
+def _farthest(bits):
+    """The number that is farthest from 0, the first of those, as bits."""
+    least = largest = _ordered(bits[0])
+    for i in range(bits.size):
+        here = _ordered(bits[i])
+        least = min(least, here)
+        largest = max(largest, here)
+    low, high = I(_ordered(least)), I(_ordered(largest))
+    below, above = low & MAGNITUDE, high & MAGNITUDE
+    i = 0
+    while below == above and (bits[i] & MAGNITUDE) != above:  # which comes first?
+        i += 1
+    return bits[i] if below == above else (high if above > below else low)
+
+
 @loop
 def _peak(bits, size, out):
     lines, length = bits.shape
     for line in range(lines):
         for group in range(out.shape[1]):
-            part = bits[line, group * size : min((group + 1) * size, length)]
-            least = largest = _ordered(part[0])
-            for i in range(part.size):
-                here = _ordered(part[i])
-                least = min(least, here)
-                largest = max(largest, here)
-            low, high = I(_ordered(least)), I(_ordered(largest))
-            below, above = low & MAGNITUDE, high & MAGNITUDE
-            i = 0
-            while below == above and (part[i] & MAGNITUDE) != above:  # which comes first?
-                i += 1
-            out[line, group] = part[i] if below == above else (high if above > below else low)
+            out[line, group] = _farthest(bits[line, group * size : min((group + 1) * size, length)])
 
 
 @kernel
@@ -251,33 +256,35 @@ def encode_linear(lines, size, by, multiply, zeros, limits, bias, rounding, key,
 
 
 @inlined
-def _half(scale):
-    """(bits, value) of the half-precision number that is nearest to a positive one; the smallest instead of 0."""
+def _half(scale, keep):
+    """(bits, value) of the half-precision number nearest to one from 0 on; with `keep`, the smallest instead of 0."""
     exponent = I(max(I(F(scale).view(np.int32) >> I(23)), I(113)))
     unit = I(I(exponent - I(10)) << I(23)).view(np.float32)
     n = np.rint(F(scale / unit))
-    n = ONE if n == ZERO and scale > ZERO else n
+    n = ONE if keep and n == ZERO and scale > ZERO else n
     return I(I(I(exponent - I(113)) << I(10)) + I(n)), F(n * unit)
 
 
 @inlined
-def _bfloat(scale):
+def _bfloat(scale, keep):
     """The same for bfloat16."""
     bits = I(F(scale).view(np.int32))
     raw = I(I(bits + I(I(0x7FFF) + I(I(bits >> I(16)) & I(1)))) >> I(16))
-    raw = I(1) if raw == I(0) and scale > ZERO else raw
+    raw = I(1) if keep and raw == I(0) and scale > ZERO else raw
     return raw, I(raw << I(16)).view(np.float32)
 
 
 @cache
-def _shortcut(form, nibbles):
+def _shortcut(form, nibbles, rounding, inverse, peak):
     """Ranges, scales and codes of a few groups after each other, so that their elements are read while in the cache."""
-    code = _coder(NEAREST_EVEN, False, PLAIN)
+    code = _coder(rounding, inverse, PLAIN)
     half, brain = form == "fp16", form == "bf16"
     infinite = I(0x7C00) if half else (I(0x7F80) if brain else I(0x7F800000))
+    sign = 31 if form == "fp32" else 15
 
     def quantize(lines, size, steps, low, high, bias, scales, out):
         worst = I(0)
+        size_of_steps = abs(steps)
         rows, length = lines.shape
         batch = max(NEAR // size, 1)
         largest, by = np.empty(batch, np.int32), np.empty(batch, np.float32)
@@ -287,21 +294,31 @@ def _shortcut(form, nibbles):
                 for group in range(groups):
                     first, last = (start + group) * size, min((start + group + 1) * size, length)
                     bits = lines[line, first:last].view(np.int32)
-                    most = I(0)
-                    for i in range(bits.size):
-                        most = max(most, bits[i] & MAGNITUDE)
-                    largest[group] = most
+                    if peak:
+                        largest[group] = _farthest(bits)
+                    else:
+                        most = I(0)
+                        for i in range(bits.size):
+                            most = max(most, bits[i] & MAGNITUDE)
+                        largest[group] = most
                 for group in range(groups):
-                    scale = F(I(largest[group]).view(np.float32) / steps)
-                    scale = TINY if scale == ZERO and largest[group] > 0 else scale
+                    most = I(largest[group] & MAGNITUDE)
+                    scale = F(most.view(np.float32) / size_of_steps)
+                    scale = TINY if scale == ZERO and most > 0 else scale
                     raw, kept = I(F(scale).view(np.int32)), scale
                     if half:
-                        raw, kept = _half(scale)
+                        raw, kept = _half(scale, not inverse)
                     if brain:
-                        raw, kept = _bfloat(scale)
-                    worst = max(worst, raw if largest[group] < INFINITE else infinite)
-                    scales[line, start + group] = raw
-                    by[group] = ONE if kept == ZERO else kept
+                        raw, kept = _bfloat(scale, not inverse)
+                    worst = max(worst, raw if most < INFINITE else infinite)
+                    down = peak and (largest[group] < 0) != (steps < 0)
+                    scales[line, start + group] = I(raw | I(I(1) << I(sign))) if down else raw
+                    kept = F(-kept) if down else kept
+                    scale = F(-scale) if down else scale
+                    if inverse:
+                        by[group] = ZERO if scale == ZERO else F(max(min(F(ONE / scale), GREATEST), -GREATEST))
+                    else:
+                        by[group] = ONE if kept == ZERO else kept
                 for group in range(groups):
                     first, last = (start + group) * size, min((start + group + 1) * size, length)
                     here = by[group]
@@ -322,13 +339,14 @@ def _shortcut(form, nibbles):
 
 
 @kernel
-def quantize_linear(lines, size, steps, form, limits, bias, bits, scales, out):
+def quantize_linear(lines, size, steps, form, limits, bias, bits, rounding, inverse, peak, scales, out):
     cut = _shaped(lines, size)
     whole = bits == 4 and size % BLOCK == 0 and cut.shape[1] % size == 0
     items = scales.view(np.int32 if form == "fp32" else np.uint16).reshape(cut.shape[0], -1)
     codes = out if whole or bits == 8 else np.empty(lines.size, np.uint8)
     limits = F(limits[0]), F(limits[1]), F(bias)
-    if not _shortcut(form, whole)(cut, size, F(steps), *limits, items, codes.reshape(cut.shape[0], -1)):
+    loop_of_kind = _shortcut(form, whole, ROUNDINGS.index(rounding), inverse, peak)
+    if not loop_of_kind(cut, size, F(steps), *limits, items, codes.reshape(cut.shape[0], -1)):
         return False
     if codes is not out:
         pack(codes, bits, out)

@@ -122,7 +122,7 @@ def peak(lines: Array, size: int) -> Array:
     xp = array_namespace(lines)
     shape = _per_group(lines, size)
     cut, tiles = _cut(lines, size)
-    found = xp.zeros(_per_group(cut, size), xp.float32)
+    found = cut[:, ::size].copy()
     for tile in tiles:
         part, at = _groups(cut, tile), (tile[0], tile[2])
         which = (part.view(xp.int32) & MAGNITUDE).argmax(axis=-1)
@@ -335,6 +335,9 @@ def quantize_linear(
     limits: tuple[int, int],
     bias: int,
     bits: int,
+    rounding: str,
+    inverse: bool,
+    peak: bool,
     scales: Array,
     out: Array,
 ) -> bool:
@@ -344,12 +347,17 @@ def quantize_linear(
 
     Parameters
     ----------
-    lines, size, limits, bias, bits, out
-        As for `encode_linear`, to nearest even; elements need not be finite: if one is not, the answer is False.
+    lines, size, limits, bias, bits, rounding, out
+        As for `encode_linear`, but not stochastic; elements need not be finite: if one is not, the answer is False.
     steps : float
         The scale is the largest |r| divided by this.
     form : str
-        fp32, fp16 or bf16, in which the scale is kept and used. If one does not fit, the answer is False.
+        fp32, fp16 or bf16, in which the scale is kept. If one does not fit, the answer is False.
+    inverse : bool
+        Whether codes are r times the inverse of the scale as it was before it was rounded to its form, not r divided by
+        what is kept of it.
+    peak : bool
+        Whether the scale has the sign of the element that is farthest from 0, over that of `steps`.
     scales : array of float32, or uint16 for the bits of halves; shape (lines * groups,)
         Where to put them.
     """

@@ -1,11 +1,13 @@
 """What holds for all numbers: errors within half a step, packing that loses nothing, forms that agree."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quant import PerChannel, PerGroup, PerTensor, QuantSpec, Scales, kernels, quantize
+from quant import Q4_0, Q8_0, PerChannel, PerGroup, PerTensor, QuantSpec, Scales, kernels, quantize
 from quant.formats import MINIFLOATS
 from quant.packing import packed_nbytes
 
@@ -97,6 +99,38 @@ def test_forms_agree(x, spec):
         slow = quantize(x, spec, seed=2)
         assert slow.buffer.tobytes() == fast.buffer.tobytes()
         assert slow.dequantize().tobytes() == back.tobytes() and slow.add_to(x.copy()).tobytes() == onto.tobytes()
+
+
+def outcome(x, spec):
+    """Bytes, or what is wrong."""
+    try:
+        return quantize(x, spec).buffer.tobytes()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "spec", [Q4_0, Q8_0, replace(Q4_0, divisor="stored"), replace(Q8_0, q_range="peak", scale="fp32")]
+)
+@often
+@given(x=arrays())
+def test_forms_agree_on_signs_and_inverses_of_scales(x, spec):
+    pytest.importorskip("numba")
+    fast = outcome(x, spec)
+    with kernels.forms():
+        assert outcome(x, spec) == fast
+
+
+@pytest.mark.parametrize("spec", [Q4_0, replace(Q4_0, divisor="stored"), replace(Q4_0, divisor="stored", scale="bf16")])
+@pytest.mark.parametrize("size", [0.0, 2**-149, 1e-38, 1e-8, 1.0])
+def test_a_scale_keeps_its_sign(spec, size):
+    x = np.array([[size], [-size]], np.float32) * np.ones((2, 32), np.float32)
+    found = []
+    for form in ((), ("compiled",)):
+        with kernels.forms(*form):
+            found.append(quantize(x, spec))
+    assert found[0].buffer.tobytes() == found[1].buffer.tobytes()
+    assert (found[0].part("scale0") >> 15).tolist() == [1, 0]  # the farthest is code -8
 
 
 @pytest.mark.parametrize("form", ["reference", "compiled"])
