@@ -122,10 +122,13 @@ class Training:
     trace : bool
         Whether the engine keeps events.
     mortal : bool
-        Whether this MPI goes on after the death of a rank; with servers the training does then, too.
+        Whether this MPI goes on after the death of a rank.
 
     Attributes
     ----------
+    mortal : bool
+        Whether the training goes on then, too: one with servers does. Nothing may be asked of all ranks any more but by
+        what is said here to be collective, and `MPI_Finalize` is not to be waited for.
     task : Task
     settled : Settings
         With what the settings leave open, where the layout leaves something open.
@@ -155,7 +158,8 @@ class Training:
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
         self._optimizer = optimizer
         self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
-        job = Job(model, self._loss, comm, optimizer, device, trace, mortal)
+        self.mortal = mortal and way_of(said).outlives
+        job = Job(model, self._loss, comm, optimizer, device, trace, self.mortal)
         data = self.task.train
         self.settled = way_of(said).settle(job, said, lambda count: data.take(np.arange(count) % len(data)))
         self.sampler = _sampler(self.settled, self.task, comm.Get_size())
@@ -168,6 +172,11 @@ class Training:
             machine.expect_room(comm, way.forecast(job, said, *specs(self.task, said.precision, rows), parts))
         self.engine = way.engine(job, self.settled)
         self._pool = Pool(comm) if said.pool else None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells of the training: rank 0; of a mortal one, the first worker that lives."""
+        return way_of(self.settings).speaks(self.engine, self._comm)
 
     @property
     def done(self) -> int:

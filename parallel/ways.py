@@ -44,6 +44,8 @@ class Trains(Protocol):
     remarks: Sequence[str]
 
     @property
+    def updates(self) -> int: ...
+    @property
     def flat(self) -> Flat: ...
     @property
     def events(self) -> list[Event]: ...
@@ -97,6 +99,10 @@ class Way(NamedTuple):
         Wait until all ranks have made as many steps. Collective; most make their steps together anyway.
     save : callable (engine, comm, write)
         Have a checkpoint written, by `write` (ranks that hold the state, what each holds of it). Collective.
+    outlives : bool
+        Whether a training goes on when ranks die, where the MPI does.
+    speaks : callable (engine, comm)
+        Whether this rank tells of the training.
     """
 
     engine: Callable[[Job, Settings], Trains]
@@ -109,6 +115,8 @@ class Way(NamedTuple):
     kinds: bool = False
     meet: Callable[[Any], None] = lambda engine: None
     save: Callable[[Any, MPI.Intracomm, Any], Any] = lambda engine, comm, write: write(comm, engine.stretches())
+    outlives: bool = False
+    speaks: Callable[[Any, MPI.Intracomm], bool] = lambda engine, comm: comm.Get_rank() == 0
 
 
 def _replicas(job: Job, said: Settings) -> Engine:
@@ -248,6 +256,8 @@ WAYS["ps"] = Way(
     draws=True,
     meet=lambda engine: engine.settle(),
     save=lambda engine, comm, write: engine.save(write),
+    outlives=True,
+    speaks=lambda engine, comm: engine.speaks,
 )
 WAYS |= {
     name: Way(_styled, _style_refuses, settings=line.options, forecast=_style_forecast) for name, line in STYLES.items()

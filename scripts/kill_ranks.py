@@ -88,7 +88,7 @@ def command(args: argparse.Namespace, metrics: Path) -> list[str]:
 
 def ranks_of(launcher: int) -> dict[int, int]:
     """The processes that a launcher has started, by their rank."""
-    found = {}
+    found: dict[int, int] = {}
     for process in _below(launcher):
         try:
             words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
@@ -96,7 +96,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
             continue
         for word in words:
             if word.startswith(b"OMPI_COMM_WORLD_RANK="):
-                found[int(word.partition(b"=")[2])] = process
+                found.setdefault(int(word.partition(b"=")[2]), process)  # not what a rank has started itself
     return found
 
 

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import signal
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
+from benchlib import siblings
+
+if __name__ == "__main__":  # before the slow imports, among them MPI's start
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is to end this quietly
+    siblings.need_each_other()
 
 import argparse
 import fcntl
@@ -193,7 +196,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     keep_freed_memory()
     threads = args.threads or (1 if chosen.reproducible else machine.cores_per_rank(comm))
     together(comm, lambda: machine.limit_threads(threads), "--threads")
-    training = Training(chosen, comm, device=args.device, trace=args.trace is not None, mortal=args.mortal)
+    training = Training(chosen, comm, device=args.device, trace=args.trace is not None, mortal=siblings.mortal())
     if found is not None:
         training.resume(found)
     for option, look in KEPT.items():
@@ -264,16 +267,16 @@ def intervals(args: argparse.Namespace, training: Training) -> tuple[int, int]:
 def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
     """The loop, and what is shown and kept of it: the exit status."""
     began = time.perf_counter()
-    if args.mortal:  # nobody waits for who may be dead
-        launch.speak_when(lambda: training.engine.speaks)  # type: ignore[attr-defined]
-        root, comm = training.engine.speaks, Communicator(MPI.COMM_SELF)  # type: ignore[attr-defined]
-    else:
-        root = comm.Get_rank() == 0
+    root = training.speaks
+    if training.mortal:  # nobody waits for who may be dead
+        siblings.part()
+        launch.speak_when(lambda: training.speaks)
+        comm = Communicator(MPI.COMM_SELF)
     meter = Meter(training.flops_per_sample, machine.peak(comm, args.device))
     metrics = together(comm, lambda: Metrics(args.json if root else None, training.done), "--json", Unwritten)
     each, every = intervals(args, training)
     saved, events, shown = training.done, [], ""
-    bar, word = launch.progress(training.steps, training.task.name, "step"), LastWord(root and not args.mortal)
+    bar, word = launch.progress(training.steps, training.task.name, "step"), LastWord(root and not training.mortal)
     with bar, word, Interrupt() as interrupt:
         word.would_be(last_word(args, saved))
         bar.update(training.done)
@@ -308,13 +311,12 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     score, speed = training.score(), meter.overall(comm)
     final = {"final": True, "step": training.done, "loss": metrics.lines[-1]["loss"] if metrics.lines else None}
     final |= {**score.line(), f"{unit(training)}_per_s": speed.samples_per_s * tokens(training), "mfu": speed.mfu}
-    if args.layout == "ps":
-        final["updates"] = training.engine.updates  # type: ignore[attr-defined]
+    final["updates"] = training.engine.updates
     final |= {"communication_share": speed.communication_share, **memory(comm, training)}
     final |= {"seconds": time.perf_counter() - began, "ranks": comm.Get_size(), "settings": asdict(training.settings)}
     metrics.add(final)
     metrics.close()
-    if args.json and args.mortal and not root and training.engine.speaks:  # type: ignore[attr-defined]
+    if args.json and training.speaks and not root:  # who spoke first is dead
         together(comm, partial(metrics.copy, args.json), "--json", Unwritten)
     spent = f"{training.done} steps and {final['seconds']:.1f} s"
     say(f"{score_in_words(score)} after {spent}; {speed_in_words(training, speed)}")
@@ -365,7 +367,6 @@ def main(argv: list[str] | None = None) -> int:
     if problem := refuse(args):
         made.error(problem)
     comm = Communicator(MPI.COMM_WORLD)
-    args.mortal = launch.mortal() and args.layout == "ps"
     try:
         training = begin(comm, args)
     except (CheckpointError, OutOfMemory, ValueError) as error:
@@ -376,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
         except (CheckpointError, StepFailed, Diverged, Unwritten) as error:
             say(f"{made.prog}: error: {error}")
             code = 1
-    if args.mortal:
+    if training.mortal:
         launch.leave(code)
     return code
 

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 from tqdm import tqdm
 
+from benchlib import siblings
+
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
 
 
@@ -65,12 +67,8 @@ def run(main: Callable[[], int]) -> NoReturn:
         MPI.COMM_WORLD.Abort(1)
     sys.stdout.flush()
     MPI.COMM_WORLD.Barrier()
+    siblings.part()
     sys.exit(code)
-
-
-def mortal() -> bool:
-    """Whether this program goes on when one of its ranks dies: under Open MPI's ``mpiexec --with-ft ulfm``."""
-    return os.environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")  # noqa: SIM112 (its name)
 
 
 def leave(code: int) -> NoReturn:

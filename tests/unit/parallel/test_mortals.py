@@ -36,7 +36,7 @@ def test_anybody_dies_at_any_time(data):
 
 
 FOUND = [
-    (2, 3, 1, "bsp", 2, 2, 0, {2: 150}),  # a part of a step that comes back is not for who has yet to end the one before
+    (2, 3, 1, "bsp", 2, 2, 0, {2: 150}),  # a part that comes back is not for who is a step behind
     (4, 4, 4, "ssp:0", 2, 2, 577545312, {5: 1197, 7: 760}),  # all clocks say step 1, but its update is not made
     (3, 4, 2, "ssp:1", 2, 2, 579271750, {6: 1675, 4: 1737, 1: 2233}),  # a push is asked again after a rest
     (3, 2, 2, "ssp:0", 3, 1, 1017418204, {1: 701, 4: 707}),  # who was to call workers off is dead

@@ -1,0 +1,95 @@
+"""Ranks of a node that need each other end together, when one of them dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from benchlib import siblings
+
+LAUNCHER = """
+import os, subprocess, time
+ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+os.wait()
+time.sleep(60)
+"""
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="no /proc")
+
+
+@pytest.fixture
+def launcher():
+    """The process of a launcher that has started two ranks, and their numbers."""
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER])
+    until(lambda: len(siblings.children(process.pid)) == 2)
+    ranks = sorted(siblings.children(process.pid))
+    yield process, ranks
+    process.kill()
+    process.wait()
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+
+def beside(launcher, rank, grace):
+    """What looks after the ranks, beside one of them."""
+    words = [sys.executable, "-I", siblings.__file__, str(launcher.pid), str(rank), "2", str(grace)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={})
+    time.sleep(0.5)  # by then it has seen both
+    return process
+
+
+def until(enough):
+    """Wait; not for ever."""
+    began = time.monotonic()
+    while not enough():
+        assert time.monotonic() - began < 20
+        time.sleep(0.02)
+
+
+def test_a_death_ends_the_launcher_with_a_word_of_one_who_saw_it(launcher):
+    process, ranks = launcher
+    looking = [beside(process, rank, grace=0.5) for rank in ranks]
+    os.kill(ranks[1], signal.SIGKILL)
+    assert process.wait(20) == -signal.SIGTERM
+    said = [other.communicate(timeout=20)[1].decode() for other in looking]
+    assert said[0] == f"a rank has died (process {ranks[1]}), and the others need it: all end\n"
+    assert said[1] == ""
+
+
+def test_who_is_told_that_ranks_can_do_without_each_other_does_nothing(launcher):
+    process, ranks = launcher
+    looking = beside(process, ranks[0], grace=0.0)
+    looking.communicate()
+    os.kill(ranks[1], signal.SIGKILL)
+    assert looking.returncode == 0
+    time.sleep(0.5)
+    assert process.poll() is None
+
+
+def test_all_may_be_about_to_end(launcher):
+    process, ranks = launcher
+    looking = beside(process, ranks[0], grace=60.0)
+    os.kill(ranks[1], signal.SIGKILL)
+    time.sleep(0.5)
+    assert looking.poll() is None and process.poll() is None
+    looking.communicate()
+
+
+@pytest.mark.parametrize(
+    "environment, so",
+    [({}, False), ({"OMPI_MCA_mpi_ft_enable": "0"}, False), ({"OMPI_MCA_mpi_ft_enable": "1"}, True)],
+)
+def test_only_ranks_that_outlive_others_are_looked_after(monkeypatch, environment, so):
+    monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert siblings.mortal() is so
+    siblings.need_each_other()
+    assert bool(siblings._beside) is so
+    siblings.part()
+    assert not siblings._beside
