@@ -242,8 +242,8 @@ class Training:
 
     # ------------------------------------------------------------------------------------------ restart
 
-    def save(self, directory: Path, *, keep: int = 3) -> None:
-        """Write a checkpoint after so many steps as were `done`. Collective; raises `CheckpointError`."""
+    def save(self, directory: Path, *, keep: int = 3) -> Path:
+        """Write a checkpoint after so many steps as were `done`: where it is. Collective; raises `CheckpointError`."""
         facts = {
             "settings": asdict(self.settings),
             "engine": self.engine.state(),
@@ -257,6 +257,7 @@ class Training:
             checkpoint.save(comm, directory, self.done, stretches, facts, keep=keep)
 
         way_of(self.settings).save(self.engine, self._comm, write)
+        return directory / checkpoint.name_of(self.done)
 
     def resume(self, found: Checkpoint) -> None:
         """Go on from a checkpoint, written on any number of ranks in any layout and precision. Collective.

@@ -159,6 +159,8 @@ def check_command(command, execute=False):
     if launched:
         assert words[1] == "-n" and words[2].isdigit(), "say how many ranks"
         del words[:3]
+        if words[:2] == ["--with-ft", "ulfm"]:  # Open MPI's
+            del words[:2]
     if words[:3] == ["python", "-m", "pytest"] or words[0] == "pytest":
         paths = [word for word in words if word.startswith("tests")]
         assert paths and all((ROOT / path).exists() for path in paths)
