@@ -128,6 +128,8 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     size = w.spec.granularity.size if isinstance(w.spec.granularity, PerGroup) else max(k, 1)
     a, b, zx, scales, zeros = x.integers(), w.integers().T, _column(x.zeros()), w.scales(), w.zeros()
     total = xp.zeros((len(a), b.shape[1]), np.float32)
+    if not k or not total.size:
+        return total
     for group, first in enumerate(range(0, k, size)):
         here = slice(first, first + size)
         z = None if zeros is None else _row(zeros[:, group])

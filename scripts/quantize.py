@@ -170,7 +170,7 @@ def mix(comm: Communicator, args: argparse.Namespace, job: Trained, spec: QuantS
     check(layers, spec, args.method, activations, args.observer)
     own = [spec.granularity.size] if isinstance(spec.granularity, PerGroup) else None
     specs = list(dict.fromkeys([*options_of(spec, args.widths, args.groups), *options_of(spec, args.widths, own)]))
-    seen = calibrate(job.model, layers, mine, comm)
+    seen = {} if METHODS[args.method].blind else calibrate(job.model, layers, mine, comm)
     how = {"method": args.method, "sensitivity": SENSITIVITIES[args.sensitivity], "cost": args.cost}
     return mixture(job.model, job.loss, layers, specs, seen, mine, comm, activations=activations, **how)
 

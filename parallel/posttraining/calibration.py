@@ -134,7 +134,7 @@ def calibrate(model: Operator, layers: Sequence[Layer], batches: Sequence[Batch]
     Raises
     ------
     ValueError
-        On all ranks, if samples do not fit the model.
+        On all ranks, if samples do not fit the model, or there are none.
     """
     seen = {layer.name: Seen(layer.shape[1]) for layer in layers if layer.multiplied}
     show(
@@ -146,7 +146,10 @@ def calibrate(model: Operator, layers: Sequence[Layer], batches: Sequence[Batch]
         batches,
         comm,
     )
-    return {name: one.allreduce(comm) for name, one in seen.items()}
+    everyones = {name: one.allreduce(comm) for name, one in seen.items()}
+    if empty := [name for name, one in everyones.items() if not one.rows]:
+        raise ValueError(f"no sample has come to {', '.join(empty)}: there is nothing to calibrate with")
+    return everyones
 
 
 def observed(

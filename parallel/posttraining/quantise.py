@@ -56,7 +56,7 @@ def quantise(
     """
     layers = layers_of(model)
     check(layers, spec, method, activations, observer)
-    seen = calibrate(model, layers, batches, comm)
+    seen = {} if METHODS[method].blind else calibrate(model, layers, batches, comm)
     few = rounded([(layer, spec) for layer in layers], seen, method, comm)
     made = packed(model, {layer.name: one for layer, one in zip(layers, few)})
     return made if activations is None else with_inputs(made, activations, observer, batches, comm)

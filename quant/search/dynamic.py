@@ -33,7 +33,9 @@ def dynamic(table: Table, budget: float, cells: int = CELLS) -> Choice:
     ValueError
         If nothing is within the budget.
     """
-    cheapest = table.cheapest(budget)
+    cheapest, there = table.cheapest(budget), np.isfinite(table.costs)
+    if np.where(there, table.costs, 0).max(axis=1).sum() <= budget:  # anything goes
+        return tuple(int(option) for option in np.where(there, table.losses, np.inf).argmin(axis=1))
     units, cells = _in_units(table.costs, budget, cells)
     best = np.zeros(cells + 1)
     taken: list[np.ndarray] = []
@@ -60,7 +62,6 @@ def dynamic(table: Table, budget: float, cells: int = CELLS) -> Choice:
 def _in_units(costs: np.ndarray, budget: float, cells: int) -> tuple[np.ndarray, int]:
     """Costs in units, and the budget in units."""
     there = costs[np.isfinite(costs)]
-    budget = min(budget, float(np.where(np.isfinite(costs), costs, 0).max(axis=1).sum()))
     if (there == np.rint(there)).all() and there.max() < 2**53:
         unit = float(math.gcd(*(int(cost) for cost in there))) or 1.0
         if budget // unit <= cells:

@@ -24,7 +24,7 @@ def greedy(table: Table, budget: float) -> Choice:
         now = lines, choice
         gains = table.losses[now][:, None] - table.losses
         prices = table.costs - table.costs[now][:, None]
-        usable = (gains > 0) & (table.cost(tuple(choice)) + prices <= budget)
+        usable = (gains > 0) & np.isfinite(prices) & (table.cost(tuple(choice)) + prices <= budget)
         if not usable.any():
             return tuple(choice)
         with np.errstate(divide="ignore", invalid="ignore"):
