@@ -27,6 +27,7 @@ from mpi4py import MPI
 
 from benchlib import launch
 from benchlib.launch import at_least, say
+from benchlib.room import PICTURES, room_for_file
 from benchlib.training import score_in_words
 from collectives import Communicator
 from collectives.tuning import machine as machine_in_words
@@ -44,7 +45,7 @@ from parallel.posttraining.sensitivity import SENSITIVITIES
 from parallel.posttraining.trained import Trained
 from parallel.together import together
 from parallel.training import Score
-from quant import PRESETS, PerGroup, QuantSpec, parse
+from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
 from quant.search import SEARCHES, Choice
 
 BATCH = 64
@@ -105,7 +106,9 @@ def parser() -> launch.Parser:
 def refuse(args: argparse.Namespace) -> str | None:
     """What is wrong with arguments before anything is read."""
     for name in ("report", "pareto"):
-        if getattr(args, name) is not None:
+        if (path := getattr(args, name)) is not None:
+            if path.suffix not in PICTURES:
+                return f"--{name}: expected a name that ends in one of {', '.join(PICTURES)}, found {path}"
             try:
                 import matplotlib  # noqa: F401
             except ImportError:
@@ -160,6 +163,7 @@ def short_name(spec: QuantSpec) -> str:
             return name
     words = f"int{spec.bits}" if spec.linear else spec.code
     words += f"_g{spec.granularity.size}" if isinstance(spec.granularity, PerGroup) else ""
+    words += "_row" * isinstance(spec.granularity, PerChannel)
     return words + "_zero" * (not spec.symmetric)
 
 
@@ -218,7 +222,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     activations = spec_of("--activations", args.activations) if args.activations else None
     job = trained.from_checkpoint(comm, args.checkpoint)
     for path in filter(None, (args.report, args.pareto, args.output)):
-        together(comm, partial(path.parent.mkdir, parents=True, exist_ok=True), f"{path} cannot be written", root=0)
+        together(comm, partial(room_for_file, path), f"{path} cannot be written", root=0)
     data = trained.task_for(comm, job, args.calibrate or job.settings.data)
     mine = dealt(data.train, args.samples, BATCH, comm.rank, comm.size)
     layers = layers_of(job.model)

@@ -13,7 +13,6 @@ from parallel.posttraining.calibration import OBSERVERS, Seen, calibrate, observ
 from parallel.posttraining.layers import Layer, layers_of
 from parallel.posttraining.methods import METHODS, Method
 from parallel.posttraining.packed import Few, packed, rounding
-from parallel.together import agree
 from quant import PerGroup, PerTensor, QuantizedArray, QuantSpec, wire_nbytes
 
 Wanted = tuple[Layer, QuantSpec]
@@ -127,7 +126,8 @@ def rounded(wanted: Iterable[Wanted], seen: dict[str, Seen], method: str, comm: 
                 problem = ValueError(f"{layer.name}: {error}")
         divisor = np.empty(layer.shape[1], np.float32) if line.divides else None
         made.append(Few(QuantizedArray(line.spec(spec), layer.shape), divisor))
-    agree(comm, problem, "a layer cannot be quantised")
+    if told := [text for text in comm.allgather(problem and str(problem)) if text]:
+        raise ValueError(f"a layer cannot be quantised: {told[0]}")
     for at, few in enumerate(made):
         for buffer in (few.codes.buffer, few.divisor):
             if buffer is not None:

@@ -104,6 +104,8 @@ WRONG = {
     "NaN": (lambda at, tmp: ["--checkpoint", broken(at, tmp)], "weight[1, 2] is nan: this model is broken"),
     "nothing": (lambda at, tmp: [], "one of the arguments --checkpoint --load is required"),
     "no file": (lambda at, tmp: ["--load", tmp / "none"], "cannot be used: there is no such file"),
+    "a folder": (lambda at, tmp: ["--checkpoint", at, "-o", tmp], "is no plain file"),
+    "no picture": (lambda at, tmp: ["--checkpoint", at, "--report", "p.foo"], "--report: expected a name that ends in"),
     "picture in a file": (lambda at, tmp: ["--checkpoint", at, "--report", __file__ + "/a.png"], "cannot be written"),
 }
 
