@@ -434,6 +434,12 @@ class Checkpoint:
         self.fit(stretches)
         together(self._comm, lambda: self._copy(stretches), f"{self.path} can no longer be read", CheckpointError)
 
+    def tensor(self, name: str) -> np.ndarray:
+        """All of a tensor of `entries`, on the rank that asks."""
+        entry = self.entries[name]
+        values = Reader(self.path / self._file_of[name]).read(_inner(name), 0, math.prod(entry.shape))
+        return values.reshape(entry.shape)
+
     def _copy(self, stretches: Iterable[Stretch]) -> None:
         readers: dict[str, Reader] = {}
         for stretch in stretches:

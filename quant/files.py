@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from quant.spec import QuantSpec
 
 KEY = "chorus.quant"
 """Under this name the header has, as JSON, spec and shape of every quantised array."""
+ABOUT = "chorus.about"
+"""And under this one, what whoever saved them has to say."""
 
 
 def _safetensors() -> ModuleType:
@@ -27,8 +30,15 @@ def _safetensors() -> ModuleType:
     return safetensors
 
 
-def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray]) -> None:
+def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray], about: Any = None) -> None:
     """Write arrays by name, quantised ones and others, to a new file or over an old one.
+
+    Parameters
+    ----------
+    path : str or Path
+    arrays : mapping of name -> array
+    about : values for JSON, optional
+        What else there is to say; `about` reads it.
 
     Raises
     ------
@@ -53,7 +63,7 @@ def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray]) ->
             meanings[name] = {"spec": array.spec.to_dict(), "shape": list(array.shape)}
         else:
             tensors[name] = np.ascontiguousarray(array)
-    _safetensors().numpy.save_file(tensors, str(path), {KEY: json.dumps(meanings)})
+    _safetensors().numpy.save_file(tensors, str(path), {KEY: json.dumps(meanings), ABOUT: json.dumps(about)})
 
 
 def load(path: str | Path) -> dict[str, QuantizedArray | np.ndarray]:
@@ -66,14 +76,31 @@ def load(path: str | Path) -> dict[str, QuantizedArray | np.ndarray]:
     ValueError
         If it is no such file, or what it says of an array does not fit its bytes.
     """
+    meanings, tensors = _read(path, KEY, tensors=True)
+    found: dict[str, QuantizedArray | np.ndarray] = dict(tensors)
+    for name, meaning in (meanings or {}).items():
+        found[name] = QuantizedArray(QuantSpec.from_dict(meaning["spec"]), tuple(meaning["shape"]), tensors[name])
+    return found
+
+
+def about(path: str | Path) -> Any:
+    """What `save` was told about the arrays; None if nothing. Raises as `load`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(Path(folder, "a.safetensors"), {}, {"of": "nothing"})
+    ...     about(Path(folder, "a.safetensors"))
+    {'of': 'nothing'}
+    """
+    return _read(path, ABOUT)[0]
+
+
+def _read(path: str | Path, key: str, tensors: bool = False) -> tuple[Any, dict[str, np.ndarray]]:
+    """What a file's header says under a key, and all of its tensors."""
     library = _safetensors()
     try:
         with library.safe_open(str(path), framework="np") as file:
-            meanings = json.loads((file.metadata() or {}).get(KEY, "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+            said = json.loads((file.metadata() or {}).get(key, "null"))
+            return said, {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118
     except library.SafetensorError as error:
         raise ValueError(f"{Path(path).name} is no safetensors file: {error}") from error
-    found: dict[str, QuantizedArray | np.ndarray] = dict(tensors)
-    for name, meaning in meanings.items():
-        found[name] = QuantizedArray(QuantSpec.from_dict(meaning["spec"]), tuple(meaning["shape"]), tensors[name])
-    return found

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.granularity import PerChannel, PerTensor
+from quant.granularity import PerChannel, PerGroup, PerTensor
 from quant.kernels import array_namespace
+from quant.spec import QuantSpec
 
 Array = Any
 
@@ -79,20 +80,97 @@ def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
         If scales change along k, zero points are not integers, or codes are not linear.
     """
     for name, q, axis in (("x", x, 0), ("w", w, 1)):
-        if not q.spec.linear or (not q.spec.symmetric and q.spec.zero != "integer"):
-            raise ValueError(f"{name} has codes {q.spec.code} and zeros {q.spec.zero}, not linear ones and integers")
+        _expect_integers(name, q)
         if len(q.shape) != 2 or q.spec.granularity not in (PerTensor(), PerChannel(axis), PerChannel(axis - 2)):
             raise ValueError(f"{name} of shape {q.shape} has {q.spec.granularity}: scales must not change along k")
     xp = array_namespace(x.buffer)
     a, b = (xp.ascontiguousarray(q.integers()) for q in (x, w))
+    total = _sums(a, b, _column(x.zeros()), _row(w.zeros()))
+    return total.astype(np.float32) * (_column(x.scales()) * _row(w.scales()))
+
+
+def product(x: QuantizedArray, w: QuantizedArray) -> Array:
+    """x @ w^T, by their codes, of weights whose scales may change along k: group by group, as many rows as outputs.
+
+    The sum of a group is one of integers, exact; each is scaled, and added to the others in float32, in their order.
+
+    Parameters
+    ----------
+    x : QuantizedArray, shape (m, k)
+        Linear; one scale for all, or one for each row: `PerTensor()`, `PerChannel(0)`.
+    w : QuantizedArray, shape (n, k)
+        Linear; `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`, with scales of any number of levels.
+
+    Returns
+    -------
+    array of float32, shape (m, n)
+
+    Raises
+    ------
+    ValueError
+        For other granularities, codes that are not linear, zero points that are not integers, shapes that do not fit.
+
+    Examples
+    --------
+    >>> from quant import grouped, quantize
+    >>> x = quantize(np.array([[127.0, 1.0]], np.float32), QuantSpec(8))
+    >>> product(x, quantize(np.array([[7.0, 14.0]], np.float32), grouped(4, 1)))
+    array([[903.]], dtype=float32)
+    """
+    for name, q, more in (("x", x, False), ("w", w, True)):
+        _expect_integers(name, q)
+        grouping = more and isinstance(q.spec.granularity, PerGroup) and q.spec.granularity.axis in (-1, 1)
+        if len(q.shape) != 2 or not (grouping or q.spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))):
+            raise ValueError(f"{name} of shape {q.shape} has {q.spec.granularity}, of which products are not made")
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(f"no product of shapes {x.shape} and the transpose of {w.shape}")
+    xp, k = array_namespace(x.buffer), x.shape[1]
+    size = w.spec.granularity.size if isinstance(w.spec.granularity, PerGroup) else max(k, 1)
+    a, b, zx, scales, zeros = x.integers(), w.integers().T, _column(x.zeros()), w.scales(), w.zeros()
+    total = xp.zeros((len(a), b.shape[1]), np.float32)
+    if not k or not total.size:
+        return total
+    for group, first in enumerate(range(0, k, size)):
+        here = slice(first, first + size)
+        z = None if zeros is None else _row(zeros[:, group])
+        total += _sums(a[:, here], b[here], zx, z).astype(np.float32) * _row(scales[:, group])
+    return total * _column(x.scales())
+
+
+def exact(x: QuantSpec, w: QuantSpec) -> bool:
+    """Whether `product` takes codes of these specs."""
+    rows = isinstance(x.granularity, PerTensor) or x.granularity in (PerChannel(0), PerChannel(-2))
+    along = isinstance(w.granularity, PerGroup) and w.granularity.axis in (-1, 1)
+    return _integers(x) and _integers(w) and rows and (along or w.granularity in (PerTensor(), PerChannel(0)))
+
+
+def _integers(spec: QuantSpec) -> bool:
+    return spec.linear and (spec.symmetric or spec.zero == "integer")
+
+
+def _expect_integers(name: str, q: QuantizedArray) -> None:
+    if not _integers(q.spec):
+        raise ValueError(f"{name} has codes {q.spec.code} and zeros {q.spec.zero}, not linear ones and integers")
+
+
+def _column(numbers: Array) -> Array:
+    return None if numbers is None else numbers.reshape(-1, 1)
+
+
+def _row(numbers: Array) -> Array:
+    return None if numbers is None else numbers.reshape(1, -1)
+
+
+def _sums(a: Array, b: Array, za: Array | None, zb: Array | None) -> Array:
+    """The sums over k of (a - za)(b - zb), exact: shape (m, n), of zero points as a column and as a row."""
     total = integer_matmul(a, b)
-    if not (x.spec.symmetric and w.spec.symmetric):
+    if za is not None or zb is not None:
         total = total.astype(np.int64)
-    zx, zw = (None if zeros is None else zeros.astype(np.int64) for zeros in (x.zeros(), w.zeros()))
-    if zx is not None:
-        total -= zx.reshape(-1, 1) * b.sum(axis=0, dtype=np.int64)[None]
-    if zw is not None:
-        total -= a.sum(axis=1, dtype=np.int64)[:, None] * zw.reshape(1, -1)
-    if zx is not None and zw is not None:
-        total += zx.reshape(-1, 1) * zw.reshape(1, -1) * a.shape[1]
-    return total.astype(np.float32) * (x.scales().reshape(-1, 1) * w.scales().reshape(1, -1))
+    za, zb = (None if z is None else z.astype(np.int64) for z in (za, zb))
+    if za is not None:
+        total -= za * b.sum(axis=0, dtype=np.int64)[None]
+    if zb is not None:
+        total -= a.sum(axis=1, dtype=np.int64)[:, None] * zb
+    if za is not None and zb is not None:
+        total += za * zb * a.shape[1]
+    return total

@@ -59,10 +59,12 @@ def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantS
 
 
 def parse(text: str) -> QuantSpec:
-    """A preset by its name, or intB, intB_gN: B bits, in groups of N.
+    """A preset by its name, or intB for B bits: with _gN in groups of N, _row a scale for each row, _zero zero points.
 
     >>> parse("int3_g64").bits_per_element
     3.25
+    >>> parse("int8_row_zero").symmetric
+    False
 
     Raises
     ------
@@ -72,7 +74,11 @@ def parse(text: str) -> QuantSpec:
     name = text.upper()
     if name in PRESETS:
         return PRESETS[name]
-    if match := re.fullmatch(r"INT([1-8])(?:_G(\d+))?", name):
-        bits, size = int(match[1]), match[2]
-        return grouped(bits, int(size)) if size else QuantSpec(bits)
-    raise ValueError(f"no spec {text!r}: a preset ({', '.join(PRESETS)}), or intB_gN for B bits in groups of N")
+    if match := re.fullmatch(r"INT([1-8])(?:_G(\d+)|_(ROW))?(_ZERO)?", name):
+        bits, size, row, zero = int(match[1]), match[2], match[3], match[4]
+        options: dict[str, Any] = {"symmetric": False} if zero else {}
+        if row:
+            options["granularity"] = PerChannel(0)
+        return grouped(bits, int(size), **options) if size else QuantSpec(bits, **options)
+    ways = "intB for B bits, and behind it _gN for groups of N, _row for a scale a row, _zero for zero points"
+    raise ValueError(f"no spec {text!r}: a preset ({', '.join(PRESETS)}), or {ways}")

@@ -23,7 +23,6 @@ import fcntl
 import os
 import resource
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from functools import partial
@@ -36,6 +35,7 @@ from benchlib import launch, traces
 from benchlib.last_word import LastWord
 from benchlib.launch import say
 from benchlib.metrics import Metrics
+from benchlib.room import PICTURES, room_for_file, room_for_files
 from benchlib.training import (
     REFRESH,
     Unwritten,
@@ -74,9 +74,6 @@ TEST_SAMPLES = 256
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Of the size of a process, as the system tells it."""
-
-PICTURES = (".png", ".pdf", ".svg", ".jpg")
-"""How the name of a picture may end."""
 
 PATIENCE = 3.0
 """Seconds in which a training that has just been killed may still be there."""
@@ -218,13 +215,6 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
     return training
 
 
-def room_for_files(folder: Path) -> None:
-    """Make a folder, if need be, and see whether something can be written into it; raise OSError if not."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(b"1")
-
-
 def room_for_checkpoints(folder: Path) -> None:
     """The same for a folder that is ours alone, until this process ends, however it ends; raise OSError if not."""
     room_for_files(folder)
@@ -237,15 +227,6 @@ def room_for_checkpoints(folder: Path) -> None:
                 os.close(descriptor)
                 raise OSError(f"another training writes into {folder}") from None
             time.sleep(0.1)
-
-
-def room_for_file(path: Path) -> None:
-    """See whether a file of this name can be written; raise OSError if not."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no plain file")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(f"{path} may not be written")
-    room_for_files(path.parent)
 
 
 KEPT = {"checkpoint": room_for_checkpoints, "json": room_for_file, "plot": room_for_file, "trace": room_for_file}

@@ -27,7 +27,8 @@ FLOORS = {
     "parallel.pipeline.amounts parallel.pipeline.actions parallel.pipeline.placement parallel.pipeline.schedules "
     "parallel.pipeline.plan parallel.pipeline.lowering parallel.pipeline.faults parallel.pipeline.simulate "
     "parallel.pipeline.memory parallel.pipeline.formulas parallel.pipeline.draw parallel.pipeline.partition "
-    "parallel.pipeline.search parallel.pipeline.excerpts parallel.pipeline.division",
+    "parallel.pipeline.search parallel.pipeline.excerpts parallel.pipeline.division "
+    "parallel.posttraining.tree parallel.posttraining.layers parallel.posttraining.packed",
     7: "parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}

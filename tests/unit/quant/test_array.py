@@ -182,7 +182,8 @@ def test_files(name, tmp_path):
     spec, x = SPECS[name], numbers((4, 33))
     q = quantize(x, spec, seed=3)
     path = tmp_path / "a.safetensors"
-    files.save(path, {"w": q, "plain": x})
+    files.save(path, {"w": q, "plain": x}, {"of": [1, 2]})
+    assert files.about(path) == {"of": [1, 2]}
     found = files.load(path)
     assert found["w"].spec == spec and found["w"].shape == x.shape
     assert same(found["w"].buffer, q.buffer) and same(found["plain"], x)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from quant import PerChannel, PerGroup, PerTensor, QuantSpec, quantize
-from quant.matmul import integer_matmul, matmul
+from quant import INT8, VSQ, PerChannel, PerGroup, PerTensor, QuantSpec, grouped, quantize
+from quant.matmul import exact, integer_matmul, matmul, product
 
 F = np.float32
 RNG = np.random.default_rng(4)
@@ -57,3 +57,53 @@ def test_what_has_no_product():
         matmul(plain, quantize(np.ones((4, 4), F), QuantSpec(8, granularity=PerChannel(0))))
     with pytest.raises(ValueError, match="not linear"):
         matmul(plain, quantize(np.ones((4, 4), F), QuantSpec(4, code="nf4")))
+
+
+WEIGHTS = {
+    "tensor": QuantSpec(8),
+    "rows": QuantSpec(4, granularity=PerChannel(0)),
+    "groups": grouped(4, 16),
+    "groups with a rest": grouped(3, 24),
+    "groups longer than rows": grouped(4, 64),
+    "zero points": grouped(4, 16, symmetric=False),
+    "levels": VSQ,
+}
+
+
+@pytest.mark.parametrize("rows", [PerTensor(), PerChannel(0)])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products_of_groups(name, rows, symmetric):
+    x = quantize((RNG.standard_normal((5, 40)) + 1).astype(F), QuantSpec(8, symmetric=symmetric, granularity=rows))
+    w = quantize((RNG.standard_normal((3, 40)) - 1).astype(F), WEIGHTS[name])
+    expected = x.dequantize(dtype=np.float64) @ w.dequantize(dtype=np.float64).T
+    assert exact(x.spec, w.spec)
+    np.testing.assert_allclose(product(x, w), expected, rtol=2e-6, atol=2e-5)
+
+
+def test_a_group_is_exact():
+    """Sums beyond 2^24, of numbers that float32 would round one after another."""
+    x = np.full((1, 5000), 127, F)
+    x[0, 0] = 1
+    q, w = quantize(x, QuantSpec(8)), quantize(x, QuantSpec(8))
+    assert product(q, w).item() == F(4999 * 127**2 + 1)
+    empty = product(quantize(x[:, :0], QuantSpec(8)), quantize(np.ones((3, 0), F), grouped(4, 32)))
+    assert empty.tolist() == [[0, 0, 0]]
+
+
+def test_what_has_no_product_of_groups():
+    x = quantize(np.ones((2, 4), F), QuantSpec(8))
+    for spec, told in (
+        (QuantSpec(4, code="nf4"), "not linear"),
+        (QuantSpec(4, symmetric=False, zero="fp16"), "zeros fp16"),
+        (QuantSpec(4, granularity=PerChannel(1)), "not made"),
+        (QuantSpec(4, granularity=PerGroup(2, 0)), "not made"),
+    ):
+        assert not exact(x.spec, spec)
+        with pytest.raises(ValueError, match=told):
+            product(x, quantize(np.ones((3, 4), F), spec))
+    assert not exact(grouped(8, 2), INT8)
+    with pytest.raises(ValueError, match="x of shape"):
+        product(quantize(np.ones((2, 4), F), grouped(8, 2)), x)
+    with pytest.raises(ValueError, match="the transpose of"):
+        product(x, quantize(np.ones((3, 5), F), QuantSpec(8)))

@@ -121,6 +121,9 @@ def test_names():
     assert parse("q4_0") == PRESETS["Q4_0"]
     assert parse("int8") == QuantSpec(8)
     assert parse("int3_g64") == grouped(3, 64)
+    assert parse("int4_row") == QuantSpec(4, granularity=PerChannel(0))
+    assert parse("INT4_G32_zero") == grouped(4, 32, symmetric=False)
+    assert parse("int8_zero") == QuantSpec(8, symmetric=False)
     assert QuantSpec(8).granularity == PerTensor()
     with pytest.raises(ValueError, match="no spec 'int9'"):
         parse("int9")

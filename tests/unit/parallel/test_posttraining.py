@@ -1,0 +1,383 @@
+"""Trained models in few bits: what is watched, what is rounded, what is lost, and what comes back out of a file."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+pytest.importorskip("sklearn")
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel.checkpoint import CheckpointError
+from parallel.data import Batch
+from parallel.engine import Engine
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import build
+from parallel.nn.operator import Run, name_all
+from parallel.optim import SGD
+from parallel.posttraining import packed as module
+from parallel.posttraining import trained
+from parallel.posttraining.calibration import OBSERVERS, calibrate, dealt, forward, watch
+from parallel.posttraining.layers import expect_finite, kind_of, layers_of
+from parallel.posttraining.methods import METHODS
+from parallel.posttraining.mixed import mixture, options_of
+from parallel.posttraining.packed import Rounded, nbytes, packed, weights_of
+from parallel.posttraining.quantise import nbytes_of, quantise, rounded
+from parallel.posttraining.score import compare, evaluate
+from parallel.posttraining.sensitivity import SENSITIVITIES, fisher, gradients
+from parallel.settings import complete
+from parallel.training import Training
+from quant import INT8, PRESETS, PerGroup, QuantSpec, files, grouped, parse, quantize
+from quant.search import SEARCHES
+
+SELF = MPI.COMM_SELF
+F = np.float32
+
+NF4 = PRESETS["NF4"].replace(granularity=PerGroup(16))
+SHAPES = {"mlp:tiny": (8, 8), "convnet:tiny": (1, 8, 8), "gpt:tiny": (16,)}
+
+
+def sample(name, batches=3, size=8, seed=0):
+    """Inputs and targets for a model of this name."""
+    random, shape = np.random.default_rng(seed), SHAPES[name]
+    text = name.startswith("gpt")
+    for number in range(batches):
+        x = random.integers(0, 40, (size, *shape)) if text else random.random((size, *shape)).astype(F)
+        y = random.integers(0, 40, (size, *shape)) if text else random.integers(0, 10, size)
+        yield Batch(number, x, y, np.arange(size) + number * size)
+
+
+def untrained(name, recompute=False):
+    """A model with its first values, larger than usual, and biases that are not 0."""
+    model = build(name, SHAPES[name], 40 if name.startswith("gpt") else 10, recompute=recompute)
+    for parameter in name_all(model):
+        parameter.data = (parameter.first(1) + 0.01 * np.arange(parameter.size).reshape(parameter.shape) % 0.07).astype(
+            F
+        )
+    return model
+
+
+def outputs(model, batches):
+    return np.concatenate([forward(model, batch) for batch in batches])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_layers_are_products_of_matrices(name):
+    """What goes into every layer, times its matrix, plus its bias, is what comes out."""
+    model, seen = untrained(name), []
+    layers = layers_of(model)
+    matrices = {user.name: layer.matrix for layer in layers for user in layer.users}
+
+    def see(operator, x, y):
+        product = kind_of(operator).product
+        if product is not None:
+            bias = getattr(operator, "bias", None)
+            found = product.rows(operator, x) @ matrices[operator.name].T + (0 if bias is None else bias.data)
+            np.testing.assert_allclose(product.shaped(operator, x, found), y, rtol=1e-4, atol=1e-4)
+            seen.append(operator.name)
+
+    watched = watch(model, set(matrices), see)
+    for batch in sample(name):
+        np.testing.assert_allclose(forward(watched, batch), forward(model, batch), rtol=1e-5, atol=1e-5)
+    assert len(set(seen)) == sum(layer.multiplied for layer in layers) == {"m": 2, "c": 3, "g": 9}[name[0]]
+
+
+def test_a_table_that_is_tied_is_one_layer():
+    model = untrained("gpt:tiny")
+    first = layers_of(model)[0]
+    assert [type(user).__name__ for user in first.users] == ["Embedding", "Unembedding"]
+    made = packed(model, {first.name: rounded([(first, INT8)], {}, "rtn", SELF)[0]})
+    assert made.items[0].items[0].weight is made.items[-1].items[-1].weight
+    assert nbytes(made) == nbytes(model) - 4 * first.matrix.size + first.matrix.size + 4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_packed_is_the_same_kind_of_model(name, recompute):
+    """Its result is that of the model whose weights have the numbers that the codes stand for."""
+    model, spec = untrained(name, recompute), grouped(4, 16)
+    batches = list(sample(name))
+    before = outputs(model, batches)
+    made = quantise(model, spec, batches, SELF)
+    found = outputs(made, batches)
+    assert (outputs(model, batches) == before).all(), "the model itself has changed"
+    assert not np.allclose(found, before, atol=1e-6)
+    for layer in layers_of(model):
+        back = quantize(layer.matrix, spec).dequantize()
+        layer.parameter.data = np.ascontiguousarray(back.T if layer.turned else back.reshape(layer.parameter.shape))
+    np.testing.assert_allclose(found, outputs(model, batches), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bytes_are_those_of_the_layout(name):
+    model = untrained(name)
+    layers, batches = layers_of(model), list(sample(name))
+    plain = 4 * (sum(p.size for p in model.parameters()) - sum(layer.matrix.size for layer in layers))
+    for method in METHODS:
+        made = quantise(model, grouped(3, 16), batches, SELF, method=method)
+        weights = weights_of(made)
+        assert [weights[layer.name].nbytes for layer in layers] == [
+            nbytes_of(layer, grouped(3, 16), method) for layer in layers
+        ]
+        assert nbytes(made) == plain + sum(weight.nbytes for weight in weights.values())
+
+
+@pytest.mark.parametrize("spec", [INT8, parse("int8_row"), grouped(4, 16), parse("int4_g16_zero"), NF4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_rounded_inputs(name, spec, monkeypatch):
+    """By products of integers where both sides are, and else of numbers: the same but for the last digits."""
+    model, batches = untrained(name), list(sample(name))
+    made = quantise(model, spec, batches, SELF, activations=QuantSpec(8, symmetric=False))
+    arriving = {}
+    see = watch(made, {user.name for layer in layers_of(model) for user in layer.users}, lambda *seen: keep(*seen))
+
+    def keep(operator, x, y):
+        if isinstance(operator, Rounded):
+            arriving[operator.name] = operator, x, y
+
+    outputs(see, batches)
+    assert len(arriving) == {"m": 2, "c": 3, "g": 9}[name[0]]
+    monkeypatch.setattr(module, "exact", lambda x, w: False)
+    for operator, x, y in arriving.values():
+        np.testing.assert_allclose(operator.forward(x, Run(training=False))[0], y, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(module, "exact", lambda x, w: pytest.fail("nobody asks whether codes are integers"))
+    operator, x, _ = arriving.popitem()[1]
+    with pytest.raises(pytest.fail.Exception):
+        operator.forward(x, Run(training=False))
+    monkeypatch.undo()
+    plain = outputs(quantise(model, spec, batches, SELF), batches)
+    assert 0 < np.linalg.norm(outputs(made, batches) - plain) < 0.1 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_observers(observer):
+    model, batches = untrained("mlp:tiny"), list(sample("mlp:tiny"))
+    made = quantise(model, INT8, batches, SELF, activations=INT8, observer=observer)
+    plain = outputs(model, batches)
+    assert np.linalg.norm(outputs(made, batches) - plain) < 0.1 * np.linalg.norm(plain)
+
+
+def test_errors_layer_by_layer():
+    model, batches = untrained("convnet:tiny"), list(sample("convnet:tiny"))
+    layers = layers_of(model)
+    rows = {
+        method: compare(model, quantise(model, grouped(3, 16), batches, SELF, method=method), layers, batches, SELF)
+        for method in ("rtn", "gptq")
+    }
+    seen = calibrate(model, layers, batches, SELF)
+    for row, layer in zip(rows["rtn"], layers):
+        off = quantize(layer.matrix, grouped(3, 16)).dequantize() - layer.matrix
+        assert row.weights == pytest.approx(np.linalg.norm(off) / np.linalg.norm(layer.matrix), rel=1e-5)
+        assert row.bits == 8 * row.nbytes / layer.matrix.size and row.before == 4 * layer.matrix.size
+        # Without the bias the second moments say what the outputs are off.
+        lost = np.sqrt(np.einsum("oi,ij,oj->", off, seen[layer.name].moments, off))
+        bias = layer.users[0].bias.data
+        total = np.einsum("oi,ij,oj->", layer.matrix, seen[layer.name].moments, layer.matrix)
+        if not bias.any():
+            assert row.outputs == pytest.approx(lost / np.sqrt(total), rel=1e-3)
+    assert rows["rtn"][0].outputs == pytest.approx(rows["rtn"][0].arriving)
+    assert all(better.outputs < plain.outputs for better, plain in zip(rows["gptq"], rows["rtn"]))
+
+
+def test_gradients_foresee_the_loss():
+    """The gradients are those of the loss, and their squares those of single samples."""
+    model, loss, (batch,) = untrained("mlp:tiny"), SoftmaxCrossEntropy(), list(sample("mlp:tiny", 1))
+    layer = layers_of(model)[1]
+    found = gradients(model, loss, batch.x, batch.y)[layer.name]
+    weight = layer.parameter.data
+
+    def at(step):
+        weight[3, 4] += step
+        value = evaluate(model, loss, [batch], SELF).loss
+        weight[3, 4] -= step
+        return value
+
+    assert found[3, 4] == pytest.approx((at(0.01) - at(-0.01)) / 0.02, rel=1e-2)
+    squares = [gradients(model, loss, x[None], y[None])[layer.name] ** 2 for x, y in zip(batch.x, batch.y)]
+    mean = fisher(model, loss, [layer], [batch], SELF)[layer.name]
+    np.testing.assert_allclose(mean, np.mean(squares, axis=0).T, rtol=1e-5)
+
+
+def test_options():
+    assert [spec.bits for spec in options_of(INT8, [2, 3])] == [2, 3]
+    assert len(options_of(grouped(3, 32))) == 7 * 4
+    with pytest.raises(ValueError, match="widths are those of linear codes"):
+        options_of(PRESETS["NF4"])
+    with pytest.raises(ValueError, match="for specs that have groups"):
+        options_of(INT8, [2], [32])
+
+
+def test_latency_is_a_cost():
+    model, batches = untrained("convnet:tiny"), list(sample("convnet:tiny"))
+    layers, loss = layers_of(model), SoftmaxCrossEntropy()
+    specs = options_of(grouped(3, 16), [3, 8], [16])
+    how = {"method": "rtn", "sensitivity": SENSITIVITIES["fisher"], "cost": "latency", "activations": INT8}
+    made = mixture(model, loss, layers, specs, {}, batches, SELF, **how)
+    assert made.table.costs.shape == (3, 2) and (made.table.costs > 0).all() and (made.table.costs < 1).all()
+    assert (made.nbytes[:, 0] < made.nbytes[:, 1]).all()
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def test_what_cannot_be_done():
+    model, batches = untrained("mlp:tiny"), list(sample("mlp:tiny"))
+
+    def refused(told, spec=INT8, use=batches, **more):
+        with pytest.raises(ValueError, match=told):
+            quantise(model, spec, use, SELF, **more)
+
+    refused("groups of 4096 fit nowhere: the longest rows of weights have 64", grouped(4, 4096))
+    refused("method: expected one of rtn, gptq", method="magic")
+    refused("observer: expected one of", activations=INT8, observer="oracle")
+    refused("activations: expected linear codes with one scale", activations=grouped(8, 32))
+    refused("hqq moves zero points, and codes nf4 have none", PRESETS["NF4"], method="hqq")
+    refused(r"0\.1\.weight: .* of another kind", PRESETS["VSQ"], method="gptq")
+    refused("no sample has come to", method="gptq", use=[])
+    refused("nothing was seen", activations=INT8, use=[])
+    wrong = [Batch(0, np.ones((2, 9), F), np.zeros(2, int), np.arange(2))]
+    refused("do not go through the model.*expected", method="awq", use=wrong)
+    model.parameters()[0].data[3, 2] = np.nan
+    with pytest.raises(ValueError, match=r"0\.1\.weight\[3, 2\] is nan: this model is broken"):
+        expect_finite(model)
+    with pytest.raises(ValueError, match=r"0\.1\.weight: x\[2, 3\] is nan"):
+        quantise(model, INT8, batches, SELF)
+    with pytest.raises(ValueError, match="samples 0 and on is nan"):
+        evaluate(model, SoftmaxCrossEntropy(), batches, SELF)
+
+
+def test_batches_are_dealt():
+    """Every sample once, in the same micro-batches for any number of ranks."""
+
+    class Numbers:
+        def __len__(self):
+            return 100
+
+        def take(self, indices):
+            return indices, indices
+
+    for ranks in (1, 3, 7):
+        dealt_out = [batch for rank in range(ranks) for batch in dealt(Numbers(), 50, 8, rank, ranks)]
+        dealt_out.sort(key=lambda batch: batch.number)
+        assert [batch.number for batch in dealt_out] == list(range(7))
+        assert np.concatenate([batch.x for batch in dealt_out]).tolist() == list(range(0, 100, 2))
+    assert len(dealt(Numbers(), 1000, 64, 0, 1)) == 2 and dealt(Numbers(), 0, 8, 0, 1) == []
+
+
+# ---------------------------------------------------------------------------------------------- trained on digits
+
+
+@pytest.fixture(scope="module", params=["mlp", "convnet"])
+def job(request, tmp_path_factory):
+    """A model that reads digits, out of a checkpoint, as the recipe has it but for half as many epochs."""
+    folder = tmp_path_factory.mktemp(request.param)
+    comm = Communicator(SELF)
+    with Training(complete({"data": "digits", "model": request.param, "epochs": 12}), comm) as training:
+        list(training.run())
+        before = training.score()
+        training.save(folder)
+    made = trained.from_checkpoint(SELF, folder)
+    found = made.score(evaluate(made.model, made.loss, dealt(made.task.test, 1000, 100, 0, 1), SELF, made.measure))
+    assert found.accuracy == before.accuracy > 0.95 and found.loss == pytest.approx(before.loss, rel=1e-5)
+    return made
+
+
+def shown(job, count=512):
+    return dealt(job.task.train, count, 64, 0, 1)
+
+
+def scored(job, model):
+    return evaluate(model, job.loss, dealt(job.task.test, 1000, 100, 0, 1), SELF, job.measure)
+
+
+@pytest.mark.parametrize(
+    "spec, how, most",
+    [
+        ("int8", {}, 0.003),
+        ("int8_row", {"activations": QuantSpec(8, symmetric=False)}, 0.006),
+        ("int4_g32", {"method": "gptq"}, 0.01),
+    ],
+)
+def test_what_digits_lose(job, spec, how, most):
+    made = quantise(job.model, parse(spec), shown(job), SELF, **how)
+    assert scored(job, job.model).measure - scored(job, made).measure <= most
+    assert nbytes(made) < nbytes(job.model) / (3.5 if spec.startswith("int8") else 6)
+
+
+def test_an_engine_evaluates_it_unchanged(job):
+    made = quantise(job.model, grouped(4, 32), shown(job), SELF)
+    expected = scored(job, made)
+    values = {parameter.name: parameter.data.copy() for parameter in made.parameters()}
+    engine = Engine(made, job.loss, Communicator(SELF), SGD(rate=0.1))
+    for parameter in made.parameters():
+        parameter.data[...] = values[parameter.name]
+    found = engine.evaluate(dealt(job.task.test, 1000, 100, 0, 1), job.measure)
+    assert found.measure == expected.measure and found.loss == pytest.approx(expected.loss, rel=1e-6)
+    engine.close()
+    for parameter in job.model.parameters():
+        parameter.data = parameter.data.copy() if parameter.name not in values else values[parameter.name]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_files(job, method, tmp_path):
+    made = quantise(job.model, grouped(4, 32), shown(job, 64), SELF, method=method, activations=QuantSpec(8))
+    trained.save(tmp_path / "m.safetensors", job, made)
+    back = trained.load(tmp_path / "m.safetensors")
+    batches = shown(job, 100)
+    assert (outputs(back.model, batches) == outputs(made, batches)).all()
+    assert nbytes(back.model) == nbytes(made) and back.settings == job.settings
+    assert (tmp_path / "m.safetensors").stat().st_size < nbytes(made) + 8000
+
+
+def test_files_that_are_none(job, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        trained.load(tmp_path / "none")
+    files.save(tmp_path / "a", {"w": np.ones(3, F)})
+    with pytest.raises(ValueError, match="no model in few bits"):
+        trained.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("sensitivity", SENSITIVITIES)
+def test_widths_of_their_own_beat_one_for_all(job, sensitivity):
+    """At no more bytes, scales counted; searches are ordered as they should be, and a budget is kept."""
+    spec, batches, layers = grouped(3, 32), shown(job), layers_of(job.model)
+    how = {"method": "rtn", "sensitivity": SENSITIVITIES[sensitivity]}
+    made = mixture(job.model, job.loss, layers, options_of(spec), {}, batches, SELF, **how)
+    uniform = made.uniform(spec)
+    budget = made.budget(spec, 3.0)
+    assert budget == made.table.cost(uniform) == sum(nbytes_of(layer, spec, "rtn") for layer in layers)
+    chosen = {name: made.choose(name, budget, SELF) for name in SEARCHES}
+    for choice in chosen.values():
+        assert made.table.cost(choice) <= budget and made.bits(choice) <= made.bits(uniform)
+    loss = {name: made.table.loss(choice) for name, choice in chosen.items()}
+    assert loss["milp"] == pytest.approx(loss["dp"]) and loss["milp"] <= loss["evolutionary"] <= loss["greedy"]
+    assert loss["milp"] < made.table.loss(uniform)
+    assert made.budget(spec, 2.5) == (made.budget(spec, 2) + made.budget(spec, 3)) / 2
+    with pytest.raises(ValueError, match="expected 2 to 8 bits on the average, found 9"):
+        made.budget(spec, 9)
+    one, own = made.chosen(uniform), made.chosen(chosen["milp"])
+    assert scored(job, own).measure > scored(job, one).measure - 0.005
+    whole = shown(job, len(job.task.train))
+    assert evaluate(own, job.loss, whole, SELF).loss < evaluate(one, job.loss, whole, SELF).loss
+
+
+def test_checkpoints_that_will_not_do(tmp_path):
+    with pytest.raises(CheckpointError, match="has no checkpoints"):
+        trained.from_checkpoint(SELF, tmp_path / "none")
+    said = complete({"data": "teacher_classes", "model": "mlp:tiny", "steps": 2})
+    with Training(said, Communicator(SELF)) as training:
+        list(training.run())
+        training.engine.flat.places[0].parameter.data[0, 0] = np.nan
+        training.save(tmp_path / "nan")
+    with pytest.raises(ValueError, match=r"cannot be used: .*weight\[0, 0\] is nan: this model is broken"):
+        trained.from_checkpoint(SELF, tmp_path / "nan")
+
+
+def test_the_run_is_no_training():
+    """Dropout drops nothing where models are watched."""
+    model = build("mlp:tiny", (8, 8), 10, dropout=0.5)
+    for parameter in name_all(model):
+        parameter.data = parameter.first(1).astype(F)
+    (batch,) = sample("mlp:tiny", 1)
+    assert (forward(model, batch) == model.forward(batch.x, Run(training=False))[0]).all()

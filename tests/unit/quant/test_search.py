@@ -1,0 +1,100 @@
+"""Searches among options: exact ones find the best there is, others keep to the budget and are no worse than said."""
+
+import numpy as np
+import pytest
+
+from quant.search import SEARCHES, Table, brute, dynamic, evolutionary, greedy, milp
+
+pytest.importorskip("scipy")
+
+
+def problem(seed, whole=True):
+    """A table, and a budget that leaves something to choose."""
+    random = np.random.default_rng(seed)
+    layers, options = random.integers(1, 6, 2)
+    costs = random.integers(0, 50, (layers, options)) + (0 if whole else random.random((layers, options)))
+    losses = random.normal(size=(layers, options)) * 10.0 ** random.integers(-6, 3)
+    missing = random.random((layers, options)) < 0.15
+    missing[:, 0] = False
+    table = Table(np.where(missing, np.inf, costs), losses)
+    least = table.cost(table.cheapest(np.inf))
+    return table, least + float(random.integers(0, 60))
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("whole", [True, False], ids=["whole numbers", "fractions"])
+def test_against_all_choices(seed, whole):
+    table, budget = problem(seed, whole)
+    best = table.loss(brute(table, budget))
+    found = {name: search(table, budget) for name, search in SEARCHES.items()}
+    assert all(table.cost(choice) <= budget for choice in found.values())
+    loss = {name: table.loss(choice) for name, choice in found.items()}
+    assert loss["milp"] == pytest.approx(best, rel=1e-9)
+    assert best - 1e-9 * abs(best) <= loss["evolutionary"] <= loss["greedy"] <= table.loss(table.cheapest(budget))
+    if whole:
+        assert loss["dp"] == pytest.approx(best, rel=1e-12)
+    else:  # rounded up to units
+        assert loss["dp"] >= best - 1e-9 * abs(best)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("cells", [16, 100, 1000])
+def test_few_cells_cost_no_more_than_a_unit_for_each_layer(seed, cells):
+    """Costs that are rounded up: no worse than the best within a budget that is smaller by that much."""
+    table, budget = problem(seed, whole=False)
+    found = dynamic(table, budget, cells)
+    assert table.cost(found) <= budget
+    smaller = budget * (1 - table.layers / cells)
+    if table.cost(table.cheapest(np.inf)) <= smaller:
+        assert table.loss(found) <= table.loss(brute(table, smaller)) + 1e-12
+
+
+def test_what_greedy_misses():
+    """One step gains most for its price and leaves no room for two others that are better together."""
+    table = Table([[0, 6], [0, 5], [0, 5]], [[7.0, 0.0], [5.0, 0.0], [5.0, 0.0]])
+    assert greedy(table, 10) == (1, 0, 0)
+    assert milp(table, 10) == dynamic(table, 10) == evolutionary(table, 10) == brute(table, 10) == (0, 1, 1)
+
+
+def test_what_the_table_does_not_know():
+    """Layers that work on each other: evolutionary search may measure, each choice once."""
+    table = Table([[0, 1]] * 4, [[1.0, 0.0]] * 4)
+    asked = []
+
+    def measure(choice):
+        asked.append(choice)
+        return 0.0 if choice == (0, 1, 0, 1) else 1.0 + sum(choice)
+
+    assert evolutionary(table, 2, measure) == (0, 1, 0, 1)
+    assert len(asked) == len(set(asked))
+    assert evolutionary(table, 2, measure, seed=1) == evolutionary(table, 2, measure, seed=1)
+
+
+@pytest.mark.parametrize("search", [*SEARCHES.values(), brute])
+def test_budgets(search):
+    table = Table([[1, 5], [2, np.inf]], [[3.0, 1.0], [2.0, 0.0]])
+    assert search(table, 3) == (0, 0)
+    assert search(table, np.inf) == search(table, 1e300) == (1, 0)
+    with pytest.raises(ValueError, match=r"budget: the cheapest options cost 3 together, found 2\.5"):
+        search(table, 2.5)
+    with pytest.raises(ValueError, match="found nan"):
+        search(table, np.nan)
+    assert search(Table([[0, 0.5]], [[1.0, 0.0]]), 0) == (0,)
+    assert search(Table([[0, 0]], [[1.0, 0.5]]), 0) == (1,)
+    assert search(Table([[7, 7, 7]], [[1.0, 1.0, 1.0]]), 7) == (0,)
+
+
+@pytest.mark.parametrize(
+    "costs, losses, told",
+    [
+        ([[1]], [[1, 2]], "shape"),
+        ([], [], "shape"),
+        ([[-1]], [[0]], "not negative"),
+        ([[np.nan]], [[0]], "not negative"),
+        ([[1], [np.inf]], [[0], [0]], "finite cost"),
+        ([[1]], [[np.nan]], "losses are finite"),
+    ],
+)
+def test_no_table(costs, losses, told):
+    with pytest.raises(ValueError, match=told):
+        Table(costs, losses)

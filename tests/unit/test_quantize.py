@@ -1,0 +1,119 @@
+"""The program that writes trained models in few bits: what it says, draws, keeps and refuses."""
+
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+pytest.importorskip("sklearn")
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+
+from mpi4py import MPI
+
+import quantize
+from collectives import Communicator
+from parallel.checkpoint import all_in
+from parallel.settings import complete
+from parallel.training import Training
+
+TASKS = {
+    "classes": {"data": "teacher_classes", "model": "mlp:tiny", "steps": 80},
+    "values": {"data": "teacher", "model": "mlp:tiny", "steps": 20},
+    "images": {"data": "digits", "model": "convnet:tiny", "steps": 80},
+    "text": {"data": "copy", "model": "gpt:tiny", "length": 16, "steps": 3, "warm_up": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints of a model of each kind."""
+    made = {}
+    for name, said in TASKS.items():
+        made[name] = tmp_path_factory.mktemp(name)
+        with Training(complete(said), Communicator(MPI.COMM_SELF)) as training:
+            list(training.run())
+            training.save(made[name])
+    return made
+
+
+def run(capsys, *arguments):
+    assert quantize.main([*map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_from_a_checkpoint_to_a_file_and_back(folders, capsys, tmp_path, name):
+    picture, file = tmp_path / "new" / "layers.png", tmp_path / "m.safetensors"
+    said = ["--spec", "int4_g16", "--method", "gptq", "--activations", "int8", "--samples", 64]
+    output = run(capsys, "--checkpoint", folders[name], *said, "--report", picture, "-o", file)
+    (whole,) = re.findall(r"float32: (.*), \d+ bytes", output)
+    score, size, times = re.findall(r"gptq, inputs in int8: (.*), (\d+) bytes \((.*) times less\)", output)[0]
+    assert whole != score and float(times) > 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    layers = re.findall(r"^([\w.]+\.weight) +\d+ x \d+  int4_g16 ", output, re.MULTILINE)
+    assert len(layers) == {"classes": 2, "values": 2, "images": 3, "text": 10}[name]
+    assert f": {score}, {size} bytes" in run(capsys, "--load", file)
+
+
+def test_a_width_for_each_layer(folders, capsys, tmp_path):
+    picture = tmp_path / "pareto.png"
+    said = ["--spec", "int3_g32", "--mixed", 3, "--widths", "2,3,4", "--sensitivity", "fisher", "--samples", 32]
+    output = run(capsys, "--checkpoint", folders["images"], *said, "--pareto", picture, "--search", "greedy")
+    same, mixed = (float(re.findall(rf"{who}: .* (\S+) bits a weight", output)[0]) for who in ("for all", "by greedy"))
+    assert mixed <= same and picture.read_bytes().startswith(b"\x89PNG")
+    output = run(capsys, "--checkpoint", folders["images"], *said[:-2], "--samples", 8, "--mixed", 2.5)
+    assert "for all" not in output and "mixed by milp" in output
+
+
+def test_one_of_several_checkpoints(folders, capsys):
+    (path,) = all_in(folders["classes"])
+    assert "loss" in run(capsys, "--checkpoint", path)
+
+
+def broken(folder, tmp_path):
+    """A checkpoint with NaN in it."""
+    with Training(complete(TASKS["classes"]), Communicator(MPI.COMM_SELF)) as training:
+        training.engine.flat.places[0].parameter.data[1, 2] = np.nan
+        training.engine.stretches()
+        training.save(tmp_path / "nan")
+    return tmp_path / "nan"
+
+
+WRONG = {
+    "no checkpoint": (lambda at, tmp: ["--checkpoint", tmp / "none"], "none has no checkpoints"),
+    "no such step": (lambda at, tmp: ["--checkpoint", tmp / "step-000000001"], "there is no such folder"),
+    "spec": (lambda at, tmp: ["--checkpoint", at, "--spec", "int9"], "--spec: no spec 'int9': a preset (INT8"),
+    "group of nothing": (lambda at, tmp: ["--checkpoint", at, "--spec", "int4_g0"], "--spec: a group has at least one"),
+    "group": (lambda at, tmp: ["--checkpoint", at, "--spec", "int4_g512"], "groups of 512 fit nowhere"),
+    "method": (lambda at, tmp: ["--checkpoint", at, "--method", "magic"], "invalid choice: 'magic'"),
+    "method of a spec": (lambda at, tmp: ["--checkpoint", at, "--spec", "q4_0", "--method", "gptq"], "of another kind"),
+    "inputs": (lambda at, tmp: ["--checkpoint", at, "--activations", "nf4"], "activations: expected linear codes"),
+    "data": (
+        lambda at, tmp: ["--checkpoint", at, "--calibrate", "letters"],
+        "calibrate: data 'letters': neither a file",
+    ),
+    "other data": (lambda at, tmp: ["--checkpoint", at, "--calibrate", "digits"], "and digits has classes from (8, 8)"),
+    "samples": (lambda at, tmp: ["--checkpoint", at, "--samples", 0], "0 is below 1"),
+    "too few bits": (lambda at, tmp: ["--checkpoint", at, "--mixed", 1, "--spec", "int3_g32"], "expected 2 to 8 bits"),
+    "widths of a table": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--spec", "mxfp4"], "codes e2m1 have one"),
+    "no width": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--widths", "3,9"], "bits is one of 1, 2"),
+    "no numbers": (lambda at, tmp: ["--checkpoint", at, "--widths", "a"], "expected numbers as in 2,4,8, found 'a'"),
+    "a curve of nothing": (lambda at, tmp: ["--checkpoint", at, "--pareto", "p.png"], "say how many bits"),
+    "NaN": (lambda at, tmp: ["--checkpoint", broken(at, tmp)], "weight[1, 2] is nan: this model is broken"),
+    "nothing": (lambda at, tmp: [], "one of the arguments --checkpoint --load is required"),
+    "no file": (lambda at, tmp: ["--load", tmp / "none"], "cannot be used: there is no such file"),
+    "a folder": (lambda at, tmp: ["--checkpoint", at, "-o", tmp], "is no plain file"),
+    "no picture": (lambda at, tmp: ["--checkpoint", at, "--report", "p.foo"], "--report: expected a name that ends in"),
+    "picture in a file": (lambda at, tmp: ["--checkpoint", at, "--report", __file__ + "/a.png"], "cannot be written"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(folders, capsys, tmp_path, name):
+    arguments, told = WRONG[name]
+    with pytest.raises(SystemExit) as ended:
+        quantize.main([*map(str, arguments(folders["classes"], tmp_path))])
+    assert ended.value.code == 2
+    assert told in " ".join(capsys.readouterr().err.split())
