@@ -117,6 +117,6 @@ def forecast(comm: Communicator, count: int, codec: Codec, wire: Wire | None = N
     ]
     encode, decode, add = (value / length for value in _slowest(comm, seconds))
     size = comm.Get_size()
-    encoded = sum(Parts.of(count, size, codec.block, codec.nbytes).sizes)
+    encoded = sum(Parts.even(count, size, codec.block, codec.nbytes).sizes)
     kernels = count * (encode * (1 + 1 / size) + add + decode)
     return Forecast(wire.seconds(4 * count), wire.seconds(encoded), kernels)

@@ -50,6 +50,9 @@ class Compressed(Plain):
         """Which step it is, and in which units its gradients are."""
         self._moment = moment
 
+    def bind(self) -> None:
+        """Compressors are bound already."""
+
     def allreduce(self) -> None:
         """Leave the sum over the ranks on all of them."""
         self.start()

@@ -160,7 +160,7 @@ def test_it_learns_and_replicas_stay_the_same(comm, how, layout):
 
 
 def test_all_elements_sent_is_plain_training(comm):
-    with engine(comm, "topk:1") as made, engine(comm, None) as plain:
+    with engine(comm, "topk:1") as made, engine(comm, "none") as plain:
         np.testing.assert_allclose(train(made, range(10)), train(plain, range(10)), rtol=1e-5)
 
 
