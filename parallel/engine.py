@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -225,6 +225,16 @@ class Engine(Stepping):
         return self._gradients.sums if self._plan.compress is not None else []
 
     # ------------------------------------------------------------------------------------------ the parts of a step
+
+    def _step(self, go: Callable[[float], tuple[int, bool, Passed]]) -> Report:
+        """As of all engines; if it makes no update, nothing was sent in it."""
+        updates = self.updates
+        try:
+            return super()._step(go)
+        finally:
+            if self.updates == updates:
+                for sum_ in self._compressed():
+                    sum_.undo()
 
     def _passes(self, mine: list[Batch], everyone: Numbers, moment: Moment) -> Passed:
         """All forwards and backwards, and the sum of gradients."""

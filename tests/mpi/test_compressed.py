@@ -157,7 +157,7 @@ def test_lengths_that_are_no_division_are_refused(comm, way, wrong):
 
 
 def test_segments_change_no_digit(comm):
-    count, codec = 10_001, Quantised(grouped(4, 32))
+    count, codec = 10_001, Quantised(parse("int8_g128"))
     x, whole, cut = noise(comm.rank, count), np.empty(count, np.float32), np.empty(count, np.float32)
     with TwoShot(comm, count, codec) as one, Segmented(comm, count, codec, segments=5) as several:
         run(one.allreduce(x, whole))
