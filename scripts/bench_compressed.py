@@ -61,7 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sizes", type=parse_sizes, default=parse_sizes("1M,16M"), metavar="BYTES", help="of float32 (default 1M,16M)")
-    add("--specs", type=specs, default="int8_g128,int4_g32", metavar="NAMES", help="default int8_g128,int4_g32")
+    add("--specs", type=specs, default="int8_g256,int4_g256", metavar="NAMES", help="default int8_g256,int4_g256")
     add(
         "--ways",
         type=ways,

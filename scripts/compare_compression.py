@@ -3,8 +3,8 @@
 mpirun -n 4 python scripts/compare_compression.py --seeds 5
 mpirun -n 2 python scripts/compare_compression.py --data pydoc --model gpt:tiny --steps 400 --ways none,int8,sign
 
-Every training has the settings of scripts/train.py for the same data and model. All ways have the same seeds, and so the
-same first weights and the same order of samples. `apart` is the mean difference to the first way, seed by seed, in
+Every training has the settings of scripts/train.py for the same data and model. All ways have the same seeds, and so
+the same first weights and the same order of samples. `apart` is the mean difference to the first way, seed by seed, in
 standard deviations of the first way over its seeds: what is within 1 is what another seed would have made of it.
 """
 
@@ -16,6 +16,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
 
 import argparse
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,8 +73,8 @@ def ending(comm: Communicator, said: settings.Settings) -> dict[str, float]:
 
 def cells(ours: np.ndarray, others: np.ndarray) -> str:
     """Mean and standard deviation, and how far they are from the others', pair by pair."""
-    difference = float(np.mean(ours - others))
-    apart = difference / float(others.std(ddof=1)) if difference else 0.0
+    difference, spread = float(np.mean(ours - others)), float(others.std(ddof=1))
+    apart = difference / spread if spread else math.copysign(math.inf, difference) if difference else 0.0
     return f"{ours.mean():.4g} ± {ours.std(ddof=1):.2g} | {apart:+.2f}"
 
 

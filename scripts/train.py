@@ -134,7 +134,7 @@ def parser() -> launch.Parser:
     add("--reproducible", **either, help="the same digits on any number of ranks, in any layout")
     add("--pool", **either, help="ranks draw micro-batches as they get ready, in the layouts dp... and zero1")
     add("--bucket-bytes", type=int, metavar="N", help="of a bucket of gradients (default 4 MiB)")
-    add("--compress", metavar="HOW", help=f"gradients between ranks: {', '.join(COMPRESSORS)} (topk:0.01), {AUTO}, {NONE}")
+    add("--compress", metavar="HOW", help=f"gradients between ranks: {', '.join(COMPRESSORS)}, {AUTO}, {NONE}")
     add("--check-every", type=int, metavar="N", help="compare parameters over the ranks every N steps")
     add("--threads", type=int, metavar="N", help="of BLAS, for each rank (default: cores of the node over its ranks)")
 

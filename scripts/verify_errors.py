@@ -3,7 +3,7 @@
 python scripts/verify_errors.py
 python scripts/verify_errors.py --ranks 2,4,8,16,32,64 --specs int8_g128,int4_g128 --elements 1M
 
-eps is the relative error of encoding a vector of normal noise once. A sum of p of them is found wrong by so many eps; the
+eps is the relative error of encoding a vector of normal noise once. A sum of p of them is wrong by so many eps; the
 laws say sqrt(2) in two shots and, while p eps^2 is small, sqrt((p+1)/2) around a ring. Every rank runs the code that it
 would run with others; only messages are copies. The exit code is 1 if a sum is more than a tenth off its law.
 """
@@ -66,7 +66,7 @@ def once(codec: Codec, x: np.ndarray) -> float:
 def error(way: type[Flat], ranks: int, codec: Codec, count: int) -> float:
     """The relative error of a sum."""
     terms = [noise(rank, count) for rank in range(ranks)]
-    total = np.sum(terms, axis=0, dtype=np.float64)
+    total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
     made = [way(comm, count, codec) for comm in played(ranks)]
     play([each.allreduce(x, x) for each, x in zip(made, terms)])
     return max(relative(found, total) for found in terms)

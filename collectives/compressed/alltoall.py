@@ -63,8 +63,8 @@ class Alltoall(Bound):
 
         Parameters
         ----------
-        x : float32 array of ``sent.count`` elements
-        out : float32 array of ``received.count`` elements
+        x : float32 array of ``sent.elements`` elements
+        out : float32 array of ``received.elements`` elements
             May be x where both are divided alike.
         lost : float32 array like x, optional
             What encoding has lost of x; may be x, unless `out` is.

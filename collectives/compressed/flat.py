@@ -46,8 +46,8 @@ class Flat(Bound):
             self.parts = Parts.even(count, self.size, codec.block, codec.nbytes)
         else:
             self.parts = Parts.of(checked("lengths", lengths, self.size), codec.nbytes)
-        if self.parts.count != count:
-            raise ValueError(f"lengths: expected {count} elements together, found {self.parts.count}")
+        if self.parts.elements != count:
+            raise ValueError(f"lengths: expected {count} elements together, found {self.parts.elements}")
         self._wire = comm.empty(self.parts.nbytes, np.uint8)
         self._gathering = comm.Allgatherv_init(MPI.IN_PLACE, self.parts.message(self._wire))
         self._total = np.empty(self.parts.lengths[self.rank], np.float32)

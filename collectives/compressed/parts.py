@@ -42,8 +42,8 @@ class Parts(NamedTuple):
         return cls.of([end - start for start, end in zip([0, *ends], ends)], nbytes)
 
     @property
-    def count(self) -> int:
-        """Elements of all of them."""
+    def elements(self) -> int:
+        """Of all of them together."""
         return self.starts[-1] + self.lengths[-1]
 
     @property

@@ -14,7 +14,7 @@ WIDTHS = {"int8": 8, "int4": 4}
 
 
 def choose(comm: Communicator, count: int) -> tuple[str, str]:
-    """The name of the quicker one, "none" where plain sums of so many float32 are quicker still; and why. Collective."""
+    """The name of the quicker one, "none" if plain sums of so many float32 are quicker still; and why. Collective."""
     wire = fitted(comm)
     found = {
         name: forecast(comm, count, Quantised(grouped(bits, BLOCK, "fp32")), wire) for name, bits in WIDTHS.items()

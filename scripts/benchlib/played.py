@@ -1,7 +1,7 @@
 """Encoded collectives of many ranks, played in one process: the same code, with messages that are copies.
 
-    ranks = [TwoShot(comm, count, codec) for comm in played(64)]
-    play([made.allreduce(x, out) for made, x, out in ...])
+ranks = [TwoShot(comm, count, codec) for comm in played(64)]
+play([made.allreduce(x, out) for made, x, out in ...])
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ class Request:
         """Begin."""
         self.over = False
         self._start(self)
+
+    def Test(self) -> bool:
+        """Whether it is over."""
+        return self.over
 
     def Free(self) -> None:
         """Nothing is held."""
@@ -112,6 +116,10 @@ def play(motions: Sequence[Motion]) -> None:
         turns = [next(motion, None) for motion in going]
         if all(requests is None for requests in turns):
             return
-        late = [rank for rank, requests in enumerate(turns) if requests is None or not all(one.over for one in requests)]
+        late = [
+            rank
+            for rank, requests in enumerate(turns)
+            if requests is None or not all(request.Test() for request in requests)
+        ]
         if late:
             raise RuntimeError(f"ranks {late} wait for messages that nobody has sent")

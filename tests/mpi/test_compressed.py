@@ -177,7 +177,10 @@ def test_there_is_a_segment_at_least(comm):
 
 def sizes(comm, most):
     """Elements from rank r to rank s, some of them none."""
-    return [[(3 * source + 5 * target) * most // 7 % (most + 1) for target in range(comm.size)] for source in range(comm.size)]
+    return [
+        [(3 * source + 5 * target) * most // 7 % (most + 1) for target in range(comm.size)]
+        for source in range(comm.size)
+    ]
 
 
 @pytest.mark.parametrize("most", [0, 1, 3, 17, 1000])
