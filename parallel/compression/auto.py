@@ -14,7 +14,12 @@ WIDTHS = {"int8": 8, "int4": 4}
 
 
 def choose(comm: Communicator, count: int) -> tuple[str, str]:
-    """The name of the quicker one, "none" if plain sums of so many float32 are quicker still; and why. Collective."""
+    """The name of the quicker one, "none" if plain sums of so many float32 are quicker still; and why. Collective.
+
+    Within a node nothing is measured: reading a neighbour's memory is quicker than encoding one's own.
+    """
+    if len(set(comm.nodes or (0,))) == 1:
+        return NONE, "plain is quicker within a node"
     wire = fitted(comm)
     found = {
         name: forecast(comm, count, Quantised(grouped(bits, BLOCK, "fp32")), wire) for name, bits in WIDTHS.items()
