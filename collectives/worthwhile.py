@@ -6,8 +6,9 @@ second as it encodes.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -82,6 +83,32 @@ def _slowest(comm: Communicator, seconds: list[float]) -> list[float]:
     return [float(value) for value in found]
 
 
+def _cores() -> set[int]:
+    """Those that this process may run on."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
+    """How many ranks share a core where most do, if all compute at once; 1 if each has its own.
+
+    Parameters
+    ----------
+    nodes : sequence of int
+        The node of each rank.
+    cores : sequence of set of int
+        What each rank may run on.
+
+    Examples
+    --------
+    >>> crowding([0, 0, 0, 1], [{0, 1}, {0, 1}, {0, 1}, {0}])
+    1.5
+    """
+    together: dict[int, set[int]] = {}
+    for node, of_rank in zip(nodes, cores):
+        together.setdefault(node, set()).update(of_rank)
+    return max(1.0, *(list(nodes).count(node) / len(found) for node, found in together.items()))
+
+
 def fitted(comm: Communicator) -> Wire:
     """What sums take here, from two lengths. Collective; some milliseconds, or what 12 MiB take on a slow wire."""
     seconds = []
@@ -102,7 +129,7 @@ def forecast(comm: Communicator, count: int, codec: Codec, wire: Wire | None = N
     comm : Communicator
     count : int
     codec : Codec
-        Its kernels are timed on noise.
+        Its kernels are timed on noise. Where ranks share cores they take as much longer.
     wire : Wire, optional
         As `fitted` finds it, if that was done before.
     """
@@ -117,6 +144,7 @@ def forecast(comm: Communicator, count: int, codec: Codec, wire: Wire | None = N
     ]
     encode, decode, add = (value / length for value in _slowest(comm, seconds))
     size = comm.Get_size()
-    encoded = sum(Parts.of(count, size, codec.block, codec.nbytes).sizes)
-    kernels = count * (encode * (1 + 1 / size) + add + decode)
+    encoded = sum(Parts.even(count, size, codec.block, codec.nbytes).sizes)
+    crowd = crowding(comm.nodes or (0,) * size, comm.allgather(_cores()))
+    kernels = crowd * count * (encode * (1 + 1 / size) + add + decode)
     return Forecast(wire.seconds(4 * count), wire.seconds(encoded), kernels)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from collectives import Communicator
 from parallel import guard
-from parallel.compression import AUTO, Maker, parse
+from parallel.compression import AUTO, NONE, Maker, parse
 from parallel.compression.auto import choose
 from parallel.context import Context
 from parallel.data import Batch
@@ -66,9 +66,9 @@ class Engine(Stepping):
         has fewer than that, unless there is only one.
     check_every : int
         Compare the parameters of all ranks after every so many steps; 0 for never.
-    compress : str, optional
+    compress : str
         What becomes of gradients between ranks, a name of `parallel.compression.COMPRESSORS` with a number behind it;
-        or "auto", which measures and takes what is quicker, plain sums among it.
+        "none" for nothing; or "auto", which measures and takes what is quicker, plain sums among it.
     device : "cpu" or "cuda"
         Where all of it happens. On a GPU the current device.
     trace : bool
@@ -120,7 +120,7 @@ class Engine(Stepping):
         bucket_bytes: int = 4 << 20,
         first_bytes: int = 1 << 20,
         check_every: int = 0,
-        compress: str | None = None,
+        compress: str = NONE,
         device: str = "cpu",
         trace: bool = False,
         memory: Memory | None = None,
@@ -160,11 +160,11 @@ class Engine(Stepping):
         self._lenders = comm.Get_size()
         self.refresh()
 
-    def _compressor(self, comm: Communicator, said: str | None, length: int) -> Maker | None:
+    def _compressor(self, comm: Communicator, said: str, length: int) -> Maker | None:
         if said == AUTO:
             said, why = choose(comm, length)
             self.remarks = (f"compress {AUTO}: {why}",)
-        return parse(said) if said else None
+        return None if said == NONE else parse(said)
 
     def share(self, micro_batches: int) -> range:
         """The numbers of this rank's micro-batches, of so many in the step."""
@@ -225,6 +225,16 @@ class Engine(Stepping):
         return self._gradients.sums if self._plan.compress is not None else []
 
     # ------------------------------------------------------------------------------------------ the parts of a step
+
+    def _step(self, go: Callable[[float], tuple[int, bool, Passed]]) -> Report:
+        """As of all engines; if it makes no update, nothing was sent in it."""
+        updates = self.updates
+        try:
+            return super()._step(go)
+        finally:
+            if self.updates == updates:
+                for sum_ in self._compressed():
+                    sum_.undo()
 
     def _passes(self, mine: list[Batch], everyone: Numbers, moment: Moment) -> Passed:
         """All forwards and backwards, and the sum of gradients."""
@@ -341,10 +351,10 @@ class Engine(Stepping):
 
 
 def uncompressible(
-    compress: str | None, layout: str, precision: str, reproducible: bool, device: str = "cpu"
+    compress: str, layout: str, precision: str, reproducible: bool, device: str = "cpu"
 ) -> Exception | None:
     """Why gradients cannot be compressed so."""
-    if compress is None:
+    if compress == NONE:
         return None
     try:
         if compress != AUTO:
@@ -353,9 +363,13 @@ def uncompressible(
         return error
     if LAYOUTS[layout].divided:
         whole = ", ".join(name for name, line in LAYOUTS.items() if not line.divided)
-        return ValueError(f"compress: only where every rank has the whole sum ({whole}); found {layout}")
-    if reproducible:
-        return ValueError("compress: a reproducible training adds gradients as they are, in canonical order")
-    if PRECISIONS[precision].wide != np.float32:
-        return ValueError(f"compress: gradients are to be float32, and in {precision} they are not")
-    return None if device == "cpu" else ValueError("compress: only on the CPU so far")
+        why = f"only where every rank has the whole sum ({whole}) can there be more, and the layout is {layout}"
+    elif reproducible:
+        why = "a reproducible training adds gradients as they are, in canonical order"
+    elif PRECISIONS[precision].wide != np.float32:
+        why = f"gradients are to be float32, and in {precision} they are not"
+    elif device != "cpu":
+        why = f"on {device} there is nothing else so far"
+    else:
+        return None
+    return ValueError(f"compress: expected {NONE}, since {why}; found {compress}")

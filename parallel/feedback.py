@@ -38,7 +38,10 @@ class Compressed(Plain):
         self._context = context
         assert context.plan.compress is not None
         self.compressor = context.plan.compress(context.comm, bucket, context.plan.seed)
-        self.lost: np.ndarray = context.memory.own("buffers", bucket.span.size, context.wide)
+        self.lost, self._before = (
+            np.asarray(context.memory.own("buffers", bucket.span.size, context.wide)) for _ in range(2)
+        )
+        self._sent = False
         self._feedback = self.compressor.feedback
         ends = [(place.span, place.span.start + place.size) for place in bucket.places]
         self._gaps = [bucket.within(Span(end, span.stop)) for span, end in ends if end < span.stop]
@@ -49,6 +52,19 @@ class Compressed(Plain):
     def tell(self, everyone: Numbers, moment: Moment = START) -> None:
         """Which step it is, and in which units its gradients are."""
         self._moment = moment
+
+    def begin(self) -> None:
+        super().begin()
+        self._sent = False
+
+    def undo(self) -> None:
+        """The step is not made, and what was sent in it goes with it: what was owed before is owed again."""
+        if self._sent:
+            self.lost, self._before = self._before, self.lost
+            self._sent = False
+
+    def bind(self) -> None:
+        """Compressors are bound already."""
 
     def allreduce(self) -> None:
         """Leave the sum over the ranks on all of them."""
@@ -102,12 +118,10 @@ class Compressed(Plain):
         unit = self.vector.dtype.type(self._moment.unit)
         if not unit:  # nothing to learn from on any rank
             return
-        before = self.lost.copy()
         if self._feedback:
             self.vector += self.lost * unit
+        self.lost, self._before, self._sent = self._before, self.lost, True
         yield from self.compressor.exchange(self.vector, self.vector, self.lost, self._moment.step)
         self.lost /= unit
         for gap in self._gaps:
             self.vector[gap] = self.lost[gap] = 0
-        if not np.isfinite(self.vector.sum(dtype=np.float64)):  # on all ranks: no such step is made, so nothing is owed
-            self.lost[...] = before

@@ -78,7 +78,7 @@ class Settings:
     consistency, slow, record, replay : str
         As `parallel.server` has them: the rule of clocks, ranks and by what factor they are slower, and files.
     compress : str
-        What becomes of gradients between ranks, as in `parallel.compression`; empty for nothing.
+        What becomes of gradients between ranks, as in `parallel.compression`; "none" for nothing.
     """
 
     data: str = "digits"
@@ -119,7 +119,7 @@ class Settings:
     replay: str = ""
     tau: int | None = None
     group: int | None = None
-    compress: str = ""
+    compress: str = "none"
 
     def __post_init__(self) -> None:
         for field in fields(self):

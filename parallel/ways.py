@@ -132,7 +132,7 @@ def _replicas(job: Job, said: Settings) -> Engine:
         clip=said.clip or None,
         bucket_bytes=said.bucket_bytes,
         check_every=said.check_every,
-        compress=said.compress or None,
+        compress=said.compress,
         device=job.device,
         trace=job.trace,
     )
@@ -239,7 +239,7 @@ def _servers_refuse(said: Settings, ranks: int) -> None:
 
 
 def _check(said: Settings, ranks: int) -> None:
-    if problem := uncompressible(said.compress or None, said.layout, said.precision, said.reproducible):
+    if problem := uncompressible(said.compress, said.layout, said.precision, said.reproducible):
         raise problem
 
 

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,12 @@ from benchlib.launch import say
 from benchlib.sizes import format_size, parse_sizes
 from benchlib.workload import quartiles, write
 from collectives import Communicator
-from collectives.compressed import Hierarchical, Quantised, Ring, SharedScale, TwoShot
-from collectives.requests import wait_all
+from collectives.compressed import Hierarchical, Quantised, Ring, Segmented, SharedScale, TwoShot, run
 from collectives.worthwhile import Forecast, fitted, forecast
 from quant import QuantSpec
 from quant import parse as spec_of
 
-WAYS = {"two_shot": TwoShot, "ring": Ring, "hierarchical": Hierarchical}
+WAYS = {"segmented": Segmented, "two_shot": TwoShot, "ring": Ring, "hierarchical": Hierarchical}
 SHARED = "shared_scale"
 PLAIN = ("native", "plain")
 
@@ -61,13 +61,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sizes", type=parse_sizes, default=parse_sizes("1M,16M"), metavar="BYTES", help="of float32 (default 1M,16M)")
-    add("--specs", type=specs, default="int8_g128,int4_g32", metavar="NAMES", help="default int8_g128,int4_g32")
+    add("--specs", type=specs, default="int8_g256,int4_g256", metavar="NAMES", help="default int8_g256,int4_g256")
     add(
         "--ways",
         type=ways,
-        default="two_shot",
+        default="segmented",
         metavar="NAMES",
-        help=f"{', '.join([*WAYS, SHARED])} (default two_shot)",
+        help=f"{', '.join([*WAYS, SHARED])} (default segmented)",
     )
     add("--turns", type=launch.at_least(1, int), default=15, metavar="N", help="of each (default 15)")
     add("--json", type=Path, metavar="FILE", help="write all results")
@@ -75,6 +75,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 Sum = Callable[[np.ndarray, np.ndarray], object]
+
+
+def _summed(made: Any, x: np.ndarray, out: np.ndarray) -> None:
+    run(made.allreduce(x, out))
 
 
 def contestants(comm: Communicator, count: int, args: argparse.Namespace) -> tuple[dict[str, Sum], list[Any]]:
@@ -92,11 +96,7 @@ def contestants(comm: Communicator, count: int, args: argparse.Namespace) -> tup
                 made = WAYS[way](comm, count, Quantised(spec))
             bound.append(made)
 
-            def run(x: np.ndarray, out: np.ndarray, made: Any = made) -> None:
-                for requests in made.allreduce(x, out):
-                    wait_all(requests)
-
-            found[f"{way} {name}"] = run
+            found[f"{way} {name}"] = partial(_summed, made)
     return found, bound
 
 

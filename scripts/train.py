@@ -54,7 +54,7 @@ from collectives.errors import OutOfMemory
 from collectives.tuning import machine as machine_in_words
 from parallel import datasets, machine, settings
 from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, name_of, step_of
-from parallel.compression import AUTO, COMPRESSORS
+from parallel.compression import AUTO, COMPRESSORS, NONE
 from parallel.guard import Diverged, StepFailed
 from parallel.interrupt import Interrupt
 from parallel.meter import Meter
@@ -135,7 +135,7 @@ def parser() -> launch.Parser:
     add("--reproducible", **either, help="the same digits on any number of ranks, in any layout")
     add("--pool", **either, help="ranks draw micro-batches as they get ready, in the layouts dp... and zero1")
     add("--bucket-bytes", type=int, metavar="N", help="of a bucket of gradients (default 4 MiB)")
-    add("--compress", metavar="HOW", help=f"gradients between ranks: {', '.join(COMPRESSORS)} (topk:0.01), {AUTO}")
+    add("--compress", metavar="HOW", help=f"gradients between ranks: {', '.join(COMPRESSORS)}, {AUTO}, {NONE}")
     add("--check-every", type=int, metavar="N", help="compare parameters over the ranks every N steps")
     add("--threads", type=int, metavar="N", help="of BLAS, for each rank (default: cores of the node over its ranks)")
 

@@ -48,6 +48,9 @@ class Compressor(Protocol):
         """Collective."""
 
 
+NONE = "none"
+"""Nothing: plain sums."""
+
 AUTO = "auto"
 """What an engine is told to find out: see `parallel.compression.auto`."""
 
@@ -118,7 +121,7 @@ def parse(text: str) -> Maker:
     """
     name, colon, argument = text.partition(":")
     if name not in COMPRESSORS:
-        raise ValueError(f"compress: expected one of {', '.join(COMPRESSORS)}, {AUTO}; found {text!r}")
+        raise ValueError(f"compress: expected one of {', '.join(COMPRESSORS)}, {AUTO}, {NONE}; found {text!r}")
     kind = COMPRESSORS[name]
     if kind.default is None:
         if colon:

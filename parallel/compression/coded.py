@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from collectives import Communicator
-from collectives.compressed import Codec, Motion, TwoShot
+from collectives.compressed import Codec, Motion, Segmented
 
 
 class Coded:
-    """Every rank's gradient is encoded, and the sum again, in two shots.
+    """Every rank's gradient is encoded, and the sum again, in two shots, segment by segment.
 
     Parameters
     ----------
@@ -22,7 +22,7 @@ class Coded:
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, feedback: bool = True):
         self.feedback = feedback
-        self._sum = TwoShot(comm, count, codec)
+        self._sum = Segmented(comm, count, codec)
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
         """As `parallel.compression.Compressor`."""
@@ -33,5 +33,5 @@ class Coded:
         return {}
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Collective."""
         self._sum.close()

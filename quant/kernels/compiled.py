@@ -380,7 +380,7 @@ def _nibbles_decoder(shifted, add):
             for first in range(group * size, (group + 1) * size, BLOCK):
                 part = packed[first // 2 : first // 2 + NIBBLES]
                 lower, upper = out[first : first + NIBBLES], out[first + NIBBLES : first + BLOCK]
-                for i in range(NIBBLES):
+                for i in range(NIBBLES if add else part.size):  # so LLVM makes vectors of both
                     both = I(part[i])
                     a, b = F(I(I(both & I(15)) - bias)), F(I(I(both >> I(4)) - bias))
                     if shifted:

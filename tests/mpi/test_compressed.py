@@ -1,18 +1,30 @@
 """Encoded sums: exact where the codec is, the same digits on all ranks, nothing lost for good, errors as predicted."""
 
-import math
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.compressed import Hierarchical, Parts, Quantised, Ring, SharedScale, TwoShot
-from collectives.requests import wait_all
+from collectives.compressed import (
+    Alltoall,
+    Hierarchical,
+    Parts,
+    Quantised,
+    Ring,
+    Segmented,
+    SharedScale,
+    TwoShot,
+    run,
+)
 from quant import PerChannel, QuantSpec, grouped, parse
+from verify_errors import LAWS, noise, once, relative
 
 COUNTS = (0, 1, 2, 5, 16, 17, 1000, 4099)
-WAYS = {"two_shot": TwoShot, "ring": Ring, "hierarchical": Hierarchical}
+WAYS = {"two_shot": TwoShot, "ring": Ring, "hierarchical": Hierarchical, "segmented": partial(Segmented, segments=3)}
+FLAT = {"two_shot": TwoShot, "ring": Ring}
 ways = pytest.mark.parametrize("way", WAYS)
 counts = pytest.mark.parametrize("count", COUNTS)
 
@@ -42,11 +54,6 @@ def comm():
         yield made
 
 
-def done(motion):
-    for requests in motion:
-        wait_all(requests)
-
-
 def terms(comm, count, largest=3):
     """Every rank's x: small integers, other ones on every rank."""
     return [
@@ -65,11 +72,11 @@ def test_sums_are_exact_where_the_codec_is(comm, way, count):
     x, out = terms(comm, count), np.full(count, np.nan, np.float32)
     with WAYS[way](comm, count, Multiples()) as made:
         for _ in range(2):  # it may be used again
-            done(made.allreduce(x[comm.rank], out))
+            run(made.allreduce(x[comm.rank], out))
             np.testing.assert_array_equal(out, sum(x))
         np.testing.assert_array_equal(x[comm.rank], terms(comm, count)[comm.rank])
         inside = x[comm.rank].copy()
-        done(made.allreduce(inside, inside))
+        run(made.allreduce(inside, inside))
         np.testing.assert_array_equal(inside, sum(x))
 
 
@@ -78,11 +85,11 @@ def test_sums_are_exact_where_the_codec_is(comm, way, count):
 def test_what_is_lost_is_what_is_missing(comm, way, count):
     x, out, lost = terms(comm, count), *np.full((2, count), np.nan, np.float32)
     with WAYS[way](comm, count, Multiples(step=4)) as made:
-        done(made.allreduce(x[comm.rank], out, lost))
+        run(made.allreduce(x[comm.rank], out, lost))
         assert same_everywhere(comm, out)
         np.testing.assert_array_equal(out + sum(comm.allgather(lost)), sum(x))
         into = x[comm.rank].copy()
-        done(made.allreduce(into, out, into))
+        run(made.allreduce(into, out, into))
         np.testing.assert_array_equal(into, lost)
 
 
@@ -90,7 +97,7 @@ def test_what_is_lost_is_what_is_missing(comm, way, count):
 def test_integers_of_one_scale(comm, count):
     x, out, lost = terms(comm, count, 100), *np.full((2, count), np.nan, np.float32)
     with SharedScale(comm, count, bits=8, group=16) as made:
-        done(made.allreduce(x[comm.rank], out, lost))
+        run(made.allreduce(x[comm.rank], out, lost))
     assert same_everywhere(comm, out)
     np.testing.assert_allclose(out + sum(comm.allgather(lost)), sum(x), atol=1e-3)
     if count:
@@ -101,7 +108,7 @@ def test_integers_are_as_wide_as_their_sum_needs(comm):
     with SharedScale(comm, 10, bits=8) as made:
         assert np.iinfo(made.integer).max >= 127 * comm.size and made.integer.itemsize == (1 if comm.size == 1 else 2)
     with SharedScale(comm, 10, bits=16) as made:
-        done(made.allreduce(np.full(10, comm.rank + 1, np.float32), out := np.empty(10, np.float32)))
+        run(made.allreduce(np.full(10, comm.rank + 1, np.float32), out := np.empty(10, np.float32)))
     np.testing.assert_allclose(out, comm.size * (comm.size + 1) / 2, rtol=1e-3)
 
 
@@ -111,7 +118,7 @@ def test_a_group_that_is_not_finite_is_so_on_all_ranks_and_no_other_is(comm):
         if comm.rank == comm.size - 1:
             x[20] = odd
         with SharedScale(comm, 64, group=16) as made:
-            done(made.allreduce(x, out))
+            run(made.allreduce(x, out))
         assert not np.isfinite(out[16:32]).any()
         np.testing.assert_array_equal(np.delete(out, slice(16, 32)), comm.size)
 
@@ -122,19 +129,108 @@ def test_wrong_widths_are_refused(comm, wrong):
         SharedScale(comm, 10, **wrong)
 
 
-def test_a_part_of_the_sum_and_all_parts(comm):
-    x = terms(comm, 1000)
-    with TwoShot(comm, 1000, Multiples()) as made:
-        mine = np.empty(made.parts.lengths[comm.rank], np.float32)
-        done(made.reduce_scatter(x[comm.rank], mine))
-        np.testing.assert_array_equal(mine, made.parts.of_vector(sum(x), comm.rank))
-        done(made.allgather(mine, out := np.empty(1000, np.float32)))
-        np.testing.assert_array_equal(out, sum(x))
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("cut", ["even", "falling", "one"])
+@pytest.mark.parametrize("count", [0, 1, 2, 17, 1000])
+def test_a_part_of_the_sum_and_all_parts(comm, way, cut, count):
+    """In lengths of one's own too, none of them whole blocks: all for the last rank, or ever shorter ones."""
+    falling = [count >> (rank + 1) for rank in range(comm.size - 1)]
+    lengths = {"even": None, "falling": [*falling, count - sum(falling)], "one": [0] * (comm.size - 1) + [count]}[cut]
+    x, out, lost = terms(comm, count), *np.full((2, count), np.nan, np.float32)
+    with FLAT[way](comm, count, Multiples(step=2), lengths) as made:
+        assert lengths is None or list(made.parts.lengths) == lengths
+        mine = np.full(made.parts.lengths[comm.rank], np.nan, np.float32)
+        run(made.reduce_scatter(x[comm.rank], mine, lost))
+        missing = made.parts.of_vector(sum(x) - sum(comm.allgather(lost)), comm.rank)
+        np.testing.assert_array_equal(mine, missing)
+        gone = np.zeros_like(mine)
+        run(made.allgather(mine, out, gone))
+        assert same_everywhere(comm, out)
+        np.testing.assert_array_equal(made.parts.of_vector(out, comm.rank) + gone, mine)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("wrong", [lambda p: [1] * (p + 1), lambda p: [-1] + [11] * (p - 1), lambda p: [11] * p])
+def test_lengths_that_are_no_division_are_refused(comm, way, wrong):
+    with pytest.raises(ValueError, match="lengths: expected"):
+        FLAT[way](comm, 10, Multiples(), wrong(comm.size))
+
+
+def test_segments_change_no_digit(comm):
+    count, codec = 10_001, Quantised(parse("int8_g128"))
+    x, whole, cut = noise(comm.rank, count), np.empty(count, np.float32), np.empty(count, np.float32)
+    with TwoShot(comm, count, codec) as one, Segmented(comm, count, codec, segments=5) as several:
+        run(one.allreduce(x, whole))
+        run(several.allreduce(x, cut))
+    np.testing.assert_array_equal(cut, whole)
+
+
+def test_there_is_a_segment_at_least(comm):
+    with Segmented(comm, 0, Multiples()) as made:
+        assert len(made.segments) == 1
+    with pytest.raises(ValueError, match="segments: expected 1 or more, found 0"):
+        Segmented(comm, 10, Multiples(), segments=0)
+
+
+# ---------------------------------------------------------------------------------------------- all to all
+
+
+def sizes(comm, most):
+    """Elements from rank r to rank s, some of them none."""
+    return [
+        [(3 * source + 5 * target) * most // 7 % (most + 1) for target in range(comm.size)]
+        for source in range(comm.size)
+    ]
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 17, 1000])
+def test_what_all_have_for_one_comes_to_it(comm, most):
+    table, rank = sizes(comm, most), comm.rank
+    x = [terms(comm, sum(row))[source] for source, row in enumerate(table)]
+    starts = [[0, *accumulate(row)] for row in table]
+    wanted = np.concatenate([x[s][starts[s][rank] : starts[s][rank + 1]] for s in range(comm.size)])
+    out, lost = np.full_like(wanted, np.nan), np.full_like(x[rank], np.nan)
+    with Alltoall(comm, table[rank], [row[rank] for row in table], Multiples()) as made:
+        for _ in range(2):
+            run(made.alltoall(x[rank], out, lost))
+            np.testing.assert_array_equal(out, wanted)
+            assert not lost.any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 257])
+def test_as_many_for_each_in_place_and_what_is_lost(comm, count):
+    x = terms(comm, count * comm.size)
+    with Alltoall(comm, count, count, Multiples(step=4)) as made:
+        out, lost = x[comm.rank].copy(), np.full(count * comm.size, np.nan, np.float32)
+        run(made.alltoall(out, out, lost))
+    whole = np.array([comm.allgather(out), comm.allgather(lost), x]).reshape(3, comm.size, comm.size, count)
+    np.testing.assert_array_equal(whole[0].swapaxes(0, 1) + whole[1], whole[2])
+    mine = whole[:2, comm.rank, comm.rank], whole[2, comm.rank, comm.rank]
+    np.testing.assert_array_equal(mine[0][0], mine[1])  # what stays is exact
+    assert not mine[0][1].any()
+
+
+def test_all_to_all_in_few_bits(comm):
+    count, codec = 4096, Quantised(parse("int8_g128"))
+    x = noise(comm.rank, count * comm.size)
+    out = np.empty_like(x)
+    with Alltoall(comm, count, count, codec) as made:
+        run(made.alltoall(x, out))
+    for source in range(comm.size):
+        theirs = noise(source, count * comm.size)[comm.rank * count :][:count]
+        here = out[source * count :][:count]
+        wanted = 0 if source == comm.rank else once(codec, theirs)
+        assert relative(here, theirs) == pytest.approx(wanted)
+
+
+def test_one_length_for_each_rank_is_wanted(comm):
+    with pytest.raises(ValueError, match=f"received: expected the elements of {comm.size} ranks' parts"):
+        Alltoall(comm, 1, [1] * (comm.size + 1), Multiples())
 
 
 @pytest.mark.parametrize("count,ranks,block", [(0, 3, 8), (1, 3, 8), (100, 3, 8), (7, 1, 8), (64, 8, 8), (63, 8, 8)])
 def test_parts_are_whole_blocks(count, ranks, block):
-    parts = Parts.of(count, ranks, block, lambda n: 2 * n)
+    parts = Parts.even(count, ranks, block, lambda n: 2 * n)
     assert sum(parts.lengths) == count and sum(parts.sizes) == 2 * count
     assert all(start % block == 0 or start == count for start in parts.starts)
     vector = np.arange(count)
@@ -144,27 +240,16 @@ def test_parts_are_whole_blocks(count, ranks, block):
 # ---------------------------------------------------------------------------------------------- quantised
 
 
-LAWS = {"two_shot": lambda p: math.sqrt(2) if p > 1 else 1, "ring": lambda p: math.sqrt((p + 1) / 2)}
-"""The error of a sum of p terms over that of encoding once, both relative to what is encoded. To encode again what was
-encoded and is alone in its sum loses nothing."""
-
-
-def relative(found, wanted):
-    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
-
-
 @pytest.mark.parametrize("way", LAWS)
 @pytest.mark.parametrize("spec", ["int8_g128", "int4_g128"])
 def test_the_error_of_a_quantised_sum_follows_the_law(comm, way, spec):
     count, codec = 1 << 16, Quantised(parse(spec))
-    x = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(comm.size)]
-    wire, once, out = np.empty(codec.nbytes(count), np.uint8), np.empty(count, np.float32), np.empty(count, np.float32)
-    codec.encode(x[comm.rank], wire)
-    codec.decode(wire, once)
-    with WAYS[way](comm, count, codec) as made:
-        done(made.allreduce(x[comm.rank], out))
-    error, eps = relative(out, np.sum(x, axis=0, dtype="f8")), relative(once, x[comm.rank])
-    assert error / eps == pytest.approx(LAWS[way](comm.size), rel=0.1)
+    x, out = [noise(rank, count) for rank in range(comm.size)], np.empty(count, np.float32)
+    kind, law = LAWS[way]
+    with kind(comm, count, codec) as made:
+        run(made.allreduce(x[comm.rank], out))
+    error, eps = relative(out, np.sum(x, axis=0, dtype="f8")), once(codec, x[comm.rank])
+    assert error / eps == pytest.approx(law(comm.size, eps), rel=0.1)
 
 
 @ways
@@ -173,7 +258,7 @@ def test_quantised_sums_of_any_length(comm, way, count):
     x, out, lost = terms(comm, count, 100), *np.full((2, count), np.nan, np.float32)
     codec = Quantised(grouped(8, 32, "fp32"))
     with WAYS[way](comm, count, codec) as made:
-        done(made.allreduce(x[comm.rank], out, lost))
+        run(made.allreduce(x[comm.rank], out, lost))
     assert same_everywhere(comm, out)
     np.testing.assert_allclose(out + sum(comm.allgather(lost)), sum(x), atol=2e-3 * comm.size)
 
@@ -183,7 +268,7 @@ def test_nan_in_one_group_of_one_rank_is_nan_in_that_group_on_all(comm):
     if comm.rank == comm.size - 1:
         x[70] = np.nan
     with TwoShot(comm, 256, Quantised(grouped(8, 32, "fp32"))) as made:
-        done(made.allreduce(x, out))
+        run(made.allreduce(x, out))
     assert np.isnan(out[64:96]).all() and np.isfinite(np.delete(out, slice(64, 96))).all()
 
 

@@ -8,16 +8,19 @@ import tiny
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.compressed import Quantised
 from collectives.requests import wait_all
+from collectives.worthwhile import Forecast, crowding, forecast
 from parallel import checkpoint
 from parallel.bucket import Bucket
 from parallel.checkpoint import Checkpoint
-from parallel.compression import COMPRESSORS, parse
+from parallel.compression import COMPRESSORS, auto, parse
 from parallel.compression.signs import Signs
 from parallel.engine import Engine
 from parallel.flat import Flat
 from parallel.guard import StepFailed
 from parallel.optim import SGD
+from quant import grouped
 
 HOWS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "topk:1", "powersgd:1", "powersgd:3")
 hows = pytest.mark.parametrize("how", HOWS)
@@ -160,7 +163,7 @@ def test_it_learns_and_replicas_stay_the_same(comm, how, layout):
 
 
 def test_all_elements_sent_is_plain_training(comm):
-    with engine(comm, "topk:1") as made, engine(comm, None) as plain:
+    with engine(comm, "topk:1") as made, engine(comm, "none") as plain:
         np.testing.assert_allclose(train(made, range(10)), train(plain, range(10)), rtol=1e-5)
 
 
@@ -220,8 +223,24 @@ def test_a_gradient_that_is_not_finite_ends_nothing_but_the_step(comm, how):
             made.step(huge)
         for name, values in parameters(made).items():
             np.testing.assert_array_equal(values, before[name])
-        assert all(np.isfinite(values).all() for values in owed(comm, made).values()) and due.keys()
+        for name, values in owed(comm, made).items():
+            np.testing.assert_array_equal(values, due[name])
         assert all(np.isfinite(train(made, range(3))))
+
+
+@pytest.mark.parametrize("how", ["int4", "topk:0.05"])
+def test_a_step_that_the_loss_scale_skips_leaves_what_is_owed(comm, how):
+    """Whatever its buckets have sent was for nothing, of those too that have not overflown."""
+    with engine(comm, how, precision="fp16") as made:
+        made.scaling.value = 2.0**10
+        train(made, range(3))
+        due, at = owed(comm, made), parameters(made)
+        made.scaling.value = 2.0**30
+        skipped = made.step(tiny.batches(made.share(4), 0)).skipped
+        assert skipped and any(values.any() for values in due.values())
+        for name, values in owed(comm, made).items():
+            np.testing.assert_array_equal(values, due[name])
+            np.testing.assert_array_equal(parameters(made)[name], at[name])
 
 
 @pytest.mark.parametrize(
@@ -236,3 +255,33 @@ def test_a_gradient_that_is_not_finite_ends_nothing_but_the_step(comm, how):
 def test_an_engine_refuses_what_cannot_be(comm, settings, words):
     with pytest.raises(ValueError, match=words):
         engine(comm, **{"how": "sign", **settings})
+
+
+def test_auto_declines_within_a_node():
+    with Communicator(MPI.COMM_WORLD, nodes=[0] * MPI.COMM_WORLD.size) as made, engine(made, "auto") as training:
+        assert training.remarks == ("compress auto: plain is quicker within a node",)
+        assert training._plan.compress is None
+
+
+def test_auto_takes_what_it_foresees_to_be_quickest_between_nodes(monkeypatch):
+    """All ranks alike; what is measured is the machine's, so the forecasts are given."""
+    made_of = {8: Forecast(3.0, 1.0, 1.0), 4: Forecast(3.0, 0.5, 2.0)}
+    monkeypatch.setattr(auto, "forecast", lambda comm, count, codec, wire: made_of[codec.spec.bits])
+    nodes = list(range(MPI.COMM_WORLD.size))
+    with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm:
+        found = auto.choose(comm, 1000)
+        made_of.update({8: Forecast(1.0, 1.0, 1.0), 4: Forecast(1.0, 1.0, 1.0)})
+        declined = auto.choose(comm, 1000)
+    if comm.size > 1:
+        assert found[0] == "int8" and "1e+03 ms of kernels" in found[1]
+        assert declined[0] == "none" and declined[1].startswith("plain is quicker (int8")
+    else:
+        assert found == declined == ("none", "plain is quicker within a node")
+
+
+def test_kernels_take_longer_where_ranks_share_cores(comm):
+    assert crowding([0, 0], [{0}, {1}]) == 1
+    assert crowding([0, 0, 1, 1, 1, 1], [{0, 1}] * 6) == 2
+    assert crowding([0, 1], [{0, 1, 2}, {0}]) == 1
+    made = forecast(comm, 1 << 12, Quantised(grouped(8, 256, "fp32")))
+    assert min(made.plain, made.messages) >= 0 and made.kernels > 0 and made.encoded == made.messages + made.kernels

@@ -41,3 +41,12 @@ def test_a_setting_of_another_way_is_refused(monkeypatch):
     way_of(Settings(layout="dp"))
     with pytest.raises(ValueError, match="check_every: it belongs to other, and the layout is zero1"):
         way_of(Settings(layout="zero1", check_every=3))
+
+
+def test_gradients_are_compressed_only_where_ranks_have_all_of_a_sum():
+    WAYS["dp"].check(Settings(compress="int8"), 4)
+    WAYS["zero1"].check(Settings(layout="zero1", compress="none"), 4)
+    with pytest.raises(ValueError, match=r"compress: expected none, since only where .* layout is zero1; found int8"):
+        WAYS["zero1"].check(Settings(layout="zero1", compress="int8"), 4)
+    with pytest.raises(ValueError, match="compress: expected one of int8, .*, auto, none; found ''"):
+        WAYS["dp"].check(Settings(compress=""), 4)

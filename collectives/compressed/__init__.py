@@ -1,0 +1,50 @@
+"""Collectives that carry fewer bits: what travels is encoded, and what that loses is known.
+
+A codec says how numbers become bytes. The motions here say how often that happens on the way, and so how large the
+error becomes; eps is that of encoding once, p the number of ranks:
+
+    way            what is encoded                                     error of a sum        bytes sent
+    two_shot       every rank's terms, then the sums                   sqrt(2) eps           2 (p-1)/p n'
+    ring           a sum that grows, hop by hop, then the sums         sqrt((p+1)/2) eps     2 (p-1)/p n'
+    hierarchical   the sums of nodes, then the sums of all             sqrt(2) eps of these  2 (k-1)/k n' of a node
+    shared_scale   every rank's terms, as integers of one scale: sums  eps                   2 (p-1)/p n''
+                   of integers are exact, in whatever order
+    alltoall       what goes to another rank                           eps                   (p-1)/p n'
+
+Here n' are the bytes of an encoded vector, n'' those of a vector of integers wide enough for the sum, and k nodes. The
+errors are relative to that of a single rank's terms when errors are independent: sums of p terms of size 1 are of size
+sqrt(p), and so is the error of adding p encoded terms; see docs/compression.md for how the laws come about.
+
+Every motion is a generator that yields requests to wait for, so that a caller may do something else meanwhile:
+
+    for requests in motion:
+        wait_all(requests)
+
+`run` does just that. A two-shot sum in segments (`Segmented`) is on its way while it is encoded.
+"""
+
+from collectives.compressed.alltoall import Alltoall
+from collectives.compressed.codec import Codec, Quantised
+from collectives.compressed.flat import Flat, Ring, TwoShot
+from collectives.compressed.motion import Bound, Motion, run, staggered
+from collectives.compressed.nodes import Hierarchical
+from collectives.compressed.parts import Parts
+from collectives.compressed.segmented import Segmented
+from collectives.compressed.shared import SharedScale
+
+__all__ = [
+    "Alltoall",
+    "Bound",
+    "Codec",
+    "Flat",
+    "Hierarchical",
+    "Motion",
+    "Parts",
+    "Quantised",
+    "Ring",
+    "Segmented",
+    "SharedScale",
+    "TwoShot",
+    "run",
+    "staggered",
+]

@@ -1,0 +1,78 @@
+"""How a vector of float32 becomes bytes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from quant import PerChannel, PerGroup, QuantizedArray, QuantSpec, quantize, wire_nbytes
+
+
+class Codec(Protocol):
+    """How a vector of float32 becomes bytes.
+
+    Attributes
+    ----------
+    block : int
+        Elements that are encoded together: ranks get whole blocks, but for the last one.
+    """
+
+    block: int
+
+    def nbytes(self, count: int) -> int:
+        """Of so many elements; the same whatever they are."""
+
+    def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
+        """Write `nbytes` bytes. An element that is not finite leaves none of its block finite."""
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        """What the bytes stand for."""
+
+    def add(self, wire: np.ndarray, out: np.ndarray) -> None:
+        """`out` += what the bytes stand for."""
+
+
+class Quantised:
+    """Numbers in few bits, as `quant` writes them; a group that is not finite is NaN on the other side.
+
+    Parameters
+    ----------
+    spec : quant.QuantSpec
+        Groups along the vector, or one scale for each part that travels.
+    norm : callable (x) -> float32 array of a scale for each group, optional
+        Instead of the spec's own.
+
+    Attributes
+    ----------
+    seed : int
+        For stochastic rounding; every vector that is encoded takes the next one.
+    """
+
+    def __init__(self, spec: QuantSpec, norm: Callable[[np.ndarray], np.ndarray] | None = None):
+        if isinstance(spec.granularity, PerChannel):
+            raise ValueError(f"a vector has no channels, and {spec} wants a scale for each")
+        self.spec, self._norm, self.seed = spec, norm, 0
+        self.block = spec.granularity.size if isinstance(spec.granularity, PerGroup) else 1
+
+    def nbytes(self, count: int) -> int:
+        """Codes and scales."""
+        return wire_nbytes(self.spec, count)
+
+    def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
+        """Quantise."""
+        self.seed += 1
+        scales = self._norm(x) if self._norm else None
+        quantize(x, self.spec, scales=scales, seed=self.seed, nonfinite="poison", out=self._as_array(wire, len(x)))
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        """Dequantise."""
+        self._as_array(wire, len(out)).dequantize(out)
+
+    def add(self, wire: np.ndarray, out: np.ndarray) -> None:
+        """Dequantise and add in one pass."""
+        self._as_array(wire, len(out)).add_to(out)
+
+    def _as_array(self, wire: np.ndarray, count: int) -> QuantizedArray:
+        return QuantizedArray.from_wire(wire, self.spec, count)

@@ -1,0 +1,125 @@
+"""Encoded collectives of many ranks, played in one process: the same code, with messages that are copies.
+
+ranks = [TwoShot(comm, count, codec) for comm in played(64)]
+play([made.allreduce(x, out) for made, x, out in ...])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from collectives.compressed import Motion
+
+
+class Request:
+    """A collective that has been begun when every rank has started its own; then it is over at once."""
+
+    def __init__(self, start: Callable[[Request], None]):
+        self._start = start
+        self.over = False
+
+    def Start(self) -> None:
+        """Begin."""
+        self.over = False
+        self._start(self)
+
+    def Test(self) -> bool:
+        """Whether it is over."""
+        return self.over
+
+    def Free(self) -> None:
+        """Nothing is held."""
+
+
+class _Room:
+    """Where ranks meet: their calls, in the order in which each of them makes them."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.calls: dict[int, dict[int, tuple[Request, Any, Any]]] = {}
+
+    def enter(self, number: int, rank: int, request: Request, sent: Any, received: Any) -> None:
+        """The call of a rank; the last rank's moves the bytes of all."""
+        call = self.calls.setdefault(number, {})
+        call[rank] = request, sent, received
+        if len(call) == self.size:
+            for target, (_, _, into) in call.items():
+                for source, (_, out, _) in call.items():
+                    _part(into, source)[...] = _part(out, target)
+            for one, _, _ in call.values():
+                one.over = True
+            del self.calls[number]
+
+
+def _part(message: Any, rank: int) -> np.ndarray:
+    wire, sizes, places, _ = message
+    return wire[places[rank] : places[rank] + sizes[rank]]
+
+
+class Comm:
+    """What encoded collectives ask of a communicator."""
+
+    nodes = None
+
+    def __init__(self, room: _Room, rank: int):
+        self._room, self._rank, self._numbers = room, rank, count()
+
+    def Get_rank(self) -> int:
+        """Which one."""
+        return self._rank
+
+    def Get_size(self) -> int:
+        """Of how many."""
+        return self._room.size
+
+    def empty(self, shape: Any, dtype: Any) -> np.ndarray:
+        """Memory that nobody shares."""
+        return np.empty(shape, dtype)
+
+    def Alltoallv_init(self, sent: Any, received: Any) -> Request:
+        """Bound."""
+        return Request(lambda request: self._room.enter(next(self._numbers), self._rank, request, sent, received))
+
+    def Ialltoallv(self, sent: Any, received: Any) -> Request:
+        """Begun."""
+        (request := self.Alltoallv_init(sent, received)).Start()
+        return request
+
+    def Allgatherv_init(self, sent: Any, received: Any) -> Request:
+        """Bound, in place."""
+        wire, sizes, places, kind = received
+        size = self.Get_size()
+        mine = [wire, [sizes[self._rank]] * size, [places[self._rank]] * size, kind]
+        return self.Alltoallv_init(mine, received)
+
+
+def played(size: int) -> list[Any]:
+    """The communicators of so many ranks."""
+    room = _Room(size)
+    return [Comm(room, rank) for rank in range(size)]
+
+
+def play(motions: Sequence[Motion]) -> None:
+    """All ranks' motions to their ends, in turns.
+
+    Raises
+    ------
+    RuntimeError
+        If a rank waits for what others have not begun: motions of ranks have as many turns, and start the same calls.
+    """
+    going = list(motions)
+    while going:
+        turns = [next(motion, None) for motion in going]
+        if all(requests is None for requests in turns):
+            return
+        late = [
+            rank
+            for rank, requests in enumerate(turns)
+            if requests is None or not all(request.Test() for request in requests)
+        ]
+        if late:
+            raise RuntimeError(f"ranks {late} wait for messages that nobody has sent")

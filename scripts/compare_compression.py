@@ -1,0 +1,103 @@
+"""Train the same model with every way to compress gradients, and with none, from several seeds: where do they end?
+
+mpirun -n 4 python scripts/compare_compression.py --seeds 5
+mpirun -n 2 python scripts/compare_compression.py --data pydoc --model gpt:tiny --steps 400 --ways none,int8,sign
+
+Every training has the settings of scripts/train.py for the same data and model. All ways have the same seeds, and so
+the same first weights and the same order of samples. `apart` is the mean difference to the first way, seed by seed, in
+standard deviations of the first way over its seeds: what is within 1 is what another seed would have made of it.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C is to end this quietly
+
+import argparse
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from benchlib import launch
+from benchlib.launch import say
+from benchlib.workload import plain, write
+from collectives import Communicator
+from parallel import machine, settings
+from parallel.compression import AUTO, NONE, parse
+from parallel.together import together
+from parallel.training import Training
+
+WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"
+"""What is compared unless said otherwise."""
+
+
+def ways(text: str) -> list[str]:
+    """Names that `--compress` takes."""
+    for name in (names := text.split(",")):
+        try:
+            if name not in (NONE, AUTO):
+                parse(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = launch.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", default="digits", metavar="NAME", help="default digits")
+    add("--model", default="mlp", metavar="NAME", help="default mlp")
+    add("--steps", type=launch.at_least(1, int), metavar="N", help="default: those of the recipe")
+    add("--seeds", type=launch.at_least(2, int), default=3, metavar="N", help="from 0 on (default 3)")
+    add("--ways", type=ways, default=WAYS, metavar="NAMES", help=f"with commas (default {WAYS})")
+    add("--json", type=Path, metavar="FILE", help="write where every training has ended")
+    return parser.parse_args(argv)
+
+
+def ending(comm: Communicator, said: settings.Settings) -> dict[str, float]:
+    """Train, and put to the test: the loss, and where there are classes the percentage that is right. Collective."""
+    with Training(said, comm) as training:
+        for _ in training.run():
+            pass
+        score = training.score()
+    right = {} if score.accuracy is None else {"right, %": 100 * score.accuracy}
+    return {"test loss": score.loss, **right}
+
+
+def cells(ours: np.ndarray, others: np.ndarray) -> str:
+    """Mean and standard deviation, and how far they are from the others', pair by pair."""
+    difference, spread = float(np.mean(ours - others)), float(others.std(ddof=1))
+    apart = difference / spread if spread else math.copysign(math.inf, difference) if difference else 0.0
+    return f"{ours.mean():.4g} ± {ours.std(ddof=1):.2g} | {apart:+.2f}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: always 0."""
+    args = arguments(argv)
+    comm = Communicator(MPI.COMM_WORLD)
+    together(comm, partial(machine.limit_threads, machine.cores_per_rank(comm)), "BLAS threads")
+    usual = settings.complete({"data": args.data, "model": args.model, "steps": args.steps})
+    say(f"{usual.model} on {usual.data}, {comm.Get_size()} ranks, {args.seeds} seeds: mean ± standard deviation\n")
+    report: dict[str, list[dict[str, float]]] = {}
+    for name in args.ways:
+        report[name] = [ending(comm, replace(usual, compress=name, seed=seed)) for seed in range(args.seeds)]
+        endings = {what: np.array([end[what] for end in report[name]]) for what in report[name][0]}
+        if len(report) == 1:
+            first = endings
+            say(f"| `--compress` | {' | '.join(f'{what} | apart' for what in first)} |")
+            say(f"| --- |{' --- | --- |' * len(first)}")
+        say(f"| `{name}` | {' | '.join(cells(endings[what], first[what]) for what in first)} |")
+    if comm.Get_rank() == 0:
+        write(args.json, {"arguments": plain(args), "endings": report})
+    return 0
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,111 @@
+"""How wrong are sums of encoded vectors? Played by any number of ranks in this process, and held against the laws.
+
+python scripts/verify_errors.py
+python scripts/verify_errors.py --ranks 2,4,8,16,32,64 --specs int8_g128,int4_g128 --elements 1M
+
+eps is the relative error of encoding a vector of normal noise once. A sum of p of them is wrong by so many eps; the
+laws say sqrt(2) in two shots and, while p eps^2 is small, sqrt((p+1)/2) around a ring. Every rank runs the code that it
+would run with others; only messages are copies. The exit code is 1 if a sum is more than a tenth off its law.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from benchlib.played import play, played
+from benchlib.sizes import parse_sizes
+from collectives.compressed import Codec, Flat, Quantised, Ring, TwoShot
+from quant import parse as spec_of
+
+
+def in_two_shots(ranks: int, eps: float) -> float:
+    """Of every term, and of the sum. To encode again what was encoded and is alone in its sum loses nothing."""
+    return math.sqrt(2) if ranks > 1 else 1.0
+
+
+def around_a_ring(ranks: int, eps: float) -> float:
+    """Of sums of 1, 2 ... p terms, and of what is wrong with them already: sqrt((p+1)/2) while p eps^2 is small."""
+    wrong = 0.0
+    for terms in range(1, ranks + 1):
+        wrong += eps**2 * (terms + wrong)
+    return math.sqrt(wrong / ranks) / eps
+
+
+LAWS: dict[str, tuple[type[Flat], Callable[[int, float], float]]] = {
+    "two_shot": (TwoShot, in_two_shots),
+    "ring": (Ring, around_a_ring),
+}
+"""What sums, and the error of a sum of so many terms over that of encoding once, eps."""
+
+TOLERANCE = 0.1
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The norm of what is wrong over that of what is right."""
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def noise(rank: int, count: int) -> np.ndarray:
+    """A rank's term."""
+    return np.random.default_rng(rank).standard_normal(count).astype(np.float32)
+
+
+def once(codec: Codec, x: np.ndarray) -> float:
+    """eps."""
+    wire, out = np.empty(codec.nbytes(len(x)), np.uint8), np.empty_like(x)
+    codec.encode(x, wire)
+    codec.decode(wire, out)
+    return relative(out, x)
+
+
+def error(way: type[Flat], ranks: int, codec: Codec, count: int) -> float:
+    """The relative error of a sum."""
+    terms = [noise(rank, count) for rank in range(ranks)]
+    total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
+    made = [way(comm, count, codec) for comm in played(ranks)]
+    play([each.allreduce(x, x) for each, x in zip(made, terms)])
+    return max(relative(found, total) for found in terms)
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers with commas, 1 or more each."""
+    found = [int(part) for part in text.split(",") if part.isdigit()]
+    if len(found) != text.count(",") + 1 or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of ranks, as in 2,8,64; found {text!r}")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=numbers, default="2,3,4,8,16,32,64", metavar="NUMBERS", help="default 2,3,4,8,16,32,64")
+    add("--specs", default="int8_g128,int4_g128", metavar="NAMES", help="default int8_g128,int4_g128")
+    add("--elements", type=parse_sizes, default="64K", metavar="N", help="of a vector (default 64K)")
+    args = parser.parse_args(argv)
+    worst = 0.0
+    (elements,) = args.elements
+    for name in args.specs.split(","):
+        codec = Quantised(spec_of(name))
+        eps = once(codec, noise(0, elements))
+        print(f"{name}: eps = {eps:.4f}\n\n| ranks | {' | '.join(f'{way}, eps | law' for way in LAWS)} |")
+        print(f"| --- |{' --- | --- |' * len(LAWS)}")
+        for ranks in args.ranks:
+            cells = []
+            for way, law in LAWS.values():
+                found, wanted = error(way, ranks, codec, elements) / eps, law(ranks, eps)
+                worst = max(worst, abs(found / wanted - 1))
+                cells += [f"{found:.3f}", f"{wanted:.3f}"]
+            print(f"| {ranks} | {' | '.join(cells)} |", flush=True)
+        print()
+    print(f"at most {worst:.1%} off")
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

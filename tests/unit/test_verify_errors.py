@@ -1,0 +1,91 @@
+"""Errors of encoded sums of 2 to 64 ranks, played in one process: as the laws have them."""
+
+import math
+
+import numpy as np
+import pytest
+
+import verify_errors
+from benchlib.played import play, played
+from collectives.compressed import Alltoall, Quantised, Ring, Segmented, TwoShot
+from quant import parse
+
+RANKS = (1, 2, 3, 5, 8, 16, 33, 64)
+
+
+@pytest.mark.parametrize("way", verify_errors.LAWS)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("spec", ["int8_g128", "int4_g128"])
+def test_errors_follow_the_law(way, ranks, spec):
+    codec, count = Quantised(parse(spec)), 1 << 13
+    kind, law = verify_errors.LAWS[way]
+    eps = verify_errors.once(codec, verify_errors.noise(0, count))
+    assert verify_errors.error(kind, ranks, codec, count) / eps == pytest.approx(law(ranks, eps), rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_around_a_ring_errors_grow_with_the_root_of_the_ranks(ranks):
+    assert verify_errors.around_a_ring(ranks, 1e-4) == pytest.approx(math.sqrt((ranks + 1) / 2), rel=1e-3)
+    assert verify_errors.around_a_ring(ranks, 0.1) >= verify_errors.around_a_ring(ranks, 1e-4)
+
+
+@pytest.mark.parametrize("kind", [TwoShot, Ring, Segmented])
+@pytest.mark.parametrize("count", [0, 1, 5, 127, 129, 4099])
+def test_any_length_on_any_number_of_ranks(kind, count):
+    for ranks in (1, 3, 7, 64):
+        codec = Quantised(parse("int8_g32"))
+        terms = [verify_errors.noise(rank, count) for rank in range(ranks)]
+        total, lost = sum(terms), [np.empty(count, np.float32) for _ in range(ranks)]
+        made = [kind(comm, count, codec) for comm in played(ranks)]
+        play([each.allreduce(x, x, gone) for each, x, gone in zip(made, terms, lost)])
+        assert len({x.tobytes() for x in terms}) == 1
+        np.testing.assert_allclose(terms[0] + sum(lost), total, atol=1e-4)
+
+
+def test_two_abreast_are_the_same_sum():
+    codec, count, ranks = Quantised(parse("int4_g128")), 10_000, 6
+    found = []
+    for make in (TwoShot, lambda *arguments: Segmented(*arguments, segments=7)):
+        terms = [verify_errors.noise(rank, count) for rank in range(ranks)]
+        play([make(comm, count, codec).allreduce(x, x) for comm, x in zip(played(ranks), terms)])
+        found.append(terms[0].tobytes())
+    assert found[0] == found[1]
+
+
+def test_what_goes_to_others_is_encoded_once():
+    codec, count, ranks = Quantised(parse("int8_g128")), 1024, 9
+    terms = [verify_errors.noise(rank, count * ranks) for rank in range(ranks)]
+    found = [np.empty_like(x) for x in terms]
+    made = [Alltoall(comm, count, count, codec) for comm in played(ranks)]
+    play([each.alltoall(x, out) for each, x, out in zip(made, terms, found)])
+    sent = np.array(terms).reshape(ranks, ranks, count).swapaxes(0, 1)
+    come = np.array(found).reshape(ranks, ranks, count)
+    for rank in range(ranks):
+        np.testing.assert_array_equal(come[rank, rank], sent[rank, rank])
+    others = ~np.eye(ranks, dtype=bool)
+    eps = verify_errors.once(codec, terms[0])
+    assert verify_errors.relative(come[others], sent[others]) == pytest.approx(eps, rel=0.05)
+
+
+def test_ranks_that_do_not_call_alike_are_found():
+    x, comm = verify_errors.noise(0, 256), played(2)[0]
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for messages"):
+        play([TwoShot(comm, 256, Quantised(parse("int8_g128"))).allreduce(x, x), iter(())])
+
+
+def test_the_command_line(capsys):
+    assert verify_errors.main(["--ranks", "2,5", "--specs", "int8_g128", "--elements", "8K"]) == 0
+    shown = capsys.readouterr().out
+    assert "int8_g128: eps = 0.00" in shown and "| 5 | 1.4" in shown and "% off" in shown
+
+
+def test_an_error_beyond_the_law_is_a_status(monkeypatch, capsys):
+    monkeypatch.setitem(verify_errors.LAWS, "ring", (Ring, lambda ranks, eps: 1.0))
+    assert verify_errors.main(["--ranks", "8", "--specs", "int8_g128", "--elements", "8K"]) == 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "2,", "2,x", "-1"])
+def test_numbers_of_ranks(text, capsys):
+    with pytest.raises(SystemExit):
+        verify_errors.main(["--ranks", text])
+    assert "expected numbers of ranks" in capsys.readouterr().err
