@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from parallel.checkpoint import NAME, Checkpoint, CheckpointError, latest
+from parallel.compression import NONE
 from parallel.datasets import Task
 from parallel.facts import named
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
@@ -90,7 +91,7 @@ def from_checkpoint(comm: Any, path: Path) -> Trained:
 
 def _plain(before: dict[str, Any]) -> Settings:
     """Settings that make the same model and the same data on one rank, without all that only training needs."""
-    return complete({"layout": "dp", "precision": "fp32", "compress": "", "recompute": False, "pool": False}, before)
+    return complete({"layout": "dp", "precision": "fp32", "compress": NONE, "recompute": False, "pool": False}, before)
 
 
 def task_for(comm: Any, trained: Trained, data: str) -> Task:

@@ -48,5 +48,5 @@ def test_gradients_are_compressed_only_where_ranks_have_all_of_a_sum():
     WAYS["zero1"].check(Settings(layout="zero1", compress="none"), 4)
     with pytest.raises(ValueError, match=r"compress: expected none, since only where .* layout is zero1; found int8"):
         WAYS["zero1"].check(Settings(layout="zero1", compress="int8"), 4)
-    with pytest.raises(ValueError, match="compress: expected one of int8, .*, auto, none; found ''"):
+    with pytest.raises(ValueError, match=r"compress: expected one of int8, .*, auto, none; found ''"):
         WAYS["dp"].check(Settings(compress=""), 4)
