@@ -46,12 +46,16 @@ def agree(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
                 raise Disagreement(f"ranks differ: rank 0 has {here}; rank {rank} has {there}")
 
 
-def share_problems(comm: MPI.Intracomm, problem: BaseException | None) -> None:
-    """Raise on all ranks if one of them has a problem, naming each. Collective."""
+NOTHING = "nothing was updated"
+"""What most steps leave behind that fail."""
+
+
+def share_problems(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
+    """Raise on all ranks if one of them has a problem, naming each, and what is `left` behind. Collective."""
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
     told = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
     if told:
-        raise StepFailed("nothing was updated; " + "; ".join(told)) from problem
+        raise StepFailed(f"{left}; " + "; ".join(told)) from problem
 
 
 _MARKS = 1 << 48

@@ -14,7 +14,7 @@ import numpy as np
 from parallel.blocks import Blocks, Everything, blocks_of, numbers_of
 from parallel.context import Context
 from parallel.flat import Span
-from parallel.guard import StepFailed
+from parallel.guard import NOTHING, StepFailed
 from parallel.layouts import Layout
 from parallel.nn.kernels.storage import narrow
 from parallel.nn.operator import Array
@@ -146,11 +146,11 @@ class Holdings:
             odd = (place for place in places if not np.isfinite(squares[blocks_of(place.span)]).all())
             names = ", ".join(place.parameter.name for place in odd)
             what = f"the gradient of {names} is" if names else "the norm of the gradient is"
-            raise StepFailed(f"nothing was updated; {what} not finite in step {step}")
+            raise StepFailed(f"{NOTHING}; {what} not finite in step {step}")
         try:
             self.scaling.update(finite)
         except FloatingPointError as error:  # all ranks have told it the same
-            raise StepFailed(f"nothing was updated; {error}, in step {step}") from error
+            raise StepFailed(f"{NOTHING}; {error}, in step {step}") from error
         return norm if finite else math.inf, factor * clip, finite
 
     def update(self, updates: int, factor: float) -> None:

@@ -97,8 +97,8 @@ class Meeting:
                     pair = f"ranks {team[0]} and {rank}"
                     raise ValueError(f"micro-batches: {pair} are stages of one pipeline and must have the same")
 
-    def losses(self, losses: Losses, problem: Exception | None, step: int) -> float:
-        """The sum of all ranks' losses, the same whoever has which; or what has gone wrong, on all ranks."""
+    def losses(self, losses: Losses, problem: Exception | None, step: int, left: str = guard.NOTHING) -> float:
+        """The sum of all ranks' losses, the same whoever has which; or what has gone wrong, and is `left` behind."""
         odd = [number for number, loss in losses if not math.isfinite(loss)]
         if problem is None and odd:
             numbers = ", ".join(map(str, odd))
@@ -112,5 +112,5 @@ class Meeting:
                 self._comm.Allreduce(MPI.IN_PLACE, pair)
                 total, failed = float(pair[0]), bool(pair[1] != 0)
             if failed:
-                guard.share_problems(self._comm, problem)
+                guard.share_problems(self._comm, problem, left)
         return total

@@ -90,6 +90,7 @@ class Stepping:
     """
 
     remarks: Sequence[str] = ()
+    _left = guard.NOTHING
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class Stepping:
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
             count, stop, (early, losses, problem) = go(scale)
-        loss = self._meeting.losses(losses, problem, self.steps) / count if count else math.nan
+        loss = self._meeting.losses(losses, problem, self.steps, self._left) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         step, self.steps = self.steps, self.steps + 1
         if self._check_every and self.steps % self._check_every == 0:

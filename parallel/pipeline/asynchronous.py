@@ -155,6 +155,8 @@ class Asynchronous(Pipeline):
         Of the last step: the version of the weights, counted from its beginning, that every F and B has used here.
     """
 
+    _left = "updates that the step had made before stay"
+
     def __init__(self, model: Operator, loss: Any, comm: Communicator, optimizer: Optimizer, **options: Any):
         super().__init__(model, loss, comm, optimizer, **options)
         self.used: dict[tuple[str, int], int] = {}
