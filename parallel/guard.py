@@ -23,7 +23,15 @@ class Diverged(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """Some rank could not do its part of a step, so that no rank updated anything. Raised on all ranks."""
+    """Some rank could not do its part of a step, so that no rank updated anything. Raised on all ranks.
+
+    Attributes
+    ----------
+    elsewhere : bool
+        Whether another rank, which could not be asked any more, knows why.
+    """
+
+    elsewhere = False
 
 
 def agree(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:

@@ -294,7 +294,8 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     final |= {**score.line(), f"{unit(training)}_per_s": speed.samples_per_s * tokens(training), "mfu": speed.mfu}
     final["updates"] = training.engine.updates
     final |= {"communication_share": speed.communication_share, **memory(comm, training)}
-    final |= {"seconds": time.perf_counter() - began, "ranks": comm.Get_size(), "settings": asdict(training.settings)}
+    ranks = MPI.COMM_WORLD.Get_size()
+    final |= {"seconds": time.perf_counter() - began, "ranks": ranks, "settings": asdict(training.settings)}
     metrics.add(final)
     metrics.close()
     if args.json and training.speaks and not root:  # who spoke first is dead
@@ -303,6 +304,8 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
     say(f"{score_in_words(score)} after {spent}; {speed_in_words(training, speed)}")
     if args.checkpoint:
         say(f"checkpoints are in {args.checkpoint}")
+    if training.mortal and not training.speaks:
+        return 0
     if args.plot:
         together(comm, lambda: draw(args.plot, metrics, training), f"{args.plot} was not drawn", Unwritten, root=0)
         say(f"{args.plot} drawn")
@@ -356,7 +359,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             code = train(comm, args, training)
         except (CheckpointError, StepFailed, Diverged, Unwritten) as error:
-            say(f"{made.prog}: error: {error}")
+            told = f"{made.prog}: error: {error}"
+            if training.mortal and not training.speaks and not getattr(error, "elsewhere", True):
+                print(told, file=sys.stderr)  # nobody else knows
+            say(told)
             code = 1
     if training.mortal:
         launch.leave(code)

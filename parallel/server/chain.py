@@ -34,6 +34,14 @@ Send = Callable[..., Any]
 """(rank, message, *vectors): starts to send; what goes to a dead rank is lost."""
 
 
+class Unheard:
+    """What was not sent is done."""
+
+    def done(self) -> bool:
+        """At once."""
+        return True
+
+
 class ChainLost(RuntimeError):
     """All members of a chain are dead."""
 

@@ -28,6 +28,7 @@ from parallel.precision import PRECISIONS
 from parallel.record import Event, Recorder
 from parallel.report import Evaluation, Report
 from parallel.schedules import rate_at
+from parallel.server.chain import ChainLost
 from parallel.server.clocks import GONE, rule_of
 from parallel.server.keys import buckets_of, keys_of
 from parallel.server.messages import Kind
@@ -89,8 +90,6 @@ class ParameterServer:
         On the first rank: when, by `time.perf_counter`, which worker had made how many steps.
     outcomes : list
         On the first rank, for every step that it has seen the end of: what its parts came to.
-    keys : tuple of Key
-        Into which the vector of parameters is cut.
     keys : tuple of Key
         Into which the vector of parameters is cut.
     flat : Flat
@@ -175,9 +174,9 @@ class ParameterServer:
             else:
                 self.server = made(self._post, rank)
         else:
-            storage = np.dtype(recipe.storage)
             if chained:
-                self._mail = Retry(self._post, self._servers, replicas, storage)
+                storage, wide = np.dtype(recipe.storage), np.dtype(recipe.wide)
+                self._mail = Retry(self._post, self._servers, replicas, storage, wide)
             self.worker = self._make_worker(self._mail, buckets, clip)
             self._slow, self._delay = (slow or {}).get(rank, 1.0), delay
 
@@ -277,14 +276,14 @@ class ParameterServer:
                     measured = motion.measure(measure) if measure else 0.0
                     problem = problem or motion.problem
                     totals.append((motion.total, self._loss.count(batch.y), measured))
+            if self._mortal and problem is not None:
+                raise problem
         self._settled = False
         self.settle()
         everyone = totals
         if not self._mortal:
             agree(self._comm, problem, "evaluation", guard.StepFailed)
             everyone = [entry for some in self._comm.allgather(totals) for entry in some]
-        elif problem is not None:
-            raise guard.StepFailed(f"evaluation: {problem}")
         count = sum(entry[1] for entry in everyone)
         if not count:
             return Evaluation(math.nan, math.nan if measure else None, 0)
@@ -494,7 +493,10 @@ class ParameterServer:
                 self.worker.give_up()
             self._post.flush()
             if self._mortal:
-                raise guard.StepFailed(f"the training has ended: {problem or 'another rank has given up'}") from error
+                why = f"rank {self._comm.Get_rank()}: {problem}" if problem else "another rank has given up"
+                failed = guard.StepFailed(f"the training has ended: {why}")
+                failed.elsewhere = problem is None or isinstance(error, ChainLost)  # which all workers see
+                raise failed from error
             agree(self._comm, problem, "the training has ended", guard.StepFailed)
             raise
 

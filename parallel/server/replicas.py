@@ -9,17 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from parallel.server.chain import ChainLost, Chains, Member
+from parallel.server.chain import ChainLost, Chains, Member, Unheard
 from parallel.server.messages import Kind, Letter, Message
 from parallel.server.server import Mail, Server
-
-
-class Unheard:
-    """What was not sent is done."""
-
-    def done(self) -> bool:
-        """At once."""
-        return True
 
 
 class Replicas:
@@ -57,14 +49,6 @@ class Replicas:
         self._left: set[int] = set()
         post.accept = self._room
 
-    def heard(self, shard: int) -> bool:
-        """Whether this rank answers for a shard."""
-        return self.mails[shard].member.is_tail
-
-    def first(self, shard: int) -> Server | None:
-        """This rank's server of a shard, if it is the first of its chain."""
-        return self.servers[shard] if self.chains[shard][0] == self.me else None
-
     def send(self, rank: int, message: Message, *vectors: Any) -> Any:
         """Send to a rank, which may be this one."""
         if rank != self.me:
@@ -97,13 +81,16 @@ class Replicas:
 
     def until_left(self) -> None:
         """Serve all shards until nobody needs this rank any more; what is lost then is no loss."""
-        self._serve(lambda: self._left >= self._workers)
         others = set(self._ranks) - {self.me}
+        self._see_off(self._workers)
         for rank in others:
             self._post.send(rank, Message(Kind.BYE))
-        while not self._left >= others:
+        self._see_off(others)
+
+    def _see_off(self, ranks: set[int]) -> None:
+        while not self._left >= ranks:
             with suppress(ChainLost):
-                self._serve(lambda: self._left >= others)
+                self._serve(lambda: self._left >= ranks)
 
     def _serve(self, enough: Callable[[], bool]) -> None:
         while not enough():
@@ -120,8 +107,7 @@ class Replicas:
         self._post.idle()
 
     def _lost(self, rank: int) -> None:
-        if rank not in self._left:
-            self.own.member.ordered.append(Letter(rank, Message(Kind.LOST)))
+        self.own.member.ordered.append(Letter(rank, Message(Kind.LOST)))
         self._left.add(rank)
         if rank in self._workers:
             for mail in self.mails.values():

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.server.chain import Chains
+from parallel.server.chain import ChainLost, Chains, Unheard
 from parallel.server.messages import Kind, Letter, Message
 from parallel.server.server import Mail
 
@@ -25,28 +25,30 @@ class Retry:
         Their ranks.
     replicas : int
         Servers of a chain.
-    dtype : numpy.dtype
-        Of weights.
+    storage, wide : numpy.dtype
+        Of weights as operators see them, and as checkpoints keep them.
 
     Attributes
     ----------
     accept : callable
         As of `parallel.server.post.Post`; the worker's.
-    asked_again : int
-        Letters that were sent more than once.
 
     Raises
     ------
     ChainLost
-        From `poll`, if the last server that had some parameters is dead.
+        From `poll`, once, after the letter that says so, if the last server that had some parameters is dead.
     """
 
-    def __init__(self, post: Mail, servers: Sequence[int], replicas: int, dtype: np.dtype[Any]):
-        self._post, self._servers, self._dtype = post, list(servers), dtype
+    def __init__(
+        self, post: Mail, servers: Sequence[int], replicas: int, storage: np.dtype[Any], wide: np.dtype[Any]
+    ):
+        self._post, self._servers, self._storage, self._wide = post, list(servers), storage, wide
         self._chains = Chains(servers, replicas)
         self._open: dict[Any, tuple[Message, tuple[Any, ...]]] = {}
         self._landing: dict[int, int] = {}
-        self._ticket = self.asked_again = 0
+        self._ticket = 0
+        self._problem: ChainLost | None = None
+        self._is_over = False
         self.accept: Callable[[int, Message], Sequence[Any]] = lambda source, message: ()
         post.accept = self._room
 
@@ -62,10 +64,14 @@ class Retry:
             entry = Kind.TICK, shard
         self._open.pop(entry, None)
         self._open[entry] = message, vectors
-        return self._post.send(self._chains[shard][0], message, *vectors)
+        chain = self._chains[shard]
+        return self._post.send(chain[0], message, *vectors) if chain else Unheard()
 
     def poll(self) -> Letter | None:
         """An answer that is still waited for, the word that all is over, or that a server is dead."""
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
         while (letter := self._post.poll()) is not None:
             message = letter.message
             if message.kind is Kind.LOST:
@@ -96,12 +102,17 @@ class Retry:
         if message.ticket in self._open and message.ticket not in self._landing:
             self._landing[message.ticket] = source
             return self.accept(source, message)
-        return [np.empty(message.elements, self._dtype)]
+        return [np.empty(message.elements, self._wide if message.number >= 0 else self._storage)]
 
     def _lost(self, rank: int) -> None:
         self._landing = {ticket: source for ticket, source in self._landing.items() if source != rank}
-        for shard in self._chains.lose(rank):
+        try:
+            concerned = self._chains.lose(rank)
+        except ChainLost as error:
+            if not self._is_over:
+                self._problem, self._is_over = error, True
+            return
+        for shard in concerned:
             for message, vectors in list(self._open.values()):
                 if message.shard == shard:
-                    self.asked_again += 1
                     self._post.send(self._chains[shard][0], message, *vectors)

@@ -149,7 +149,7 @@ class Server:
                 elif (letter := self._post.poll()) is not None:
                     self._arrived(letter)
                 elif len(self._over) == len(self._workers) + len(self._servers) - 1:
-                    raise Failed(self.problem)
+                    raise Failed(self.problem or "")
                 elif self.problem is None and self._over.issuperset(self._workers):
                     raise Failed("all workers are dead")
                 else:

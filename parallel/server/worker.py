@@ -88,9 +88,9 @@ class Worker:
             part, outcome = done
             message = message._replace(before=part.clock, number=part.number, loss=outcome.loss)
             message = message._replace(targets=outcome.targets, factor=outcome.norm)
+        self._again = False  # what comes from now on may be about what this one is not given
         self._post.send(self._servers[0], message)
         self._until(lambda: bool(self._work))
-        self._again = False
         answer = self._work.pop()
         self.last = answer.last
         return Part(answer.clock, answer.number) if answer.number >= 0 else None
@@ -212,6 +212,7 @@ class Worker:
         if self._again:
             self._again = False
             self._flying.clear()
+            self._known.clear()  # some keys are in one vector, some in the other
             self._post.abandon(Kind.PULL, Kind.REST)
             raise Again
 

@@ -110,7 +110,7 @@ def test_a_stage_that_fails(comm, schedule):
 
         if comm.Get_rank() == comm.size - 1:
             net.items[-1].forward = fail
-        with pytest.raises(StepFailed, match="made before stay; .*the unit has had enough"):
+        with pytest.raises(StepFailed, match=r"made before stay; .*the unit has had enough"):
             made.step(tiny.batches(made.share(8)))
         assert len(set(comm.allgather(made.updates))) == 1
         if comm.Get_rank() == comm.size - 1:

@@ -10,12 +10,12 @@ import numpy as np
 from parallel.flat import BLOCK, Place, Span
 from parallel.nn.operator import Parameter, constant
 from parallel.optim import SGD, Piece
-from parallel.server.chain import ChainLost
+from parallel.server.chain import ChainLost, Unheard
 from parallel.server.clocks import rule_of
 from parallel.server.keys import Key
 from parallel.server.messages import Kind, Letter, Message
 from parallel.server.order import Order
-from parallel.server.replicas import Replicas, Unheard
+from parallel.server.replicas import Replicas
 from parallel.server.retry import Retry
 from parallel.server.server import Failed, Server
 from parallel.server.store import Apart, Cell, Together
@@ -37,6 +37,7 @@ class Mailbox:
     def __init__(self, world, rank):
         self.world, self.rank = world, rank
         self.accept = lambda source, message: ()
+        self.vectors, self.landed = [], {}  # a worker's, and what came into them last
 
     def send(self, peer, message, *vectors):
         self.world.turn(self.rank)
@@ -131,6 +132,8 @@ class World:
         room = box.accept(which[0], message) if vectors else ()
         for here, vector in zip(room, vectors, strict=True):
             here[...] = vector
+            if message.kind is Kind.WEIGHTS and any(np.shares_memory(here, mine) for mine in box.vectors):
+                box.landed[message.key] = vector
         return Letter(which[0], message, tuple(room))
 
 
@@ -174,9 +177,19 @@ class Training:
 
     def work(self, rank):
         """What `ParameterServer` does on a worker."""
-        mail = Retry(Mailbox(self.world, rank), self.servers, self.replicas, np.dtype(np.float64))
-        vectors = [np.zeros(self.length) for _ in range(1 if self.rule.together else 2)]
+        box, dtype = Mailbox(self.world, rank), np.dtype(np.float64)
+        mail = Retry(box, self.servers, self.replicas, dtype, dtype)
+        box.vectors = vectors = [np.zeros(self.length) for _ in range(1 if self.rule.together else 2)]
         worker = Worker(mail, self.rule, self.keys, self.servers, vectors)
+        worker.landed = box.landed
+        try:
+            self.train(mail, worker, rank)
+        except ChainLost:
+            worker.give_up()
+            raise
+
+    def train(self, mail, worker, rank):
+        """All steps, and what comes after them."""
         for step in range(self.steps):
             self.do(worker, step)
             worker.tick(step + 1, self.parts, False)
@@ -203,6 +216,9 @@ class Training:
                 worker.need(range(len(self.keys)))
             except Again:
                 continue
+            for key in self.keys:
+                used = worker.vector[key.span.start : key.span.stop]
+                assert np.array_equal(used, worker.landed[key.number]), "not what was sent"
             gradient = np.ones(self.length)
             for key in self.keys:
                 worker.push(key.number, part, self.parts, 1, 1.0, gradient[key.span.start : key.span.stop], None)

@@ -40,6 +40,7 @@ FOUND = [
     (4, 4, 4, "ssp:0", 2, 2, 577545312, {5: 1197, 7: 760}),  # all clocks say step 1, but its update is not made
     (3, 4, 2, "ssp:1", 2, 2, 579271750, {6: 1675, 4: 1737, 1: 2233}),  # a push is asked again after a rest
     (3, 2, 2, "ssp:0", 3, 1, 1017418204, {1: 701, 4: 707}),  # who was to call workers off is dead
+    (2, 2, 2, "bsp", 2, 2, 484752728, {1: 344, 3: 324}),  # called off between asking for a part and getting one
     (4, 4, 2, "ssp:0", 2, 1, 8653857, {4: 175, 3: 459, 0: 340}),  # sums for a chain that is lost
 ]
 
