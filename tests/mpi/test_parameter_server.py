@@ -195,7 +195,7 @@ def test_without_a_rule_gaps_are_larger_and_the_slow_one_does_less(comm):
         pytest.skip("one worker is no slower than others")
     gaps, shares = straggling(comm, "async")
     assert max(max(some, default=0) for some in gaps) > 3
-    assert shares[-1] < min(shares[:-1])
+    assert shares[-1] < sum(shares[:-1]) / len(shares[:-1])
     assert sum(shares) == 12 * comm.size
 
 
