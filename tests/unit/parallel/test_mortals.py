@@ -24,7 +24,7 @@ def test_one_dies_at_every_few_turns(rule, victim):
         Training(2, 2, 2, rule, steps=1, parts=2, seed=victim, deaths={victim: moment}).check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_anybody_dies_at_any_time(data):
     servers, workers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
