@@ -57,6 +57,11 @@ STEPS = 4
 PICTURE = Path("out/quantised.png")
 """Of the layers, if nobody says where."""
 
+OF_MIXED = ("search", "sensitivity", "cost", "widths", "groups", "pareto")
+OF_CHECKPOINT = ("spec", "method", "activations", "observer", "calibrate", "samples", "mixed", "report", "output")
+NEEDED = {"checkpoint": OF_CHECKPOINT + OF_MIXED, "mixed": OF_MIXED, "activations": ("observer",)}
+"""Without which option others would do nothing."""
+
 
 def numbers(text: str) -> list[int]:
     """Whole numbers with commas between them.
@@ -103,8 +108,13 @@ def parser() -> launch.Parser:
     return made
 
 
-def refuse(args: argparse.Namespace) -> str | None:
+def refuse(made: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
     """What is wrong with arguments before anything is read."""
+    for needed, names in NEEDED.items():
+        if getattr(args, needed) is None:
+            for name in names:
+                if getattr(args, name) != made.get_default(name):
+                    return f"--{name} needs --{needed}, and would do nothing without it"
     for name in ("report", "pareto"):
         if (path := getattr(args, name)) is not None:
             if path.suffix not in PICTURES:
@@ -113,8 +123,6 @@ def refuse(args: argparse.Namespace) -> str | None:
                 import matplotlib  # noqa: F401
             except ImportError:
                 return f"--{name} draws a picture, which needs matplotlib: pip install 'chorus-mpi[plot]'"
-    if args.pareto is not None and args.mixed is None:
-        return "--pareto: it shows what --mixed finds; say how many bits"
     return None
 
 
@@ -261,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     """Quantise, or test what was; errors of the user end it with a line that says what is wrong."""
     made = parser()
     args = made.parse_args(argv)
-    if problem := refuse(args):
+    if problem := refuse(made, args):
         made.error(problem)
     comm = Communicator(MPI.COMM_WORLD)
     try:

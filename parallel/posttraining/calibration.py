@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ def watch(model: Operator, names: set[str], see: Callable[[Operator, Array, Arra
     return rebuilt(model, lambda operator: Watched(operator, see) if operator.name in names else operator)
 
 
-def show(model: Operator, batches: Sequence[Batch], comm: Any) -> None:
+def show(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
     """Send batches through a model that is watched. Collective.
 
     Raises
@@ -166,7 +166,7 @@ def observed(
     observer : str
         A key of `OBSERVERS`.
     batches : sequence of Batch
-        This rank's, which may be none.
+        This rank's, which may be none. Their numbers tell where they stand among those of all ranks.
     comm : Communicator
 
     Raises
@@ -179,9 +179,16 @@ def observed(
         for _, value in model.walk()
         if isinstance(value, Operator) and isinstance(getattr(value, "weight", None), Packed) and _multiplies(value)
     }
+
+    def begun() -> Iterator[Batch]:
+        for batch in batches:
+            for one in found.values():
+                one.begin(batch.number)
+            yield batch
+
     show(
         watch(model, set(found), lambda operator, x, y: found[operator.name].observe(inputs_of(operator, x))),
-        batches,
+        begun(),
         comm,
     )
     return {name: one.allreduce(comm).parameters(spec) for name, one in found.items()}

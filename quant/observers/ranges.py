@@ -22,6 +22,9 @@ class Ranges:
 
     granularity: Granularity = TENSOR
 
+    def begin(self, batch: int) -> None:
+        """What is seen from now on is of this batch, by its number among those of all ranks: for whom order matters."""
+
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """(least, largest) that codes should cover: float32, one of each per tensor or channel."""
         raise NotImplementedError
@@ -130,7 +133,8 @@ class MinMax(Ranges):
 class Ema(Ranges):
     """The average of the batches' ranges, in which later ones count for more: new = a seen + (1 - a) old.
 
-    Every rank sees its part of each batch, so the n-th batch's range is that of the n-th batches of all ranks together.
+    Either every rank sees its part of each batch, and the n-th batch's range is that of the n-th batches of all ranks
+    together; or `begin` tells before each batch which of all it is, and ranks need not see them all.
     That is why the ranges of all batches are kept, 8 bytes each, and averaged when asked for.
 
     Parameters
@@ -143,10 +147,15 @@ class Ema(Ranges):
         if not 0 < a <= 1:
             raise ValueError(f"a is above 0 and at most 1, not {a}")
         self.a = a
-        self.batches = np.empty((0, 2), np.float32)
+        self.batches = _unseen(0)
+        self._batch: int | None = None
+
+    def begin(self, batch: int) -> None:
+        """What is seen from now on is of this batch, by its number among those of all ranks, from 0."""
+        self._batch = batch
 
     def observe(self, x: Array) -> None:
-        """See a batch.
+        """See a batch, the next one, or more of the one that was begun.
 
         Raises
         ------
@@ -154,7 +163,10 @@ class Ema(Ranges):
             For NaN and infinity.
         """
         low, high = batch_range(x, PerTensor())
-        self.batches = np.concatenate([self.batches, [[low[0], high[0]]]], dtype=np.float32)
+        number = len(self.batches) if self._batch is None else self._batch
+        seen = _unseen(number + 1)
+        seen[number] = low[0], high[0]
+        self.batches = self._of([self.batches, seen]).batches
 
     def merge(self, other: Ema) -> Ema:
         """A new observer whose n-th batch is the n-th of both together."""
@@ -167,14 +179,14 @@ class Ema(Ranges):
         most = int(everywhere(comm, np.array([len(self.batches)], np.int64)).max())
         if not most:
             return self._of([self.batches])
-        padded = np.tile(np.array([np.inf, -np.inf], np.float32), (most, 1))
+        padded = _unseen(most)
         padded[: len(self.batches)] = self.batches
         return self._of(list(everywhere(comm, padded.reshape(-1)).reshape(-1, most, 2)))
 
     def _of(self, parts: list[np.ndarray]) -> Ema:
         made = Ema(self.a)
         most = max(map(len, parts))
-        made.batches = np.tile(np.array([np.inf, -np.inf], np.float32), (most, 1))
+        made.batches = _unseen(most)
         for part in parts:
             into = made.batches[: len(part)]
             into[:, 0] = np.minimum(into[:, 0], part[:, 0])
@@ -183,12 +195,18 @@ class Ema(Ranges):
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """(least, largest), averaged in float64 from the first batch on."""
-        if not len(self.batches):
+        batches = self.batches[self.batches[:, 0] <= self.batches[:, 1]]
+        if not len(batches):
             raise ValueError("nothing was seen yet")
-        old = self.batches[0].astype(np.float64)
-        for seen in self.batches[1:]:
+        old = batches[0].astype(np.float64)
+        for seen in batches[1:]:
             old = self.a * seen + (1 - self.a) * old
         return old[:1].astype(np.float32), old[1:].astype(np.float32)
+
+
+def _unseen(batches: int) -> np.ndarray:
+    """(least, largest) of batches of which nothing was seen."""
+    return np.tile(np.array([np.inf, -np.inf], np.float32), (batches, 1))
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 
+from quant.search.greedy import greedy
 from quant.search.table import Choice, Table
 
 
@@ -24,6 +25,11 @@ def brute(table: Table, budget: float) -> Choice:
 def milp(table: Table, budget: float) -> Choice:
     """Branch and bound by HiGHS, in scipy: x[l, o] is 0 or 1, one of each layer's is 1, and what they cost is bounded.
 
+    HiGHS has tolerances, by which a cost may exceed the budget. A choice that does is cut off, with all that cost no
+    less in any layer, and the search goes on, up to `CUTS` times, and once more within a budget smaller by `MARGIN`.
+    What is found is never over the budget and never worse than `greedy`. It is the best, as far as HiGHS tells, unless
+    more than `CUTS` had to be cut off: then it is no worse than the best within the smaller budget.
+
     Raises
     ------
     ValueError
@@ -36,29 +42,45 @@ def milp(table: Table, budget: float) -> Choice:
         from scipy.optimize import milp as solve
     except ImportError as error:
         raise ImportError("integer programming is scipy's: pip install 'chorus-mpi[quant]'") from error
-    best = table.cheapest(budget)
-    there = np.isfinite(table.costs).reshape(-1)
+    best = greedy(table, budget)
+    there = (np.isfinite(table.costs) & (table.costs <= budget)).reshape(-1)
     costs, losses = np.where(there, table.costs.reshape(-1), 0), table.losses.reshape(-1)
     layers, options = table.costs.shape
     one_each = np.kron(np.eye(layers), np.ones(options))
-    # Tolerances are absolute: costs in units of the budget, losses in units of a small part of their range.
-    scale = np.ptp(losses) / LOSSES or 1.0
-    found = solve(
-        losses / scale,
-        integrality=np.ones(len(losses)),
-        bounds=Bounds(0, there.astype(float)),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint(costs[None] / (budget or 1.0), -np.inf, min(budget, 1.0)),
-        ],
-        options={"mip_rel_gap": 0},
-    )
-    if found.x is not None:
-        choice = tuple(int(option) for option in found.x.reshape(layers, options).argmax(axis=1))
-        if table.cost(choice) <= budget and table.loss(choice) < table.loss(best):
-            best = choice
+    # Tolerances are absolute: costs and losses in units of a small part of the budget, and of the losses' range.
+    unit, scale = budget / BUDGET or 1.0, np.ptp(losses) / LOSSES or 1.0
+    constraints = [LinearConstraint(one_each, 1, 1)]
+    for limit in (*[BUDGET] * (CUTS + 1), BUDGET * (1 - MARGIN)):
+        within = LinearConstraint(costs[None] / unit, -np.inf, limit)
+        found = solve(
+            losses / scale,
+            integrality=np.ones(len(losses)),
+            bounds=Bounds(0, there.astype(float)),
+            constraints=[*constraints, within],
+            options={
+                "mip_rel_gap": 0,
+                "presolve": False,
+            },  # which was seen to lose the best
+        )
+        if found.x is None:
+            break
+        chosen = found.x.reshape(layers, options).argmax(axis=1)
+        choice = tuple(int(option) for option in chosen)
+        if table.cost(choice) <= budget:
+            return min(best, choice, key=table.loss)
+        no_less = table.costs >= table.costs[np.arange(layers), chosen][:, None]
+        constraints.append(LinearConstraint(no_less.reshape(1, -1).astype(float), -np.inf, layers - 1))
     return best
 
 
 LOSSES = 1e3
 """The range of losses as the solver sees it, which stops within 1e-6 of the best."""
+
+BUDGET = 1e6
+"""The budget as the solver sees it, which lets through what is 1e-6 above, or what an x within 1e-6 of 0 or 1 adds."""
+
+CUTS = 16
+"""Choices over the budget that are cut off one by one."""
+
+MARGIN = 2e-6
+"""Of the budget, left free at last: twice what an x that is off by 1e-6 may hide."""

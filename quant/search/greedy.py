@@ -20,15 +20,20 @@ def greedy(table: Table, budget: float) -> Choice:
     """
     choice = list(table.cheapest(budget))
     lines = np.arange(table.layers)
+    over = np.zeros(table.costs.shape, bool)  # what fits by its price, and not by the sum, which is rounded otherwise
     while True:
         now = lines, choice
         gains = table.losses[now][:, None] - table.losses
         prices = table.costs - table.costs[now][:, None]
-        usable = (gains > 0) & np.isfinite(prices) & (table.cost(tuple(choice)) + prices <= budget)
+        usable = ~over & (gains > 0) & np.isfinite(prices) & (table.cost(tuple(choice)) + prices <= budget)
         if not usable.any():
             return tuple(choice)
         with np.errstate(divide="ignore", invalid="ignore"):
             worth = np.where(prices > 0, gains / prices, np.inf)
         worth = np.where(usable, worth, -np.inf)
         layer, option = np.unravel_index(int(worth.argmax()), worth.shape)
-        choice[layer] = int(option)
+        changed = [*choice[:layer], int(option), *choice[layer + 1 :]]
+        if table.cost(tuple(changed)) <= budget:
+            choice = changed
+        else:
+            over[layer, option] = True

@@ -100,7 +100,7 @@ WRONG = {
     "widths of a table": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--spec", "mxfp4"], "codes e2m1 have one"),
     "no width": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--widths", "3,9"], "bits is one of 1, 2"),
     "no numbers": (lambda at, tmp: ["--checkpoint", at, "--widths", "a"], "expected numbers as in 2,4,8, found 'a'"),
-    "a curve of nothing": (lambda at, tmp: ["--checkpoint", at, "--pareto", "p.png"], "say how many bits"),
+    "a curve of nothing": (lambda at, tmp: ["--checkpoint", at, "--pareto", "p.png"], "--pareto needs --mixed"),
     "NaN": (lambda at, tmp: ["--checkpoint", broken(at, tmp)], "weight[1, 2] is nan: this model is broken"),
     "nothing": (lambda at, tmp: [], "one of the arguments --checkpoint --load is required"),
     "no file": (lambda at, tmp: ["--load", tmp / "none"], "cannot be used: there is no such file"),
@@ -108,6 +108,46 @@ WRONG = {
     "no picture": (lambda at, tmp: ["--checkpoint", at, "--report", "p.foo"], "--report: expected a name that ends in"),
     "picture in a file": (lambda at, tmp: ["--checkpoint", at, "--report", __file__ + "/a.png"], "cannot be written"),
 }
+
+
+OPTIONS = {
+    "spec": "int4",
+    "method": "gptq",
+    "activations": "int8",
+    "observer": "ema",
+    "calibrate": "digits",
+    "samples": 8,
+    "mixed": 3,
+    "search": "greedy",
+    "sensitivity": "fisher",
+    "cost": "latency",
+    "widths": "2,4",
+    "groups": "32",
+    "pareto": "p.png",
+    "report": "r.png",
+    "output": "b",
+}
+"""What may be said, in other words than nothing said."""
+
+
+def test_the_options_are_all():
+    there = {option.dest for option in quantize.parser()._actions} - {"help", "checkpoint", "load"}
+    assert {*OPTIONS} == there == {*quantize.NEEDED["checkpoint"]}
+
+
+@pytest.mark.parametrize(
+    "source, needed, name",
+    [
+        *(("--load", "checkpoint", name) for name in OPTIONS),
+        *(("--checkpoint", "mixed", name) for name in quantize.OF_MIXED),
+        ("--checkpoint", "activations", "observer"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(capsys, tmp_path, source, needed, name):
+    with pytest.raises(SystemExit) as ended:
+        quantize.main([source, str(tmp_path / "none"), f"--{name}", str(OPTIONS[name])])
+    assert ended.value.code == 2
+    assert f"--{name} needs --{needed}" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("name", WRONG)

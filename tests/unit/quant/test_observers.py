@@ -139,6 +139,20 @@ def test_average_that_forgets():
         ema.merge(Ema(0.5))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_batches_in_turns(ranks):
+    """Whoever sees a batch, and in parts or not, it is averaged where it stands among all; gaps count for nothing."""
+    seen, alone, shares = batches(), Ema(0.25), [Ema(0.25) for _ in range(ranks)]
+    for number, x in enumerate(seen):
+        alone.observe(x)
+        shares[number % ranks].begin(2 * number)
+        for part in np.array_split(x, min(2, len(x))):
+            shares[number % ranks].observe(part)
+    for one in Ranks(shares).allreduce():
+        assert len(one.batches) == 2 * len(seen) - 1
+        np.testing.assert_array_equal(one.range(), alone.range())
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_histogram_knows_no_order(order):
     parts = [F([0.001, -0.002]), F([5, -7, 0]), F([1e30, 3e-45, -0.0])]

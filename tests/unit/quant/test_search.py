@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quant.search import SEARCHES, Table, brute, dynamic, evolutionary, greedy, milp
+from quant.search import SEARCHES, Table, brute, dynamic, evolutionary, exact, greedy, milp
 
 pytest.importorskip("scipy")
 
@@ -54,6 +54,46 @@ def test_what_greedy_misses():
     table = Table([[0, 6], [0, 5], [0, 5]], [[7.0, 0.0], [5.0, 0.0], [5.0, 0.0]])
     assert greedy(table, 10) == (1, 0, 0)
     assert milp(table, 10) == dynamic(table, 10) == evolutionary(table, 10) == brute(table, 10) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "table, budget",
+    [
+        (Table([[500000, 1000000, 1000001], [1000000, 2000000, 2000001]], [[9, 3, 2.0], [9, 3, 2.9]]), 3_000_000),
+        (Table([[0, 0.1], [0, 0.2]], [[1, 0], [1, 0]]), 0.3),
+        (Table([[0, 1e-7], [0, 0]], [[2, 0], [1, 0]]), 0),
+    ],
+    ids=["a byte", "rounding", "nothing"],
+)
+def test_what_a_solver_takes_for_the_budget(table, budget):
+    """Choices that are over the budget by less than its tolerance are none, and hide none."""
+    assert table.cost(milp(table, budget)) <= budget
+    assert table.loss(milp(table, budget)) == table.loss(brute(table, budget))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_few_bytes_of_millions(seed):
+    """Many choices cost the budget but for a few bytes, some of them more."""
+    random = np.random.default_rng(seed)
+    widths = random.integers(1, 6, (4, 4)).cumsum(axis=1)
+    table = Table(1_000_000 * widths + random.integers(-2, 3, (4, 4)), -widths + random.random((4, 4)))
+    budget = 1_000_000.0 * random.integers(widths[:, 0].sum() + 1, widths[:, -1].sum())
+    assert table.cost(milp(table, budget)) <= budget
+    assert table.loss(milp(table, budget)) == pytest.approx(table.loss(brute(table, budget)), rel=1e-9)
+
+
+@pytest.mark.parametrize("cuts", [0, 1])
+def test_more_choices_over_the_budget_than_are_cut_off(monkeypatch, cuts):
+    """What is left is found within a smaller budget, and is no worse than what greed finds."""
+    monkeypatch.setattr(exact, "CUTS", cuts)
+    tables = [Table([[0, 0.1 * i], [0, 0.2 * i], [0.01, 0.02]], [[1, 0], [1, 0], [0.1, 0]]) for i in (1, 2, 3)]
+    for i, table in enumerate(tables, 1):
+        budget = np.nextafter(0.1 * i + 0.2 * i + 0.02, 0)
+        found = milp(table, budget)
+        assert table.cost(found) <= budget
+        assert table.loss(found) <= min(
+            table.loss(greedy(table, budget)), table.loss(brute(table, budget * (1 - 2e-6)))
+        )
 
 
 def test_what_the_table_does_not_know():
