@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -63,11 +64,11 @@ def once(codec: Codec, x: np.ndarray) -> float:
     return relative(out, x)
 
 
-def error(way: type[Flat], ranks: int, codec: Codec, count: int) -> float:
-    """The relative error of a sum."""
+def error(way: type[Flat], ranks: int, codec: Callable[[int], Codec], count: int) -> float:
+    """The relative error of a sum; the codec is made of a rank's number."""
     terms = [noise(rank, count) for rank in range(ranks)]
     total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
-    made = [way(comm, count, codec) for comm in played(ranks)]
+    made = [way(comm, count, codec(comm.Get_rank())) for comm in played(ranks)]
     play([each.allreduce(x, x) for each, x in zip(made, terms)])
     return max(relative(found, total) for found in terms)
 
@@ -91,8 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     worst = 0.0
     (elements,) = args.elements
     for name in args.specs.split(","):
-        codec = Quantised(spec_of(name))
-        eps = once(codec, noise(0, elements))
+        codec = partial(Quantised, spec_of(name), None)
+        eps = once(codec(0), noise(0, elements))
         print(f"{name}: eps = {eps:.4f}\n\n| ranks | {' | '.join(f'{way}, eps | law' for way in LAWS)} |")
         print(f"| --- |{' --- | --- |' * len(LAWS)}")
         for ranks in args.ranks:

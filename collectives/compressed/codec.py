@@ -44,17 +44,31 @@ class Quantised:
     norm : callable (x) -> float32 array of a scale for each group, optional
         Instead of the spec's own.
 
-    Attributes
-    ----------
-    seed : int
-        For stochastic rounding; every vector that is encoded takes the next one.
+    seed : int, optional
+        For stochastic rounding, which needs one; another one on every rank, as ``comm.Get_rank()`` is. With the same
+        ones ranks would round alike, and errors of their terms would add up rather than cancel out. Vectors that are
+        encoded one after another get random numbers of their own, and never those of another seed's.
+
+    Raises
+    ------
+    ValueError
+        For a spec with channels; for stochastic rounding without a seed.
     """
 
-    def __init__(self, spec: QuantSpec, norm: Callable[[np.ndarray], np.ndarray] | None = None):
+    def __init__(
+        self, spec: QuantSpec, norm: Callable[[np.ndarray], np.ndarray] | None = None, seed: int | None = None
+    ):
         if isinstance(spec.granularity, PerChannel):
             raise ValueError(f"a vector has no channels, and {spec} wants a scale for each")
-        self.spec, self._norm, self.seed = spec, norm, 0
+        if spec.rounding == "stochastic" and seed is None:
+            raise ValueError("seed: stochastic rounding needs one, another one on every rank")
+        self.spec, self._norm = spec, norm
+        self.reseed(seed or 0)
         self.block = spec.granularity.size if isinstance(spec.granularity, PerGroup) else 1
+
+    def reseed(self, seed: int) -> None:
+        """Begin anew with other random numbers."""
+        self._seed, self._encoded = int(seed), 0
 
     def nbytes(self, count: int) -> int:
         """Codes and scales."""
@@ -62,9 +76,10 @@ class Quantised:
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
         """Quantise."""
-        self.seed += 1
+        self._encoded += 1
+        seed = (self._seed << 64) + self._encoded
         scales = self._norm(x) if self._norm else None
-        quantize(x, self.spec, scales=scales, seed=self.seed, nonfinite="poison", out=self._as_array(wire, len(x)))
+        quantize(x, self.spec, scales=scales, seed=seed, nonfinite="poison", out=self._as_array(wire, len(x)))
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
         """Dequantise."""

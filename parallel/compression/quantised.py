@@ -43,12 +43,12 @@ class Dithered(Coded):
             return (np.sqrt(squares) / levels).astype(np.float32)
 
         spec = grouped(bits, BLOCK, "fp32", rounding="stochastic")
-        self._codec = Quantised(spec, norms if euclidean else None)
+        self._codec = Quantised(spec, norms if euclidean else None, comm.Get_rank())
         super().__init__(comm, bucket.span.size, self._codec, feedback=False)
         self._name = f"{bucket.number} {comm.Get_rank()}"
         self._seed = seed
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
         """As `parallel.compression.Compressor`; other random numbers in every step, on every rank."""
-        self._codec.seed = key_of(self._seed, step, self._name)[0]
+        self._codec.reseed(key_of(self._seed, step, self._name)[0])
         yield from super().exchange(x, out, lost, step)

@@ -272,6 +272,22 @@ def test_nan_in_one_group_of_one_rank_is_nan_in_that_group_on_all(comm):
     assert np.isnan(out[64:96]).all() and np.isfinite(np.delete(out, slice(64, 96))).all()
 
 
+def test_ranks_that_round_at_random_do_so_each_on_its_own(comm):
+    x, spec = noise(0, 4096), grouped(4, 128, rounding="stochastic")
+
+    def encoded(codec):
+        codec.encode(x, wire := np.empty(codec.nbytes(len(x)), np.uint8))
+        return wire.tobytes()
+
+    codec = Quantised(spec, seed=comm.rank)
+    wires = [encoded(codec) for _ in range(3)]
+    assert len({wire for those in comm.allgather(wires) for wire in those}) == 3 * comm.size
+    codec.reseed(comm.rank)
+    assert [encoded(codec) for _ in range(3)] == wires
+    with pytest.raises(ValueError, match="seed: stochastic rounding needs one"):
+        Quantised(spec)
+
+
 def test_a_vector_has_no_channels():
     with pytest.raises(ValueError, match="no channels"):
         Quantised(QuantSpec(8, granularity=PerChannel(0)))

@@ -1,6 +1,7 @@
 """Errors of encoded sums of 2 to 64 ranks, played in one process: as the laws have them."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,18 +9,23 @@ import pytest
 import verify_errors
 from benchlib.played import play, played
 from collectives.compressed import Alltoall, Quantised, Ring, Segmented, TwoShot
-from quant import parse
+from quant import grouped, parse
 
 RANKS = (1, 2, 3, 5, 8, 16, 33, 64)
+SPECS = {
+    "int8_g128": parse("int8_g128"),
+    "int4_g128": parse("int4_g128"),
+    "at random": grouped(5, 128, rounding="stochastic"),
+}
 
 
 @pytest.mark.parametrize("way", verify_errors.LAWS)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("spec", ["int8_g128", "int4_g128"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_errors_follow_the_law(way, ranks, spec):
-    codec, count = Quantised(parse(spec)), 1 << 13
+    codec, count = partial(Quantised, spec, None), 1 << 13
     kind, law = verify_errors.LAWS[way]
-    eps = verify_errors.once(codec, verify_errors.noise(0, count))
+    eps = verify_errors.once(codec(0), verify_errors.noise(0, count))
     assert verify_errors.error(kind, ranks, codec, count) / eps == pytest.approx(law(ranks, eps), rel=0.05)
 
 
