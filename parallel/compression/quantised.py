@@ -18,6 +18,10 @@ from parallel.nn.kernels.philox import key_of
 from quant import grouped
 
 
+SCALES = 2.0**-149, float(np.finfo(np.float32).max)
+"""The smallest and the largest there are: blocks of hardly anything, and of next to too much, have one too."""
+
+
 def nearest(bits: int, comm: Communicator, bucket: Bucket) -> Coded:
     """So many bits, to the nearest."""
     return Coded(comm, bucket.span.size, Quantised(grouped(bits, BLOCK, "fp32")))
@@ -40,7 +44,7 @@ class Dithered(Coded):
         def norms(x: np.ndarray) -> np.ndarray:
             squares = np.add.reduceat(np.square(x, dtype=np.float64), np.arange(0, len(x), BLOCK)).reshape(1, -1)
             squares[~np.isfinite(squares) | (squares == 0)] = 1  # all NaN or all 0, whatever the scale
-            return (np.sqrt(squares) / levels).astype(np.float32)
+            return np.clip(np.sqrt(squares) / levels, *SCALES).astype(np.float32)
 
         spec = grouped(bits, BLOCK, "fp32", rounding="stochastic")
         self._codec = Quantised(spec, norms if euclidean else None, comm.Get_rank())

@@ -69,6 +69,26 @@ def test_what_all_have_lost_is_missing_from_the_sum_that_all_have(comm, how):
     made.close()
 
 
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e38, 3e38])
+@pytest.mark.parametrize("how", ["qsgd:2", "qsgd:4", "qsgd:8"])
+def test_blocks_of_hardly_anything_and_of_next_to_too_much_are_sent(comm, how, size):
+    """On one rank, whose row is all of it: the others do not wait for it in vain."""
+    of = bucket(comm)
+    x = np.zeros(of.span.size, np.float32)
+    if comm.rank == comm.size - 1:
+        x[0], x[256:512] = size, size
+    made = parse(how)(comm, of, 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out, _ = exchanged(made, x)
+    made.close()
+    assert not out[1:256].any() and not out[512:].any()
+    levels, value = 2 ** (int(how[-1]) - 1) - 1, np.float64(np.float32(size))
+    step = 16 * value / levels  # of the terms; the sum's is that of elements which may be larger by a step
+    within = 1.01 * (step + 16 * (value + step) / levels) + levels * 2.0**-149
+    if value + within < 3e38:
+        assert np.isfinite(out).all() and np.abs(out[256:512] - value).max() <= within
+
+
 def test_all_of_the_largest_is_everything(comm):
     of = bucket(comm)
     out, lost = exchanged(parse("topk:1")(comm, of, 0), filled(of, comm.rank))
