@@ -112,6 +112,16 @@ def test_integers_are_as_wide_as_their_sum_needs(comm):
     np.testing.assert_allclose(out, comm.size * (comm.size + 1) / 2, rtol=1e-3)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_integers_of_denormals_do_not_wrap_around(comm, bits):
+    """The largest of 177 smallest steps, over 127, is one step; 177 of them are more than a byte holds."""
+    x, lost, out = np.full(40, 177 * 2.0**-149, np.float32), *np.empty((2, 40), np.float32)
+    with SharedScale(comm, 40, bits=bits, group=16) as made:
+        run(made.allreduce(x, out, lost))
+        assert 0 <= out.min() and out.max() <= comm.size * made.largest * np.ceil(177 / made.largest) * 2.0**-149
+    np.testing.assert_allclose(out.astype("f8") + sum(comm.allgather(lost.astype("f8"))), comm.size * 177 * 2.0**-149)
+
+
 def test_a_group_that_is_not_finite_is_so_on_all_ranks_and_no_other_is(comm):
     for odd in (np.nan, np.inf, -np.inf):
         x, out = np.ones(64, np.float32), np.empty(64, np.float32)
