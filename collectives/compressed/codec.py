@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +32,19 @@ class Codec(Protocol):
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
         """`out` += what the bytes stand for."""
+
+
+@runtime_checkable
+class Placed(Codec, Protocol):
+    """A codec that encodes otherwise elsewhere in the vector."""
+
+    def within(self, start: int, count: int) -> Codec:
+        """What encodes so many elements from this one on, which begins a block."""
+
+
+def within(codec: Codec, start: int, count: int) -> Codec:
+    """What encodes a part of a codec's vector: the codec, unless it is a matter of the place."""
+    return codec.within(start, count) if isinstance(codec, Placed) else codec
 
 
 class Quantised:

@@ -127,6 +127,26 @@ def test_signs_are_a_bit_and_a_scale_for_every_block():
         np.testing.assert_array_equal(twice, 2 * out)
 
 
+def test_the_size_of_signs_is_that_of_elements_and_not_of_what_fills_the_block(comm):
+    """On any number of ranks, who have other parts of the vector; terms and sums alike, zeros behind others too."""
+    of = bucket(comm)
+    places = [(place.span.start - of.span.start, place.size, place.span.size) for place in of.places]
+    assert any(size % 256 for _, size, _ in places)
+    x = np.zeros(of.span.size, np.float32)
+    for start, size, _ in places:
+        x[start : start + size] = comm.rank + 1
+    out, lost = exchanged(parse("sign")(comm, of, 0), x)
+    for start, size, _ in places:
+        here = slice(start, start + size)
+        np.testing.assert_allclose(out[here], comm.size * (comm.size + 1) / 2, rtol=1e-6)
+        np.testing.assert_allclose(lost[here], 0, atol=1e-5)
+    x = np.zeros(of.span.size, np.float32)
+    start, size, _ = next(each for each in places if 1 < each[1] < 256)
+    x[start] = size  # zeros of the tensor's own count
+    out, _ = exchanged(parse("sign")(comm, of, 0), x)
+    np.testing.assert_allclose(out[start : start + size], comm.size, rtol=1e-6)
+
+
 def test_a_block_that_is_not_finite_stays_so():
     codec, x = Signs(), np.ones(512, np.float32)
     x[300] = np.nan
