@@ -90,6 +90,27 @@ def test_an_error_beyond_the_law_is_a_status(monkeypatch, capsys):
     assert verify_errors.main(["--ranks", "8", "--specs", "int8_g128", "--elements", "8K"]) == 1
 
 
+def test_an_error_that_is_no_number_is_a_status(monkeypatch, capsys):
+    monkeypatch.setitem(verify_errors.LAWS, "two_shot", (TwoShot, lambda ranks, eps: math.nan))
+    assert verify_errors.main(["--ranks", "2", "--specs", "int8_g128", "--elements", "1K"]) == 1
+    assert "at most nan% off" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv,said",
+    [
+        (["--elements", "1K,2K"], "'1K,2K' is no size"),
+        (["--elements", "0"], "an element or more"),
+        (["--specs", "bogus"], "no spec 'bogus'"),
+        (["--specs", "int8_row"], "a vector has no channels"),
+    ],
+)
+def test_what_makes_no_sense_is_told(capsys, argv, said):
+    with pytest.raises(SystemExit) as caught:
+        verify_errors.main(argv)
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "0", "2,", "2,x", "-1"])
 def test_numbers_of_ranks(text, capsys):
     with pytest.raises(SystemExit):
