@@ -27,7 +27,7 @@ from collectives.compressed.alltoall import Alltoall
 from collectives.compressed.codec import Codec, Quantised
 from collectives.compressed.flat import Flat, Ring, TwoShot
 from collectives.compressed.motion import Bound, Motion, run, staggered
-from collectives.compressed.nodes import Hierarchical
+from collectives.compressed.nodes import Hierarchical, crowded
 from collectives.compressed.parts import Parts
 from collectives.compressed.segmented import Segmented
 from collectives.compressed.shared import SharedScale
@@ -45,6 +45,7 @@ __all__ = [
     "Segmented",
     "SharedScale",
     "TwoShot",
+    "crowded",
     "run",
     "staggered",
 ]

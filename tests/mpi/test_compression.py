@@ -7,10 +7,10 @@ import pytest
 import tiny
 from mpi4py import MPI
 
-from collectives import Communicator
-from collectives.compressed import Quantised
+from collectives import Communicator, worthwhile
+from collectives.compressed import Hierarchical, Quantised, Segmented
 from collectives.requests import wait_all
-from collectives.worthwhile import Forecast, crowding, forecast
+from collectives.worthwhile import Forecast, Wire, crowding, forecast
 from parallel import checkpoint
 from parallel.bucket import Bucket
 from parallel.checkpoint import Checkpoint
@@ -94,6 +94,13 @@ def test_all_of_the_largest_is_everything(comm):
     out, lost = exchanged(parse("topk:1")(comm, of, 0), filled(of, comm.rank))
     np.testing.assert_allclose(out, sum(filled(of, rank) for rank in range(comm.size)), rtol=1e-6, atol=1e-6)
     assert not lost.any()
+
+
+@hows
+def test_nodes_of_several_ranks_lose_nothing_either(how):
+    nodes = [rank // 2 for rank in range(MPI.COMM_WORLD.size)]
+    with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm:
+        test_what_all_have_lost_is_missing_from_the_sum_that_all_have(comm, how)
 
 
 def test_a_matrix_of_low_rank_is_carried_whole(comm):
@@ -306,7 +313,7 @@ def test_auto_declines_within_a_node():
 def test_auto_takes_what_it_foresees_to_be_quickest_between_nodes(monkeypatch):
     """All ranks alike; what is measured is the machine's, so the forecasts are given."""
     made_of = {8: Forecast(3.0, 1.0, 1.0), 4: Forecast(3.0, 0.5, 2.0)}
-    monkeypatch.setattr(auto, "forecast", lambda comm, count, codec, wire: made_of[codec.spec.bits])
+    monkeypatch.setattr(auto, "forecast", lambda comm, count, codec, wire, feedback: made_of[codec.spec.bits])
     nodes = list(range(MPI.COMM_WORLD.size))
     with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm:
         found = auto.choose(comm, 1000)
@@ -317,6 +324,33 @@ def test_auto_takes_what_it_foresees_to_be_quickest_between_nodes(monkeypatch):
         assert declined[0] == "none" and declined[1].startswith("plain is quicker (int8")
     else:
         assert found == declined == ("none", "plain is quicker within a node")
+
+
+def test_ranks_of_a_node_add_up_before_they_encode(monkeypatch):
+    """With two ranks on a node, the leaders' sum; the forecast is of that too, and of what it takes within nodes."""
+    nodes = [rank // 2 for rank in range(MPI.COMM_WORLD.size)]
+    several = MPI.COMM_WORLD.size > 2
+    codec, wire = Quantised(grouped(8, 256, "fp32")), Wire(0, 1e-9)
+    with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm, engine(comm, "int8") as made:
+        sums = [sum_.compressor._sum for sum_ in made._gradients.sums]
+        assert {type(each) for each in sums} == {Hierarchical if several else Segmented}
+        train(made, range(2))
+        for each in sums:
+            assert not several or (each._flat is None) == bool(comm.rank % 2)
+        monkeypatch.setattr(worthwhile, "fitted", lambda comm: Wire(0, 2e-9))
+        found = forecast(comm, 1 << 20, codec, wire)
+    inside = 4 * 2e-9 * (1 << 20) if several else 0
+    assert found.messages == pytest.approx(1e-9 * codec.nbytes(1 << 20) + inside, rel=0.01)
+
+
+def test_noting_what_is_lost_takes_time_too(comm, monkeypatch):
+    seconds = iter([1.0, 2.0, 4.0, 8.0] * 2)
+    monkeypatch.setattr(worthwhile, "_median", lambda run: next(seconds))
+    monkeypatch.setattr(worthwhile, "crowding", lambda nodes, cores: 1.0)
+    codec, twice = Quantised(grouped(8, 256, "fp32")), 1 + 1 / comm.size
+    for feedback, noting in ((False, 0), (True, 10 * twice)):
+        made = forecast(comm, 100, codec, Wire(0, 0), feedback=feedback)
+        assert made.kernels == pytest.approx(twice + 4 + 2 + noting)
 
 
 def test_kernels_take_longer_where_ranks_share_cores(comm):
