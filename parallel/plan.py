@@ -42,7 +42,7 @@ class Plan:
     bucket_bytes: int
     first_bytes: int
     seed: int = 0
-    compress: Callable[..., Any] | None = None
+    compress: Any = None
 
     def scratch(self, adds: bool) -> int:
         """Elements of the longest tensor that gets several gradients before its sum is exchanged.

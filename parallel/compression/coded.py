@@ -26,7 +26,7 @@ class Coded:
         self.feedback = feedback
         self._sum = (Hierarchical if crowded(comm) else Segmented)(comm, count, codec)
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
+    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
         """As `parallel.compression.Compressor`."""
         yield from self._sum.allreduce(x, out, lost)
 

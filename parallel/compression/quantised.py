@@ -52,7 +52,7 @@ class Dithered(Coded):
         self._name = f"{bucket.number} {comm.Get_rank()}"
         self._seed = seed
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
+    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
         """As `parallel.compression.Compressor`; other random numbers in every step, on every rank."""
         self._codec.reseed(key_of(self._seed, step, self._name)[0])
         yield from super().exchange(x, out, lost, step)

@@ -89,6 +89,15 @@ def test_blocks_of_hardly_anything_and_of_next_to_too_much_are_sent(comm, how, s
         assert np.isfinite(out).all() and np.abs(out[256:512] - value).max() <= within
 
 
+@hows
+def test_what_is_not_fed_back_is_not_kept(comm, how):
+    with engine(comm, how) as made:
+        train(made, range(2))
+        for sum_ in made._gradients.sums:
+            assert (sum_.lost is not None) == sum_.compressor.feedback == parse(how).feedback
+            assert (sum_._before is not None) == sum_.compressor.feedback
+
+
 def test_all_of_the_largest_is_everything(comm):
     of = bucket(comm)
     out, lost = exchanged(parse("topk:1")(comm, of, 0), filled(of, comm.rank))
@@ -238,6 +247,8 @@ def owed(comm, made):
     for sum_ in made._gradients.sums:
         for place in sum_.bucket.places:
             start = place.span.start - sum_.bucket.span.start
+            if sum_.lost is None:
+                continue
             total[place.parameter.name] = comm.allreduce(sum_.lost[start : start + place.size].astype("f8"))
     return total
 
