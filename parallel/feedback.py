@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -39,10 +40,12 @@ class Compressed(Plain):
         assert context.plan.compress is not None
         self.compressor = context.plan.compress(context.comm, bucket, context.plan.seed)
         self._feedback = self.compressor.feedback
-        self.lost, self._before = (
-            np.asarray(context.memory.own("buffers", bucket.span.size, context.wide)) if self._feedback else None
-            for _ in range(2)
-        )
+        self.lost: Any = None
+        self._before: Any = None
+        if self._feedback:
+            self.lost, self._before = (
+                np.asarray(context.memory.own("buffers", bucket.span.size, context.wide)) for _ in range(2)
+            )
         self._sent = False
         ends = [(place.span, place.span.start + place.size) for place in bucket.places]
         self._gaps = [bucket.within(Span(end, span.stop)) for span, end in ends if end < span.stop]

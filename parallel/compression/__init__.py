@@ -11,7 +11,7 @@ is error feedback, without which the biased ones (signs, the largest elements, l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class Compressor(Protocol):
 
     feedback: bool
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
+    def exchange(self, x: np.ndarray, out: np.ndarray, lost: Any, step: int) -> Motion:
         """`out` = about the sum of all ranks' x, which may be the same array; `lost` = what this rank's share lacks.
 
         The lost of all ranks together is what is missing from the sum. It may be None where there is no `feedback`.
@@ -53,6 +53,7 @@ NONE = "none"
 
 AUTO = "auto"
 """What an engine is told to find out: see `parallel.compression.auto`."""
+
 
 class Maker(NamedTuple):
     """Makes compressors, and says whether what they lose has to be kept.

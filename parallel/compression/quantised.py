@@ -17,7 +17,6 @@ from parallel.flat import BLOCK
 from parallel.nn.kernels.philox import key_of
 from quant import grouped
 
-
 SCALES = 2.0**-149, float(np.finfo(np.float32).max)
 """The smallest and the largest there are: blocks of hardly anything, and of next to too much, have one too."""
 

@@ -47,8 +47,9 @@ class Signs:
         np.abs(x[: whole * BLOCK]).reshape(whole, BLOCK).mean(axis=1, out=scales[:whole])
         if len(x) % BLOCK:
             scales[whole] = np.abs(x[whole * BLOCK :]).mean()
-        for block in () if self._real is None else np.flatnonzero(self._real < BLOCK):
-            scales[block] = np.abs(x[block * BLOCK :][: self._real[block]]).mean()
+        if self._real is not None:
+            for block in np.flatnonzero(self._real < BLOCK):
+                scales[block] = np.abs(x[block * BLOCK :][: self._real[block]]).mean()
         bits[...] = np.packbits(x < 0)
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
