@@ -18,7 +18,8 @@ MOST = 8
 
 
 class Segmented(Bound):
-    """A sum by segments, two of them abreast. Groups that share a scale are whole: the digits are those of one segment.
+    """A sum by segments, two of them abreast. Groups that share a scale are whole: with codes rounded to the
+    nearest the digits are those of two shots in one segment.
 
     Parameters
     ----------
