@@ -64,7 +64,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write all results")
     args = parser.parse_args(argv)
     if SHARED in args.ways and (unfit := [name for name, spec in args.specs.items() if not shareable(spec)]):
-        parser.error(f"argument --specs: {SHARED} has symmetric linear codes of 2 bits or more; found {', '.join(unfit)}")
+        parser.error(
+            f"argument --specs: {SHARED} is of symmetric linear codes from 2 bits on; found {', '.join(unfit)}"
+        )
     return args
 
 

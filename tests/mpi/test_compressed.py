@@ -118,7 +118,7 @@ def test_integers_of_denormals_do_not_wrap_around(comm, bits):
     x, lost, out = np.full(40, 177 * 2.0**-149, np.float32), *np.empty((2, 40), np.float32)
     with SharedScale(comm, 40, bits=bits, group=16) as made:
         run(made.allreduce(x, out, lost))
-        assert 0 <= out.min() and out.max() <= comm.size * made.largest * np.ceil(177 / made.largest) * 2.0**-149
+        assert out.min() >= 0 and out.max() <= comm.size * made.largest * np.ceil(177 / made.largest) * 2.0**-149
     np.testing.assert_allclose(out.astype("f8") + sum(comm.allgather(lost.astype("f8"))), comm.size * 177 * 2.0**-149)
 
 
@@ -218,6 +218,11 @@ def test_as_many_for_each_in_place_and_what_is_lost(comm, count):
     mine = whole[:2, comm.rank, comm.rank], whole[2, comm.rank, comm.rank]
     np.testing.assert_array_equal(mine[0][0], mine[1])  # what stays is exact
     assert not mine[0][1].any()
+
+
+def test_numbers_of_numpy_are_lengths_too(comm):
+    with Alltoall(comm, np.int64(3), np.int32(3), Multiples()) as made:
+        assert made.sent.lengths == made.received.lengths == (3,) * comm.size
 
 
 def test_all_to_all_in_few_bits(comm):

@@ -30,6 +30,13 @@ def test_errors_follow_the_law(way, ranks, spec):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_of_one_scale_are_wrong_by_so_many_of_its_steps(ranks, bits):
+    found = verify_errors.in_steps(ranks, bits, 128, 1 << 13)
+    assert found == pytest.approx(verify_errors.of_integers(ranks), rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_around_a_ring_errors_grow_with_the_root_of_the_ranks(ranks):
     assert verify_errors.around_a_ring(ranks, 1e-4) == pytest.approx(math.sqrt((ranks + 1) / 2), rel=1e-3)
     assert verify_errors.around_a_ring(ranks, 0.1) >= verify_errors.around_a_ring(ranks, 1e-4)
@@ -82,7 +89,7 @@ def test_ranks_that_do_not_call_alike_are_found():
 def test_the_command_line(capsys):
     assert verify_errors.main(["--ranks", "2,5", "--specs", "int8_g128", "--elements", "8K"]) == 0
     shown = capsys.readouterr().out
-    assert "int8_g128: eps = 0.00" in shown and "| 5 | 1.4" in shown and "% off" in shown
+    assert all(part in shown for part in ("int8_g128: eps = 0.00", "shared_scale, steps", "| 5 | 1.4", "% off"))
 
 
 def test_an_error_beyond_the_law_is_a_status(monkeypatch, capsys):
