@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.compressed import Codec, Parts
+from collectives.compressed import Codec, Parts, crowded
 
 LENGTHS = (1 << 14, 1 << 18)
 """Elements of the sums that the wire is fitted with: 64 KiB and 1 MiB."""
@@ -121,8 +121,13 @@ def fitted(comm: Communicator) -> Wire:
     return Wire(max(0.0, short - nbytes[0] * beta), beta)
 
 
-def forecast(comm: Communicator, count: int, codec: Codec, wire: Wire | None = None) -> Forecast:
+def forecast(
+    comm: Communicator, count: int, codec: Codec, wire: Wire | None = None, feedback: bool = False
+) -> Forecast:
     """What a sum of so many float32 would take, plain and in two shots. Collective.
+
+    Where several nodes have several ranks it is the sums of nodes that are encoded, by one rank each (`Hierarchical`);
+    what the sums within nodes take is measured there, and is part of the messages.
 
     Parameters
     ----------
@@ -132,8 +137,11 @@ def forecast(comm: Communicator, count: int, codec: Codec, wire: Wire | None = N
         Its kernels are timed on noise. Where ranks share cores they take as much longer.
     wire : Wire, optional
         As `fitted` finds it, if that was done before.
+    feedback : bool
+        Whether what is lost is noted: it takes decoding what was encoded, and a subtraction.
     """
     wire = wire or fitted(comm)
+    inside = _within_nodes(comm) if crowded(comm) else Wire(0.0, 0.0)
     length = max(1, min(count, SAMPLE))
     x = np.random.default_rng(0).standard_normal(length, np.float32)
     out, bytes_ = np.empty_like(x), np.empty(codec.nbytes(length), np.uint8)
@@ -141,10 +149,21 @@ def forecast(comm: Communicator, count: int, codec: Codec, wire: Wire | None = N
         _median(lambda: codec.encode(x, bytes_)),
         _median(lambda: codec.decode(bytes_, out)),
         _median(lambda: codec.add(bytes_, out)),
+        _median(lambda: np.subtract(x, out, out=out)),
     ]
-    encode, decode, add = (value / length for value in _slowest(comm, seconds))
-    size = comm.Get_size()
-    encoded = sum(Parts.even(count, size, codec.block, codec.nbytes).sizes)
-    crowd = crowding(comm.nodes or (0,) * size, comm.allgather(_cores()))
-    kernels = crowd * count * (encode * (1 + 1 / size) + add + decode)
-    return Forecast(wire.seconds(4 * count), wire.seconds(encoded), kernels)
+    encode, decode, add, subtract = (value / length for value in _slowest(comm, seconds))
+    nodes, cores = comm.nodes or (0,) * comm.Get_size(), comm.allgather(_cores())
+    who = sorted({node: rank for rank, node in enumerate(nodes)}.values()) if crowded(comm) else range(len(nodes))
+    encoded = sum(Parts.even(count, len(who), codec.block, codec.nbytes).sizes)
+    crowd = crowding([nodes[rank] for rank in who], [cores[rank] for rank in who])
+    twice = 1 + 1 / len(who)  # every term, and this rank's part of the sum
+    noting = (decode + subtract) * twice if feedback else 0
+    kernels = crowd * count * (encode * twice + add + decode + noting)
+    return Forecast(wire.seconds(4 * count), wire.seconds(encoded) + inside.seconds(4 * count), kernels)
+
+
+def _within_nodes(comm: Communicator) -> Wire:
+    """What sums take within the slowest node."""
+    with comm.Split(comm.nodes[comm.Get_rank()], comm.Get_rank()) as node:  # type: ignore[index]
+        found = fitted(node)
+    return Wire(*_slowest(comm, list(found)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -27,7 +28,7 @@ class Compressed(Plain):
     ----------
     lost : vector
         By how much what this rank has sent so far falls short of its gradients. Only the sum over all ranks has a
-        meaning of its own.
+        meaning of its own. None if nothing is fed back.
     """
 
     alone = True
@@ -38,11 +39,14 @@ class Compressed(Plain):
         self._context = context
         assert context.plan.compress is not None
         self.compressor = context.plan.compress(context.comm, bucket, context.plan.seed)
-        self.lost, self._before = (
-            np.asarray(context.memory.own("buffers", bucket.span.size, context.wide)) for _ in range(2)
-        )
-        self._sent = False
         self._feedback = self.compressor.feedback
+        self.lost: Any = None
+        self._before: Any = None
+        if self._feedback:
+            self.lost, self._before = (
+                np.asarray(context.memory.own("buffers", bucket.span.size, context.wide)) for _ in range(2)
+            )
+        self._sent = False
         ends = [(place.span, place.span.start + place.size) for place in bucket.places]
         self._gaps = [bucket.within(Span(end, span.stop)) for span, end in ends if end < span.stop]
         self._moment = START
@@ -122,6 +126,9 @@ class Compressed(Plain):
             self.vector += self.lost * unit
         self.lost, self._before, self._sent = self._before, self.lost, True
         yield from self.compressor.exchange(self.vector, self.vector, self.lost, self._moment.step)
-        self.lost /= unit
+        if self._feedback:
+            self.lost /= unit
         for gap in self._gaps:
-            self.vector[gap] = self.lost[gap] = 0
+            self.vector[gap] = 0
+            if self._feedback:
+                self.lost[gap] = 0

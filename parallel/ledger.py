@@ -98,7 +98,7 @@ def _together(cut: Callable[[Plan], Any], divided: bool, plan: Plan, everyone: N
     if plan.reproducible:
         gradients += played(everyone[plan.rank]).taken * length
         buffers += sum(owned) * sum(len(played(numbers).nodes) for numbers in everyone)
-    if plan.compress is not None:
+    if plan.compress is not None and plan.compress.feedback:
         buffers += 2 * length  # what is owed, and what was before the step
     buffers += plan.scratch(adds=True)
     sizes = {"parameters": length * plan.precision.storage.itemsize, "gradients": gradients * wide}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,7 +41,7 @@ class Plan:
     bucket_bytes: int
     first_bytes: int
     seed: int = 0
-    compress: Callable[..., Any] | None = None
+    compress: Any = None
 
     def scratch(self, adds: bool) -> int:
         """Elements of the longest tensor that gets several gradients before its sum is exchanged.

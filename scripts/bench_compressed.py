@@ -28,24 +28,15 @@ from mpi4py import MPI
 from benchlib import launch
 from benchlib.launch import say
 from benchlib.sizes import format_size, parse_sizes
+from benchlib.specs import shareable, specs
 from benchlib.workload import quartiles, write
 from collectives import Communicator
 from collectives.compressed import Hierarchical, Quantised, Ring, Segmented, SharedScale, TwoShot, run
 from collectives.worthwhile import Forecast, fitted, forecast
-from quant import QuantSpec
-from quant import parse as spec_of
 
 WAYS = {"segmented": Segmented, "two_shot": TwoShot, "ring": Ring, "hierarchical": Hierarchical}
 SHARED = "shared_scale"
 PLAIN = ("native", "plain")
-
-
-def specs(text: str) -> dict[str, QuantSpec]:
-    """Encodings by name."""
-    try:
-        return {name: spec_of(name) for name in text.split(",")}
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def ways(text: str) -> list[str]:
@@ -71,7 +62,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--turns", type=launch.at_least(1, int), default=15, metavar="N", help="of each (default 15)")
     add("--json", type=Path, metavar="FILE", help="write all results")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if SHARED in args.ways and (unfit := [name for name, spec in args.specs.items() if not shareable(spec)]):
+        parser.error(
+            f"argument --specs: {SHARED} is of symmetric linear codes from 2 bits on; found {', '.join(unfit)}"
+        )
+    return args
 
 
 Sum = Callable[[np.ndarray, np.ndarray], object]

@@ -7,13 +7,14 @@ error becomes; eps is that of encoding once, p the number of ranks:
     two_shot       every rank's terms, then the sums                   sqrt(2) eps           2 (p-1)/p n'
     ring           a sum that grows, hop by hop, then the sums         sqrt((p+1)/2) eps     2 (p-1)/p n'
     hierarchical   the sums of nodes, then the sums of all             sqrt(2) eps of these  2 (k-1)/k n' of a node
-    shared_scale   every rank's terms, as integers of one scale: sums  eps                   2 (p-1)/p n''
+    shared_scale   every rank's terms, as integers of one scale: sums  sqrt(p/12) steps      2 (p-1)/p n''
                    of integers are exact, in whatever order
     alltoall       what goes to another rank                           eps                   (p-1)/p n'
 
-Here n' are the bytes of an encoded vector, n'' those of a vector of integers wide enough for the sum, and k nodes. The
-errors are relative to that of a single rank's terms when errors are independent: sums of p terms of size 1 are of size
-sqrt(p), and so is the error of adding p encoded terms; see docs/compression.md for how the laws come about.
+A step is that of the one scale, of the largest element of all ranks. Here n' are the bytes of an encoded vector, n''
+those of a vector of integers wide enough for the sum, and k nodes. The errors are relative to that of a single rank's
+terms when errors are independent: sums of p terms of size 1 are of size sqrt(p), and so is the error of adding p
+encoded terms; see docs/compression.md for how the laws come about.
 
 Every motion is a generator that yields requests to wait for, so that a caller may do something else meanwhile:
 
@@ -27,7 +28,7 @@ from collectives.compressed.alltoall import Alltoall
 from collectives.compressed.codec import Codec, Quantised
 from collectives.compressed.flat import Flat, Ring, TwoShot
 from collectives.compressed.motion import Bound, Motion, run, staggered
-from collectives.compressed.nodes import Hierarchical
+from collectives.compressed.nodes import Hierarchical, crowded
 from collectives.compressed.parts import Parts
 from collectives.compressed.segmented import Segmented
 from collectives.compressed.shared import SharedScale
@@ -45,6 +46,7 @@ __all__ = [
     "Segmented",
     "SharedScale",
     "TwoShot",
+    "crowded",
     "run",
     "staggered",
 ]

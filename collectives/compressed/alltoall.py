@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import numpy as np
 
@@ -89,5 +90,5 @@ class Alltoall(Bound):
         self._exchange.Free()
 
     def _parts(self, name: str, lengths: int | Sequence[int]) -> Parts:
-        each = [lengths] * self.size if isinstance(lengths, int) else lengths
+        each = [int(lengths)] * self.size if isinstance(lengths, (int, Integral)) else lengths
         return Parts.of(checked(name, each, self.size), self.codec.nbytes)

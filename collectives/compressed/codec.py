@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,6 +34,19 @@ class Codec(Protocol):
         """`out` += what the bytes stand for."""
 
 
+@runtime_checkable
+class Placed(Codec, Protocol):
+    """A codec that encodes otherwise elsewhere in the vector."""
+
+    def within(self, start: int, count: int) -> Codec:
+        """What encodes so many elements from this one on, which begins a block."""
+
+
+def within(codec: Codec, start: int, count: int) -> Codec:
+    """What encodes a part of a codec's vector: the codec, unless it is a matter of the place."""
+    return codec.within(start, count) if isinstance(codec, Placed) else codec
+
+
 class Quantised:
     """Numbers in few bits, as `quant` writes them; a group that is not finite is NaN on the other side.
 
@@ -44,17 +57,31 @@ class Quantised:
     norm : callable (x) -> float32 array of a scale for each group, optional
         Instead of the spec's own.
 
-    Attributes
-    ----------
-    seed : int
-        For stochastic rounding; every vector that is encoded takes the next one.
+    seed : int, optional
+        For stochastic rounding, which needs one; another one on every rank, as ``comm.Get_rank()`` is. With the same
+        ones ranks would round alike, and errors of their terms would add up rather than cancel out. Vectors that are
+        encoded one after another get random numbers of their own, and never those of another seed's.
+
+    Raises
+    ------
+    ValueError
+        For a spec with channels; for stochastic rounding without a seed.
     """
 
-    def __init__(self, spec: QuantSpec, norm: Callable[[np.ndarray], np.ndarray] | None = None):
+    def __init__(
+        self, spec: QuantSpec, norm: Callable[[np.ndarray], np.ndarray] | None = None, seed: int | None = None
+    ):
         if isinstance(spec.granularity, PerChannel):
             raise ValueError(f"a vector has no channels, and {spec} wants a scale for each")
-        self.spec, self._norm, self.seed = spec, norm, 0
+        if spec.rounding == "stochastic" and seed is None:
+            raise ValueError("seed: stochastic rounding needs one, another one on every rank")
+        self.spec, self._norm = spec, norm
+        self.reseed(seed or 0)
         self.block = spec.granularity.size if isinstance(spec.granularity, PerGroup) else 1
+
+    def reseed(self, seed: int) -> None:
+        """Begin anew with other random numbers."""
+        self._seed, self._encoded = int(seed), 0
 
     def nbytes(self, count: int) -> int:
         """Codes and scales."""
@@ -62,9 +89,10 @@ class Quantised:
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
         """Quantise."""
-        self.seed += 1
+        self._encoded += 1
+        seed = (self._seed << 64) + self._encoded
         scales = self._norm(x) if self._norm else None
-        quantize(x, self.spec, scales=scales, seed=self.seed, nonfinite="poison", out=self._as_array(wire, len(x)))
+        quantize(x, self.spec, scales=scales, seed=seed, nonfinite="poison", out=self._as_array(wire, len(x)))
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
         """Dequantise."""

@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.compressed.codec import Codec
+from collectives.compressed.codec import Codec, within
 from collectives.compressed.motion import Bound, Motion
 from collectives.compressed.parts import Parts, checked
 from collectives.requests import Request
@@ -48,6 +48,7 @@ class Flat(Bound):
             self.parts = Parts.of(checked("lengths", lengths, self.size), codec.nbytes)
         if self.parts.elements != count:
             raise ValueError(f"lengths: expected {count} elements together, found {self.parts.elements}")
+        self._codecs = [within(codec, start, length) for start, length in zip(self.parts.starts, self.parts.lengths)]
         self._wire = comm.empty(self.parts.nbytes, np.uint8)
         self._gathering = comm.Allgatherv_init(MPI.IN_PLACE, self.parts.message(self._wire))
         self._total = np.empty(self.parts.lengths[self.rank], np.float32)
@@ -77,7 +78,7 @@ class Flat(Bound):
         lost : float32 array like `part`, optional
             To which is added what encoding has lost of it.
         """
-        self.codec.encode(part, self.parts.of_wire(self._wire, self.rank))
+        self._codecs[self.rank].encode(part, self.parts.of_wire(self._wire, self.rank))
         self._gathering.Start()
         yield [self._gathering]
         if lost is not None:
@@ -99,9 +100,9 @@ class Flat(Bound):
     def close(self) -> None:
         self._gathering.Free()
 
-    def _encode(self, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None) -> None:
-        """Encode, and note what that loses."""
-        self.codec.encode(part, wire)
+    def _encode(self, rank: int, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None) -> None:
+        """Encode a rank's part, and note what that loses."""
+        self._codecs[rank].encode(part, wire)
         if lost is not None:
             decoded = self._decoded[: len(part)]
             self.codec.decode(wire, decoded)
@@ -123,7 +124,7 @@ class TwoShot(Flat):
     def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
         for rank in range(self.size):
             part, wire = self.parts.of_vector(x, rank), self.parts.of_wire(self._wire, rank)
-            self._encode(part, wire, None if lost is None else self.parts.of_vector(lost, rank))
+            self._encode(rank, part, wire, None if lost is None else self.parts.of_vector(lost, rank))
         self._scattering.Start()
         yield [self._scattering]
         self.codec.decode(self._terms.of_wire(self._arriving, 0), total)
@@ -152,7 +153,7 @@ class Ring(Flat):
         for hop in range(1, self.size):
             gone, come = (self.rank - hop) % self.size, (self.rank - hop - 1) % self.size
             size = self.parts.sizes[gone]
-            self._encode(part, self._out[:size], None if lost is None else self.parts.of_vector(lost, gone))
+            self._encode(gone, part, self._out[:size], None if lost is None else self.parts.of_vector(lost, gone))
             arriving = self._in[: self.parts.sizes[come]]
             yield [self._hop(self._out[:size], right, arriving, left)]
             part = self._growing[: self.parts.lengths[come]]

@@ -9,7 +9,9 @@ from typing import Self
 from collectives.requests import Request, wait_all
 
 Motion = Iterator[list[Request]]
-"""A collective under way, which yields requests that it waits for; the same number of times on all ranks."""
+"""A collective under way, which yields requests that it waits for.
+
+Flat ways yield the same number of times on all ranks; leaders of nodes (`Hierarchical`) more often than others."""
 
 
 def run(motion: Motion) -> None:

@@ -14,6 +14,11 @@ from collectives.compressed.motion import Bound, Motion
 from collectives.compressed.segmented import Segmented
 
 
+def crowded(comm: Communicator) -> bool:
+    """Whether there are several nodes, and several ranks on one: then a node sends least if its ranks add up first."""
+    return 1 < len(set(comm.nodes or ())) < comm.Get_size()
+
+
 class Hierarchical(Bound):
     """Sums of nodes are exact and stay in memory; their leaders exchange encoded ones, then tell their nodes.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from collectives.communicator import Communicator
-from collectives.compressed.codec import Codec
+from collectives.compressed.codec import Codec, within
 from collectives.compressed.flat import Flat, TwoShot
 from collectives.compressed.motion import Bound, Motion, staggered
 from collectives.compressed.parts import Parts
@@ -18,7 +18,8 @@ MOST = 8
 
 
 class Segmented(Bound):
-    """A sum by segments, two of them abreast. Groups that share a scale are whole: the digits are those of one segment.
+    """A sum by segments, two of them abreast. Groups that share a scale are whole: with codes rounded to the
+    nearest the digits are those of two shots in one segment.
 
     Parameters
     ----------
@@ -39,7 +40,8 @@ class Segmented(Bound):
         if segments < 1:
             raise ValueError(f"segments: expected 1 or more, found {segments}")
         self._cuts = Parts.even(count, segments, codec.block, codec.nbytes)
-        self.segments = [flat(comm, length, codec) for length in self._cuts.lengths]
+        places = zip(self._cuts.starts, self._cuts.lengths)
+        self.segments = [flat(comm, length, within(codec, start, length)) for start, length in places]
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
         """`out` = the sum of all ranks' x, which it may be; `lost` as of `Flat.allreduce`, segment by segment."""

@@ -56,6 +56,7 @@ class SharedScale(Bound):
         with np.errstate(divide="ignore", invalid="ignore"):
             codes = np.where(steps > 0, x / steps, 0)
             np.rint(codes, out=codes)
+            np.clip(codes, -self.largest, self.largest, out=codes)  # a step that is denormal is rounded itself
             codes[~np.isfinite(codes)] = 0
             self._codes[...] = codes
             if lost is not None:

@@ -11,7 +11,7 @@ is error feedback, without which the biased ones (signs, the largest elements, l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,10 +35,10 @@ class Compressor(Protocol):
 
     feedback: bool
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
+    def exchange(self, x: np.ndarray, out: np.ndarray, lost: Any, step: int) -> Motion:
         """`out` = about the sum of all ranks' x, which may be the same array; `lost` = what this rank's share lacks.
 
-        The lost of all ranks together is what is missing from the sum.
+        The lost of all ranks together is what is missing from the sum. It may be None where there is no `feedback`.
         """
 
     def state(self) -> dict[str, np.ndarray]:
@@ -54,8 +54,23 @@ NONE = "none"
 AUTO = "auto"
 """What an engine is told to find out: see `parallel.compression.auto`."""
 
-Maker = Callable[[Communicator, Bucket, int], Compressor]
-"""(comm, bucket, seed) -> a compressor; collective."""
+
+class Maker(NamedTuple):
+    """Makes compressors, and says whether what they lose has to be kept.
+
+    Attributes
+    ----------
+    make : callable (comm, bucket, seed) -> Compressor
+        Collective.
+    feedback : bool
+    """
+
+    make: Callable[[Communicator, Bucket, int], Compressor]
+    feedback: bool
+
+    def __call__(self, comm: Communicator, bucket: Bucket, seed: int) -> Compressor:
+        """A compressor for a bucket. Collective."""
+        return self.make(comm, bucket, seed)
 
 
 class Kind(NamedTuple):
@@ -63,19 +78,22 @@ class Kind(NamedTuple):
 
     Attributes
     ----------
-    make : callable (number) -> Maker
+    make : callable (number) -> callable (comm, bucket, seed) -> Compressor
         The number is the one behind the colon, or `default`.
     default : float or None
         None if it takes no number.
     says : str
         What the number means and may be; raised with what was found.
     fits : callable (number) -> bool
+    feedback : bool
+        As its compressors have it.
     """
 
-    make: Callable[[float], Maker]
+    make: Callable[[float], Callable[[Communicator, Bucket, int], Compressor]]
     default: float | None = None
     says: str = ""
     fits: Callable[[float], bool] = lambda number: True
+    feedback: bool = True
 
 
 COMPRESSORS: dict[str, Kind] = {
@@ -86,8 +104,9 @@ COMPRESSORS: dict[str, Kind] = {
         4,
         "bits, 2 to 8",
         lambda bits: bits in range(2, 9),
+        feedback=False,
     ),
-    "terngrad": Kind(lambda _: lambda comm, bucket, seed: Dithered(2, False, comm, bucket, seed)),
+    "terngrad": Kind(lambda _: lambda comm, bucket, seed: Dithered(2, False, comm, bucket, seed), feedback=False),
     "sign": Kind(lambda _: signs),
     "topk": Kind(
         lambda share: lambda comm, bucket, seed: TopK(comm, bucket.span.size, share),
@@ -126,11 +145,11 @@ def parse(text: str) -> Maker:
     if kind.default is None:
         if colon:
             raise ValueError(f"compress: {name} takes no number; found {argument!r}")
-        return kind.make(0)
+        return Maker(kind.make(0), kind.feedback)
     try:
         number = float(argument) if colon else kind.default
     except ValueError:
         number = np.nan
     if not (np.isfinite(number) and kind.fits(number)):
         raise ValueError(f"compress: {name} takes {kind.says}; found {argument!r}")
-    return kind.make(number)
+    return Maker(kind.make(number), kind.feedback)

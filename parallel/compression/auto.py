@@ -22,7 +22,8 @@ def choose(comm: Communicator, count: int) -> tuple[str, str]:
         return NONE, "plain is quicker within a node"
     wire = fitted(comm)
     found = {
-        name: forecast(comm, count, Quantised(grouped(bits, BLOCK, "fp32")), wire) for name, bits in WIDTHS.items()
+        name: forecast(comm, count, Quantised(grouped(bits, BLOCK, "fp32")), wire, feedback=True)
+        for name, bits in WIDTHS.items()
     }
     best = min(found, key=lambda name: found[name].encoded)
     told = "; ".join(f"{name}: {made}" for name, made in found.items())

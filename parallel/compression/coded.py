@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from collectives import Communicator
-from collectives.compressed import Codec, Motion, Segmented
+from collectives.compressed import Codec, Hierarchical, Motion, Segmented, crowded
 
 
 class Coded:
     """Every rank's gradient is encoded, and the sum again, in two shots, segment by segment.
+
+    Where there are several nodes with several ranks, that of every node is: a node's ranks share its wire.
 
     Parameters
     ----------
@@ -22,9 +24,9 @@ class Coded:
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, feedback: bool = True):
         self.feedback = feedback
-        self._sum = Segmented(comm, count, codec)
+        self._sum = (Hierarchical if crowded(comm) else Segmented)(comm, count, codec)
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
+    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
         """As `parallel.compression.Compressor`."""
         yield from self._sum.allreduce(x, out, lost)
 

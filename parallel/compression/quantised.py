@@ -17,6 +17,9 @@ from parallel.flat import BLOCK
 from parallel.nn.kernels.philox import key_of
 from quant import grouped
 
+SCALES = 2.0**-149, float(np.finfo(np.float32).max)
+"""The smallest and the largest there are: blocks of hardly anything, and of next to too much, have one too."""
+
 
 def nearest(bits: int, comm: Communicator, bucket: Bucket) -> Coded:
     """So many bits, to the nearest."""
@@ -40,15 +43,15 @@ class Dithered(Coded):
         def norms(x: np.ndarray) -> np.ndarray:
             squares = np.add.reduceat(np.square(x, dtype=np.float64), np.arange(0, len(x), BLOCK)).reshape(1, -1)
             squares[~np.isfinite(squares) | (squares == 0)] = 1  # all NaN or all 0, whatever the scale
-            return (np.sqrt(squares) / levels).astype(np.float32)
+            return np.clip(np.sqrt(squares) / levels, *SCALES).astype(np.float32)
 
         spec = grouped(bits, BLOCK, "fp32", rounding="stochastic")
-        self._codec = Quantised(spec, norms if euclidean else None)
+        self._codec = Quantised(spec, norms if euclidean else None, comm.Get_rank())
         super().__init__(comm, bucket.span.size, self._codec, feedback=False)
         self._name = f"{bucket.number} {comm.Get_rank()}"
         self._seed = seed
 
-    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
+    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
         """As `parallel.compression.Compressor`; other random numbers in every step, on every rank."""
-        self._codec.seed = key_of(self._seed, step, self._name)[0]
+        self._codec.reseed(key_of(self._seed, step, self._name)[0])
         yield from super().exchange(x, out, lost, step)

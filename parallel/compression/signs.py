@@ -19,9 +19,22 @@ class Signs:
     """x is written as the mean of |x| over its block, times its sign: 1 + 32/256 bits.
 
     A block is one of the flat vector's, so no two tensors share a scale. Zero counts as positive.
+
+    Parameters
+    ----------
+    real : array of int, optional
+        Elements of each block that are a tensor's: the mean is theirs, whatever fills the block behind them. All by
+        default.
     """
 
     block = BLOCK
+
+    def __init__(self, real: np.ndarray | None = None):
+        self._real = real
+
+    def within(self, start: int, count: int) -> Signs:
+        """As `collectives.compressed.codec.Placed`."""
+        return self if self._real is None else Signs(self._real[start // BLOCK : -(-(start + count) // BLOCK)])
 
     def nbytes(self, count: int) -> int:
         """Scales, then bits."""
@@ -34,6 +47,9 @@ class Signs:
         np.abs(x[: whole * BLOCK]).reshape(whole, BLOCK).mean(axis=1, out=scales[:whole])
         if len(x) % BLOCK:
             scales[whole] = np.abs(x[whole * BLOCK :]).mean()
+        if self._real is not None:
+            for block in np.flatnonzero(self._real < BLOCK):
+                scales[block] = np.abs(x[block * BLOCK :][: self._real[block]]).mean()
         bits[...] = np.packbits(x < 0)
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
@@ -54,5 +70,9 @@ class Signs:
 
 
 def signs(comm: Communicator, bucket: Bucket, seed: int) -> Coded:
-    """Signs for a bucket."""
-    return Coded(comm, bucket.span.size, Signs())
+    """Signs for a bucket; only the last block of a tensor may be filled up."""
+    real = np.full(bucket.span.size // BLOCK, BLOCK)
+    for place in bucket.places:
+        last = (place.span.stop - bucket.span.start) // BLOCK - 1
+        real[last] -= place.span.size - place.size
+    return Coded(comm, bucket.span.size, Signs(real))

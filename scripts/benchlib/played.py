@@ -7,12 +7,17 @@ play([made.allreduce(x, out) for made, x, out in ...])
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives.compressed import Motion
+
+Move = Callable[[dict[int, Any]], None]
+"""Moves the messages of all ranks, by rank."""
 
 
 class Request:
@@ -40,19 +45,30 @@ class _Room:
 
     def __init__(self, size: int):
         self.size = size
-        self.calls: dict[int, dict[int, tuple[Request, Any, Any]]] = {}
+        self.calls: dict[int, dict[int, tuple[Request, Any]]] = {}
 
-    def enter(self, number: int, rank: int, request: Request, sent: Any, received: Any) -> None:
-        """The call of a rank; the last rank's moves the bytes of all."""
+    def enter(self, number: int, rank: int, request: Request, message: Any, move: Move) -> None:
+        """The call of a rank; the last rank's moves the messages of all."""
         call = self.calls.setdefault(number, {})
-        call[rank] = request, sent, received
+        call[rank] = request, message
         if len(call) == self.size:
-            for target, (_, _, into) in call.items():
-                for source, (_, out, _) in call.items():
-                    _part(into, source)[...] = _part(out, target)
-            for one, _, _ in call.values():
+            move({each: message for each, (_, message) in call.items()})
+            for one, _ in call.values():
                 one.over = True
             del self.calls[number]
+
+
+def _all_to_all(messages: dict[int, Any]) -> None:
+    for target, (_, into) in messages.items():
+        for source, (out, _) in messages.items():
+            _part(into, source)[...] = _part(out, target)
+
+
+def _in_place(op: MPI.Op, messages: dict[int, np.ndarray]) -> None:
+    combine = next(each for kind, each in ((MPI.SUM, np.add), (MPI.MAX, np.maximum)) if kind == op)
+    total = combine.reduce(list(messages.values()))
+    for message in messages.values():
+        message[...] = total
 
 
 def _part(message: Any, rank: int) -> np.ndarray:
@@ -82,7 +98,15 @@ class Comm:
 
     def Alltoallv_init(self, sent: Any, received: Any) -> Request:
         """Bound."""
-        return Request(lambda request: self._room.enter(next(self._numbers), self._rank, request, sent, received))
+        return self._request((sent, received), _all_to_all)
+
+    def _request(self, message: Any, move: Move) -> Request:
+        return Request(lambda request: self._room.enter(next(self._numbers), self._rank, request, message, move))
+
+    def Iallreduce(self, sent: Any, received: np.ndarray, op: MPI.Op) -> Request:
+        """Begun, in place."""
+        (request := self._request(received, partial(_in_place, op))).Start()
+        return request
 
     def Ialltoallv(self, sent: Any, received: Any) -> Request:
         """Begun."""

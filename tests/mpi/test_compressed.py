@@ -112,6 +112,16 @@ def test_integers_are_as_wide_as_their_sum_needs(comm):
     np.testing.assert_allclose(out, comm.size * (comm.size + 1) / 2, rtol=1e-3)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_integers_of_denormals_do_not_wrap_around(comm, bits):
+    """The largest of 177 smallest steps, over 127, is one step; 177 of them are more than a byte holds."""
+    x, lost, out = np.full(40, 177 * 2.0**-149, np.float32), *np.empty((2, 40), np.float32)
+    with SharedScale(comm, 40, bits=bits, group=16) as made:
+        run(made.allreduce(x, out, lost))
+        assert out.min() >= 0 and out.max() <= comm.size * made.largest * np.ceil(177 / made.largest) * 2.0**-149
+    np.testing.assert_allclose(out.astype("f8") + sum(comm.allgather(lost.astype("f8"))), comm.size * 177 * 2.0**-149)
+
+
 def test_a_group_that_is_not_finite_is_so_on_all_ranks_and_no_other_is(comm):
     for odd in (np.nan, np.inf, -np.inf):
         x, out = np.ones(64, np.float32), np.empty(64, np.float32)
@@ -210,6 +220,11 @@ def test_as_many_for_each_in_place_and_what_is_lost(comm, count):
     assert not mine[0][1].any()
 
 
+def test_numbers_of_numpy_are_lengths_too(comm):
+    with Alltoall(comm, np.int64(3), np.int32(3), Multiples()) as made:
+        assert made.sent.lengths == made.received.lengths == (3,) * comm.size
+
+
 def test_all_to_all_in_few_bits(comm):
     count, codec = 4096, Quantised(parse("int8_g128"))
     x = noise(comm.rank, count * comm.size)
@@ -270,6 +285,22 @@ def test_nan_in_one_group_of_one_rank_is_nan_in_that_group_on_all(comm):
     with TwoShot(comm, 256, Quantised(grouped(8, 32, "fp32"))) as made:
         run(made.allreduce(x, out))
     assert np.isnan(out[64:96]).all() and np.isfinite(np.delete(out, slice(64, 96))).all()
+
+
+def test_ranks_that_round_at_random_do_so_each_on_its_own(comm):
+    x, spec = noise(0, 4096), grouped(4, 128, rounding="stochastic")
+
+    def encoded(codec):
+        codec.encode(x, wire := np.empty(codec.nbytes(len(x)), np.uint8))
+        return wire.tobytes()
+
+    codec = Quantised(spec, seed=comm.rank)
+    wires = [encoded(codec) for _ in range(3)]
+    assert len({wire for those in comm.allgather(wires) for wire in those}) == 3 * comm.size
+    codec.reseed(comm.rank)
+    assert [encoded(codec) for _ in range(3)] == wires
+    with pytest.raises(ValueError, match="seed: stochastic rounding needs one"):
+        Quantised(spec)
 
 
 def test_a_vector_has_no_channels():

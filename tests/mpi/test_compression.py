@@ -7,10 +7,10 @@ import pytest
 import tiny
 from mpi4py import MPI
 
-from collectives import Communicator
-from collectives.compressed import Quantised
+from collectives import Communicator, worthwhile
+from collectives.compressed import Hierarchical, Quantised, Segmented
 from collectives.requests import wait_all
-from collectives.worthwhile import Forecast, crowding, forecast
+from collectives.worthwhile import Forecast, Wire, crowding, forecast
 from parallel import checkpoint
 from parallel.bucket import Bucket
 from parallel.checkpoint import Checkpoint
@@ -69,11 +69,47 @@ def test_what_all_have_lost_is_missing_from_the_sum_that_all_have(comm, how):
     made.close()
 
 
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e38, 3e38])
+@pytest.mark.parametrize("how", ["qsgd:2", "qsgd:4", "qsgd:8"])
+def test_blocks_of_hardly_anything_and_of_next_to_too_much_are_sent(comm, how, size):
+    """On one rank, whose row is all of it: the others do not wait for it in vain."""
+    of = bucket(comm)
+    x = np.zeros(of.span.size, np.float32)
+    if comm.rank == comm.size - 1:
+        x[0], x[256:512] = size, size
+    made = parse(how)(comm, of, 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out, _ = exchanged(made, x)
+    made.close()
+    assert not out[1:256].any() and not out[512:].any()
+    levels, value = 2 ** (int(how[-1]) - 1) - 1, np.float64(np.float32(size))
+    step = 16 * value / levels  # of the terms; the sum's is that of elements which may be larger by a step
+    within = 1.01 * (step + 16 * (value + step) / levels) + levels * 2.0**-149
+    if value + within < 3e38:
+        assert np.isfinite(out).all() and np.abs(out[256:512] - value).max() <= within
+
+
+@hows
+def test_what_is_not_fed_back_is_not_kept(comm, how):
+    with engine(comm, how) as made:
+        train(made, range(2))
+        for sum_ in made._gradients.sums:
+            assert (sum_.lost is not None) == sum_.compressor.feedback == parse(how).feedback
+            assert (sum_._before is not None) == sum_.compressor.feedback
+
+
 def test_all_of_the_largest_is_everything(comm):
     of = bucket(comm)
     out, lost = exchanged(parse("topk:1")(comm, of, 0), filled(of, comm.rank))
     np.testing.assert_allclose(out, sum(filled(of, rank) for rank in range(comm.size)), rtol=1e-6, atol=1e-6)
     assert not lost.any()
+
+
+@hows
+def test_nodes_of_several_ranks_lose_nothing_either(how):
+    nodes = [rank // 2 for rank in range(MPI.COMM_WORLD.size)]
+    with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm:
+        test_what_all_have_lost_is_missing_from_the_sum_that_all_have(comm, how)
 
 
 def test_a_matrix_of_low_rank_is_carried_whole(comm):
@@ -105,6 +141,26 @@ def test_signs_are_a_bit_and_a_scale_for_every_block():
         twice = out.copy()
         codec.add(wire, twice)
         np.testing.assert_array_equal(twice, 2 * out)
+
+
+def test_the_size_of_signs_is_that_of_elements_and_not_of_what_fills_the_block(comm):
+    """On any number of ranks, who have other parts of the vector; terms and sums alike, zeros behind others too."""
+    of = bucket(comm)
+    places = [(place.span.start - of.span.start, place.size, place.span.size) for place in of.places]
+    assert any(size % 256 for _, size, _ in places)
+    x = np.zeros(of.span.size, np.float32)
+    for start, size, _ in places:
+        x[start : start + size] = comm.rank + 1
+    out, lost = exchanged(parse("sign")(comm, of, 0), x)
+    for start, size, _ in places:
+        here = slice(start, start + size)
+        np.testing.assert_allclose(out[here], comm.size * (comm.size + 1) / 2, rtol=1e-6)
+        np.testing.assert_allclose(lost[here], 0, atol=1e-5)
+    x = np.zeros(of.span.size, np.float32)
+    start, size, _ = next(each for each in places if 1 < each[1] < 256)
+    x[start] = size  # zeros of the tensor's own count
+    out, _ = exchanged(parse("sign")(comm, of, 0), x)
+    np.testing.assert_allclose(out[start : start + size], comm.size, rtol=1e-6)
 
 
 def test_a_block_that_is_not_finite_stays_so():
@@ -191,6 +247,8 @@ def owed(comm, made):
     for sum_ in made._gradients.sums:
         for place in sum_.bucket.places:
             start = place.span.start - sum_.bucket.span.start
+            if sum_.lost is None:
+                continue
             total[place.parameter.name] = comm.allreduce(sum_.lost[start : start + place.size].astype("f8"))
     return total
 
@@ -266,7 +324,7 @@ def test_auto_declines_within_a_node():
 def test_auto_takes_what_it_foresees_to_be_quickest_between_nodes(monkeypatch):
     """All ranks alike; what is measured is the machine's, so the forecasts are given."""
     made_of = {8: Forecast(3.0, 1.0, 1.0), 4: Forecast(3.0, 0.5, 2.0)}
-    monkeypatch.setattr(auto, "forecast", lambda comm, count, codec, wire: made_of[codec.spec.bits])
+    monkeypatch.setattr(auto, "forecast", lambda comm, count, codec, wire, feedback: made_of[codec.spec.bits])
     nodes = list(range(MPI.COMM_WORLD.size))
     with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm:
         found = auto.choose(comm, 1000)
@@ -277,6 +335,33 @@ def test_auto_takes_what_it_foresees_to_be_quickest_between_nodes(monkeypatch):
         assert declined[0] == "none" and declined[1].startswith("plain is quicker (int8")
     else:
         assert found == declined == ("none", "plain is quicker within a node")
+
+
+def test_ranks_of_a_node_add_up_before_they_encode(monkeypatch):
+    """With two ranks on a node, the leaders' sum; the forecast is of that too, and of what it takes within nodes."""
+    nodes = [rank // 2 for rank in range(MPI.COMM_WORLD.size)]
+    several = MPI.COMM_WORLD.size > 2
+    codec, wire = Quantised(grouped(8, 256, "fp32")), Wire(0, 1e-9)
+    with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm, engine(comm, "int8") as made:
+        sums = [sum_.compressor._sum for sum_ in made._gradients.sums]
+        assert {type(each) for each in sums} == {Hierarchical if several else Segmented}
+        train(made, range(2))
+        for each in sums:
+            assert not several or (each._flat is None) == bool(comm.rank % 2)
+        monkeypatch.setattr(worthwhile, "fitted", lambda comm: Wire(0, 2e-9))
+        found = forecast(comm, 1 << 20, codec, wire)
+    inside = 4 * 2e-9 * (1 << 20) if several else 0
+    assert found.messages == pytest.approx(1e-9 * codec.nbytes(1 << 20) + inside, rel=0.01)
+
+
+def test_noting_what_is_lost_takes_time_too(comm, monkeypatch):
+    seconds = iter([1.0, 2.0, 4.0, 8.0] * 2)
+    monkeypatch.setattr(worthwhile, "_median", lambda run: next(seconds))
+    monkeypatch.setattr(worthwhile, "crowding", lambda nodes, cores: 1.0)
+    codec, twice = Quantised(grouped(8, 256, "fp32")), 1 + 1 / comm.size
+    for feedback, noting in ((False, 0), (True, 10 * twice)):
+        made = forecast(comm, 100, codec, Wire(0, 0), feedback=feedback)
+        assert made.kernels == pytest.approx(twice + 4 + 2 + noting)
 
 
 def test_kernels_take_longer_where_ranks_share_cores(comm):

@@ -12,6 +12,9 @@ from collectives.worthwhile import Forecast
     ("argv", "said"),
     [
         (["--specs", "int8_g128,int99"], "int99"),
+        (["--specs", "int8_row"], "a vector has no channels"),
+        (["--specs", "int8,nf4", "--ways", "shared_scale"], "found nf4"),
+        (["--specs", "int8_g32_zero", "--ways", "shared_scale"], "found int8_g32_zero"),
         (["--ways", "two_shot,three_shot"], "found three_shot"),
         (["--turns", "0"], "below 1"),
         (["--sizes", "x"], "--sizes"),

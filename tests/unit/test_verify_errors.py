@@ -1,6 +1,7 @@
 """Errors of encoded sums of 2 to 64 ranks, played in one process: as the laws have them."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,19 +9,31 @@ import pytest
 import verify_errors
 from benchlib.played import play, played
 from collectives.compressed import Alltoall, Quantised, Ring, Segmented, TwoShot
-from quant import parse
+from quant import grouped, parse
 
 RANKS = (1, 2, 3, 5, 8, 16, 33, 64)
+SPECS = {
+    "int8_g128": parse("int8_g128"),
+    "int4_g128": parse("int4_g128"),
+    "at random": grouped(5, 128, rounding="stochastic"),
+}
 
 
 @pytest.mark.parametrize("way", verify_errors.LAWS)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("spec", ["int8_g128", "int4_g128"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_errors_follow_the_law(way, ranks, spec):
-    codec, count = Quantised(parse(spec)), 1 << 13
+    codec, count = partial(Quantised, spec, None), 1 << 13
     kind, law = verify_errors.LAWS[way]
-    eps = verify_errors.once(codec, verify_errors.noise(0, count))
+    eps = verify_errors.once(codec(0), verify_errors.noise(0, count))
     assert verify_errors.error(kind, ranks, codec, count) / eps == pytest.approx(law(ranks, eps), rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_of_one_scale_are_wrong_by_so_many_of_its_steps(ranks, bits):
+    found = verify_errors.in_steps(ranks, bits, 128, 1 << 13)
+    assert found == pytest.approx(verify_errors.of_integers(ranks), rel=0.05)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -76,12 +89,33 @@ def test_ranks_that_do_not_call_alike_are_found():
 def test_the_command_line(capsys):
     assert verify_errors.main(["--ranks", "2,5", "--specs", "int8_g128", "--elements", "8K"]) == 0
     shown = capsys.readouterr().out
-    assert "int8_g128: eps = 0.00" in shown and "| 5 | 1.4" in shown and "% off" in shown
+    assert all(part in shown for part in ("int8_g128: eps = 0.00", "shared_scale, steps", "| 5 | 1.4", "% off"))
 
 
 def test_an_error_beyond_the_law_is_a_status(monkeypatch, capsys):
     monkeypatch.setitem(verify_errors.LAWS, "ring", (Ring, lambda ranks, eps: 1.0))
     assert verify_errors.main(["--ranks", "8", "--specs", "int8_g128", "--elements", "8K"]) == 1
+
+
+def test_an_error_that_is_no_number_is_a_status(monkeypatch, capsys):
+    monkeypatch.setitem(verify_errors.LAWS, "two_shot", (TwoShot, lambda ranks, eps: math.nan))
+    assert verify_errors.main(["--ranks", "2", "--specs", "int8_g128", "--elements", "1K"]) == 1
+    assert "at most nan% off" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv,said",
+    [
+        (["--elements", "1K,2K"], "'1K,2K' is no size"),
+        (["--elements", "0"], "an element or more"),
+        (["--specs", "bogus"], "no spec 'bogus'"),
+        (["--specs", "int8_row"], "a vector has no channels"),
+    ],
+)
+def test_what_makes_no_sense_is_told(capsys, argv, said):
+    with pytest.raises(SystemExit) as caught:
+        verify_errors.main(argv)
+    assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "0", "2,", "2,x", "-1"])
