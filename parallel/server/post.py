@@ -28,7 +28,6 @@ BUSY_TURNS = 200
 NAP = 5e-5
 """Seconds that it then sleeps between two looks."""
 
-
 DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 """Classes of errors by which an MPI tells that the other rank is dead."""
 
@@ -132,10 +131,11 @@ class Post:
         return None
 
     def idle(self) -> None:
-        """Let other processes run, if there has been nothing to do for a while."""
+        """Let other processes run, if there has been nothing to do for a while; what is on its way needs both ends."""
         self._in_vain += 1
         if self._in_vain > BUSY_TURNS:
-            time.sleep(NAP)
+            self._under_way = [sent for sent in self._under_way if not sent.done()]
+            time.sleep(0 if self._arriving or self._under_way else NAP)
 
     def abandon(self, *kinds: Kind) -> None:
         """Nothing is kept here until it is answered: see `parallel.server.retry`."""
