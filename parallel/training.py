@@ -31,7 +31,7 @@ from parallel.nn.operator import Spec
 from parallel.optim import OPTIMIZERS, Optimizer
 from parallel.pool import Pool
 from parallel.precision import PRECISIONS
-from parallel.report import Report
+from parallel.report import Evaluation, Report
 from parallel.schedules import Schedule
 from parallel.settings import NAMES, Settings
 from parallel.stretches import Stretch
@@ -90,10 +90,25 @@ class Score:
     accuracy: float | None
     bits_per_byte: float | None
 
+    @classmethod
+    def of(cls, found: Evaluation, task: Task) -> Score:
+        """An evaluation in the words of a task."""
+        return cls(found.loss, found.measure, found.loss / math.log(2) if task.kind == "bytes" else None)
+
     def line(self) -> dict[str, Any]:
         """For a file of metrics."""
         said = {"test_loss": self.loss, "test_accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}
         return {name: value for name, value in said.items() if value is not None}
+
+
+def loss_of(task: Task) -> Any:
+    """What is made small."""
+    return MSE() if task.kind == "values" else SoftmaxCrossEntropy()
+
+
+def measure_of(task: Task) -> Any:
+    """How many targets are met, where they can be met."""
+    return None if task.kind == "values" else SoftmaxCrossEntropy().correct
 
 
 class _Spread:
@@ -157,7 +172,7 @@ class Training:
         self.settings = said = settings
         self.task, model, optimizer = together(comm, lambda: prepare(said, comm.Get_size()), "this cannot be trained")
         self._optimizer = optimizer
-        self._loss = MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
+        self._loss = loss_of(self.task)
         self.mortal = mortal and way_of(said).outlives
         job = Job(model, self._loss, comm, optimizer, device, trace, self.mortal)
         data = self.task.train
@@ -233,12 +248,7 @@ class Training:
         mine: list[Batch] = []
         for step in sampler.steps(0):
             mine += step.batches(spread, self.engine.share(len(step.parts)))
-        if isinstance(self._loss, SoftmaxCrossEntropy):
-            found = self.engine.evaluate(mine, self._loss.correct)
-        else:
-            found = self.engine.evaluate(mine)
-        bits = found.loss / math.log(2) if self.task.kind == "bytes" else None
-        return Score(found.loss, found.measure, bits)
+        return Score.of(self.engine.evaluate(mine, measure_of(self.task)), self.task)
 
     # ------------------------------------------------------------------------------------------ restart
 

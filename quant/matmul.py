@@ -119,8 +119,7 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     """
     for name, q, more in (("x", x, False), ("w", w, True)):
         _expect_integers(name, q)
-        grouping = more and isinstance(q.spec.granularity, PerGroup) and q.spec.granularity.axis in (-1, 1)
-        if len(q.shape) != 2 or not (grouping or q.spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))):
+        if len(q.shape) != 2 or not (_by_rows(q.spec) or (more and _along_rows(q.spec))):
             raise ValueError(f"{name} of shape {q.shape} has {q.spec.granularity}, of which products are not made")
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"no product of shapes {x.shape} and the transpose of {w.shape}")
@@ -139,9 +138,16 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
 
 def exact(x: QuantSpec, w: QuantSpec) -> bool:
     """Whether `product` takes codes of these specs."""
-    rows = isinstance(x.granularity, PerTensor) or x.granularity in (PerChannel(0), PerChannel(-2))
-    along = isinstance(w.granularity, PerGroup) and w.granularity.axis in (-1, 1)
-    return _integers(x) and _integers(w) and rows and (along or w.granularity in (PerTensor(), PerChannel(0)))
+    return _integers(x) and _integers(w) and _by_rows(x) and (_by_rows(w) or _along_rows(w))
+
+
+def _by_rows(spec: QuantSpec) -> bool:
+    """Whether scales change from row to row of a matrix at most."""
+    return spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))
+
+
+def _along_rows(spec: QuantSpec) -> bool:
+    return isinstance(spec.granularity, PerGroup) and spec.granularity.axis in (-1, 1)
 
 
 def _integers(spec: QuantSpec) -> bool:

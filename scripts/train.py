@@ -216,7 +216,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
 
 
 def room_for_checkpoints(folder: Path) -> None:
-    """The same for a folder that is ours alone, until this process ends, however it ends; raise OSError if not."""
+    """See whether a folder can be written into, and hold it alone until this process ends; raise OSError if not."""
     room_for_files(folder)
     descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + PATIENCE
     while True:
@@ -360,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
             code = train(comm, args, training)
         except (CheckpointError, StepFailed, Diverged, Unwritten) as error:
             told = f"{made.prog}: error: {error}"
-            if training.mortal and not training.speaks and not getattr(error, "elsewhere", True):
+            if training.mortal and not training.speaks and isinstance(error, StepFailed) and not error.elsewhere:
                 print(told, file=sys.stderr)  # nobody else knows
             say(told)
             code = 1

@@ -56,7 +56,6 @@ class Quantised:
         Groups along the vector, or one scale for each part that travels.
     norm : callable (x) -> float32 array of a scale for each group, optional
         Instead of the spec's own.
-
     seed : int, optional
         For stochastic rounding, which needs one; another one on every rank, as ``comm.Get_rank()`` is. With the same
         ones ranks would round alike, and errors of their terms would add up rather than cancel out. Vectors that are

@@ -12,13 +12,13 @@ from parallel.checkpoint import NAME, Checkpoint, CheckpointError, latest
 from parallel.compression import NONE
 from parallel.datasets import Task
 from parallel.facts import named
-from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, name_all
 from parallel.posttraining.layers import expect_finite
 from parallel.posttraining.packed import Few, Rounded, packed, rounding, weights_of
+from parallel.report import Evaluation
 from parallel.settings import Settings, complete
 from parallel.together import together
-from parallel.training import Score, prepare, settings_in
+from parallel.training import Score, loss_of, measure_of, prepare, settings_in
 from quant import QuantizedArray, QuantSpec, files
 
 FORMAT = "chorus quantised model 1"
@@ -44,16 +44,16 @@ class Trained:
     @property
     def loss(self) -> Any:
         """What it was trained to make small."""
-        return MSE() if self.task.kind == "values" else SoftmaxCrossEntropy()
+        return loss_of(self.task)
 
     @property
     def measure(self) -> Any:
         """How many targets are met, where they can be met."""
-        return None if self.task.kind == "values" else SoftmaxCrossEntropy().correct
+        return measure_of(self.task)
 
-    def score(self, found: Any) -> Score:
+    def score(self, found: Evaluation) -> Score:
         """An evaluation in the words of a training."""
-        return Score(found.loss, found.measure, found.loss / np.log(2) if self.task.kind == "bytes" else None)
+        return Score.of(found, self.task)
 
 
 def from_checkpoint(comm: Any, path: Path) -> Trained:

@@ -70,7 +70,7 @@ class Message(NamedTuple):
     rows : int
         How many rows of a table follow; -1 if all of the key does.
     elements : int
-        Of the vector that follows, behind the numbers of rows; bytes of a text.
+        Of the vector that follows, behind the numbers of rows.
     targets : int
         Of the part: what its loss is summed over.
     last : int

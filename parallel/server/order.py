@@ -84,10 +84,9 @@ class Order:
         """It was acted on."""
         self.entries.append(Entry(int(letter.message.kind), letter.source, letter.message.key, number))
 
-    def clear(self) -> list[Letter]:
+    def clear(self) -> None:
         """Nothing waits any more."""
-        letters, self._waiting = self._waiting, []
-        return letters
+        self._waiting = []
 
     def _next(self, letter: Letter) -> bool:
         if self._script is None:

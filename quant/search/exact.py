@@ -57,10 +57,7 @@ def milp(table: Table, budget: float) -> Choice:
             integrality=np.ones(len(losses)),
             bounds=Bounds(0, there.astype(float)),
             constraints=[*constraints, within],
-            options={
-                "mip_rel_gap": 0,
-                "presolve": False,
-            },  # which was seen to lose the best
+            options={"mip_rel_gap": 0, "presolve": False},  # presolving was seen to lose the best
         )
         if found.x is None:
             break

@@ -1,5 +1,7 @@
 """Tests for any number of ranks: ``mpiexec -n 3 python -m pytest --with-mpi tests/mpi``."""
 
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,3 +12,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.mpi)
+
+
+@pytest.fixture
+def folder(world):
+    """The same new folder on all ranks of a node."""
+    path = world.bcast(tempfile.mkdtemp() if world.Get_rank() == 0 else None)
+    if not all(world.allgather(Path(path).is_dir())):
+        pytest.skip("ranks share no directory")
+    yield Path(path)
+    world.Barrier()
+    if world.Get_rank() == 0:
+        shutil.rmtree(path)

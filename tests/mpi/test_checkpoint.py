@@ -1,8 +1,5 @@
 """A checkpoint knows no layout: it is written by all ranks, read by any, and refused by all at once."""
 
-import shutil
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,18 +12,6 @@ from parallel.settings import complete
 from parallel.training import Training
 
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "micro_batch": 5, "dropout": 0.1, "steps": 6}
-
-
-@pytest.fixture
-def folder(world):
-    """The same new folder on all ranks of a node."""
-    path = world.bcast(tempfile.mkdtemp() if world.Get_rank() == 0 else None)
-    if not all(world.allgather(Path(path).is_dir())):
-        pytest.skip("ranks share no directory")
-    yield Path(path)
-    world.Barrier()
-    if world.Get_rank() == 0:
-        shutil.rmtree(path)
 
 
 def trained(comm, steps=3, resume=None, into=None, **more):

@@ -1,8 +1,5 @@
 """Models in few bits on many ranks: each shows its share of the samples, and all have the same model in the end."""
 
-import shutil
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,18 +37,6 @@ class Images:
     def take(self, indices):
         x = (np.arange(64) * (indices[:, None] + 1) % 61 % 8).astype(np.float32)
         return x.reshape(-1, 1, 8, 8), indices % 10
-
-
-@pytest.fixture
-def folder(world):
-    """The same new folder on all ranks of a node."""
-    path = world.bcast(tempfile.mkdtemp() if world.Get_rank() == 0 else None)
-    if not all(world.allgather(Path(path).is_dir())):
-        pytest.skip("ranks share no directory")
-    yield Path(path)
-    world.Barrier()
-    if world.Get_rank() == 0:
-        shutil.rmtree(path)
 
 
 def exact_model():
