@@ -9,6 +9,6 @@ except (ImportError, RuntimeError) as error:  # no mpi4py; or mpi4py found no li
     ) from error
 
 from collectives.communicator import Communicator, algorithms, predict
-from collectives.requests import Request, start_all, test_all, wait_all
+from collectives.runtime.requests import Request, start_all, test_all, wait_all
 
 __all__ = ["Communicator", "Request", "algorithms", "predict", "start_all", "test_all", "wait_all"]

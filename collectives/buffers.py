@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from collectives import dlpack
+from collectives.buffers import dlpack
 from collectives.errors import (
     InvalidArgument,
     InvalidBuffer,

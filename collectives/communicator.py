@@ -16,20 +16,24 @@ from typing import Any, Self
 import numpy as np
 from mpi4py import MPI
 
-from collectives import buffers, calls, catalog, native, select
-from collectives.agreed import BLIND, Sight
-from collectives.calls import Call
-from collectives.debug import Checker
+from collectives import buffers
+from collectives.runtime import call as calls
+from collectives.algorithms import catalog
+from collectives.runtime import native
+from collectives.selection import select
+from collectives.runtime.persistent_agreement import BLIND, Sight
+from collectives.runtime.call import Call
+from collectives.runtime.desync_check import Checker
 from collectives.errors import Invalid, InvalidArgument, InvalidType
 from collectives.kept import NEW
-from collectives.measured import BLOCKING, NATIVE, Choice, Form, Table
-from collectives.ops import is_commutative
-from collectives.plans import Plans
-from collectives.point_to_point import PointToPoint
-from collectives.requests import Request, until
-from collectives.select import Decision, Selector
-from collectives.semantics import MEANINGS
-from collectives.tuning import agreed
+from collectives.selection.timing_table import BLOCKING, NATIVE, Choice, Form, Table
+from collectives.runtime.ops import is_commutative
+from collectives.runtime.planner import Plans
+from collectives.runtime.point_to_point import PointToPoint
+from collectives.runtime.requests import Request, until
+from collectives.selection.select import Decision, Selector
+from collectives.schedule.semantics import MEANINGS
+from collectives.selection.timing_file import agreed
 
 _open: dict[int, Communicator] = {}
 """Communicators that hold resources, by the order in which they were made, the same on all of their ranks."""
@@ -1286,5 +1290,5 @@ def algorithms(collective: str) -> list[str]:
 
 
 def predict(collective: str, algorithm: str, size: int, nbytes: int, segments: int | None = None) -> float:
-    """Seconds that the model expects a collective to take: see `collectives.select.predict`."""
+    """Seconds that the model expects a collective to take: see `collectives.selection.select.predict`."""
     return select.predict(_base(collective)[0], algorithm, size, nbytes, segments or 1)

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from mpi4py import MPI
 
-from collectives.calls import Call
+from collectives.runtime.call import Call
 from collectives.errors import OutOfStep
-from collectives.execute import Program
-from collectives.requests import drive, under_way
-from collectives.short import Short
-from collectives.slots import SLOT, Slots, longest, program_of
-from collectives.transport import compiled
+from collectives.runtime.binder import Program
+from collectives.runtime.requests import drive, under_way
+from collectives.runtime.single_exchange import Short
+from collectives.runtime.eager_buffers import SLOT, Slots, longest, program_of
+from collectives.transport import compiled_exchange as compiled
 from collectives.transport.mailbox import Edge
-from collectives.transport.swap import Compiled, compile_swap
+from collectives.transport.fused_exchange import Compiled, compile_swap
 from collectives.transport.wire import Piece
 
 KEPT = 256

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.compressed import Motion
-from collectives.requests import Request, wait_all
+from collectives.runtime.requests import Request, wait_all
 from parallel.bucket import Bucket
 from parallel.context import Context
 from parallel.flat import Span

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from collectives.chunks import even
+from collectives.schedule.chunks import even
 from parallel.nn.operator import Operator, Parameter, name_all
 
 BLOCK = 256

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from collectives.transport.heap import LINE
+from collectives.transport.shared_heap import LINE
 
 
 def namespace(device: str) -> ModuleType:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from collectives.requests import Request, wait_all
+from collectives.runtime.requests import Request, wait_all
 from parallel.bucket import Bucket, Filling
 from parallel.canonical import Counter, Node, Pool, played
 from parallel.context import Context

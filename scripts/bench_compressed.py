@@ -32,7 +32,7 @@ from benchlib.specs import shareable, specs
 from benchlib.workload import quartiles, write
 from collectives import Communicator
 from collectives.compressed import Hierarchical, Quantised, Ring, Segmented, SharedScale, TwoShot, run
-from collectives.worthwhile import Forecast, fitted, forecast
+from collectives.compressed.compression_model import Forecast, fitted, forecast
 
 WAYS = {"segmented": Segmented, "two_shot": TwoShot, "ring": Ring, "hierarchical": Hierarchical}
 SHARED = "shared_scale"

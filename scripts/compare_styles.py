@@ -25,7 +25,7 @@ from mpi4py import MPI
 from benchlib import launch
 from benchlib.launch import say
 from collectives import Communicator
-from collectives.tuning import machine as machine_in_words
+from collectives.selection.timing_file import machine as machine_in_words
 from parallel import machine, settings
 from parallel.replicas.engine import Replicas
 from parallel.replicas.styles import STYLES

@@ -29,7 +29,7 @@ from benchlib.rows import Report, make_report
 from benchlib.sizes import format_size
 from benchlib.training import title_of
 from collectives import Communicator
-from collectives.tuning import machine
+from collectives.selection.timing_file import machine
 from parallel.settings import complete
 from parallel.training import Score, Training
 

@@ -16,10 +16,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from collectives import Communicator, algorithms, draw
-from collectives.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
-from collectives.measured import NATIVE
-from collectives.semantics import MEANINGS
+from collectives import Communicator, algorithms
+from collectives.analysis import draw
+from collectives.algorithms.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
+from collectives.selection.timing_table import NATIVE
+from collectives.schedule.semantics import MEANINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- algorithms -->\n", "<!-- end of algorithms -->\n"

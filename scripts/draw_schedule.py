@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from collectives import draw
-from collectives.catalog import CATALOG, blocks, build_all, find
-from collectives.placement import Nodes, numbered, regular
-from collectives.semantics import MEANINGS
-from collectives.steps import Copy, Recv, Reduce, Schedule, Send
-from collectives.walk import match
+from collectives.analysis import draw
+from collectives.algorithms.catalog import CATALOG, blocks, build_all, find
+from collectives.schedule.topology import Nodes, numbered, regular
+from collectives.schedule.semantics import MEANINGS
+from collectives.schedule.steps import Copy, Recv, Reduce, Schedule, Send
+from collectives.analysis.prove import match
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,9 +19,10 @@ from typing import TypeAlias
 
 from tqdm import tqdm
 
-from collectives import catalog, semantics
-from collectives.placement import Nodes, numbered
-from collectives.walk import Proof, ScheduleError, prove
+from collectives.algorithms import catalog
+from collectives.schedule import semantics
+from collectives.schedule.topology import Nodes, numbered
+from collectives.analysis.prove import Proof, ScheduleError, prove
 
 SEGMENTS = (1, 2, 3)
 """Into how many segments the data is cut in the proofs of few ranks."""

@@ -30,7 +30,7 @@ from benchlib.launch import at_least, say
 from benchlib.room import PICTURES, room_for_file
 from benchlib.training import score_in_words
 from collectives import Communicator
-from collectives.tuning import machine as machine_in_words
+from collectives.selection.timing_file import machine as machine_in_words
 from parallel.checkpoint import CheckpointError
 from parallel.nn.operator import Operator
 from parallel.posttraining import trained

@@ -22,7 +22,7 @@ from benchlib import model as paper
 from benchlib.costs import time
 from benchlib.model import Model, Row
 from benchlib.sizes import format_size, parse_size, parse_sizes
-from collectives import catalog
+from collectives.algorithms import catalog
 
 
 def table(rows: list[Row]) -> list[str]:

@@ -21,9 +21,9 @@ from benchlib import costs, launch, ours, traces
 from benchlib.cases import CASES, DTYPES, MEMORIES, Buffers, elements
 from benchlib.model import layout_of
 from benchlib.sizes import format_size, parse_size
-from collectives import catalog
-from collectives.placement import regular
-from collectives.walk import price
+from collectives.algorithms import catalog
+from collectives.schedule.topology import regular
+from collectives.analysis.prove import price
 
 WARMUP = 5
 

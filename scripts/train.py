@@ -51,7 +51,7 @@ from benchlib.training import (
 )
 from collectives import Communicator
 from collectives.errors import OutOfMemory
-from collectives.tuning import machine as machine_in_words
+from collectives.selection.timing_file import machine as machine_in_words
 from parallel import datasets, machine, settings
 from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, name_of, step_of
 from parallel.compression import AUTO, COMPRESSORS, NONE

@@ -23,9 +23,10 @@ from benchlib.cases import CASES, DTYPES
 from benchlib.sizes import format_size, parse_sizes
 from benchlib.timing import MODES
 from benchlib.tuning import Field, Setting, candidates, contest, measure_costs, say_row
-from collectives import Communicator, tuning
-from collectives.measured import NATIVE, Choice, Key, Rows, Table, shape
-from collectives.tuning import DamagedTable, TableError
+from collectives import Communicator
+from collectives.selection import timing_file as tuning
+from collectives.selection.timing_table import NATIVE, Choice, Key, Rows, Table, shape
+from collectives.selection.timing_file import DamagedTable, TableError
 
 EVEN = [name for name in CASES if not name.endswith("v")]
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from collectives.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
+from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
 
 
 class _Message(NamedTuple):

@@ -12,8 +12,8 @@ Broadcast of segments a b c from rank 0 of 4::
 
 from __future__ import annotations
 
-from collectives.steps import Recv, Rounds, Send, span
-from collectives.transforms import reverse
+from collectives.schedule.steps import Recv, Rounds, Send, span
+from collectives.schedule.transforms import reverse
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:

@@ -12,8 +12,8 @@ Allgather on 5 ranks, what each holds after every round::
 
 from __future__ import annotations
 
-from collectives.steps import Recv, Rounds, Send, cyclic
-from collectives.transforms import reverse
+from collectives.schedule.steps import Recv, Rounds, Send, cyclic
+from collectives.schedule.transforms import reverse
 
 
 def allgather(rank: int, size: int) -> Rounds:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives.steps import Recv, RecvReduce, Round, Rounds, Send, one, span
+from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, one, span
 
 
 def _others(rank: int, size: int) -> Iterator[int]:

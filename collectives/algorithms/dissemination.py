@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collectives.steps import NOTHING, Recv, Rounds, Send
+from collectives.schedule.steps import NOTHING, Recv, Rounds, Send
 
 
 def barrier(rank: int, size: int) -> Rounds:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from collectives.steps import Chunks, Recv, RecvReduce, Round, Rounds, Send, one, span
-from collectives.transforms import reverse
+from collectives.schedule.steps import Chunks, Recv, RecvReduce, Round, Rounds, Send, one, span
+from collectives.schedule.transforms import reverse
 
 
 class _Folded(NamedTuple):

@@ -20,9 +20,9 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from collectives.algorithms import circulant, mst
-from collectives.placement import Nodes
-from collectives.steps import Chunks, Recv, Rounds, Send, numbers, scattered
-from collectives.transforms import on, reverse
+from collectives.schedule.topology import Nodes
+from collectives.schedule.steps import Chunks, Recv, Rounds, Send, numbers, scattered
+from collectives.schedule.transforms import on, reverse
 
 
 class House(NamedTuple):

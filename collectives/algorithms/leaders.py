@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from collectives.algorithms import circulant, dissemination, mst, recursive
 from collectives.algorithms.hierarchical import House, house
-from collectives.placement import Nodes
-from collectives.steps import NOTHING, Chunks, Rounds, numbers, one, scattered, span
-from collectives.transforms import on, reverse
+from collectives.schedule.topology import Nodes
+from collectives.schedule.steps import NOTHING, Chunks, Rounds, numbers, one, scattered, span
+from collectives.schedule.transforms import on, reverse
 
 
 def _log(ranks: int) -> int:

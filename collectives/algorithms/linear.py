@@ -5,7 +5,7 @@ A rank that waits has empty rounds, so that the rounds of all ranks are aligned 
 
 from __future__ import annotations
 
-from collectives.steps import NOTHING, Recv, RecvReduce, Rounds, Send, one, span
+from collectives.schedule.steps import NOTHING, Recv, RecvReduce, Rounds, Send, one, span
 
 
 def _others(root: int, size: int) -> list[int]:

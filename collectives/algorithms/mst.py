@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from collectives.steps import NOTHING, Chunks, Recv, Round, Rounds, Send, span
-from collectives.transforms import reverse
+from collectives.schedule.steps import NOTHING, Chunks, Recv, Round, Rounds, Send, span
+from collectives.schedule.transforms import reverse
 
 
 class _Halving(NamedTuple):

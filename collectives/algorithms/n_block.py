@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from collectives.steps import Recv, Round, Rounds, Send, one
-from collectives.transforms import reverse
+from collectives.schedule.steps import Recv, Round, Rounds, Send, one
+from collectives.schedule.transforms import reverse
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collectives.steps import Recv, Rounds, Send, one, scattered
+from collectives.schedule.steps import Recv, Rounds, Send, one, scattered
 
 
 def alltoall(rank: int, size: int) -> Rounds:

@@ -15,7 +15,7 @@ Allreduce on 5 ranks, a letter per rank::
 
 from __future__ import annotations
 
-from collectives.steps import Recv, RecvReduce, Round, Rounds, Send, span
+from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, span
 
 
 def allreduce(rank: int, size: int) -> Rounds:

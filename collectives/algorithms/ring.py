@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from collectives.algorithms import mst
-from collectives.steps import Recv, RecvReduce, Round, Rounds, Send, one
+from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, one
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:

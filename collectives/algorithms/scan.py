@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collectives.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
+from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
 
 
 def linear_scan(rank: int, size: int) -> Rounds:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import lru_cache
 
-from collectives.steps import Recv, Round, Rounds, Send, one
-from collectives.transforms import reverse
+from collectives.schedule.steps import Recv, Round, Rounds, Send, one
+from collectives.schedule.transforms import reverse
 
 
 def _top(start: int, stop: int, places: int, tree: int) -> int:

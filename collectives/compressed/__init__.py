@@ -24,14 +24,14 @@ Every motion is a generator that yields requests to wait for, so that a caller m
 `run` does just that. A two-shot sum in segments (`Segmented`) is on its way while it is encoded.
 """
 
-from collectives.compressed.alltoall import Alltoall
+from collectives.compressed.encoded_alltoall import Alltoall
 from collectives.compressed.codec import Codec, Quantised
-from collectives.compressed.flat import Flat, Ring, TwoShot
-from collectives.compressed.motion import Bound, Motion, run, staggered
-from collectives.compressed.nodes import Hierarchical, crowded
-from collectives.compressed.parts import Parts
-from collectives.compressed.segmented import Segmented
-from collectives.compressed.shared import SharedScale
+from collectives.compressed.two_shot_and_ring import Flat, Ring, TwoShot
+from collectives.compressed.bound_collective import Bound, Motion, run, staggered
+from collectives.compressed.hierarchical_codec import Hierarchical, crowded
+from collectives.compressed.partition import Parts
+from collectives.compressed.segmented_allreduce import Segmented
+from collectives.compressed.shared_scale import SharedScale
 
 __all__ = [
     "Alltoall",

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.transport.heap import Heap
-from collectives.transport.reader import Reader
+from collectives.transport.shared_heap import Heap
+from collectives.transport.cross_memory import Reader
 from collectives.transport.wire import pause
 
 LINE = 64

@@ -25,7 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers import view
-from collectives.transport.compiled import SEEN
+from collectives.transport.compiled_exchange import SEEN
 from collectives.transport.mailbox import (
     ADDRESSES,
     CELLS,
@@ -39,7 +39,7 @@ from collectives.transport.mailbox import (
     Node,
 )  # fmt: skip
 from collectives.transport.mpi import Persistent
-from collectives.transport.swap import Swap
+from collectives.transport.fused_exchange import Swap
 from collectives.transport.wire import Piece, Wait, pause
 
 STREAMED = 1 << 19

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collectives import Communicator
 from collectives.compressed import Quantised
-from collectives.worthwhile import fitted, forecast
+from collectives.compressed.compression_model import fitted, forecast
 from parallel.compression import NONE
 from parallel.flat import BLOCK
 from quant import grouped

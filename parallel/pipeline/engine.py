@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.chunks import even
+from collectives.schedule.chunks import even
 from parallel import guard
 from parallel.context import Context
 from parallel.data import Batch, contiguous

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.requests import progress, under_way
+from collectives.runtime.requests import progress, under_way
 from collectives.transport.wire import pause
 from parallel.memory import to_host
 from parallel.nn.operator import Array, Spec

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.requests import until
+from collectives.runtime.requests import until
 from parallel.context import Context
 from parallel.memory import Memory
 from parallel.nn.operator import Array

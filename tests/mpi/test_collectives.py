@@ -9,7 +9,8 @@ import words
 from exchanges import ENTRIES, FORMS, TABLE, Question, ours, perform
 from mpi4py import MPI
 
-from collectives import Communicator, catalog
+from collectives import Communicator
+from collectives.algorithms import catalog
 
 DTYPES = [*"bhilqBHILQ", *"efdg", *"FDG", "?", ml_dtypes.bfloat16]
 METHODS = [method for method in TABLE if method != "Barrier"]

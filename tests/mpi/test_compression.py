@@ -7,10 +7,11 @@ import pytest
 import tiny
 from mpi4py import MPI
 
-from collectives import Communicator, worthwhile
+from collectives import Communicator
+from collectives.compressed import compression_model as worthwhile
 from collectives.compressed import Hierarchical, Quantised, Segmented
-from collectives.requests import wait_all
-from collectives.worthwhile import Forecast, Wire, crowding, forecast
+from collectives.runtime.requests import wait_all
+from collectives.compressed.compression_model import Forecast, Wire, crowding, forecast
 from parallel import checkpoint
 from parallel.bucket import Bucket
 from parallel.checkpoint import Checkpoint

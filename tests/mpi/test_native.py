@@ -7,7 +7,8 @@ import words
 from exchanges import FORMS, TABLE, Question, perform
 from mpi4py import MPI
 
-from collectives import Communicator, algorithms, native
+from collectives import Communicator, algorithms
+from collectives.runtime import native
 from collectives.errors import InvalidArgument
 
 METHODS = [method for method in TABLE if method != "Barrier"]
@@ -142,7 +143,7 @@ def test_others_go_on_while_it_waits_inside_mpi(comm):
 def test_a_fault_in_what_goes_on_meanwhile_is_told(comm):
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE or comm.Get_size() == 1:
         pytest.skip("nothing goes on meanwhile")
-    from collectives.requests import accompanied, under_way
+    from collectives.runtime.requests import accompanied, under_way
 
     class Faulty:
         def _advance(self):

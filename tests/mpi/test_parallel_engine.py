@@ -10,7 +10,7 @@ from mpi4py import MPI
 from states import differing, whole
 
 from collectives import Communicator
-from collectives.requests import under_way
+from collectives.runtime.requests import under_way
 from parallel.engine import LAYOUTS, Engine
 from parallel.flat import BLOCK
 from parallel.guard import Disagreement, Diverged, StepFailed

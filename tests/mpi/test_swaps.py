@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator, kept
-from collectives.transport import compiled
+from collectives.transport import compiled_exchange as compiled
 
 OPERATIONS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
 COUNTS = (1, 2, 7, 14, 100, 1001)  # elements, beside the flag and in a cell

@@ -12,9 +12,12 @@ import pytest
 from exchanges import ENTRIES, FORMS, TABLE, Exchange, Question, perform
 from mpi4py import MPI
 
-from collectives import Communicator, calls, slots
+from collectives import Communicator
+from collectives.runtime import call as calls
+from collectives.runtime import eager_buffers as slots
 from collectives.errors import InvalidArgument, OutOfMemory
-from collectives.transport import heap, mailbox, shm
+from collectives.transport import mailbox, shm
+from collectives.transport import shared_heap as heap
 
 
 @pytest.fixture

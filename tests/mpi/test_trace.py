@@ -8,7 +8,7 @@ import pytest
 from spans import check
 
 from benchlib import traces
-from collectives import catalog
+from collectives.algorithms import catalog
 
 trace = SimpleNamespace(**runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "trace.py")))
 """By its path: Python has a module of this name."""

@@ -7,8 +7,10 @@ import pytest
 from mpi4py import MPI
 
 import tune
-from collectives import Communicator, native, tuning
-from collectives.measured import NATIVE, Choice, Key, Table, shape
+from collectives import Communicator
+from collectives.runtime import native
+from collectives.selection import timing_file as tuning
+from collectives.selection.timing_table import NATIVE, Choice, Key, Table, shape
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from wires import CONTRACT
 
 from collectives.buffers import view
 from collectives.transport import shm
-from collectives.transport.heap import Heap
+from collectives.transport.shared_heap import Heap
 from collectives.transport.mailbox import Node
 from collectives.transport.mpi import Immediate, Persistent
 from collectives.transport.shm import Nearest, Shared

@@ -315,7 +315,7 @@ class ndarray:
         if stream not in (None, -1) and ExternalStream(stream) != get_current_stream():
             ExternalStream(stream).wait_event(get_current_stream().record())
         capsule = self._seen().__dlpack__(max_version=(1, 0), copy=False)
-        from collectives import dlpack
+        from collectives.buffers import dlpack
 
         tensor = dlpack._Versioned.from_address(dlpack._pointer(capsule, b"dltensor_versioned")).tensor
         tensor.device.device_type, tensor.data = 2, self.data.ptr

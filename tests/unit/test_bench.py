@@ -10,7 +10,7 @@ import pytest
 from benchlib import rows, sizes, table, timing
 from benchlib.calibrate import Costs, predicted_us
 from benchlib.cases import CASES, DTYPES, ROOT, Buffers, elements, parts
-from collectives.networks import Clustered, Line
+from collectives.analysis.cost_functions import Clustered, Line
 
 SIZES = (1, 2, 3, 5, 8)
 

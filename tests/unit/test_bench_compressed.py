@@ -5,7 +5,7 @@ import json
 import pytest
 
 import bench_compressed
-from collectives.worthwhile import Forecast
+from collectives.compressed.compression_model import Forecast
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from collectives.buffers import PAIRS, Buffer, blocks, blocks_v, kind, numbers, numpy_dtype, vector, view
 from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, UnknownDatatype
-from collectives.staging import Packed
+from collectives.buffers.staging import Packed
 
 NUMERIC = [np.dtype(char) for char in "?bhilqBHILQefdgFDG"]
 SMALL = [

@@ -6,12 +6,13 @@ from itertools import product
 
 import pytest
 
-from collectives import catalog, semantics
-from collectives.catalog import BOUNDS, CATALOG
-from collectives.placement import numbered
-from collectives.semantics import MEANINGS
-from collectives.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers
-from collectives.walk import prove
+from collectives.algorithms import catalog
+from collectives.schedule import semantics
+from collectives.algorithms.catalog import BOUNDS, CATALOG
+from collectives.schedule.topology import numbered
+from collectives.schedule.semantics import MEANINGS
+from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers
+from collectives.analysis.prove import prove
 
 LARGEST, LARGER = 17, 33
 ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.chunks import Layout, Place, aligned, even, joined, split
-from collectives.steps import NOTHING, one, span
+from collectives.schedule.chunks import Layout, Place, aligned, even, joined, split
+from collectives.schedule.steps import NOTHING, one, span
 
 fast = settings(deadline=None, max_examples=200)
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import calls, debug
-from collectives.calls import Call
-from collectives.debug import RECORD
+from collectives.runtime import call as calls
+from collectives.runtime import desync_check as debug
+from collectives.runtime.call import Call
+from collectives.runtime.desync_check import RECORD
 from collectives.errors import InvalidArgument
-from collectives.select import Choice
+from collectives.selection.select import Choice
 
 RING = Choice("ring")
 

@@ -15,9 +15,14 @@ from examples import EXAMPLES, check
 from fakes import Foreign, GpuHub, NoInterface, cupy
 from mpi4py import MPI
 
-from collectives import Communicator, binding, calls, catalog, plans, staging
+from collectives import Communicator
+from collectives.runtime import binding
+from collectives.runtime import call as calls
+from collectives.algorithms import catalog
+from collectives.runtime import planner as plans
+from collectives.buffers import staging
 from collectives.buffers import vector
-from collectives.select import Choice
+from collectives.selection.select import Choice
 from collectives.transport import device
 
 pytestmark = pytest.mark.usefixtures("gpu")

@@ -22,11 +22,11 @@ import pytest
 import collectives
 import parallel
 import quant
-from collectives.catalog import CATALOG, build_all
-from collectives.catalog import blocks as blocks_of
-from collectives.chunks import Layout
-from collectives.semantics import MEANINGS, vector
-from collectives.walk import Uniform, price
+from collectives.algorithms.catalog import CATALOG, build_all
+from collectives.algorithms.catalog import blocks as blocks_of
+from collectives.schedule.chunks import Layout
+from collectives.schedule.semantics import MEANINGS, vector
+from collectives.analysis.prove import Uniform, price
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

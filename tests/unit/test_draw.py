@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from collectives import draw
-from collectives.catalog import CATALOG, blocks, build_all
-from collectives.steps import Copy, Recv, RecvReduce, Reduce, Send, one, span
+from collectives.analysis import draw
+from collectives.algorithms.catalog import CATALOG, blocks, build_all
+from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, one, span
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]

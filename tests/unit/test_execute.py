@@ -11,11 +11,13 @@ import pytest
 import words
 from wires import spmd
 
-from collectives import catalog, execute, semantics
-from collectives.chunks import Place, even
-from collectives.execute import LANDING, SCRATCH, SOURCE, TARGET, Memory, Task, bind
-from collectives.semantics import MEANINGS
-from collectives.steps import Copy, Recv, RecvReduce, Reduce, Send, one, span
+from collectives.algorithms import catalog
+from collectives.runtime import binder as execute
+from collectives.schedule import semantics
+from collectives.schedule.chunks import Place, even
+from collectives.runtime.binder import LANDING, SCRATCH, SOURCE, TARGET, Memory, Task, bind
+from collectives.schedule.semantics import MEANINGS
+from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, one, span
 from collectives.transport.loopback import Hub
 
 ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]

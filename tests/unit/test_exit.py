@@ -34,7 +34,8 @@ def last_look():
         if thing not in (MPI.REQUEST_NULL, MPI.COMM_NULL):
             sys.stdout.write(f"left: {thing!r}\\n")
 
-from collectives import Communicator, plans, wait_all
+from collectives import Communicator, wait_all
+from collectives.runtime import planner as plans
 from collectives.transport import mpi
 
 def noting(function, what):

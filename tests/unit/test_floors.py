@@ -8,17 +8,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    0: "collectives.steps collectives.semantics collectives.chunks collectives.placement quant",
-    1: "collectives.transforms",
+    0: "collectives.schedule.steps collectives.schedule.semantics collectives.schedule.chunks collectives.schedule.topology quant",
+    1: "collectives.schedule.transforms",
     2: "collectives.algorithms",
-    3: "collectives.catalog collectives.networks collectives.walk collectives.scale collectives.draw "
-    "collectives.transport collectives.ops collectives.staging collectives.costs collectives.measured "
-    "collectives.tuning collectives.buffers collectives.dlpack collectives.errors",
-    4: "collectives.execute collectives.short collectives.select collectives.calls",
-    5: "collectives.requests collectives.native collectives.binding collectives.lengths collectives.slots "
-    "collectives.kept collectives.agreed collectives.plans collectives.debug collectives.point_to_point "
+    3: "collectives.algorithms.catalog collectives.analysis.cost_functions collectives.analysis.prove collectives.analysis.simulate_large collectives.analysis.draw "
+    "collectives.transport collectives.runtime.ops collectives.buffers.staging collectives.selection.cost_model collectives.selection.timing_table "
+    "collectives.selection.timing_file collectives.buffers collectives.buffers.dlpack collectives.errors",
+    4: "collectives.runtime.binder collectives.runtime.single_exchange collectives.selection.select collectives.runtime.call",
+    5: "collectives.runtime.requests collectives.runtime.native collectives.runtime.binding collectives.runtime.count_exchange collectives.runtime.eager_buffers "
+    "collectives.kept collectives.runtime.persistent_agreement collectives.runtime.planner collectives.runtime.desync_check collectives.runtime.point_to_point "
     "collectives.communicator",
-    6: "collectives collectives.compressed collectives.worthwhile "
+    6: "collectives collectives.compressed collectives.compressed.compression_model "
     "parallel.nn parallel.flat parallel.optim parallel.updates parallel.schedules parallel.scaling "
     "parallel.precision parallel.data parallel.datasets parallel.canonical parallel.plan parallel.bucket "
     "parallel.stretches parallel.motion parallel.record parallel.report parallel.interrupt parallel.tensorfile "

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from collectives.buffers import PAIRS, kind, vector
 from collectives.errors import InvalidArgument, InvalidType
-from collectives.ops import combine, is_commutative
+from collectives.runtime.ops import combine, is_commutative
 
 NUMBERS = [*"bhilqBHILQ", *"efdg", *"FDG", "?"]
 SMALL = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from collectives import catalog
+from collectives.algorithms import catalog
 from collectives.algorithms import mst, ring
-from collectives.catalog import Algorithm, Bound
-from collectives.steps import NOTHING, Recv, Send, span
+from collectives.algorithms.catalog import Algorithm, Bound
+from collectives.schedule.steps import NOTHING, Recv, Send, span
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "prove.py"

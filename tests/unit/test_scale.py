@@ -5,14 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from collectives import catalog
-from collectives.chunks import Layout
-from collectives.networks import Clustered, Curve, Line, Twofold
-from collectives.placement import regular
-from collectives.scale import Crowd
-from collectives.semantics import MEANINGS
-from collectives.steps import Recv, Send, freeze, one, span
-from collectives.walk import ScheduleError, Uniform, price
+from collectives.algorithms import catalog
+from collectives.schedule.chunks import Layout
+from collectives.analysis.cost_functions import Clustered, Curve, Line, Twofold
+from collectives.schedule.topology import regular
+from collectives.analysis.simulate_large import Crowd
+from collectives.schedule.semantics import MEANINGS
+from collectives.schedule.steps import Recv, Send, freeze, one, span
+from collectives.analysis.prove import ScheduleError, Uniform, price
 
 ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
 

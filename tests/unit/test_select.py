@@ -5,14 +5,15 @@ from functools import partial
 
 import pytest
 
-from collectives import catalog, select
-from collectives.chunks import Layout, even
-from collectives.costs import BUILT_IN, Costs, alike, network
+from collectives.algorithms import catalog
+from collectives.selection import select
+from collectives.schedule.chunks import Layout, even
+from collectives.selection.cost_model import BUILT_IN, Costs, alike, network
 from collectives.errors import InvalidArgument
-from collectives.measured import NATIVE, Choice, Key, Table
-from collectives.select import Selector, choose, formula
-from collectives.semantics import MEANINGS, vector
-from collectives.walk import Uniform, price
+from collectives.selection.timing_table import NATIVE, Choice, Key, Table
+from collectives.selection.select import Selector, choose, formula
+from collectives.schedule.semantics import MEANINGS, vector
+from collectives.analysis.prove import Uniform, price
 
 COLLECTIVES = list(catalog.CATALOG)
 TWO_NODES = (0, 0, 0, 0, 1, 1, 1, 1)

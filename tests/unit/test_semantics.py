@@ -2,8 +2,8 @@
 
 import pytest
 
-from collectives import semantics
-from collectives.semantics import MEANINGS
+from collectives.schedule import semantics
+from collectives.schedule.semantics import MEANINGS
 
 ALL = [0, 1, 2]
 FROM_ALL = [0, 1, 2]

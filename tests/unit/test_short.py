@@ -2,10 +2,11 @@
 
 import pytest
 
-from collectives import catalog, semantics
-from collectives.chunks import Place
-from collectives.execute import SOURCE, TARGET, Task
-from collectives.short import shorten
+from collectives.algorithms import catalog
+from collectives.schedule import semantics
+from collectives.schedule.chunks import Place
+from collectives.runtime.binder import SOURCE, TARGET, Task
+from collectives.runtime.single_exchange import shorten
 
 COLLECTIVES = [name for name, meaning in semantics.MEANINGS.items() if name not in ("barrier", "scan", "exscan")]
 LENGTH = 3

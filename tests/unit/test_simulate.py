@@ -5,8 +5,8 @@ import pytest
 import simulate
 from benchlib import costs, model
 from benchlib.model import Model, by_formula, played, row
-from collectives import catalog
-from collectives.networks import Line
+from collectives.algorithms import catalog
+from collectives.analysis.cost_functions import Line
 
 PLAIN = Model(1, Line(1.5e-6, 1e-10), Line(2e-5, 8e-10), 5e-11)
 NODES = Model(4, Line(1.5e-6, 1e-10), Line(2e-5, 8e-10), 5e-11)

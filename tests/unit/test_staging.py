@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from collectives.buffers import PAIRS, blocks, blocks_v, vector
 from collectives.errors import InvalidBuffer
-from collectives.staging import OnDevice, Packed, stage
+from collectives.buffers.staging import OnDevice, Packed, stage
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

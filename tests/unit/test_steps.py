@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.steps import (
+from collectives.schedule.steps import (
     NOTHING,
     Copy,
     Recv,

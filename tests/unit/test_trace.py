@@ -12,7 +12,7 @@ import pytest
 from spans import check
 
 from benchlib import traces
-from collectives import catalog
+from collectives.algorithms import catalog
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,10 +6,10 @@ import json
 import pytest
 
 import tune
-from collectives import tuning
-from collectives.costs import BUILT_IN
-from collectives.measured import Choice, Key, Table
-from collectives.tuning import TableError, to_json, write
+from collectives.selection import timing_file as tuning
+from collectives.selection.cost_model import BUILT_IN
+from collectives.selection.timing_table import Choice, Key, Table
+from collectives.selection.timing_file import TableError, to_json, write
 
 ROW = {Choice("ring"): 2e-6, Choice("chain", 4): 1e-6, Choice("native"): 4e-6}
 TABLE = Table(

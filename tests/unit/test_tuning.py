@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 
-from collectives import tuning
-from collectives.costs import BUILT_IN, Costs
+from collectives.selection import timing_file as tuning
+from collectives.selection.cost_model import BUILT_IN, Costs
 from collectives.errors import InvalidType
-from collectives.measured import Choice, Key, Table, interpolate, parse, shape
-from collectives.tuning import TableError, agreed, default_path, read, to_json, write
-from collectives.walk import Uniform
+from collectives.selection.timing_table import Choice, Key, Table, interpolate, parse, shape
+from collectives.selection.timing_file import TableError, agreed, default_path, read, to_json, write
+from collectives.analysis.prove import Uniform
 
 RING, CHAIN = Choice("ring"), Choice("chain", 16)
 KEY = Key("allreduce", "blocking", 4, "4")

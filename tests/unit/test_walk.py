@@ -6,12 +6,12 @@ from itertools import chain
 
 import pytest
 
-from collectives import catalog
-from collectives.chunks import Layout, even
-from collectives.networks import Line
-from collectives.semantics import MEANINGS, vector
-from collectives.steps import NOTHING, Copy, Recv, RecvReduce, Reduce, Send, freeze, one, span
-from collectives.walk import Clustered, Event, ScheduleError, Uniform, match, price, prove
+from collectives.algorithms import catalog
+from collectives.schedule.chunks import Layout, even
+from collectives.analysis.cost_functions import Line
+from collectives.schedule.semantics import MEANINGS, vector
+from collectives.schedule.steps import NOTHING, Copy, Recv, RecvReduce, Reduce, Send, freeze, one, span
+from collectives.analysis.prove import Clustered, Event, ScheduleError, Uniform, match, price, prove
 
 A, B, C = one(0), one(1), one(2)
 BOTH = span(0, 2)

@@ -1,0 +1,391 @@
+"""Every algorithm by collective and name: what it is, what it can do, what it costs.
+
+A new algorithm is one generator and one line here. The formulas are facts, not hints: the proof of every entry
+compares them with what the schedule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from collectives.algorithms import (
+    census,
+    chain,
+    circulant,
+    direct,
+    dissemination,
+    halving,
+    hierarchical,
+    leaders,
+    linear,
+    mst,
+    n_block,
+    pairwise,
+    recursive,
+    ring,
+    scan,
+    two_tree,
+)
+from collectives.schedule.topology import Lasting, Nodes, contiguous
+from collectives.schedule.semantics import MEANINGS, Meaning
+from collectives.schedule.steps import Rounds, Schedule, freeze
+from collectives.schedule.transforms import segmented
+
+
+class Algorithm(NamedTuple):
+    """One way to do a collective.
+
+    Attributes
+    ----------
+    generate : (rank, size) -> rounds
+        The generator; its docstring tells the idea. After the size it takes the root, where the collective has one,
+        the number of segments, where it `cuts`, and the placement, where it is `placed`.
+    rounds : str
+        Messages that wait for one another: the factor of alpha. A formula, see `evaluate`.
+    volume : str
+        Vectors of n bytes that the busiest rank sends or receives, whichever is more.
+    combined : str
+        Vectors that the busiest rank combines.
+    beta, gamma : str
+        The factors of n beta and n gamma on the critical path where they differ from `volume` and `combined`.
+    ordered : bool
+        Whether values combine in rank order, as operations that do not commute need. If it is `placed`, it does where
+        the ranks of every node are neighbours.
+    alike : bool
+        Whether all ranks get a sum by the same additions, and so with the same bits.
+    private : bool
+        Whether ranks other than the root touch no block but those they bring or take, and so need not know the others'
+        lengths.
+    blocks : str
+        In how many blocks it cuts a vector. A formula.
+    cuts : bool
+        Whether it pipelines the data by a rule of its own: its generator takes the number of segments.
+    placed : bool
+        Whether it looks at which ranks share a node. Its formulas are for nodes of as many ranks each.
+    exact : bool
+        Whether the formulas say what the schedule does for every number of ranks. If not, they are upper limits.
+    """
+
+    generate: Callable[..., Rounds]
+    rounds: str
+    volume: str = "0"
+    combined: str = "0"
+    beta: str = ""
+    gamma: str = ""
+    ordered: bool = False
+    alike: bool = True
+    private: bool = False
+    blocks: str = "p"
+    cuts: bool = False
+    placed: bool = False
+    exact: bool = True
+
+    @property
+    def idea(self) -> str:
+        """The first line of the generator's docstring."""
+        return (self.generate.__doc__ or "").strip().splitlines()[0]
+
+    def keeps_order(self, nodes: Nodes | None = None) -> bool:
+        """Whether values combine in rank order on this placement."""
+        return self.ordered and (not self.placed or contiguous(nodes))
+
+    def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float, segments: int = 1) -> float:
+        """The cost by formula: alpha, n beta and n gamma times their factors. Segments count where it `cuts`."""
+        if size == 1:
+            return 0.0
+        rounds, moved, added = (
+            evaluate(formula, size, segments)
+            for formula in (self.rounds, self.beta or self.volume, self.gamma or self.combined)
+        )
+        return rounds * alpha + nbytes * (moved * beta + added * gamma)
+
+
+class Bound(NamedTuple):
+    """What no algorithm can beat; each bound holds by itself. Formulas as in `Algorithm`."""
+
+    rounds: str
+    volume: str
+    combined: str = "0"
+
+
+BOUNDS: dict[str, Bound] = {
+    "barrier": Bound("q", "0"),
+    "broadcast": Bound("q", "1"),
+    "reduce": Bound("q", "1", "(p-1)/p"),
+    "scatter": Bound("q", "(p-1)/p"),
+    "gather": Bound("q", "(p-1)/p"),
+    "allgather": Bound("q", "(p-1)/p"),
+    "reduce_scatter": Bound("q", "(p-1)/p", "(p-1)/p"),
+    "allreduce": Bound("q", "2*(p-1)/p", "(p-1)/p"),
+    "alltoall": Bound("q", "(p-1)/p"),
+    "scan": Bound("q", "1", "1"),
+    "exscan": Bound("q", "1", "0"),
+}
+"""Lower bounds per collective for p > 1 (Chan et al. 2007, section 3)."""
+
+CATALOG: dict[str, dict[str, Algorithm]] = {
+    "barrier": {
+        "linear": Algorithm(linear.barrier, "2*(p-1)"),
+        "dissemination": Algorithm(dissemination.barrier, "q"),
+        "leaders": Algorithm(leaders.barrier, "qN+2*qM", placed=True),
+    },
+    "broadcast": {
+        "linear": Algorithm(linear.broadcast, "p-1", "p-1"),
+        "mst": Algorithm(mst.broadcast, "q", "q"),
+        "ring": Algorithm(ring.broadcast, "q+p-1", "2*(p-1)/p"),
+        "chain": Algorithm(chain.broadcast, "p-1", "min(1,p-1)", beta="p-1"),
+        "circulant": Algorithm(n_block.broadcast, "k-1+q", "(k-1+q)/k", blocks="1", cuts=True),
+        "two_tree": Algorithm(
+            two_tree.broadcast, "2*(k+f)", "min(1,p-1)", beta="(k+f)/k", blocks="2", cuts=True, exact=False
+        ),
+        "hierarchical": Algorithm(hierarchical.broadcast, "2*(qN+qM)", "2*(p-1)/p", placed=True),
+        "leaders": Algorithm(leaders.broadcast, "qN+qM", "qN+qM", blocks="1", placed=True),
+        "direct": Algorithm(direct.broadcast, "p-1", "p-1"),
+    },
+    "reduce": {
+        "linear": Algorithm(linear.reduce, "p-1", "p-1", "p-1", ordered=True),
+        "mst": Algorithm(mst.reduce, "q", "q", "q", ordered=True),
+        "ring": Algorithm(ring.reduce, "q+p-1", "2*(p-1)/p", "(p-1)/p"),
+        "chain": Algorithm(chain.reduce, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1"),
+        "rabenseifner": Algorithm(halving.reduce, "2*f+odd", "2*(P-1)/P+odd", "(P-1)/P+odd", blocks="P"),
+        "circulant": Algorithm(n_block.reduce, "k-1+q", "(k-1+q)/k", "(k-1+q)/k", blocks="1", cuts=True),
+        "two_tree": Algorithm(
+            two_tree.reduce,
+            "2*(k+f)",
+            "min(1,p-1)",
+            "min(1,p-1)",
+            beta="(k+f)/k",
+            gamma="(k+f)/k",
+            blocks="2",
+            cuts=True,
+            exact=False,
+        ),
+        "hierarchical": Algorithm(hierarchical.reduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True),
+        "leaders": Algorithm(leaders.reduce, "qN+qM", "qN+qM", "qN+qM", ordered=True, blocks="1", placed=True),
+        "direct": Algorithm(direct.reduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
+    },
+    "scatter": {
+        "linear": Algorithm(linear.scatter, "p-1", "(p-1)/p", private=True),
+        "mst": Algorithm(mst.scatter, "q", "(p-1)/p"),
+        "direct": Algorithm(direct.scatter, "p-1", "(p-1)/p", private=True),
+        "hierarchical": Algorithm(hierarchical.scatter, "qN+qM", "(p-1)/p", placed=True),
+        "leaders": Algorithm(leaders.scatter, "qN+qM", "(p-1)/p", placed=True),
+    },
+    "gather": {
+        "linear": Algorithm(linear.gather, "p-1", "(p-1)/p", private=True),
+        "mst": Algorithm(mst.gather, "q", "(p-1)/p"),
+        "direct": Algorithm(direct.gather, "p-1", "(p-1)/p", private=True),
+        "hierarchical": Algorithm(hierarchical.gather, "qN+qM", "(p-1)/p", placed=True),
+        "leaders": Algorithm(leaders.gather, "qN+qM", "(p-1)/p", placed=True),
+    },
+    "allgather": {
+        "linear": Algorithm(linear.allgather, "2*(p-1)", "p-1", beta="(p-1)/p+p-1"),
+        "mst": Algorithm(mst.allgather, "2*q", "q", beta="(p-1)/p+q"),
+        "ring": Algorithm(ring.allgather, "p-1", "(p-1)/p"),
+        "recursive_doubling": Algorithm(
+            halving.allgather, "f+2*odd", "(P-1+folds+odd*(p-1))/p", beta="(P-1+folds)/p+odd"
+        ),
+        "circulant": Algorithm(circulant.allgather, "q", "(p-1)/p"),
+        "direct": Algorithm(direct.allgather, "p-1", "(p-1)/p"),
+        "hierarchical": Algorithm(hierarchical.allgather, "qN+qM", "(p-1)/p", placed=True),
+        "leaders": Algorithm(leaders.allgather, "qN+2*qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True),
+    },
+    "reduce_scatter": {
+        "linear": Algorithm(linear.reduce_scatter, "2*(p-1)", "p-1", "p-1", beta="(p-1)/p+p-1", ordered=True),
+        "mst": Algorithm(mst.reduce_scatter, "2*q", "q", "q", beta="(p-1)/p+q", ordered=True),
+        "ring": Algorithm(ring.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p"),
+        "recursive_halving": Algorithm(
+            halving.reduce_scatter,
+            "f+2*odd",
+            "(P-1+folds+odd*(p-1))/p",
+            "(P-1+folds+odd*(p-1))/p",
+            beta="(P-1+folds)/p+odd",
+            gamma="(P-1+folds)/p+odd",
+        ),
+        "circulant": Algorithm(circulant.reduce_scatter, "q", "(p-1)/p", "(p-1)/p"),
+        "direct": Algorithm(direct.reduce_scatter, "p-1", "(p-1)/p", "(p-1)/p", ordered=True),
+        "hierarchical": Algorithm(hierarchical.reduce_scatter, "qN+qM", "(p-1)/p", "(p-1)/p", placed=True),
+        "leaders": Algorithm(
+            leaders.reduce_scatter, "qN+2*qM", "(p-M)/p+qM", "(p-M)/p+qM", beta="(p-1)/p+qM", placed=True
+        ),
+    },
+    "allreduce": {
+        "linear": Algorithm(linear.allreduce, "2*(p-1)", "p-1", "p-1", beta="2*(p-1)", ordered=True),
+        "mst": Algorithm(mst.allreduce, "2*q", "q", "q", beta="2*q", ordered=True),
+        "ring": Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p"),
+        "recursive_doubling": Algorithm(recursive.allreduce, "q+odd", "q", "q", beta="q+odd", ordered=True),
+        "rabenseifner": Algorithm(
+            halving.allreduce, "2*f+2*odd", "2*(P-1)/P+odd", "(P-1)/P+odd", beta="2*(P-1)/P+2*odd", blocks="P"
+        ),
+        "census": Algorithm(census.allreduce, "q", "q", "q+ones-min(1,p-1)", alike=False),
+        "ordered_census": Algorithm(
+            census.ordered_allreduce, "q", "max(0,2*q-1)", "q+ones", ordered=True, alike=False, exact=False
+        ),
+        "circulant": Algorithm(circulant.allreduce, "2*q", "2*(p-1)/p", "(p-1)/p"),
+        "two_tree": Algorithm(
+            two_tree.allreduce,
+            "4*(k+f)",
+            "min(2,p-1)",
+            "min(1,p-1)",
+            beta="2*(k+f)/k",
+            gamma="(k+f)/k",
+            ordered=True,
+            blocks="2",
+            cuts=True,
+            exact=False,
+        ),
+        "direct": Algorithm(direct.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
+        "hierarchical": Algorithm(hierarchical.allreduce, "2*(qN+qM)", "2*(p-1)/p", "(p-1)/p", placed=True),
+        "leaders": Algorithm(
+            leaders.allreduce,
+            "qN+oddN+2*qM",
+            "qN+qM",
+            "qN+qM",
+            beta="qN+oddN+2*qM",
+            ordered=True,
+            blocks="1",
+            placed=True,
+        ),
+    },
+    "alltoall": {
+        "pairwise": Algorithm(pairwise.alltoall, "p-1", "(p-1)/p", private=True),
+        "bruck": Algorithm(pairwise.bruck_alltoall, "q", "hops/p"),
+        "direct": Algorithm(direct.alltoall, "p-1", "(p-1)/p", private=True),
+    },
+    "scan": {
+        "linear": Algorithm(scan.linear_scan, "p-1", "min(1,p-1)", "min(1,p-1)", beta="p-1", gamma="p-1", ordered=True),
+        "doubling": Algorithm(scan.doubling_scan, "q", "q", "q", ordered=True),
+    },
+    "exscan": {
+        "linear": Algorithm(
+            scan.linear_exscan, "p-1", "min(1,p-1)", "min(1,max(0,p-2))", beta="p-1", gamma="max(0,p-2)", ordered=True
+        ),
+        "doubling": Algorithm(scan.doubling_exscan, "q", "q", "max(0,2*q-1)", ordered=True),
+    },
+}
+"""collective -> {name: algorithm}; the first one is the naive reference."""
+
+
+_NAMES: dict[str, Callable[[int, int, int], Fraction | int]] = {
+    "p": lambda p, k, N: Fraction(p),
+    "k": lambda p, k, N: Fraction(k),
+    "q": lambda p, k, N: _ceil_log(p),
+    "f": lambda p, k, N: p.bit_length() - 1,
+    "P": lambda p, k, N: Fraction(_power(p)),
+    "odd": lambda p, k, N: int(_power(p) != p),
+    "ones": lambda p, k, N: (p - 1).bit_count(),
+    "hops": lambda p, k, N: sum(distance.bit_count() for distance in range(p)),
+    "folds": lambda p, k, N: sum(min(1 << i, p - _power(p)) for i in range(p.bit_length() - 1)),
+    "N": lambda p, k, N: Fraction(N),
+    "M": lambda p, k, N: Fraction(-(-p // N)),
+    "qN": lambda p, k, N: _ceil_log(N),
+    "qM": lambda p, k, N: _ceil_log(-(-p // N)),
+    "oddN": lambda p, k, N: int(_power(N) != N),
+}
+"""What the letters of formulas stand for, on p ranks on N nodes, in k segments."""
+
+
+def _ceil_log(number: int) -> int:
+    return (number - 1).bit_length()
+
+
+def _power(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+@lru_cache(maxsize=4096)
+def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Fraction:
+    """The value of a formula for p = `size`, k = `segments` and N = `nodes`.
+
+    In it q is ceil(log2 p), f is floor(log2 p), P = 2^f, ones the number of ones in p-1 written in binary, hops that in
+    all of 0 .. p-1, and odd is 0 if p is a power of two, else 1. Folds is the sum of min(2^i, p-P) over i < f. There
+    are N nodes of M ranks; qN and qM are ceil(log2 N) and ceil(log2 M), and oddN is odd for N.
+    """
+    code = compile(formula, formula, "eval")  # the formulas are the constants above
+    letters = {name: _NAMES[name](size, segments, nodes) for name in code.co_names if name in _NAMES}
+    return Fraction(eval(code, {"min": min, "max": max, "__builtins__": {}, **letters}))
+
+
+def names(collective: str) -> list[str]:
+    """Names of the algorithms for a collective, the naive one first."""
+    return list(_entries(collective))
+
+
+def find(collective: str, name: str) -> Algorithm:
+    """The entry of that name.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message lists those that exist.
+    """
+    entries = _entries(collective)
+    if name not in entries:
+        raise ValueError(f"unknown algorithm {name!r} for {collective}; known: {', '.join(entries)}")
+    return entries[name]
+
+
+def _entries(collective: str) -> Mapping[str, Algorithm]:
+    if collective not in CATALOG:
+        raise ValueError(f"unknown collective {collective!r}; known: {', '.join(CATALOG)}")
+    return CATALOG[collective]
+
+
+def blocks(collective: str, name: str, size: int) -> int:
+    """In how many blocks the algorithm sees the data before it is cut in segments."""
+    return _blocks(collective, find(collective, name), size)
+
+
+def _blocks(collective: str, entry: Algorithm, size: int) -> int:
+    meaning = MEANINGS[collective]
+    return int(evaluate(entry.blocks, size)) if meaning.vector else meaning.blocks(size)
+
+
+def build(
+    collective: str, name: str, rank: int, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> Schedule:
+    """The schedule of one rank, pipelined over `segments` of the data; `nodes` says which ranks share a node."""
+    entry = find(collective, name)
+    return _built(collective, entry, rank, size, root, segments, nodes if entry.placed else None)
+
+
+@lru_cache(maxsize=1024)
+def _built(
+    collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
+) -> Schedule:
+    return freeze(_rounds(collective, entry, rank, size, root, segments, nodes))
+
+
+def _rounds(
+    collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
+) -> Rounds:
+    meaning = MEANINGS[collective]
+    rounds = entry.generate(rank, size, *_arguments(entry, meaning, root, segments, nodes))
+    if segments > 1 and not entry.cuts:
+        return segmented(rounds, segments, _blocks(collective, entry, size), meaning.vector)
+    return rounds
+
+
+def rounds_of_all(
+    collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> Iterator[Rounds]:
+    """The rounds of all ranks as they are generated, of which nothing is kept: for more ranks than memory has room."""
+    entry = find(collective, name)
+    lasting = nodes and Lasting(nodes)
+    return (_rounds(collective, entry, rank, size, root, segments, lasting) for rank in range(size))
+
+
+def _arguments(entry: Algorithm, meaning: Meaning, root: int, segments: int, nodes: Nodes | None) -> list[Any]:
+    """What the generator takes after rank and size."""
+    taken = (root, meaning.rooted), (segments, entry.cuts), (nodes, entry.placed)
+    return [value for value, wanted in taken if wanted]
+
+
+def build_all(
+    collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
+) -> list[Schedule]:
+    """The schedules of all ranks."""
+    return [build(collective, name, rank, size, root, segments, nodes) for rank in range(size)]

@@ -1,0 +1,148 @@
+"""Schedules and meanings as text: who talks to whom in which round, and what lies where before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from collectives.schedule import semantics
+from collectives.schedule.semantics import Value
+from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Step
+
+IDLE = "·"
+
+LEGEND = """\
+→3 [0-4]     sends chunks 0 to 4 to rank 3
+←1 [2]       receives chunk 2 from rank 1
+←1 [2] +     receives it and combines: what comes in stands on the left of what is there
++ ←1 [2]     the same, on the right
+[2] = [7]    copies chunk 7 to chunk 2; [2] = [7] + [2] combines them
+[2']         a spare copy of chunk 2
+·            waits for the others, or is done"""
+
+
+def chunks(what: Chunks, count: int) -> str:
+    """Chunks in brackets, nothing for none; those in the k-th spare copy of `count` chunks have k primes.
+
+    >>> chunks((range(6, 8), range(0, 2)), 8), chunks((range(9, 11),), 8), chunks((), 8)
+    ('[6-7,0-1]', "[1'-2']", '')
+    """
+    parts = []
+    for part in what:
+        for lap in range(part.start // count, -(-part.stop // count)):
+            first, last = max(part.start, lap * count), min(part.stop, (lap + 1) * count) - 1
+            ends = sorted({first, last})
+            parts.append("-".join(f"{chunk % count}{chr(39) * lap}" for chunk in ends))
+    return f"[{','.join(parts)}]" if parts else ""
+
+
+def step(it: Step, count: int) -> str:
+    """One step; see `LEGEND`.
+
+    >>> from collectives.schedule.steps import one
+    >>> step(RecvReduce(1, one(2)), 5), step(RecvReduce(1, one(2), "right"), 5)
+    ('←1 [2] +', '+ ←1 [2]')
+    """
+    match it:
+        case Send(peer, what):
+            return f"→{peer} {chunks(what, count)}".rstrip()
+        case Recv(peer, what):
+            return f"←{peer} {chunks(what, count)}".rstrip()
+        case RecvReduce(peer, what, side):
+            return _sided(f"←{peer} {chunks(what, count)}", side)
+        case Reduce(source, target, side):
+            mine = chunks(target, count)
+            both = (chunks(source, count), mine) if side == "left" else (mine, chunks(source, count))
+            return f"{mine} = {' + '.join(both)}"
+        case Copy(source, target):
+            return f"{chunks(target, count)} = {chunks(source, count)}"
+    raise TypeError(f"{it!r} is no step")
+
+
+def _sided(incoming: str, side: str) -> str:
+    return f"{incoming} +" if side == "left" else f"+ {incoming}"
+
+
+def table(schedules: Sequence[Schedule], count: int, width: int = 0) -> str:
+    """Rounds downwards, ranks across, every step a line in its cell.
+
+    Parameters
+    ----------
+    schedules : sequence of Schedule
+        One per rank.
+    count : int
+        Chunks that the data has; numbers beyond are spare copies.
+    width : int
+        Columns of text: ranks that do not fit follow below. 0 for no limit.
+
+    >>> from collectives.algorithms.catalog import build_all
+    >>> print(table(build_all("broadcast", "mst", 3), 3))
+    round  rank 0    rank 1    rank 2
+    0      →2 [0-2]  ·         ←0 [0-2]
+    1      →1 [0-2]  ←0 [0-2]  ·
+    """
+    rounds = max(map(len, schedules), default=0)
+    columns = [
+        [[f"rank {rank}"], *([step(it, count) for it in steps] or [IDLE] for steps in schedule)]
+        + [[IDLE]] * (rounds - len(schedule))
+        for rank, schedule in enumerate(schedules)
+    ]
+    numbering = [["round"], *([str(index)] for index in range(rounds))]
+    bands: list[list[list[list[str]]]] = [[numbering]]
+    used = _width(numbering)
+    for column in columns:
+        if width and len(bands[-1]) > 1 and used + 2 + _width(column) > width:
+            bands.append([numbering])
+            used = _width(numbering)
+        bands[-1].append(column)
+        used += 2 + _width(column)
+    return "\n\n".join("\n".join(_rows(band)) for band in bands)
+
+
+def _width(column: list[list[str]]) -> int:
+    return max(len(line) for cell in column for line in cell)
+
+
+def _rows(columns: list[list[list[str]]]) -> list[str]:
+    """Cells of several lines, side by side."""
+    rows = []
+    widths = [_width(column) for column in columns]
+    for cells in zip(*columns, strict=True):
+        for line in range(max(map(len, cells))):
+            rows.append(_aligned([cell[line] if line < len(cell) else "" for cell in cells], widths, "  "))
+    return rows
+
+
+def _aligned(texts: Sequence[str], widths: Sequence[int], gap: str) -> str:
+    return gap.join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip()
+
+
+def meaning(collective: str, size: int, root: int = 0) -> str:
+    """What every rank brings and what it must end with: ``b1`` is block b of rank 1, ``b01`` a sum of two.
+
+    >>> print(meaning("reduce_scatter", 3))
+    rank  before    after
+    0     a0 b0 c0  a012 ·    ·
+    1     a1 b1 c1  ·    b012 ·
+    2     a2 b2 c2  ·    ·    c012
+    """
+    blocks = semantics.MEANINGS[collective].blocks(size)
+    had: list[dict[int, Value]] = [
+        {block: ((rank, block),) for block in semantics.before(collective, rank, size, root)} for rank in range(size)
+    ]
+    wanted = [semantics.after(collective, rank, size, root) for rank in range(size)]
+    ranks = [["rank"], *([str(rank)] for rank in range(size))]
+    return "\n".join(_rows([ranks, [["before"], *_states(had, blocks)], [["after"], *_states(wanted, blocks)]]))
+
+
+def _states(states: Sequence[dict[int, Value]], blocks: int) -> list[list[str]]:
+    cells = [[_value(state.get(block)) for block in range(blocks)] for state in states]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [[_aligned(row, widths, " ")] for row in cells]
+
+
+def _value(value: Value | None) -> str:
+    if value is None:
+        return IDLE
+    block = value[0][1]
+    letter = chr(ord("a") + block) if block < 26 else f"({block})"
+    return letter + "".join(str(rank) for rank, _ in value)

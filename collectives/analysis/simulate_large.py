@@ -1,0 +1,264 @@
+"""Schedules of very many ranks on the clock: played round by round, all ranks at once, as arrays.
+
+`walk.price` lets every message find its own time, which costs microseconds each. Here the ranks' rounds are aligned:
+what is sent in a rank's k-th round is received in the other's k-th, if empty rounds are put where a rank is ahead. Then
+a round needs nothing but the times at which the ranks come to it. Messages that share no port all start at once, when
+the later of their two ranks is there; the others queue for their ports as in `walk.price`. Both give the same times to
+the last bit, for the same network whose messages cost something.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.schedule.chunks import Layout
+from collectives.analysis.cost_functions import Network
+from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Round, Send
+from collectives.analysis.prove import ScheduleError
+
+Integers: TypeAlias = NDArray[np.int64]
+Times: TypeAlias = NDArray[np.float64]
+
+
+class _Parts(NamedTuple):
+    """Chunks of many messages: `owner` is the message of each range of chunks, from `start` to `stop`."""
+
+    owner: Integers
+    start: Integers
+    stop: Integers
+
+    def weigh(self, count: int, sums: Integers) -> Integers:
+        """Elements of each of `count` messages; `sums` are the running sums of the chunks' lengths."""
+        laps = len(sums) - 1
+
+        def upto(chunk: Integers) -> Integers:
+            return chunk // laps * sums[-1] + sums[chunk % laps]
+
+        weights = np.zeros(count, np.int64)
+        np.add.at(weights, self.owner, upto(self.stop) - upto(self.start))
+        return weights
+
+
+class _Moment(NamedTuple):
+    """One round of all ranks.
+
+    Attributes
+    ----------
+    source, target, place : arrays of int
+        Each message's ranks, and its position in its sender's round.
+    messages : slice
+        Where these messages stand among all of the crowd's.
+    crowded : array of int
+        Which of them share a port with another.
+    both : array of bool
+        Whether one of the message's ranks also does the other thing in the round.
+    adding : list of (ranks, slice, array of bool)
+        The first that each rank combines, the second, and so on; where these stand among all that is combined; which of
+        them have come while their rank was sending.
+    """
+
+    source: Integers
+    target: Integers
+    place: Integers
+    messages: slice
+    crowded: Integers
+    both: NDArray[np.bool_]
+    adding: list[tuple[Integers, slice, NDArray[np.bool_]]]
+
+
+class Crowd:
+    """The schedules of all ranks as arrays, to be priced again and again.
+
+    Parameters
+    ----------
+    schedules : iterable of iterables of rounds
+        One per rank, in order; generators will do, and are not kept.
+
+    Attributes
+    ----------
+    size, messages : int
+        Ranks; messages of all of them.
+
+    Raises
+    ------
+    ScheduleError
+        If a message has no partner, or rounds cannot be aligned.
+    """
+
+    def __init__(self, schedules: Iterable[Iterable[Round]]) -> None:
+        sends, receives, sums = _Column(), _Column(), _Column()
+        self.size = 0
+        for rank, schedule in enumerate(schedules):
+            self.size += 1
+            for index, steps in enumerate(schedule):
+                added = 0
+                for place, step in enumerate(steps):
+                    if isinstance(step, Send):
+                        sends.append(index, rank, step.peer, place, step.chunks)
+                    elif isinstance(step, (Recv, RecvReduce)):
+                        receives.append(index, step.peer, rank, place, ())
+                    if isinstance(step, (RecvReduce, Reduce)):
+                        chunks = step.chunks if isinstance(step, RecvReduce) else step.source
+                        sums.append(index, added, rank, isinstance(step, RecvReduce), chunks)
+                        added += 1
+        _align(sends.steps, receives.steps, sums.steps)
+        sent, self._sent = sends.sorted()
+        added_up, self._added = sums.sorted()
+        self.messages, self._sums = len(sent), len(added_up)
+        self._ends = sent[:, 1], sent[:, 2]
+        self._moments = list(_moments(sent, added_up, self.size))
+
+    def price(self, layout: Layout, itemsize: int, network: Network) -> Times:
+        """When each rank is done, in seconds from a common start; arguments as for `walk.price`."""
+        elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+        weights = itemsize * self._sent.weigh(self.messages, elements)
+        added = itemsize * self._added.weigh(self._sums, elements)
+        nodes = None if network.cards is None else np.asarray(network.cards)
+        clock = np.zeros(self.size)
+        for moment in self._moments:
+            source, target = moment.source, moment.target
+            loads = weights[moment.messages]
+            if nodes is not None:
+                loads = loads * _sharers(nodes[source], nodes[target], source, target)
+            ready = np.maximum(clock[source], clock[target])
+            flights = np.broadcast_to(network.message(source, target, loads, moment.both), ready.shape)
+            ends = ready + flights
+            _queue(moment, ready, flights, ends)
+            np.maximum.at(clock, source, ends)
+            np.maximum.at(clock, target, ends)
+            for ranks, places, both in moment.adding:
+                clock[ranks] += network.combine(added[places], both)
+        return clock
+
+    def volume(self, layout: Layout, itemsize: int) -> int:
+        """Bytes that the busiest rank sends or receives, whichever is more."""
+        elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+        weights = itemsize * self._sent.weigh(self.messages, elements)
+        both = [np.bincount(ranks, weights, self.size) for ranks in self._ends]
+        return int(np.max(both, initial=0))
+
+
+def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
+    """Number the rounds anew, so that every message leaves and arrives in rounds of the same number.
+
+    A rank's rounds keep their order. Numbers grow until all fit: past their partner's, past those before.
+    """
+    orders = [np.lexsort(steps[:, [3, 0, 2, 1]].T) for steps in (sends, receives)]  # as messages match
+    ends = [steps[order] for steps, order in zip((sends, receives), orders, strict=True)]
+    if len(sends) != len(receives) or (ends[0][:, 1:3] != ends[1][:, 1:3]).any():
+        raise ScheduleError("a message is sent that is never received, or awaited that is never sent")
+    span = 1 + max((int(steps[:, 0].max()) for steps in (sends, receives, sums) if len(steps)), default=0)
+    keys = sends[:, 1] * span + sends[:, 0], receives[:, 2] * span + receives[:, 0], sums[:, 2] * span + sums[:, 0]
+    rounds, where = np.unique(np.concatenate(keys), return_inverse=True)
+    sender, receiver, adder = np.split(where, np.cumsum([len(sends), len(receives)]))
+    out, into = sender[orders[0]], receiver[orders[1]]
+    number, rank = rounds % span, rounds // span
+    place = np.arange(len(rounds))
+    lane = rank * (2 * len(rounds) + 2 * span)  # so far apart that no rank's numbers reach the next one's
+    while True:
+        before = number.copy()
+        latest = np.maximum(number[out], number[into])
+        np.maximum.at(number, out, latest)
+        np.maximum.at(number, into, latest)
+        number = np.maximum.accumulate(number - place + lane) + place - lane
+        if (number == before).all():
+            break
+        if number.max(initial=0) > len(rounds) + span:
+            raise ScheduleError("a rank takes in two rounds what another sends in one: only `walk.price` can play that")
+    for steps, column in ((sends, sender), (receives, receiver), (sums, adder)):
+        steps[:, 0] = number[column]
+
+
+class _Column:
+    """Steps of one kind as they are met: numbers for each, and the ranges of its chunks."""
+
+    def __init__(self) -> None:
+        self._steps, self._parts = array("q"), array("q")
+        self._count = 0
+
+    def append(self, index: int, one: int, other: int, place: int, chunks: Chunks) -> None:
+        self._steps.extend((index, one, other, place))
+        for part in chunks:
+            self._parts.extend((self._count, part.start, part.stop))
+        self._count += 1
+
+    @property
+    def steps(self) -> Integers:
+        """The numbers, one row for each step, to be changed in place."""
+        return np.frombuffer(self._steps, np.int64).reshape(-1, 4)
+
+    def sorted(self) -> tuple[Integers, _Parts]:
+        """The steps by their numbers, the first one first, and the ranges by steps in this order."""
+        steps = self.steps
+        owner, start, stop = np.frombuffer(self._parts, np.int64).reshape(-1, 3).T
+        order = np.lexsort(steps.T[::-1])
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        return steps[order], _Parts(places[owner], start, stop)
+
+
+def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_Moment]:
+    """Messages and additions by rounds."""
+    last = max((int(column[-1, 0]) for column in (sent, added) if len(column)), default=-1)
+    rounds = range(last + 2)
+    begins, first = np.searchsorted(sent[:, 0], rounds), np.searchsorted(added[:, 0], rounds)
+    for index in rounds[:-1]:
+        messages = slice(begins[index], begins[index + 1])
+        _, source, target, place = (column.copy() for column in sent[messages].T)
+        sending, receiving = np.zeros((2, size), bool)
+        sending[source] = receiving[target] = True
+        adding, start = [], int(first[index])
+        while start < first[index + 1]:
+            turn = added[start, 1]
+            stop = start + int(np.searchsorted(added[start : first[index + 1], 1], turn, "right"))
+            ranks = added[start:stop, 2].copy()
+            adding.append((ranks, slice(start, stop), sending[ranks] & (added[start:stop, 3] > 0)))
+            start = stop
+        both = receiving[source] | sending[target]
+        yield _Moment(source, target, place, messages, _crowded(source, target), both, adding)
+
+
+def _crowded(source: Integers, target: Integers) -> Integers:
+    """Messages whose sender sends another one in the round, or whose receiver receives another one."""
+    if not len(source):
+        return source
+    shared = (np.bincount(source)[source] > 1) | (np.bincount(target)[target] > 1)
+    return np.flatnonzero(shared)
+
+
+def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Integers) -> Integers:
+    """How many share the way of each message to another node: those that may fly at once, at the more crowded card."""
+    crossing = leaves != comes
+    most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
+
+    def users(nodes: Integers, ranks: Integers) -> Integers:
+        pairs = np.unique(nodes[crossing] * most + ranks[crossing])
+        return np.bincount(pairs // most, minlength=most)
+
+    flows = (np.minimum(users(nodes, source), users(nodes, target))[nodes] for nodes in (leaves, comes))
+    return np.where(crossing, np.maximum(*flows), 1)
+
+
+def _queue(moment: _Moment, ready: Times, flights: Times, ends: Times) -> None:
+    """The ends of messages that share ports: of several that could fly, the one listed first does."""
+    if not len(moment.crowded):
+        return
+    columns = (moment.place, moment.source, moment.target, ready, flights)
+    place, source, target, earliest, flight = (column[moment.crowded].tolist() for column in columns)
+    out, into = dict.fromkeys(source, 0.0), dict.fromkeys(target, 0.0)
+    waiting = [(earliest[i], place[i], source[i], i) for i in range(len(place))]
+    heapify(waiting)
+    while waiting:
+        time, listed, rank, i = heappop(waiting)
+        start = max(time, out[rank], into[target[i]])
+        if start > time:
+            heappush(waiting, (start, listed, rank, i))
+            continue
+        out[rank] = into[target[i]] = start + flight[i]
+        ends[moment.crowded[i]] = out[rank]

@@ -1,0 +1,206 @@
+"""What messages cost in this run: measured on pairs of ranks, and what the model makes of it for a whole collective.
+
+Three collectives of two ranks tell all: a broadcast is one message, an allgather in place a message each way, and an
+allreduce by recursive doubling a message each way that is combined; a reduction is one message that is combined. They
+run in the memory that is raced, and as the race does it: new data before every call, the slowest rank's time counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from benchlib import ours
+from benchlib.cases import CASES, DTYPES, Buffers
+from benchlib.timing import Contestant, make_call, race
+from collectives.algorithms import catalog
+from collectives.schedule.chunks import Layout, even
+from collectives.analysis.cost_functions import Clustered, Cost, Curve, Line, Twofold
+from collectives.schedule.semantics import after, before, vector
+from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Schedule, numbers
+from collectives.analysis.prove import price
+
+LENGTHS = (8, 1 << 10, 1 << 13, *(1 << power for power in range(15, 40)))
+"""Bytes of the messages that are timed, up to the longest that the race can have."""
+
+SWEEPS = 3
+"""How often all lengths are timed. The fastest sweep's median counts: what disturbs a machine only ever adds."""
+
+PROBES: dict[str, tuple[str, str, int, bool]] = {
+    "alone": ("broadcast", "mst", 1, False),
+    "alone and combined": ("reduce", "mst", 1, False),
+    "both ways": ("allgather", "circulant", 2, True),
+    "both ways and combined": ("allreduce", "recursive_doubling", 1, False),
+}
+"""What is timed on two ranks: collective, algorithm, vectors per message, whether in place."""
+
+
+class Costs(NamedTuple):
+    """What this run's messages cost: the network, and copying within a rank (its own block, out of place)."""
+
+    network: Clustered
+    copy: Cost
+
+
+def lengths(largest: int) -> list[int]:
+    """The lengths to time for a race of arrays of so many bytes.
+
+    >>> lengths(40_000)
+    [8, 1024, 8192, 32768, 65536]
+    """
+    return [length for length, shorter in zip(LENGTHS, (0, *LENGTHS), strict=False) if shorter < max(largest, 8)]
+
+
+def calibrate(
+    plain: MPI.Intracomm,
+    comm: MPI.Intracomm,
+    memory: str,
+    mode: str,
+    largest: int,
+    seconds: float = 0.1,
+    tick: Callable[[], object] = lambda: None,
+) -> Costs:
+    """Time messages within nodes and between them; all pairs of a kind run at once. Collective, equal on all ranks.
+
+    Parameters
+    ----------
+    plain, comm
+        The MPI's communicator and ours, over the same ranks.
+    memory, mode
+        In which the arrays lie, and how the probes are called, for either may decide which way messages take.
+    largest
+        Bytes of the longest message to time.
+    seconds
+        Time per length, probe and sweep; there are `SWEEPS` sweeps.
+    tick
+        Called after every length.
+    """
+    nodes = ours.nodes(comm)
+    rank, node = plain.Get_rank(), nodes[plain.Get_rank()]
+    place = nodes[:rank].count(node)
+    inside = _curves(plain, comm, (node, place // 2), (memory, mode), largest, seconds, tick)
+    between: tuple[Cost, Cost] = (Line(0.0, 0.0), Line(0.0, 0.0))
+    if len(set(nodes)) > 1:
+        pair = (node // 2, -1) if place == 0 else (-1 - rank, 0)
+        between = _curves(plain, comm, pair, (memory, mode), largest, seconds, tick)
+    copy = _copies(plain, lengths(largest))
+    adding = inside[1] if any(nodes.count(node) > 1 for node in nodes) else between[1]
+    return Costs(Clustered(tuple(nodes), inside[0], between[0], adding), copy)
+
+
+def _curves(
+    plain: MPI.Intracomm,
+    comm: MPI.Intracomm,
+    pair: tuple[int, int],
+    form: tuple[str, str],
+    largest: int,
+    seconds: float,
+    tick: Callable[[], object],
+) -> tuple[Cost, Cost]:
+    """(message, combining) from the ranks that name the same pair."""
+    names = {name: color for color, name in enumerate(sorted(set(plain.allgather(pair))))}
+    two: Any = comm.Split(names[pair], plain.Get_rank())
+    mine = MPI.Intracomm(plain.Split(names[pair], plain.Get_rank()))
+    at = lengths(largest)
+    sweeps = []  # several, so that what disturbs the machine for a while disturbs one of them
+    for _ in range(SWEEPS):
+        sweep: list[Any] = []
+        for length in at:
+            sweep.append(_probe(mine, two, *form, length, seconds) if mine.Get_size() == 2 else None)
+            tick()
+        sweeps.append(sweep)
+    mine.Free()
+    two.Free()
+    everyone = [sweep for those in plain.allgather(sweeps) for sweep in those if sweep[0] is not None]
+    times = {
+        probe: np.min([[one[probe] for one in sweep] for sweep in everyone] or [[0.0] * len(at)], axis=0)
+        for probe in PROBES
+    }
+    curves = {probe: Curve(tuple(at), tuple(values.tolist())) for probe, values in times.items()}
+
+    def added(probe: str) -> Curve:
+        """What combining adds: never less than nothing, whatever the noise."""
+        more = times[f"{probe} and combined"] - times[probe]
+        return Curve(tuple(at), tuple(np.maximum(more, 0.0).tolist()))
+
+    return Twofold(curves["alone"], curves["both ways"]), Twofold(added("alone"), added("both ways"))
+
+
+def _probe(
+    plain: MPI.Intracomm, comm: MPI.Intracomm, memory: str, mode: str, length: int, seconds: float
+) -> dict[str, float]:
+    """Seconds of every probe, between two ranks."""
+    contestants = []
+    kind = DTYPES["float32"]
+    for probe, (collective, algorithm, vectors, in_place) in PROBES.items():
+        case = CASES[collective]
+        buffers = Buffers(case, comm, vectors * length // kind.itemsize, kind, memory, in_place)
+        call, close = make_call(comm, case.method, mode, buffers.args, ours.keywords(algorithm, None))
+        contestants.append(Contestant(probe, buffers, call, close))
+    timings = race(plain, contestants, iterations=200, warmup=10, seconds=seconds)
+    for one in contestants:
+        one.close()
+    return {one.name: timing.median / 1e6 for one, timing in zip(contestants, timings, strict=True)}
+
+
+def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> Curve:
+    """Copying within a rank, all ranks at once."""
+    found = []
+    for length in at:
+        source, target = np.ones(length, np.uint8), np.ones(length, np.uint8)
+        spans = []
+        for _ in range(5):
+            source += 1
+            plain.Barrier()
+            began = time.perf_counter()
+            np.copyto(target, source)
+            spans.append(time.perf_counter() - began)
+        found.append(float(np.median(spans)))
+    slowest = np.max(plain.allgather(found), axis=0)
+    return Curve(tuple(at), tuple(slowest.tolist()))
+
+
+def predicted_us(
+    costs: Costs, collective: str, algorithm: str, size: int, nbytes: int, segments: int = 1, in_place: bool = False
+) -> float:
+    """Microseconds that the model expects of a call with root 0.
+
+    Parameters
+    ----------
+    costs
+        What messages cost.
+    collective, algorithm, segments
+        As in the catalogue.
+    size, nbytes
+        Ranks; bytes of the whole array, as the benchmark counts them.
+    in_place
+        Whether ranks have their own blocks where they belong, so that none are copied there.
+    """
+    nodes = costs.network.nodes
+    blocks = catalog.blocks(collective, algorithm, size)
+    held = nbytes * blocks // vector(collective, size, blocks)
+    layout = Layout.packed(even(held, blocks * segments))
+    schedules = catalog.build_all(collective, algorithm, size, 0, segments, nodes)
+    finish = price(schedules, layout, 1, costs.network).finish
+    kept = [0] * size
+    if not in_place and collective != "broadcast":
+        kept = [layout.length(_kept(collective, s, rank, size, segments, blocks)) for rank, s in enumerate(schedules)]
+    return 1e6 * max(end + float(costs.copy(own)) * (own > 0) for end, own in zip(finish, kept, strict=True))
+
+
+def _kept(collective: str, schedule: Schedule, rank: int, size: int, segments: int, blocks: int) -> tuple[range, ...]:
+    """Chunks that a rank brings and takes as they are, which a call out of place copies."""
+    brought = set(before(collective, rank, size, 0, segments, blocks))
+    taken = after(collective, rank, size, 0, segments, blocks)
+    written = {
+        chunk
+        for steps in schedule
+        for step in steps
+        if isinstance(step, (Recv, RecvReduce, Reduce, Copy))
+        for chunk in numbers(step.target if isinstance(step, (Reduce, Copy)) else step.chunks)
+    }
+    return tuple(range(chunk, chunk + 1) for chunk in sorted(brought.intersection(taken) - written))

@@ -1,0 +1,158 @@
+"""What the model says of the catalogue at any number of ranks: by the clock, or by formula where nobody could."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from collectives.algorithms import catalog
+from collectives.schedule.chunks import Layout, even
+from collectives.analysis.cost_functions import Clustered, Line
+from collectives.schedule.topology import regular
+from collectives.analysis.simulate_large import Crowd
+from collectives.schedule.semantics import vector
+
+FEW_ROUNDS, LARGEST = 6, 1 << 17
+"""Ranks up to which a schedule is played that has at most so many times log2 p rounds."""
+
+MESSAGES = 1 << 17
+"""Ranks times rounds up to which any schedule is played."""
+
+CHUNKS = 1 << 18
+"""Chunks of all ranks together up to which a schedule is played: an alltoall has p^2."""
+
+SAMPLE = 64
+"""Ranks, at least, on which it is seen what nodes mean to an algorithm that is priced by formula."""
+
+
+class Model(NamedTuple):
+    """A cluster of equal nodes.
+
+    Attributes
+    ----------
+    per_node : int
+        Ranks on a node; the last node may have fewer.
+    node, network : Line
+        A message within a node; one between nodes, whose card all ranks of a node share.
+    gamma : float
+        Seconds to combine a byte.
+    """
+
+    per_node: int
+    node: Line
+    network: Line
+    gamma: float
+
+    def of(self, size: int) -> Clustered:
+        """The network of so many ranks."""
+        return Clustered(regular(size, self.per_node), self.node, self.network, Line(0, self.gamma))
+
+
+class Row(NamedTuple):
+    """One algorithm at one size: what it does, how long it takes, and whether it was played or worked out by formula.
+
+    Attributes
+    ----------
+    rounds : int
+        Messages that wait for one another.
+    volume : int
+        Bytes that the busiest rank sends or receives, whichever is more.
+    seconds, bound : float
+        What the model says; and what no algorithm can beat.
+    played : bool
+        Whether every rank was played on the clock.
+    """
+
+    algorithm: str
+    size: int
+    nbytes: int
+    rounds: int
+    volume: int
+    seconds: float
+    bound: float
+    played: bool
+
+
+def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> Layout:
+    """The chunks of so many bytes: of the vector, or of all blocks together, or (alltoall) of all that one rank has."""
+    blocks = catalog.blocks(collective, name, size)
+    everywhere = nbytes * blocks // vector(collective, size, blocks)
+    return Layout.packed(even(everywhere, blocks * segments))
+
+
+def playable(collective: str, name: str, size: int, nodes: int = 1) -> bool:
+    """Whether all ranks can be played in seconds."""
+    rounds = catalog.evaluate(catalog.find(collective, name).rounds, size, 1, nodes)
+    if catalog.blocks(collective, name, size) > max(size, CHUNKS):
+        return False
+    return rounds * size <= MESSAGES or (size <= LARGEST and rounds <= FEW_ROUNDS * size.bit_length())
+
+
+@lru_cache(maxsize=32)
+def crowd(collective: str, name: str, size: int, per_node: int) -> Crowd:
+    """All ranks of an algorithm, the root being rank 0."""
+    nodes = regular(size, per_node) if size > per_node else None
+    return Crowd(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))
+
+
+def played(collective: str, name: str, size: int, nbytes: int, model: Model) -> float:
+    """Seconds by the clock."""
+    everyone = crowd(collective, name, size, model.per_node)
+    return float(everyone.price(layout_of(collective, name, size, nbytes), 1, model.of(size)).max())
+
+
+def by_formula(collective: str, name: str, size: int, nbytes: int, model: Model) -> float:
+    """Seconds by the catalogue's formula, with the costs of the network.
+
+    What messages within nodes save, and what a shared card costs, is seen on a sample of nodes: there alpha and beta
+    are played apart, and each factor of the formula is weighed by what the clock says.
+    """
+    entry = catalog.find(collective, name)
+    if size <= model.per_node:
+        return float(entry.seconds(size, nbytes, *model.node, model.gamma))
+    alpha = model.network.alpha * _weight(collective, name, _without(model, "beta"))
+    beta = model.network.beta * _weight(collective, name, _without(model, "alpha"))
+    return float(entry.seconds(size, nbytes, alpha, beta, model.gamma))
+
+
+def _without(model: Model, cost: str) -> Model:
+    node, network = (wire._replace(**{cost: 0.0}) for wire in (model.node, model.network))
+    return Model(model.per_node, node, network, 0.0)
+
+
+@lru_cache(maxsize=256)
+def _weight(collective: str, name: str, model: Model) -> float:
+    """By how much the clock differs from the formula with the costs of the network."""
+    size, nbytes = max(SAMPLE, 4 * model.per_node), 1 << 20
+    expected = catalog.find(collective, name).seconds(size, nbytes, *model.network, 0.0)
+    return played(collective, name, size, nbytes, model) / float(expected) if expected else 1.0
+
+
+def bound(collective: str, size: int, nbytes: int, model: Model) -> float:
+    """Seconds that no algorithm can beat: of rounds, bytes and additions each, between ranks and between nodes."""
+    nodes = size // model.per_node
+    cheapest = Line(*map(min, model.node, model.network)) if nodes else model.node
+    per_node = nbytes * (model.per_node if collective == "alltoall" else 1)  # what the ranks of a node hold together
+    between = [_bound(collective, nodes, per_node, model.network)] if nodes > 1 else []
+    combined = nbytes * float(catalog.evaluate(catalog.BOUNDS[collective].combined, size)) * model.gamma
+    return max(_bound(collective, size, nbytes, cheapest), combined if size > 1 else 0.0, *between, 0.0)
+
+
+def _bound(collective: str, size: int, nbytes: int, wire: Line) -> float:
+    least = catalog.BOUNDS[collective]
+    if size == 1:
+        return 0.0
+    return max(
+        float(catalog.evaluate(least.rounds, size)) * wire.alpha,
+        float(catalog.evaluate(least.volume, size)) * nbytes * wire.beta,
+    )
+
+
+def row(collective: str, name: str, size: int, nbytes: int, model: Model) -> Row:
+    """What the model says of one algorithm."""
+    entry, nodes = catalog.find(collective, name), -(-size // model.per_node)
+    able = playable(collective, name, size, nodes)
+    seconds = (played if able else by_formula)(collective, name, size, nbytes, model)
+    rounds, volume = (catalog.evaluate(formula, size, 1, nodes) for formula in (entry.rounds, entry.volume))
+    least = bound(collective, size, nbytes, model)
+    return Row(name, size, nbytes, int(rounds), round(volume * nbytes), seconds, least, able)

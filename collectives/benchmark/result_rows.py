@@ -1,0 +1,113 @@
+"""A measured configuration as one row: the JSON's fields, bandwidths, and several launches merged."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchlib.cases import CASES
+from benchlib.timing import Timing
+from collectives.selection.timing_file import machine, mpi_name
+
+Row = dict[str, Any]
+Report = dict[str, Any]
+
+KEY = ("collective", "algorithm", "dtype", "bytes", "memory", "mode", "in_place", "segments")
+
+
+def bandwidths(collective: str, size: int, nbytes: int, microseconds: float) -> tuple[float, float]:
+    """(algbw, busbw) in GB/s (1e9 bytes), as nccl-tests defines them.
+
+    >>> bandwidths("allreduce", 4, 1_000_000, 1000.0)
+    (1.0, 1.5)
+    """
+    algbw = nbytes / microseconds / 1e3 if microseconds else 0.0
+    return algbw, algbw * CASES[collective].factor(size)
+
+
+def make_row(
+    collective: str,
+    algorithm: str,
+    size: int,
+    nbytes: int,
+    ours: Timing,
+    native: Timing | None,
+    predicted_us: float | None,
+    **labels: Any,
+) -> Row:
+    """One row of the report; `labels` are dtype, memory, mode and whatever else describes it."""
+    algbw, busbw = bandwidths(collective, size, nbytes, ours.median)
+    return {
+        "collective": collective,
+        "algorithm": algorithm,
+        "dtype": "float32",
+        "bytes": nbytes,
+        "memory": "plain",
+        **labels,
+        "ours_us": ours.median,
+        "native_us": native.median if native else None,
+        "ratio": ours.median / native.median if native else None,
+        "p99_us": ours.p99,
+        "min_us": ours.low,
+        "max_us": ours.high,
+        "mean_us": ours.mean,
+        "native_p99_us": native.p99 if native else None,
+        "native_min_us": native.low if native else None,
+        "native_max_us": native.high if native else None,
+        "iterations": ours.iterations,
+        "algbw_gbs": algbw,
+        "busbw_gbs": busbw,
+        "predicted_us": predicted_us,
+        "wrong": ours.wrong,
+        "native_wrong": native.wrong if native else None,
+    }
+
+
+def cores() -> int:
+    """Processor cores of this machine (a rank that its MPI has pinned may itself use fewer)."""
+    return os.cpu_count() or 1
+
+
+def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:
+    """What the JSON file holds."""
+    return {"mpi": mpi_name(), "ranks": ranks, "machine": machine(), **extra, "rows": rows}
+
+
+def write_report(path: str | Path, report: Report) -> None:
+    """Write a report as JSON."""
+    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def merge(reports: list[Report]) -> Report:
+    """Medians over several launches of the same measurement; the ratio is the median of the launches' ratios.
+
+    Raises
+    ------
+    ValueError
+        If the launches differ in MPI library, ranks or machine.
+    """
+    for field in ("mpi", "ranks", "machine"):
+        seen = {str(report[field]) for report in reports}
+        if len(seen) > 1:
+            raise ValueError(f"launches to merge differ in {field!r}: {' and '.join(sorted(seen))}")
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for report in reports:
+        for row in report["rows"]:
+            groups.setdefault(tuple(row.get(name) for name in KEY), []).append(row)
+    return {**reports[0], "launches": len(reports), "rows": [_merged(rows) for rows in groups.values()]}
+
+
+def _merged(rows: list[Row]) -> Row:
+    merged = dict(rows[0])
+    for field in merged:
+        values = [row[field] for row in rows if row.get(field) is not None]
+        if field == "wrong" or field == "native_wrong":
+            merged[field] = sum(values) if values else None
+        elif field.endswith(("_us", "_gbs")) or field == "ratio":
+            merged[field] = statistics.median(values) if values else None
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    spread = {"ratio_min": min(ratios), "ratio_max": max(ratios)} if ratios else {}
+    return merged | spread | {"launches": len(rows), "iterations": sum(row["iterations"] for row in rows)}

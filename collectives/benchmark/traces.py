@@ -1,0 +1,134 @@
+"""Traces in the Trace Event Format of Chrome and Perfetto: a process is a node, a thread a rank; times in microseconds.
+
+(Google, "Trace Event Format"; ui.perfetto.dev opens it.)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from mpi4py import MPI
+
+from collectives.analysis import draw
+from collectives.schedule.steps import Schedule
+from collectives.analysis.prove import Event
+
+Entry: TypeAlias = dict[str, Any]
+
+PINGS = 50
+
+
+def span(rank: int, node: int, name: str, kind: str, start: float, end: float, **more: Any) -> Entry:
+    """Something that took time, from `start` to `end` in seconds."""
+    first, last = round(1e9 * start), round(1e9 * end)  # whole nanoseconds, so that what is nested stays so
+    times = {"ts": first / 1e3, "dur": (last - first) / 1e3}
+    return {"name": name, "cat": kind, "ph": "X", "pid": node, "tid": rank, **times, "args": more}
+
+
+def names(nodes: Sequence[int], lanes: Sequence[str] = ("",)) -> list[Entry]:
+    """What nodes and ranks are called; with several lanes a rank has as many threads."""
+    entries = [_name("process_name", node, 0, f"node {node}") for node in sorted(set(nodes))]
+    for rank, node in enumerate(nodes):
+        for index, lane in enumerate(lanes):
+            thread = rank * len(lanes) + index
+            entries.append(_name("thread_name", node, thread, f"rank {rank}{lane}"))
+            entries.append({**_name("thread_sort_index", node, thread, ""), "args": {"sort_index": thread}})
+    return entries
+
+
+def _name(what: str, process: int, thread: int, name: str) -> Entry:
+    return {"name": what, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def of_calls(
+    title: str,
+    rank: int,
+    node: int,
+    schedule: Schedule,
+    count: int,
+    begins: Sequence[tuple[int, int]],
+    kinds: Sequence[str],
+    times: Sequence[float],
+) -> list[Entry]:
+    """One rank's run of a program: the whole, its rounds, and within them its calls.
+
+    Parameters
+    ----------
+    title
+        What was run.
+    rank, node
+        Whose it is.
+    schedule, count
+        The rank's rounds, and the chunks of the vector, to say what the rounds do.
+    begins
+        Where in the program the rounds begin, as in `Program.begins`.
+    kinds
+        What each call does.
+    times
+        When each call began, and when the last one ended: one more than calls.
+    """
+    entries = [span(rank, node, title, "collective", times[0], times[-1])]
+    stops = (*(at for _, at in begins[1:]), len(kinds))
+    for (index, at), stop in zip(begins, stops):  # on one rank there are no rounds
+        steps = "  ".join(draw.step(step, count) for step in schedule[index])
+        entries.append(span(rank, node, f"round {index}", "round", times[at], times[stop], steps=steps))
+    entries += [span(rank, node, kind, "call", times[at], times[at + 1], call=at) for at, kind in enumerate(kinds)]
+    return entries
+
+
+LANES = (" sends", " receives", " combines")
+"""What a rank of the model can do at once: it has a port each way, and an adder."""
+
+
+def of_model(events: Iterable[Event], nodes: Sequence[int]) -> list[Entry]:
+    """What the clock played: each message on its sender's and on its receiver's port, each addition on its rank."""
+    entries: list[Entry] = []
+    for event in events:
+        what: Entry = {"round": event.round, "bytes": event.bytes, "chunks": draw.chunks(event.chunks, 1 << 62)}
+        if event.kind == "combine":
+            places = [(event.source, 2, f"combine {event.bytes} bytes")]
+        else:
+            places = [(event.source, 0, f"to rank {event.target}"), (event.target, 1, f"from rank {event.source}")]
+        for rank, lane, name in places:
+            thread, node = len(LANES) * rank + lane, nodes[rank]
+            entries.append(span(thread, node, name, event.kind, float(event.start), float(event.end), **what))
+    return entries
+
+
+def kind_of(call: Callable[[], object], waits: bool) -> str:
+    """What a call of a program does, in a word: wait, copy, start (messages), or the function's name, such as add."""
+    if waits:
+        return "wait"
+    function = getattr(call, "func", call)
+    name = getattr(function, "__qualname__", type(function).__name__).lower()
+    return next((word for word in ("copy", "start", "swap") if word in name), name.rsplit(".")[-1])
+
+
+def offset(comm: MPI.Intracomm) -> float:
+    """Seconds that this rank's clock is ahead of rank 0's, from the fastest of many round trips. Collective."""
+    rank, ahead = comm.Get_rank(), 0.0
+    for peer in range(1, comm.Get_size()):
+        if rank == 0:
+            best = (float("inf"), 0.0)
+            for _ in range(PINGS):
+                left = time.perf_counter()
+                there = comm.sendrecv(None, peer, source=peer)
+                back = time.perf_counter()
+                best = min(best, (back - left, there - (left + back) / 2))
+            comm.send(best[1], peer)
+        elif rank == peer:
+            for _ in range(PINGS):
+                comm.recv(source=0)
+                comm.send(time.perf_counter(), 0)
+            ahead = comm.recv(source=0)
+    return ahead
+
+
+def write(path: Path, entries: Iterable[Entry], **about: Any) -> None:
+    """Write a trace; `about` is shown with it."""
+    trace = {"traceEvents": list(entries), "displayTimeUnit": "ns", "otherData": about}
+    path.write_text(json.dumps(trace, indent=0) + "\n")

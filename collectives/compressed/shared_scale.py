@@ -1,0 +1,65 @@
+"""Integers of one scale, whose sums are exact."""
+
+from __future__ import annotations
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.communicator import Communicator
+from collectives.compressed.bound_collective import Bound, Motion
+
+
+class SharedScale(Bound):
+    """Ranks agree on the largest element of each group, and add integers of one scale.
+
+    Sums of integers are exact: the result is the same in whatever order they are added, and each term is encoded once,
+    the sum never. Integers on the wire are as wide as the largest sum needs.
+
+    Parameters
+    ----------
+    comm : Communicator
+    count : int
+        Elements of the vectors.
+    bits : int
+        Of a term, 2 to 16.
+    group : int
+        Elements that share a scale.
+
+    Attributes
+    ----------
+    integer : numpy.dtype
+        What travels.
+    """
+
+    def __init__(self, comm: Communicator, count: int, bits: int = 8, group: int = 256):
+        if not 2 <= bits <= 16:
+            raise ValueError(f"bits: expected 2 to 16, found {bits}")
+        if group < 1:
+            raise ValueError(f"group: expected 1 element or more, found {group}")
+        self.comm, self.count, self.group = comm, count, group
+        self.largest = 2 ** (bits - 1) - 1
+        wanted = self.largest * comm.Get_size()
+        self.integer = next(np.dtype(kind) for kind in ("i1", "i2", "i4", "i8") if wanted <= np.iinfo(kind).max)
+        self._groups = -(-count // group)
+        self._peaks = comm.empty(self._groups, np.float32)
+        self._codes = comm.empty(count, self.integer)
+
+    def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+        """`out` = the sum of all ranks' x; `out` or `lost` (what encoding has lost of x) may be x."""
+        whole, tail = divmod(self.count, self.group)
+        np.abs(x[: whole * self.group].reshape(whole, self.group)).max(axis=1, out=self._peaks[:whole], initial=0)
+        if tail:
+            self._peaks[whole] = np.abs(x[-tail:]).max()
+        self._peaks[~np.isfinite(self._peaks)] = np.inf  # 0 x inf is NaN: the whole group is, on all ranks
+        yield [self.comm.Iallreduce(MPI.IN_PLACE, self._peaks, MPI.MAX)]
+        steps = np.repeat(self._peaks / np.float32(self.largest), self.group)[: self.count]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            codes = np.where(steps > 0, x / steps, 0)
+            np.rint(codes, out=codes)
+            np.clip(codes, -self.largest, self.largest, out=codes)  # a step that is denormal is rounded itself
+            codes[~np.isfinite(codes)] = 0
+            self._codes[...] = codes
+            if lost is not None:
+                np.subtract(x, codes * steps, out=lost)
+            yield [self.comm.Iallreduce(MPI.IN_PLACE, self._codes, MPI.SUM)]
+            np.multiply(self._codes, steps, out=out)

@@ -1,0 +1,171 @@
+"""Sums over ranks that are all alike: in two shots, and around a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.communicator import Communicator
+from collectives.compressed.codec import Codec, within
+from collectives.compressed.bound_collective import Bound, Motion
+from collectives.compressed.partition import Parts, checked
+from collectives.runtime.requests import Request
+
+
+class Flat(Bound):
+    """What all ways have in common: a vector in parts, encoded sums that reach all ranks as the same bytes.
+
+    Bound to a length once; what it needs lies ready. Making one is collective.
+
+    Parameters
+    ----------
+    comm : Communicator
+    count : int
+        Elements of the vectors.
+    codec : Codec
+    lengths : sequence of int, optional
+        Elements of each rank's part, as equal as whole blocks can be by default. The same on all ranks.
+
+    Attributes
+    ----------
+    parts : Parts
+        Which part of a sum is whose.
+
+    Raises
+    ------
+    ValueError
+        If the lengths are not those of one part for each rank, which make up the vector.
+    """
+
+    def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
+        self.comm, self.count, self.codec = comm, count, codec
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        if lengths is None:
+            self.parts = Parts.even(count, self.size, codec.block, codec.nbytes)
+        else:
+            self.parts = Parts.of(checked("lengths", lengths, self.size), codec.nbytes)
+        if self.parts.elements != count:
+            raise ValueError(f"lengths: expected {count} elements together, found {self.parts.elements}")
+        self._codecs = [within(codec, start, length) for start, length in zip(self.parts.starts, self.parts.lengths)]
+        self._wire = comm.empty(self.parts.nbytes, np.uint8)
+        self._gathering = comm.Allgatherv_init(MPI.IN_PLACE, self.parts.message(self._wire))
+        self._total = np.empty(self.parts.lengths[self.rank], np.float32)
+        self._decoded = np.empty(max(self.parts.lengths), np.float32)
+
+    def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+        """`total` = this rank's part of the sum of all ranks' x.
+
+        Parameters
+        ----------
+        x : float32 array of `count` elements
+        total : float32 array of ``parts.lengths[rank]`` elements
+        lost : float32 array of `count` elements, optional
+            What encoding has lost here; may be x itself. The lost of all ranks together is what is missing from the
+            sum: added to the next x, nothing is lost for good (error feedback; Karimireddy et al., "Error Feedback
+            Fixes SignSGD", ICML 2019).
+        """
+        raise NotImplementedError
+
+    def allgather(self, part: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+        """`out` = the parts of all ranks; all of them have the same digits, the owner included.
+
+        Parameters
+        ----------
+        part : float32 array of ``parts.lengths[rank]`` elements
+        out : float32 array of `count` elements
+        lost : float32 array like `part`, optional
+            To which is added what encoding has lost of it.
+        """
+        self._codecs[self.rank].encode(part, self.parts.of_wire(self._wire, self.rank))
+        self._gathering.Start()
+        yield [self._gathering]
+        if lost is not None:
+            lost += part
+        for rank in range(self.size):
+            self.codec.decode(self.parts.of_wire(self._wire, rank), self.parts.of_vector(out, rank))
+        if lost is not None:
+            lost -= self.parts.of_vector(out, self.rank)
+
+    def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+        """`out` = the sum of all ranks' x, as `reduce_scatter` and `allgather` after it; `out` may be x.
+
+        `lost` then has, in this rank's part, what the sum has lost too (both ends feed back, as in Tang et al.,
+        "DoubleSqueeze", ICML 2019).
+        """
+        yield from self.reduce_scatter(x, self._total, lost)
+        yield from self.allgather(self._total, out, None if lost is None else self.parts.of_vector(lost, self.rank))
+
+    def close(self) -> None:
+        self._gathering.Free()
+
+    def _encode(self, rank: int, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None) -> None:
+        """Encode a rank's part, and note what that loses."""
+        self._codecs[rank].encode(part, wire)
+        if lost is not None:
+            decoded = self._decoded[: len(part)]
+            self.codec.decode(wire, decoded)
+            np.subtract(part, decoded, out=lost)
+
+
+class TwoShot(Flat):
+    """Everyone sends rank r its encoded part r of the vector, r adds them up; then the encoded sums go to all.
+
+    2 (p-1) messages of a p-th of the encoded vector, from and to each rank. Each term and each sum is encoded once.
+    """
+
+    def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
+        super().__init__(comm, count, codec, lengths)
+        self._terms = Parts.of([self.parts.lengths[self.rank]] * self.size, codec.nbytes)
+        self._arriving = comm.empty(self._terms.nbytes, np.uint8)
+        self._scattering = comm.Alltoallv_init(self.parts.message(self._wire), self._terms.message(self._arriving))
+
+    def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+        for rank in range(self.size):
+            part, wire = self.parts.of_vector(x, rank), self.parts.of_wire(self._wire, rank)
+            self._encode(rank, part, wire, None if lost is None else self.parts.of_vector(lost, rank))
+        self._scattering.Start()
+        yield [self._scattering]
+        self.codec.decode(self._terms.of_wire(self._arriving, 0), total)
+        for rank in range(1, self.size):
+            self.codec.add(self._terms.of_wire(self._arriving, rank), total)
+
+    def close(self) -> None:
+        super().close()
+        self._scattering.Free()
+
+
+class Ring(Flat):
+    """Part c leaves rank c+1, gains a term at every hop, is encoded anew for the next one, and comes to rest at rank c.
+
+    2 (p-1) messages of a p-th of the encoded vector. A sum is encoded once for every rank that it has come by.
+    """
+
+    def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
+        super().__init__(comm, count, codec, lengths)
+        self._out, self._in = (comm.empty(max(self.parts.sizes), np.uint8) for _ in range(2))
+        self._growing = np.empty(max(self.parts.lengths), np.float32)
+
+    def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
+        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        part = self.parts.of_vector(x, left)
+        for hop in range(1, self.size):
+            gone, come = (self.rank - hop) % self.size, (self.rank - hop - 1) % self.size
+            size = self.parts.sizes[gone]
+            self._encode(gone, part, self._out[:size], None if lost is None else self.parts.of_vector(lost, gone))
+            arriving = self._in[: self.parts.sizes[come]]
+            yield [self._hop(self._out[:size], right, arriving, left)]
+            part = self._growing[: self.parts.lengths[come]]
+            np.copyto(part, self.parts.of_vector(x, come))
+            self.codec.add(arriving, part)
+        total[...] = part
+        if lost is not None:
+            self.parts.of_vector(lost, self.rank)[...] = 0
+
+    def _hop(self, sent: np.ndarray, right: int, arriving: np.ndarray, left: int) -> Request:
+        """An exchange with the neighbours: of an all-to-all, only messages that have bytes are sent."""
+        nothing = [0] * self.size
+        to, from_ = nothing.copy(), nothing.copy()
+        to[right], from_[left] = len(sent), len(arriving)
+        return self.comm.Ialltoallv([sent, to, nothing, MPI.BYTE], [arriving, from_, nothing, MPI.BYTE])

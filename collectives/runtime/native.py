@@ -1,0 +1,261 @@
+"""The MPI's own collectives as one more algorithm: a call's dense memory handed to mpi4py, in all three forms.
+
+They run on the communicator that Chorus keeps to itself, so they never meet the user's own. What only moves data
+goes as bytes, since ranks may describe the same data differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.runtime.call import Blocks, Call
+from collectives.errors import InvalidArgument
+from collectives.runtime.binder import Program
+from collectives.selection.timing_table import Form
+from collectives.runtime.requests import accompanied
+from collectives.schedule.semantics import MEANINGS
+from collectives.transport.wire import Wait
+
+METHODS = {
+    "barrier": ("Barrier", "Barrier"),
+    "broadcast": ("Bcast", "Bcast"),
+    "reduce": ("Reduce", "Reduce"),
+    "scatter": ("Scatter", "Scatterv"),
+    "gather": ("Gather", "Gatherv"),
+    "allgather": ("Allgather", "Allgatherv"),
+    "reduce_scatter": ("Reduce_scatter_block", "Reduce_scatter"),
+    "allreduce": ("Allreduce", "Allreduce"),
+    "alltoall": ("Alltoall", "Alltoallv"),
+    "scan": ("Scan", "Scan"),
+    "exscan": ("Exscan", "Exscan"),
+}
+"""mpi4py's method of each collective for blocks that are all alike, and for blocks of any length."""
+
+KNOWN_TO_MPI = "?bhilqBHILQfdgFDG"
+"""NumPy's letters for the element types that every MPI has."""
+
+KINDS = {
+    getattr(MPI, name).handle: kinds
+    for names, kinds in (("SUM PROD", "iufc"), ("MAX MIN", "iuf"), ("LAND LOR LXOR", "iub"), ("BAND BOR BXOR", "iu"))
+    for name in names.split()
+}
+"""For which kinds of elements MPI defines its operations; those that are missing here, on none of NumPy's."""
+
+
+UNSOUND: dict[tuple[str, str, str], str] = {
+    ("Intel MPI", method, "persistent"): f"mixes up the data of a persistent {method}, or never ends it"
+    for method in ("Scatter", "Gather", "Allgather")
+}
+"""What MPIs accept and then do wrongly, by vendor, method and form (seen in Intel MPI 2021.18, with one int a rank)."""
+
+
+def unsound(method: str, form: str) -> str | None:
+    """What is known to be wrong with the method in this MPI; None if nothing is."""
+    return UNSOUND.get((MPI.get_vendor()[0], method, form))
+
+
+def refusal(call: Call, form: Form) -> str | None:
+    """Why MPI cannot do the call, from facts that are equal on all ranks; None if it can."""
+    wrong = unsound(METHODS[call.collective][call.uneven], form)
+    if wrong is not None or call.operation is None:
+        return wrong
+    if call.unit.char not in KNOWN_TO_MPI or not call.unit.isnative:
+        return f"has no operations on elements of {call.unit}"
+    if call.operation.is_predefined and call.unit.kind not in KINDS.get(call.operation.handle, ""):
+        return f"does not define this operation on elements of {call.unit}"
+    return None
+
+
+def check(call: Call, form: Form) -> None:
+    """Refuse what MPI cannot do."""
+    reason = refusal(call, form)
+    if reason is not None:
+        raise InvalidArgument(MPI.ERR_OP, f"algorithm: 'native' for {call.collective}: this MPI {reason}")
+
+
+def accompanies(comm: MPI.Intracomm) -> bool:
+    """Whether all ranks may move other operations while they wait inside MPI. Collective."""
+    return bool(comm.allreduce(MPI.Query_thread() == MPI.THREAD_MULTIPLE, MPI.LAND))
+
+
+def settled(call: Call) -> Call:
+    """The call as MPI sees it: the result of a reduce-scatter in place is where it is wanted."""
+    return call._replace(moved=-1, takes={next(iter(call.takes)): 0}) if call.moved >= 0 else call
+
+
+# ------------------------------------------------------------------------------------------ arguments
+
+
+def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, size: int) -> tuple[Any, ...]:
+    """The positional arguments of mpi4py's method.
+
+    Parameters
+    ----------
+    call : Call
+    source, target : numpy.ndarray
+        The rank's two memories, dense, in the call's units; those that the rank has no need of are empty.
+    rank, size : int
+    """
+    meaning, here = MEANINGS[call.collective], call.source is call.target and call.source is not None
+    if call.collective == "barrier":
+        return ()
+    if call.collective == "broadcast":
+        return [target, MPI.BYTE], call.root
+    root = (call.root,) if meaning.rooted else ()
+    if meaning.reduces:
+        counts = (call.lengths,) if call.collective == "reduce_scatter" and call.uneven else ()
+        if call.collective == "exscan" and rank == 0 and not here:
+            target = np.empty_like(source)  # not looked at, but it must be there
+        received = None if call.target is None else target
+        return MPI.IN_PLACE if here else source, received, *counts, call.operation, *root
+    spread, gathered = call.collective in ("scatter", "alltoall"), call.collective != "scatter"
+    sent, received = _side(source, call, call.brings, spread), _side(target, call, call.takes, gathered)
+    if call.collective == "scatter":
+        return sent if rank == call.root else None, MPI.IN_PLACE if here else received, *root
+    if call.collective == "gather" and rank != call.root:
+        return sent, None, *root
+    return MPI.IN_PLACE if here else sent, received, *root
+
+
+def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
+    """One buffer as mpi4py takes it; `several` is whether it has a block for everyone."""
+    if not (several and call.uneven):
+        return [array, MPI.BYTE]
+    numbers = sorted(blocks)
+    return [array, ([call.lengths[number] for number in numbers], [blocks[number] for number in numbers]), MPI.BYTE]
+
+
+# ------------------------------------------------------------------------------------------ programs
+
+
+class _Blocking(Program):
+    """MPI does not come back before it is done, so a thread moves all else that is under way."""
+
+    def start(self) -> None:
+        """Do all of it."""
+        accompanied(self.run)
+
+
+class _Bound:
+    """A request of MPI that is bound for many starts."""
+
+    def __init__(self, request: MPI.Prequest) -> None:
+        self.request = request
+
+    def free(self) -> None:
+        """Give it back."""
+        self.request.Free()
+
+
+class _Begun:
+    """The request of MPI that was begun last."""
+
+    def __init__(self, begin: Callable[[], MPI.Request]) -> None:
+        self.request, self._begin = MPI.REQUEST_NULL, begin
+
+    def start(self) -> None:
+        """Begin another."""
+        self.request = self._begin()
+
+    def wait(self) -> None:
+        """Return when it is over."""
+        self.request.Wait()
+
+    def test(self) -> bool:
+        """Whether it is over."""
+        return self.request.Test()
+
+    def free(self) -> None:
+        """MPI gives back a request that has ended."""
+
+
+class _Nothing:
+    """What a call holds that is over when it returns."""
+
+    def free(self) -> None:
+        """Nothing to give back."""
+
+
+class Straight(NamedTuple):
+    """The call done between arrays that are only known when it is called: see `transport.wire.Swapping`."""
+
+    method: Callable[..., None]
+    call: Call
+
+    def between(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None]:
+        """``swap(sendbuf, recvbuf)`` without a copy on the way."""
+        method, op, byte = self.method, self.call.operation, MPI.BYTE
+        root = (self.call.root,) if MEANINGS[self.call.collective].rooted else ()
+        if self.call.collective == "broadcast":
+            return lambda send, recv: method([recv, byte], *root)
+        if op is None:
+            return lambda send, recv: method([send, byte], [recv, byte], *root)
+        if op == MPI.SUM and not root:
+            return method  # mpi4py's own default
+        return lambda send, recv: method(send, recv, op, *root)
+
+    def halves(self, source: Any, target: Any) -> None:
+        """Not in halves."""
+
+
+def program(
+    comm: MPI.Intracomm,
+    call: Call,
+    form: Form,
+    source: np.ndarray,
+    target: np.ndarray,
+    first: Sequence[Callable[[], object] | Wait] = (),
+    last: Sequence[Callable[[], object] | Wait] = (),
+) -> Program:
+    """The call as a program, on this memory.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        Whose collective is run.
+    call : Call
+        As `settled` gives it.
+    form : "blocking", "nonblocking" or "persistent"
+    source, target : numpy.ndarray
+        Dense, in the call's units.
+    first, last : calls
+        Done before and after, such as staging.
+
+    Raises
+    ------
+    InvalidArgument
+        If the MPI has no such form of the collective.
+    """
+    method = METHODS[call.collective][call.uneven]
+    positional = arguments(call, source, target, comm.Get_rank(), comm.Get_size())
+    keep = (source, target)
+    held: Any
+    middle: list[Callable[[], object] | Wait]
+    if form == "blocking":
+        held, middle = _Nothing(), [partial(getattr(comm, method), *positional)]
+    elif form == "persistent":
+        held = _Bound(_initialised(comm, method, positional))
+        middle = [held.request.Start, Wait(held.request.Wait, held.request.Test)]
+    else:
+        held = _Begun(partial(getattr(comm, f"I{method[0].lower()}{method[1:]}"), *positional))
+        middle = [held.start, Wait(held.wait, held.test)]
+    steps = [*first, *middle, *last]
+    calls = [step.wait if isinstance(step, Wait) else step for step in steps]
+    tests = [step.test if isinstance(step, Wait) else None for step in steps]
+    made = (_Blocking if form == "blocking" else Program)(calls, tests, held, 0, keep)
+    if form == "blocking" and not first and not last and not call.uneven:
+        made.swap = Straight(getattr(comm, method), call)
+    return made
+
+
+def _initialised(comm: MPI.Intracomm, method: str, positional: tuple[Any, ...]) -> MPI.Prequest:
+    try:
+        return getattr(comm, f"{method}_init")(*positional)
+    except NotImplementedError:  # an MPI of a standard before 4.0
+        message = f"algorithm: 'native' for a persistent {method}, which this MPI does not have"
+        raise InvalidArgument(MPI.ERR_UNSUPPORTED_OPERATION, message) from None

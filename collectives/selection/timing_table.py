@@ -1,0 +1,150 @@
+"""What was measured on a machine: times by collective, form, ranks, placement and size, and what lies between them."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Literal, NamedTuple, TypeAlias
+
+from collectives.selection.cost_model import BUILT_IN, Costs
+from collectives.schedule.topology import Nodes
+
+NATIVE = "native"
+"""The name of the MPI's own collective among the algorithms."""
+
+Form: TypeAlias = Literal["blocking", "nonblocking", "persistent"]
+
+BLOCKING: Form = "blocking"
+
+NEAR = 1.5
+"""By which factor another number of ranks may differ, so that what was measured there is still taken."""
+
+FAR = 4.0
+"""By which factor a size may lie outside of those that were measured."""
+
+
+class Choice(NamedTuple):
+    """An algorithm's name, and in how many segments the data is pipelined through it."""
+
+    algorithm: str
+    segments: int = 1
+
+    def __str__(self) -> str:
+        return self.algorithm if self.segments == 1 else f"{self.algorithm} x{self.segments}"
+
+
+def parse(label: str) -> Choice:
+    """A choice from its text.
+
+    >>> parse("chain x16"), str(Choice("ring"))
+    (Choice(algorithm='chain', segments=16), 'ring')
+    """
+    name, _, segments = label.partition(" x")
+    return Choice(name, int(segments or 1))
+
+
+Row: TypeAlias = Mapping[Choice, float]
+"""Seconds of everything that was measured at one size."""
+
+Rows: TypeAlias = Mapping[int, Row]
+"""Rows by bytes, in ascending order."""
+
+
+class Key(NamedTuple):
+    """What a series of rows was measured for: `placement` as `shape` gives it."""
+
+    collective: str
+    form: str
+    ranks: int
+    placement: str
+
+
+class Table(NamedTuple):
+    """All that is known of a machine.
+
+    Attributes
+    ----------
+    costs : Costs
+        Of its wires.
+    entries : mapping of Key to Rows
+    """
+
+    costs: Costs = BUILT_IN
+    entries: Mapping[Key, Rows] = {}
+
+    def rows(
+        self, collective: str, form: str, uneven: bool, ranks: int, nodes: Nodes | None
+    ) -> Iterator[tuple[Rows, bool]]:
+        """The rows to go by, best first, and whether native times count for the call.
+
+        What was measured for just this form, and for blocks of any length where these may differ, comes first; then
+        blocking calls, and blocks that are alike, of which it is only taken how our algorithms compare.
+        """
+        names = [f"{collective}v", collective] if uneven else [collective]
+        for wanted_form in dict.fromkeys((form, BLOCKING)):
+            for name in names:
+                found = self._nearest(name, wanted_form, ranks, nodes)
+                if found is not None:
+                    yield found, (wanted_form, name) == (form, names[0])
+
+    def _nearest(self, collective: str, form: str, ranks: int, nodes: Nodes | None) -> Rows | None:
+        placement = shape(nodes, ranks)
+        exact = self.entries.get(Key(collective, form, ranks, placement))
+        if exact is not None:
+            return exact
+        near = {
+            max(key.ranks / ranks, ranks / key.ranks): rows
+            for key, rows in self.entries.items()
+            if key[:2] == (collective, form) and key.ranks > 1 and _kind(key.placement) == _kind(placement)
+        }
+        closest = min(near, default=math.inf)
+        return near[closest] if closest <= NEAR and ranks > 1 else None
+
+    def merged(self, other: Table) -> Table:
+        """Both; where they tell of the same thing, the other."""
+        entries = dict(self.entries)
+        for key, rows in other.entries.items():
+            both = {**entries.get(key, {}), **rows}
+            entries[key] = {nbytes: both[nbytes] for nbytes in sorted(both)}
+        return Table(other.costs, entries)
+
+
+def shape(nodes: Nodes | None, ranks: int) -> str:
+    """A placement as text: how many ranks each node has, and whether they are neighbours.
+
+    >>> shape(None, 4), shape((0, 0, 1, 1, 1), 5), shape((0, 1, 0, 1), 4), shape((0, 1, 2, 3), 4)
+    ('4', '2+3', '2x2 scattered', '4x1')
+    """
+    if nodes is None:
+        return str(ranks)
+    counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
+    runs = [(count, len(list(same))) for count, same in groupby(counts)]
+    text = "+".join(f"{times}x{count}" if times > 1 else str(count) for count, times in runs)
+    return text if list(nodes) == sorted(nodes) else f"{text} scattered"
+
+
+def _kind(placement: str) -> object:
+    """What placements of different numbers of ranks must have in common: one node, or equally full ones."""
+    return "one node" if placement.isdigit() else re.sub(r"^\d+x(?=\d+$)", "x", placement)
+
+
+def interpolate(rows: Rows, nbytes: int) -> dict[Choice, float]:
+    """Seconds at a size, on straight lines in log-log between the measured ones; empty too far outside of these."""
+    sizes = list(rows)
+    at = bisect_left(sizes, nbytes)
+    if at < len(sizes) and sizes[at] == nbytes:
+        return dict(rows[nbytes])
+    if at == len(sizes):
+        return dict(rows[sizes[-1]]) if sizes and nbytes <= FAR * max(1, sizes[-1]) else {}
+    if at == 0:
+        return dict(rows[sizes[0]]) if FAR * nbytes >= sizes[0] or nbytes == 0 else {}
+    low, high = sizes[at - 1], sizes[at]
+    share = math.log((1 + nbytes) / (1 + low)) / math.log((1 + high) / (1 + low))
+    return {
+        choice: seconds ** (1 - share) * rows[high][choice] ** share
+        for choice, seconds in rows[low].items()
+        if choice in rows[high]
+    }
