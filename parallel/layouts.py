@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from parallel.context import Context
-from parallel.data import contiguous, interleaved
-from parallel.data_parallel import Bucketed, Naive, Overlapped
-from parallel.flat import Span, shards
-from parallel.weights import Gathered, Whole
-from parallel.zero import Stage1, Stage2, Stage3
+from parallel.data_parallel.run_context import Context
+from parallel.data.sampler import contiguous, interleaved
+from parallel.data_parallel.ddp import Bucketed, Naive, Overlapped
+from parallel.nn.flat_params import Span, shards
+from parallel.data_parallel.param_store import Gathered, Whole
+from parallel.data_parallel.zero import Stage1, Stage2, Stage3
 
 
 class Layout(NamedTuple):

@@ -23,13 +23,13 @@ class Settings:
     Attributes
     ----------
     data : str
-        A key of `parallel.datasets.TASKS`, or a path.
+        A key of `parallel.data.datasets.TASKS`, or a path.
     model : str
         ``family`` or ``family:size``, as in `parallel.nn.models.build`.
     layout, precision : str
-        As `parallel.engine.Engine` has them.
+        As `parallel.engine.data_parallel_engine.Engine` has them.
     optimizer : str
-        A key of `parallel.optim.OPTIMIZERS`.
+        A key of `parallel.optim.optimizers.OPTIMIZERS`.
     rate : float
         The highest learning rate: from zero up in `warm_up` steps, then down half a cosine to a tenth.
     decay : float
@@ -61,7 +61,7 @@ class Settings:
     bucket_bytes : int
         Of a bucket of gradients.
     tau, group : int or None
-        Of the styles that need no server: `parallel.replicas.styles.Options`.
+        Of the styles that need no server: `parallel.decentralized.styles.Options`.
     pool : bool
         Whether ranks draw the micro-batches of a step as they get ready.
     stages, microbatches, virtual : int or None
@@ -78,7 +78,7 @@ class Settings:
     consistency, slow, record, replay : str
         As `parallel.server` has them: the rule of clocks, ranks and by what factor they are slower, and files.
     compress : str
-        What becomes of gradients between ranks, as in `parallel.compression`; "none" for nothing.
+        What becomes of gradients between ranks, as in `parallel.grad_compression`; "none" for nothing.
     """
 
     data: str = "digits"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
-from parallel.bucket import Bucket, Filling
-from parallel.canonical import Counter, Node, Pool
-from parallel.context import Context
+from parallel.data_parallel.grad_bucket import Bucket, Filling
+from parallel.runtime.tree_sum import Counter, Node, Pool
+from parallel.data_parallel.run_context import Context
 from parallel.nn.operator import Array, Parameter
-from parallel.sums import Numbers
+from parallel.data_parallel.reducers import Numbers
 
 
 class Plain:

@@ -11,30 +11,30 @@ from typing import Any, NamedTuple, Protocol
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.data import Batch
-from parallel.engine import Engine, uncompressible
-from parallel.flat import Flat
+from parallel.data.sampler import Batch
+from parallel.engine.data_parallel_engine import Engine, uncompressible
+from parallel.nn.flat_params import Flat
 from parallel.layouts import LAYOUTS
-from parallel.ledger import Ledger, predict, predict_activations
+from parallel.engine.memory_ledger import Ledger, predict, predict_activations
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Array, Spec
-from parallel.optim import Optimizer
+from parallel.optim.optimizers import Optimizer
 from parallel.pipeline import way as pipelines
 from parallel.pipeline.engine import Pipeline
 from parallel.pipeline.way import Take
-from parallel.plan import Plan
-from parallel.precision import PRECISIONS
-from parallel.record import Event
-from parallel.replicas.engine import OWN, Replicas
-from parallel.replicas.styles import STYLES, Options, refuse
-from parallel.report import Evaluation, Report
-from parallel.server.engine import ParameterServer, factors, refuse_servers
+from parallel.data_parallel.partition_spec import Plan
+from parallel.optim.precision import PRECISIONS
+from parallel.runtime.profiler import Event
+from parallel.decentralized.replica_engine import OWN, Replicas
+from parallel.decentralized.styles import STYLES, Options, refuse
+from parallel.runtime.step_report import Evaluation, Report
+from parallel.parameter_server.server_engine import ParameterServer, factors, refuse_servers
 from parallel.settings import OF_PIPELINES, OF_SERVERS, Settings
-from parallel.stretches import Stretch
+from parallel.checkpoint.tensor_slices import Stretch
 
 
 class Trains(Protocol):
-    """What `parallel.training` asks of an engine; `parallel.engine.Engine` says what each of it means.
+    """What `parallel.trainer.trainer` asks of an engine; `parallel.engine.data_parallel_engine.Engine` says what each of it means.
 
     Where the way has the setting `pool`, `step` takes `drawn` as well.
     """

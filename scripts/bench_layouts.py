@@ -27,14 +27,14 @@ from benchlib import launch, workload
 from benchlib.launch import say
 from benchlib.workload import quartiles
 from collectives import Communicator
-from parallel.data import Batch
-from parallel.datasets import Task
-from parallel.engine import LAYOUTS, Engine
-from parallel.machine import limit_threads
+from parallel.data.sampler import Batch
+from parallel.data.datasets import Task
+from parallel.engine.data_parallel_engine import LAYOUTS, Engine
+from parallel.runtime.resources import limit_threads
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.workspace import keep_freed_memory
-from parallel.optim import AdamW
+from parallel.optim.optimizers import AdamW
 
 BOUND = ("alone", "exchange")
 FIRST = "dp-naive"

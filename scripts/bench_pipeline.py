@@ -28,12 +28,12 @@ from mpi4py import MPI
 from benchlib import launch
 from benchlib.launch import at_least, say
 from parallel.nn.operator import Spec
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.plan import Plan, build
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import Plan, build
 from parallel.pipeline.runner import Runner, deeds
-from parallel.pipeline.schedules import SCHEDULES
-from parallel.pipeline.simulate import Times, simulate
-from parallel.record import Recorder
+from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.pipeline.schedule.simulator import Times, simulate
+from parallel.runtime.profiler import Recorder
 
 TOLERANCE = 0.10
 """Of the simulated idle share."""

@@ -23,10 +23,10 @@ from collectives import Communicator
 from parallel.nn.compose import Sequential
 from parallel.nn.linear import Linear
 from parallel.nn.loss import MSE
-from parallel.optim import SGD
-from parallel.server.engine import ParameterServer
-from parallel.server.keys import Key
-from parallel.server.work import Part
+from parallel.optim.optimizers import SGD
+from parallel.parameter_server.server_engine import ParameterServer
+from parallel.parameter_server.key_assignment import Key
+from parallel.parameter_server.work_assignment import Part
 
 WIDTH = 1024
 """Of the layers of the model."""

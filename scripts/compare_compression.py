@@ -28,10 +28,11 @@ from benchlib import launch
 from benchlib.launch import say
 from benchlib.workload import plain, write
 from collectives import Communicator
-from parallel import machine, settings
-from parallel.compression import AUTO, NONE, parse
-from parallel.together import together
-from parallel.training import Training
+from parallel import settings
+from parallel.runtime import resources as machine
+from parallel.grad_compression import AUTO, NONE, parse
+from parallel.runtime.collective_errors import together
+from parallel.trainer.trainer import Training
 
 WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"
 """What is compared unless said otherwise."""

@@ -26,11 +26,12 @@ from benchlib import launch
 from benchlib.launch import say
 from collectives import Communicator
 from collectives.selection.timing_file import machine as machine_in_words
-from parallel import machine, settings
-from parallel.replicas.engine import Replicas
-from parallel.replicas.styles import STYLES
-from parallel.together import together
-from parallel.training import Training
+from parallel import settings
+from parallel.runtime import resources as machine
+from parallel.decentralized.replica_engine import Replicas
+from parallel.decentralized.styles import STYLES
+from parallel.runtime.collective_errors import together
+from parallel.trainer.trainer import Training
 
 BESIDE = "dp"
 """What all styles are compared with."""

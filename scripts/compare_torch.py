@@ -28,14 +28,14 @@ from mpi4py import MPI
 from benchlib import launch, workload
 from benchlib.launch import say
 from collectives import Communicator
-from parallel.data import Batch
-from parallel.datasets import Task
-from parallel.engine import LAYOUTS, Engine
-from parallel.machine import limit_threads
+from parallel.data.sampler import Batch
+from parallel.data.datasets import Task
+from parallel.engine.data_parallel_engine import LAYOUTS, Engine
+from parallel.runtime.resources import limit_threads
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.workspace import keep_freed_memory
-from parallel.optim import SGD, AdamW
+from parallel.optim.optimizers import SGD, AdamW
 
 RTOL, ATOL = 1e-5, 4e-5
 """What a gradient's element may differ by: ATOL + RTOL of its size."""

@@ -31,7 +31,7 @@ from benchlib.training import title_of
 from collectives import Communicator
 from collectives.selection.timing_file import machine
 from parallel.settings import complete
-from parallel.training import Score, Training
+from parallel.trainer.trainer import Score, Training
 
 OUT = Path(__file__).resolve().parent.parent / "out"
 GOAL = 0.97

@@ -19,13 +19,13 @@ from fractions import Fraction
 from pathlib import Path
 
 from benchlib.timelines import entries, measured, picture, simulated, summary
-from parallel.pipeline import draw
-from parallel.pipeline.actions import from_csv, to_csv
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.placement import PLACEMENTS
-from parallel.pipeline.plan import Plan, build
-from parallel.pipeline.schedules import SCHEDULES, Entry, tabled
-from parallel.pipeline.simulate import Timeline, Times, simulate
+from parallel.pipeline.schedule import timeline as draw
+from parallel.pipeline.schedule.actions import from_csv, to_csv
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.stage_placement import PLACEMENTS
+from parallel.pipeline.schedule.pipeline_plan import Plan, build
+from parallel.pipeline.schedule.schedules import SCHEDULES, Entry, tabled
+from parallel.pipeline.schedule.simulator import Timeline, Times, simulate
 
 PICTURES = (".png", ".svg", ".pdf")
 MILLISECONDS = 1000

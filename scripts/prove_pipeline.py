@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from parallel.pipeline.formulas import FORMULAS, deviations
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.memory import peaks
-from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES
-from parallel.pipeline.simulate import PlanError, Times, simulate
+from parallel.pipeline.schedule.formulas import FORMULAS, deviations
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.activation_memory import peaks
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.pipeline.schedule.simulator import PlanError, Times, simulate
 
 VIRTUAL, STEPS = (1, 2, 3, 4), (1, 3)
 """What is tried where a schedule leaves it open."""

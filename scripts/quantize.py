@@ -31,20 +31,20 @@ from benchlib.room import PICTURES, room_for_file
 from benchlib.training import score_in_words
 from collectives import Communicator
 from collectives.selection.timing_file import machine as machine_in_words
-from parallel.checkpoint import CheckpointError
+from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.nn.operator import Operator
-from parallel.posttraining import trained
-from parallel.posttraining.calibration import OBSERVERS, calibrate, dealt
-from parallel.posttraining.layers import layers_of
-from parallel.posttraining.methods import METHODS
-from parallel.posttraining.mixed import COSTS, WIDTHS, Mixture, mixture, options_of
-from parallel.posttraining.packed import nbytes
-from parallel.posttraining.quantise import check, quantise, with_inputs
-from parallel.posttraining.score import Row, compare, evaluate
-from parallel.posttraining.sensitivity import SENSITIVITIES
-from parallel.posttraining.trained import Trained
-from parallel.together import together
-from parallel.training import Score
+from parallel.ptq import load_model as trained
+from parallel.ptq.calibration import OBSERVERS, calibrate, dealt
+from parallel.ptq.quantizable_layers import layers_of
+from parallel.ptq.methods import METHODS
+from parallel.ptq.mixed_precision import COSTS, WIDTHS, Mixture, mixture, options_of
+from parallel.ptq.packed_weights import nbytes
+from parallel.ptq.quantize_model import check, quantise, with_inputs
+from parallel.ptq.evaluation import Row, compare, evaluate
+from parallel.ptq.sensitivity import SENSITIVITIES
+from parallel.ptq.load_model import Trained
+from parallel.runtime.collective_errors import together
+from parallel.trainer.trainer import Score
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
 from quant.search import SEARCHES, Choice
 

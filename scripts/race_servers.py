@@ -19,13 +19,13 @@ from mpi4py import MPI
 from benchlib import launch
 from benchlib.launch import at_least, say
 from collectives import Communicator
-from parallel import datasets
-from parallel.data import OnDemand, Sampler
+from parallel.data import datasets
+from parallel.data.sampler import OnDemand, Sampler
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
-from parallel.optim import SGD
-from parallel.server.clocks import rule_of
-from parallel.server.engine import ParameterServer
+from parallel.optim.optimizers import SGD
+from parallel.parameter_server.worker_clocks import rule_of
+from parallel.parameter_server.server_engine import ParameterServer
 
 BATCH = 16
 """Samples of a part."""

@@ -52,18 +52,20 @@ from benchlib.training import (
 from collectives import Communicator
 from collectives.errors import OutOfMemory
 from collectives.selection.timing_file import machine as machine_in_words
-from parallel import datasets, machine, settings
-from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, name_of, step_of
-from parallel.compression import AUTO, COMPRESSORS, NONE
-from parallel.guard import Diverged, StepFailed
-from parallel.interrupt import Interrupt
-from parallel.meter import Meter
+from parallel import settings
+from parallel.data import datasets
+from parallel.runtime import resources as machine
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, name_of, step_of
+from parallel.grad_compression import AUTO, COMPRESSORS, NONE
+from parallel.runtime.consistency_check import Diverged, StepFailed
+from parallel.runtime.signals import Interrupt
+from parallel.runtime.throughput import Meter
 from parallel.nn.models import MODELS
 from parallel.nn.workspace import keep_freed_memory
-from parallel.optim import OPTIMIZERS
-from parallel.precision import PRECISIONS
-from parallel.together import together
-from parallel.training import Training, changed, settings_in
+from parallel.optim.optimizers import OPTIMIZERS
+from parallel.optim.precision import PRECISIONS
+from parallel.runtime.collective_errors import together
+from parallel.trainer.trainer import Training, changed, settings_in
 from parallel.ways import WAYS
 
 LOOKS = 10

@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.checkpoint import all_in, tensors_in
+from parallel.checkpoint.checkpoint_files import all_in, tensors_in
 from parallel.layouts import LAYOUTS
-from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = 4

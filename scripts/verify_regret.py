@@ -29,15 +29,15 @@ from mpi4py import MPI
 from benchlib import launch
 from benchlib.launch import at_least, say
 from collectives import Communicator
-from parallel import datasets
-from parallel.data import OnDemand, Sampler
-from parallel.datasets import Arrays
+from parallel.data import datasets
+from parallel.data.sampler import OnDemand, Sampler
+from parallel.data.datasets import Arrays
 from parallel.nn.compose import Sequential
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import constant
-from parallel.optim import SGD
-from parallel.server.engine import ParameterServer
+from parallel.optim.optimizers import SGD
+from parallel.parameter_server.server_engine import ParameterServer
 
 BATCH = 8
 """Samples of a gradient."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.flat import Flat
+from parallel.nn.flat_params import Flat
 from parallel.nn import models
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention, self_attention

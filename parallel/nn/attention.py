@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.checks import elements, expect
+from parallel.nn.array_checks import elements, expect
 from parallel.nn.compose import Sequential
 from parallel.nn.linear import Init, Linear
 from parallel.nn.operator import Array, Operator, Outline, Run, Sink, Spec

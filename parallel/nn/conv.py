@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.checks import elements, expect, stored, widened
+from parallel.nn.array_checks import elements, expect, stored, widened
 from parallel.nn.linear import Init
 from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, constant, normal
 

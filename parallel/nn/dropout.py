@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.checks import elements, expect
+from parallel.nn.array_checks import elements, expect
 from parallel.nn.operator import Array, Operator, Outline, Run, Sink, Spec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.checks import elements, expect, expect_last, expect_range, stored, widened
+from parallel.nn.array_checks import elements, expect, expect_last, expect_range, stored, widened
 from parallel.nn.linear import Init
 from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, normal
 

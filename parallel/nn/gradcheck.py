@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.flat import Flat
+from parallel.nn.flat_params import Flat
 from parallel.nn.loss import Loss
 from parallel.nn.operator import Operator, Parameter, Run, Spec, arrays_of, nbytes_of
 

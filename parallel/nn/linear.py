@@ -10,7 +10,7 @@ import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.activation import Activation
-from parallel.nn.checks import elements, expect, expect_last, stored, widened
+from parallel.nn.array_checks import elements, expect, expect_last, stored, widened
 from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, constant, normal
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

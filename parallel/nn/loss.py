@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from parallel.nn import kernels
-from parallel.nn.checks import elements, expect, expect_range
+from parallel.nn.array_checks import elements, expect, expect_range
 from parallel.nn.operator import Array, Outline, Spec
 
 

@@ -12,31 +12,31 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.schedule.chunks import even
-from parallel import guard
-from parallel.context import Context
-from parallel.data import Batch, contiguous
-from parallel.flat import BLOCK, Flat
-from parallel.holdings import Part
+from parallel.runtime import consistency_check as guard
+from parallel.data_parallel.run_context import Context
+from parallel.data.sampler import Batch, contiguous
+from parallel.nn.flat_params import BLOCK, Flat
+from parallel.data_parallel.sharded_optimizer import Part
 from parallel.layouts import LAYOUTS
-from parallel.ledger import Ledger, predict_part
-from parallel.memory import Memory
+from parallel.engine.memory_ledger import Ledger, predict_part
+from parallel.runtime.vector_memory import Memory
 from parallel.mesh import Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Operator, Outline, Spec, nbytes_of
-from parallel.optim import Optimizer
-from parallel.pipeline.actions import to_csv
-from parallel.pipeline.division import Group, checked_cuts, divide
-from parallel.pipeline.excerpts import fewer, forwards
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.plan import Plan, build
+from parallel.optim.optimizers import Optimizer
+from parallel.pipeline.schedule.actions import to_csv
+from parallel.pipeline.param_division import Group, checked_cuts, divide
+from parallel.pipeline.schedule.truncate import fewer, forwards
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import Plan, build
 from parallel.pipeline.runner import Deed, Runner, deeds
-from parallel.pipeline.simulate import simulate
-from parallel.pipeline.work import Chunk, Microbatch, Scoring, Training
-from parallel.plan import Plan as Division
-from parallel.precision import PRECISIONS, Precision
-from parallel.record import Recorder
-from parallel.stepping import Measure, Passed, Scored, Stepping, check, facts_of, type_of, units_of
-from parallel.sums import Moment, Numbers
+from parallel.pipeline.schedule.simulator import simulate
+from parallel.pipeline.stage import Chunk, Microbatch, Scoring, Training
+from parallel.data_parallel.partition_spec import Plan as Division
+from parallel.optim.precision import PRECISIONS, Precision
+from parallel.runtime.profiler import Recorder
+from parallel.engine.base import Measure, Passed, Scored, Stepping, check, facts_of, type_of, units_of
+from parallel.data_parallel.reducers import Moment, Numbers
 
 AXIS = "pp"
 REPLICAS = ("dp", "zero1")
@@ -66,7 +66,7 @@ class Pipeline(Stepping):
     cuts : sequence of int, optional
         The units with which parts begin, and how many units there are; by default parts have equal numbers.
     seed, precision, reproducible, clip, bucket_bytes, first_bytes, check_every, device, trace
-        As of `parallel.engine.Engine`.
+        As of `parallel.engine.data_parallel_engine.Engine`.
 
     Attributes
     ----------

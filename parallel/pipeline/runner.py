@@ -19,12 +19,12 @@ from mpi4py import MPI
 
 from collectives.runtime.requests import progress, under_way
 from collectives.transport.wire import pause
-from parallel.memory import to_host
+from parallel.runtime.vector_memory import to_host
 from parallel.nn.operator import Array, Spec
-from parallel.pipeline.actions import RECEIVES, SENDS, Action
-from parallel.pipeline.placement import Place
-from parallel.pipeline.plan import Plan
-from parallel.record import Recorder
+from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
+from parallel.pipeline.schedule.stage_placement import Place
+from parallel.pipeline.schedule.pipeline_plan import Plan
+from parallel.runtime.profiler import Recorder
 
 MANY_SENDS = 8
 """From so many on it is seen which of them are over."""

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from collectives import Communicator
-from parallel.flat import Flat
+from parallel.nn.flat_params import Flat
 from parallel.mesh import Axis, Mesh
 from parallel.nn.operator import Array, Operator
-from parallel.optim import Optimizer
-from parallel.pipeline.actions import from_csv
-from parallel.pipeline.asynchronous import Asynchronous
+from parallel.optim.optimizers import Optimizer
+from parallel.pipeline.schedule.actions import from_csv
+from parallel.pipeline.asynchronous_pipeline import Asynchronous
 from parallel.pipeline.engine import AXIS, Pipeline, replicas_of
-from parallel.pipeline.measure import measure
-from parallel.pipeline.partition import partition
-from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES, Entry, tabled
-from parallel.pipeline.search import search
-from parallel.precision import PRECISIONS
+from parallel.pipeline.unit_timing import measure
+from parallel.pipeline.schedule.stage_partition import partition
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES, Entry, tabled
+from parallel.pipeline.schedule.schedule_search import search
+from parallel.optim.precision import PRECISIONS
 from parallel.settings import Settings
-from parallel.stepping import type_of, units_of
-from parallel.together import together
+from parallel.engine.base import type_of, units_of
+from parallel.runtime.collective_errors import together
 
 AUTO = "auto"
 Take = Callable[[int], tuple[Array, Array]]

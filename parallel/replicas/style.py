@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from parallel.context import Context
+from parallel.data_parallel.run_context import Context
 from parallel.nn.operator import Array
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from parallel.server.messages import Kind, Letter
+from parallel.parameter_server.messages import Kind, Letter
 
 ORDERED = frozenset({Kind.DRAW, Kind.PULL, Kind.PUSH, Kind.TICK, Kind.REST})
 """Kinds whose order decides what is computed; the others are acted on at once."""

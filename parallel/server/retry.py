@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from parallel.server.chain import ChainLost, Chains, Unheard
-from parallel.server.messages import Kind, Letter, Message
-from parallel.server.server import Mail
+from parallel.parameter_server.replication_chain import ChainLost, Chains, Unheard
+from parallel.parameter_server.messages import Kind, Letter, Message
+from parallel.parameter_server.server_loop import Mail
 
 
 class Retry:
@@ -31,7 +31,7 @@ class Retry:
     Attributes
     ----------
     accept : callable
-        As of `parallel.server.post.Post`; the worker's.
+        As of `parallel.parameter_server.message_bus.Post`; the worker's.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parallel.server.keys import Key
+from parallel.parameter_server.key_assignment import Key
 
 
 def up(keys: Iterable[Key], server: int, parts: int, itemsize: int) -> int:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tiny
 
-from parallel.engine import LAYOUTS, Engine
-from parallel.optim import AdamW
+from parallel.engine.data_parallel_engine import LAYOUTS, Engine
+from parallel.optim.optimizers import AdamW
 
 
 def trained(comm, layout, device, **settings):

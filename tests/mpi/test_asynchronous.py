@@ -5,13 +5,13 @@ import pytest
 import tiny
 from states import differing, whole
 
-from parallel.guard import StepFailed
+from parallel.runtime.consistency_check import StepFailed
 from parallel.nn.compose import Sequential
-from parallel.optim import LAMB, SGD, AdamW
-from parallel.pipeline.asynchronous import Asynchronous, intervals_of
+from parallel.optim.optimizers import LAMB, SGD, AdamW
+from parallel.pipeline.asynchronous_pipeline import Asynchronous, intervals_of
 from parallel.pipeline.engine import Pipeline
-from parallel.pipeline.excerpts import fewer
-from parallel.pipeline.plan import build
+from parallel.pipeline.schedule.truncate import fewer
+from parallel.pipeline.schedule.pipeline_plan import build
 
 SCHEDULES = ["pipedream", "pipedream-2bw"]
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)

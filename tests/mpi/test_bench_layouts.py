@@ -5,7 +5,7 @@ import json
 import pytest
 
 import bench_layouts
-from parallel.engine import LAYOUTS
+from parallel.engine.data_parallel_engine import LAYOUTS
 
 
 @pytest.mark.parametrize(

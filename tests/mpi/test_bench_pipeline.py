@@ -3,9 +3,9 @@
 import pytest
 
 import bench_pipeline
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
 
 
 def test_a_table_of_all_schedules(world, capsys):

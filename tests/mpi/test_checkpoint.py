@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("safetensors")
 
-from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, tensors_in
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, tensors_in
 from parallel.layouts import LAYOUTS
 from parallel.settings import complete
-from parallel.training import Training
+from parallel.trainer.trainer import Training
 
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "micro_batch": 5, "dropout": 0.1, "steps": 6}
 
@@ -128,7 +128,7 @@ def test_a_rank_that_cannot_write_fails_all(world, comm, folder, monkeypatch):
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("parallel.checkpoint.Writer", full)
+        monkeypatch.setattr("parallel.checkpoint.checkpoint_files.Writer", full)
     with Training(complete(SAID), comm) as training:
         training.engine.steps = 7
         if world.Get_size() <= 4:  # there is a tensor for each rank

@@ -12,15 +12,15 @@ from collectives.compressed import compression_model as worthwhile
 from collectives.compressed import Hierarchical, Quantised, Segmented
 from collectives.runtime.requests import wait_all
 from collectives.compressed.compression_model import Forecast, Wire, crowding, forecast
-from parallel import checkpoint
-from parallel.bucket import Bucket
-from parallel.checkpoint import Checkpoint
-from parallel.compression import COMPRESSORS, auto, parse
-from parallel.compression.signs import Signs
-from parallel.engine import Engine
-from parallel.flat import Flat
-from parallel.guard import StepFailed
-from parallel.optim import SGD
+from parallel.checkpoint import checkpoint_files as checkpoint
+from parallel.data_parallel.grad_bucket import Bucket
+from parallel.checkpoint.checkpoint_files import Checkpoint
+from parallel.grad_compression import COMPRESSORS, auto, parse
+from parallel.grad_compression.signs import Signs
+from parallel.engine.data_parallel_engine import Engine
+from parallel.nn.flat_params import Flat
+from parallel.runtime.consistency_check import StepFailed
+from parallel.optim.optimizers import SGD
 from quant import grouped
 
 HOWS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "topk:1", "powersgd:1", "powersgd:3")

@@ -11,17 +11,17 @@ from states import differing, whole
 
 from collectives import Communicator
 from collectives.runtime.requests import under_way
-from parallel.engine import LAYOUTS, Engine
-from parallel.flat import BLOCK
-from parallel.guard import Disagreement, Diverged, StepFailed
-from parallel.interrupt import Interrupt
+from parallel.engine.data_parallel_engine import LAYOUTS, Engine
+from parallel.nn.flat_params import BLOCK
+from parallel.runtime.consistency_check import Disagreement, Diverged, StepFailed
+from parallel.runtime.signals import Interrupt
 from parallel.nn.compose import Sequential
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.nn.operator import NotAtHand
-from parallel.optim import LAMB, SGD, AdamW
-from parallel.pool import Pool
-from parallel.scaling import LossScale
+from parallel.optim.optimizers import LAMB, SGD, AdamW
+from parallel.data.work_queue import Pool
+from parallel.optim.loss_scaling import LossScale
 
 STEPS = (7, 1, 4, 3)
 """Micro-batches of each step: more than ranks, fewer than ranks, not divisible."""
@@ -330,7 +330,7 @@ def test_a_gradient_that_is_no_number(comm, layout, clip):
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
     """Squares of every block are finite, their sum is not: no step is made, least of all one of length 0."""
-    monkeypatch.setattr("parallel.holdings.block_squares", lambda gradient: np.full(len(gradient) // BLOCK, 1e308))
+    monkeypatch.setattr("parallel.data_parallel.sharded_optimizer.block_squares", lambda gradient: np.full(len(gradient) // BLOCK, 1e308))
     with engine(comm, precision="fp64", clip=clip) as made:
         with pytest.raises(StepFailed, match=r"nothing was updated; the norm of the gradient is not finite in step 0"):
             made.step(tiny.batches(made.share(2)))

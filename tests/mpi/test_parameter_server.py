@@ -10,18 +10,18 @@ import pytest
 import tiny
 from states import same, whole
 
-from parallel import checkpoint
-from parallel.engine import Engine
-from parallel.guard import StepFailed
+from parallel.checkpoint import checkpoint_files as checkpoint
+from parallel.engine.data_parallel_engine import Engine
+from parallel.runtime.consistency_check import StepFailed
 from parallel.nn.compose import Sequential
 from parallel.nn.embedding import Embedding
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator, Parameter, constant
-from parallel.optim import LAMB, AdamW
+from parallel.optim.optimizers import LAMB, AdamW
 from parallel.server import traffic
-from parallel.server.engine import ParameterServer
-from parallel.server.messages import Kind
+from parallel.parameter_server.server_engine import ParameterServer
+from parallel.parameter_server.messages import Kind
 
 STEPS = (7, 1, 4, 3)
 """Parts of each step."""

@@ -9,16 +9,16 @@ from mpi4py import MPI
 from states import differing, whole
 
 from collectives import Communicator
-from parallel.engine import Engine
-from parallel.guard import Disagreement, Diverged, StepFailed
+from parallel.engine.data_parallel_engine import Engine
+from parallel.runtime.consistency_check import Disagreement, Diverged, StepFailed
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
-from parallel.optim import LAMB, SGD, AdamW
-from parallel.pipeline.actions import BW, F
+from parallel.optim.optimizers import LAMB, SGD, AdamW
+from parallel.pipeline.schedule.actions import BW, F
 from parallel.pipeline.engine import Pipeline
-from parallel.pipeline.placement import loop
-from parallel.pipeline.plan import Plan
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedule.stage_placement import loop
+from parallel.pipeline.schedule.pipeline_plan import Plan
+from parallel.pipeline.schedule.schedules import SCHEDULES
 
 STEPS = (6, 6, 5, 1)
 """Micro-batches of each step: as many as are planned, fewer, and fewer than there are replicas."""

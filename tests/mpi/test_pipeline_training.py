@@ -5,9 +5,9 @@ from mpi4py import MPI
 from states import differing, whole
 
 from collectives import Communicator
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.settings import complete
-from parallel.training import Training
+from parallel.trainer.trainer import Training
 
 SAID = {"data": "copy", "model": "gpt:tiny", "length": 16, "batch": 16, "steps": 3, "dropout": 0.1, "warm_up": 0}
 UNITS = 4

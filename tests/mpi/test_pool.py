@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from parallel.pool import Pool
+from parallel.data.work_queue import Pool
 
 
 @pytest.fixture

@@ -11,17 +11,17 @@ from mpi4py import MPI
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
-from parallel.posttraining import trained
-from parallel.posttraining.calibration import OBSERVERS, calibrate, dealt, observed
-from parallel.posttraining.layers import layers_of
-from parallel.posttraining.methods import METHODS
-from parallel.posttraining.mixed import mixture, options_of
-from parallel.posttraining.packed import Rounded, packed, weights_of
-from parallel.posttraining.quantise import quantise, rounded
-from parallel.posttraining.score import compare, evaluate
-from parallel.posttraining.sensitivity import SENSITIVITIES
+from parallel.ptq import load_model as trained
+from parallel.ptq.calibration import OBSERVERS, calibrate, dealt, observed
+from parallel.ptq.quantizable_layers import layers_of
+from parallel.ptq.methods import METHODS
+from parallel.ptq.mixed_precision import mixture, options_of
+from parallel.ptq.packed_weights import Rounded, packed, weights_of
+from parallel.ptq.quantize_model import quantise, rounded
+from parallel.ptq.evaluation import compare, evaluate
+from parallel.ptq.sensitivity import SENSITIVITIES
 from parallel.settings import complete
-from parallel.training import Training
+from parallel.trainer.trainer import Training
 from quant import INT8, grouped
 
 SELF = MPI.COMM_SELF

@@ -10,21 +10,22 @@ import tiny
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.engine import Engine
-from parallel.guard import Disagreement, StepFailed
-from parallel.memory import Memory
+from parallel.engine.data_parallel_engine import Engine
+from parallel.runtime.consistency_check import Disagreement, StepFailed
+from parallel.runtime.vector_memory import Memory
 from parallel.nn.compose import Sequential
-from parallel.optim import SGD, AdamW
-from parallel.replicas import gossip, groups
-from parallel.replicas.engine import Replicas
-from parallel.replicas.gossip import Gossip
-from parallel.replicas.groups import Groups
-from parallel.replicas.hogwild import LINE
-from parallel.replicas.local import Local
+from parallel.optim.optimizers import SGD, AdamW
+from parallel.decentralized import gossip
+from parallel.decentralized import group_averaging as groups
+from parallel.decentralized.replica_engine import Replicas
+from parallel.decentralized.gossip import Gossip
+from parallel.decentralized.group_averaging import Groups
+from parallel.decentralized.hogwild import LINE
+from parallel.decentralized.local_sgd import Local
 from parallel.replicas.style import Seen
-from parallel.replicas.styles import STYLES, Options
+from parallel.decentralized.styles import STYLES, Options
 from parallel.settings import complete
-from parallel.training import Training
+from parallel.trainer.trainer import Training
 
 NOTHING = Seen(0.0, 0)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from states import same, whole
 
-from parallel import checkpoint
-from parallel.guard import StepFailed
+from parallel.checkpoint import checkpoint_files as checkpoint
+from parallel.runtime.consistency_check import StepFailed
 from parallel.settings import complete
-from parallel.training import Training
+from parallel.trainer.trainer import Training
 
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "steps": 12, "batch": 40, "micro_batch": 10, "clip": 1.0}
 

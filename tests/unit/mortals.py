@@ -7,20 +7,20 @@ from functools import partial
 
 import numpy as np
 
-from parallel.flat import BLOCK, Place, Span
+from parallel.nn.flat_params import BLOCK, Place, Span
 from parallel.nn.operator import Parameter, constant
-from parallel.optim import SGD, Piece
-from parallel.server.chain import ChainLost, Unheard
-from parallel.server.clocks import rule_of
-from parallel.server.keys import Key
-from parallel.server.messages import Kind, Letter, Message
+from parallel.optim.optimizers import SGD, Piece
+from parallel.parameter_server.replication_chain import ChainLost, Unheard
+from parallel.parameter_server.worker_clocks import rule_of
+from parallel.parameter_server.key_assignment import Key
+from parallel.parameter_server.messages import Kind, Letter, Message
 from parallel.server.order import Order
-from parallel.server.replicas import Replicas
+from parallel.parameter_server.server_replicas import Replicas
 from parallel.server.retry import Retry
-from parallel.server.server import Failed, Server
-from parallel.server.store import Apart, Cell, Together
-from parallel.server.work import Outcome
-from parallel.server.worker import Again, Worker
+from parallel.parameter_server.server_loop import Failed, Server
+from parallel.parameter_server.shard_store import Apart, Cell, Together
+from parallel.parameter_server.work_assignment import Outcome
+from parallel.parameter_server.worker_client import Again, Worker
 
 RATE, KEYS = 0.5, 2
 IN_VAIN = 3000

@@ -9,9 +9,9 @@ import pytest
 from spans import check
 
 from benchlib import timelines
-from parallel.pipeline.actions import from_csv
-from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedule.actions import from_csv
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,8 +45,8 @@ def test_as_a_picture(tmp_path, name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_as_a_trace(name):
     """Also when many messages fly at once, nothing in a thread overlaps."""
-    from parallel.pipeline.lowering import lower
-    from parallel.pipeline.simulate import Times, simulate
+    from parallel.pipeline.schedule.lowering import lower
+    from parallel.pipeline.schedule.simulator import Times, simulate
 
     timeline = simulate(lower(build(name, 3, 5)), Times(message=4))
     entries = timelines.entries(timeline, second=1000)

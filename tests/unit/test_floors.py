@@ -19,16 +19,16 @@ FLOORS = {
     "collectives.kept collectives.runtime.persistent_agreement collectives.runtime.planner collectives.runtime.desync_check collectives.runtime.point_to_point "
     "collectives.communicator",
     6: "collectives collectives.compressed collectives.compressed.compression_model "
-    "parallel.nn parallel.flat parallel.optim parallel.updates parallel.schedules parallel.scaling "
-    "parallel.precision parallel.data parallel.datasets parallel.canonical parallel.plan parallel.bucket "
-    "parallel.stretches parallel.motion parallel.record parallel.report parallel.interrupt parallel.tensorfile "
-    "parallel.settings parallel.facts parallel.server.clocks parallel.server.messages parallel.server.keys "
-    "parallel.server.work parallel.server.order parallel.server.record parallel.server.chain "
-    "parallel.pipeline.amounts parallel.pipeline.actions parallel.pipeline.placement parallel.pipeline.schedules "
-    "parallel.pipeline.plan parallel.pipeline.lowering parallel.pipeline.faults parallel.pipeline.simulate "
-    "parallel.pipeline.memory parallel.pipeline.formulas parallel.pipeline.draw parallel.pipeline.partition "
-    "parallel.pipeline.search parallel.pipeline.excerpts parallel.pipeline.division "
-    "parallel.posttraining.tree parallel.posttraining.layers parallel.posttraining.packed",
+    "parallel.nn parallel.nn.flat_params parallel.optim.optimizers parallel.optim.kernels parallel.optim.lr_schedules parallel.optim.loss_scaling "
+    "parallel.optim.precision parallel.data.sampler parallel.data.datasets parallel.runtime.tree_sum parallel.data_parallel.partition_spec parallel.data_parallel.grad_bucket "
+    "parallel.checkpoint.tensor_slices parallel.engine.microbatch_pass parallel.runtime.profiler parallel.runtime.step_report parallel.runtime.signals parallel.checkpoint.safetensors_writer "
+    "parallel.settings parallel.runtime.validation parallel.parameter_server.worker_clocks parallel.parameter_server.messages parallel.parameter_server.key_assignment "
+    "parallel.parameter_server.work_assignment parallel.server.order parallel.parameter_server.event_record parallel.parameter_server.replication_chain "
+    "parallel.pipeline.schedule.numeric parallel.pipeline.schedule.actions parallel.pipeline.schedule.stage_placement parallel.pipeline.schedule.schedules "
+    "parallel.pipeline.schedule.pipeline_plan parallel.pipeline.schedule.lowering parallel.pipeline.schedule.checks parallel.pipeline.schedule.simulator "
+    "parallel.pipeline.schedule.activation_memory parallel.pipeline.schedule.formulas parallel.pipeline.schedule.timeline parallel.pipeline.schedule.stage_partition "
+    "parallel.pipeline.schedule.schedule_search parallel.pipeline.schedule.truncate parallel.pipeline.param_division "
+    "parallel.ptq.model_surgery parallel.ptq.quantizable_layers parallel.ptq.packed_weights",
     7: "parallel",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from parallel.pipeline import formulas
-from parallel.pipeline.actions import BW, F
-from parallel.pipeline.formulas import Formulas
-from parallel.pipeline.schedules import SCHEDULES, Entry, gpipe
+from parallel.pipeline.schedule import formulas
+from parallel.pipeline.schedule.actions import BW, F
+from parallel.pipeline.schedule.formulas import Formulas
+from parallel.pipeline.schedule.schedules import SCHEDULES, Entry, gpipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "prove_pipeline.py"

@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 import quantize
 from collectives import Communicator
-from parallel.checkpoint import all_in
+from parallel.checkpoint.checkpoint_files import all_in
 from parallel.settings import complete
-from parallel.training import Training
+from parallel.trainer.trainer import Training
 
 TASKS = {
     "classes": {"data": "teacher_classes", "model": "mlp:tiny", "steps": 80},

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
-from parallel.checkpoint import all_in, tensors_in
+from parallel.checkpoint.checkpoint_files import all_in, tensors_in
 
 ROOT = Path(__file__).resolve().parents[2]
 MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
@@ -107,7 +107,7 @@ KILLER = """
 import os, signal, sys
 from mpi4py import MPI
 import train
-from parallel.training import Training
+from parallel.trainer.trainer import Training
 
 run, victim, at = Training.run, int(sys.argv.pop(1)), int(sys.argv.pop(1))
 

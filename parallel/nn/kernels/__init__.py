@@ -38,7 +38,7 @@ COMPILED_TYPES = frozenset(np.dtype(name) for name in ("float32", "int64", "uint
 def _compiled() -> Mapping[str, Any]:
     """Functions of `compiled` by name; none where numba is missing."""
     try:
-        return vars(import_module("parallel.nn.kernels.compiled"))
+        return vars(import_module("parallel.nn.kernels.compiled_kernels"))
     except ImportError:
         return {}
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.canonical import Counter, Node, Pool, played
+from parallel.runtime.tree_sum import Counter, Node, Pool, played
 
 
 def leaf(number):

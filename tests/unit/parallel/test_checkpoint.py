@@ -15,8 +15,9 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
-from parallel import checkpoint, tensorfile
-from parallel.checkpoint import Checkpoint, CheckpointError, all_in, latest, name_of, save
+from parallel.checkpoint import checkpoint_files as checkpoint
+from parallel.checkpoint import safetensors_writer as tensorfile
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, name_of, save
 
 SELF = MPI.COMM_SELF
 SHAPES = {"model/0.weight": (3, 5), "model/10.bias": (7,), "model/9.gain": (), "optimizer/m/0.weight": (3, 5)}

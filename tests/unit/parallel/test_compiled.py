@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("numba")
 
 from parallel.nn import kernels
-from parallel.nn.kernels import compiled, philox, reference
+from parallel.nn.kernels import philox, reference
+from parallel.nn.kernels import compiled_kernels as compiled
 
 F = np.float32
 SHAPES = [(0,), (1,), (7,), (16,), (33,), (1000,), (3, 5), (2, 3, 17)]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.data import Sampler, contiguous, interleaved, prefetch
+from parallel.data.sampler import Sampler, contiguous, interleaved, prefetch
 
 COUNTS = [0, 1, 2, 3, 7, 8, 64, 101]
 SHARES = [contiguous, interleaved]
@@ -269,7 +269,7 @@ def test_a_program_ends(name):
     """However it does, no thread keeps it; in 20 seconds it would have been killed."""
     source = "range(10**9)" if "waits" not in name else "(time.sleep(0.2) for _ in range(10**9))"
     start = (
-        "import os, signal, time\nfrom parallel.data import prefetch\n"
+        "import os, signal, time\nfrom parallel.data.sampler import prefetch\n"
         "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
         f"items = prefetch({source}, 2)\n"
     )

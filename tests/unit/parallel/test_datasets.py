@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel import datasets
-from parallel.data import Sampler
-from parallel.datasets import TASKS, Arrays, Windows, documentation, from_npz, load
+from parallel.data import datasets
+from parallel.data.sampler import Sampler
+from parallel.data.datasets import TASKS, Arrays, Windows, documentation, from_npz, load
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -129,7 +129,7 @@ def test_documentation_of_a_source(source, found):
 
 @pytest.mark.timeout(120)
 def test_another_process_finds_the_same(library):
-    code = "import zlib; from parallel.datasets import library; print(zlib.crc32(repr(library()).encode()))"
+    code = "import zlib; from parallel.data.datasets import library; print(zlib.crc32(repr(library()).encode()))"
     root = str(Path(datasets.__file__).parents[1])
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": root}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.engine import LAYOUTS
+from parallel.engine.data_parallel_engine import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLLUP = Path("/proc/self/smaps_rollup")
@@ -31,11 +31,11 @@ import re, sys
 import numpy as np
 from mpi4py import MPI
 from collectives import Communicator
-from parallel.data import Batch
-from parallel.engine import Engine
+from parallel.data.sampler import Batch
+from parallel.engine.data_parallel_engine import Engine
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp
-from parallel.optim import AdamW
+from parallel.optim.optimizers import AdamW
 
 def taken():
     "Bytes that are no file's; a page that several processes map counts for each of them by its share."

@@ -5,8 +5,9 @@ from math import ceil, inf, log, prod
 import numpy as np
 import pytest
 
-from parallel.replicas import gossip, groups
-from parallel.replicas.mass import Mass
+from parallel.decentralized import gossip
+from parallel.decentralized import group_averaging as groups
+from parallel.decentralized.push_sum import Mass
 
 SIZES = range(1, 65)
 sizes = pytest.mark.parametrize("size", SIZES)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from parallel.flat import Flat
+from parallel.nn.flat_params import Flat
 from parallel.nn.compose import Recompute
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, TRANSFORMERS, build, convnet, mlp, transformer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from operators import CASES, inputs, play
 
-from parallel.flat import Flat
+from parallel.nn.flat_params import Flat
 from parallel.nn import gradcheck, kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import QUERIES, CausalAttention, self_attention

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parallel.flat import BLOCK, Place, Span
+from parallel.nn.flat_params import BLOCK, Place, Span
 from parallel.nn.operator import Parameter, constant
-from parallel.optim import (
+from parallel.optim.optimizers import (
     LAMB,
     OPTIMIZERS,
     PORTION,
@@ -23,8 +23,8 @@ from parallel.optim import (
     block_squares,
     clip_factor,
 )
-from parallel.schedules import Schedule
-from parallel.updates import kernels, reference
+from parallel.optim.lr_schedules import Schedule
+from parallel.optim.kernels import kernels, reference
 
 SIZES = {"first": 700, "bias": 3, "second": 1025, "none": 0, "gain": 256, "last": 40}
 NOT_DECAYING = ("bias", "gain")
@@ -133,7 +133,7 @@ def plain(name):
 def arithmetic(request, monkeypatch):
     """Whatever this machine has for host arrays, and the reference."""
     if request.param == "reference":
-        monkeypatch.setattr("parallel.optim.kernels", lambda x: reference)
+        monkeypatch.setattr("parallel.optim.optimizers.kernels", lambda x: reference)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -220,9 +220,9 @@ def test_no_bit_depends_on_the_portions(name, portion, monkeypatch, arithmetic):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compiled_gives_the_same_bits_as_the_reference(name, dtype, monkeypatch):
     pytest.importorskip("numba")
-    assert kernels(np.zeros(1)) is importlib.import_module("parallel.updates.compiled")
+    assert kernels(np.zeros(1)) is importlib.import_module("parallel.optim.kernels.compiled_updates")
     expected = train(make(name), dtype=dtype)
-    monkeypatch.setattr("parallel.optim.kernels", lambda x: reference)
+    monkeypatch.setattr("parallel.optim.optimizers.kernels", lambda x: reference)
     equal(train(make(name), dtype=dtype), expected)
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from parallel.flat import BLOCK, Place, Span
+from parallel.nn.flat_params import BLOCK, Place, Span
 from parallel.nn.operator import Parameter, constant
-from parallel.optim import LAMB, SGD, Adam, AdamW, Piece, block_squares
+from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW, Piece, block_squares
 
 
 class Foreign:

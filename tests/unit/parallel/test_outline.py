@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parallel.flat import Flat
+from parallel.nn.flat_params import Flat
 from parallel.nn import kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention

@@ -2,10 +2,10 @@
 
 import pytest
 
-from parallel.pipeline.actions import BW, B, F, U, W, from_csv, parse, to_csv
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES
+from parallel.pipeline.schedule.actions import BW, B, F, U, W, from_csv, parse, to_csv
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from parallel.pipeline.partition import Layer, Limit, partition
-from parallel.pipeline.search import search
+from parallel.pipeline.schedule.stage_partition import Layer, Limit, partition
+from parallel.pipeline.schedule.schedule_search import search
 
 
 def every_way(count, parts):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from parallel.pipeline.formulas import FORMULAS, deviations, evaluate
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.memory import peaks, versions
-from parallel.pipeline.placement import Place, loop, opposed, vee
-from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES
-from parallel.pipeline.simulate import Times, simulate
+from parallel.pipeline.schedule.formulas import FORMULAS, deviations, evaluate
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.activation_memory import peaks, versions
+from parallel.pipeline.schedule.stage_placement import Place, loop, opposed, vee
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.pipeline.schedule.simulator import Times, simulate
 
 ROOT = Path(__file__).resolve().parents[3]
 SYNCHRONOUS = [name for name, entry in SCHEDULES.items() if entry.version is None]

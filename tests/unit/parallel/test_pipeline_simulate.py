@@ -4,14 +4,14 @@ from fractions import Fraction
 
 import pytest
 
-from parallel.pipeline import draw
-from parallel.pipeline.actions import BW, F, U, from_csv, parse
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.memory import peaks
-from parallel.pipeline.placement import loop
-from parallel.pipeline.plan import Plan, build
-from parallel.pipeline.schedules import SCHEDULES, Entry, tabled
-from parallel.pipeline.simulate import PlanError, Times, simulate
+from parallel.pipeline.schedule import timeline as draw
+from parallel.pipeline.schedule.actions import BW, F, U, from_csv, parse
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.activation_memory import peaks
+from parallel.pipeline.schedule.stage_placement import loop
+from parallel.pipeline.schedule.pipeline_plan import Plan, build
+from parallel.pipeline.schedule.schedules import SCHEDULES, Entry, tabled
+from parallel.pipeline.schedule.simulator import PlanError, Times, simulate
 
 
 def spans(timeline, stage):

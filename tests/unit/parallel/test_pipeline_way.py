@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import tiny
 
-from parallel.flat import Flat
+from parallel.nn.flat_params import Flat
 from parallel.nn.compose import Sequential
-from parallel.pipeline.division import checked_cuts, divide
+from parallel.pipeline.param_division import checked_cuts, divide
 from parallel.pipeline.engine import even_cuts
-from parallel.pipeline.excerpts import fewer, forwards
-from parallel.pipeline.lowering import lower
-from parallel.pipeline.measure import measure
-from parallel.pipeline.plan import build
-from parallel.pipeline.schedules import SCHEDULES
-from parallel.pipeline.simulate import simulate
+from parallel.pipeline.schedule.truncate import fewer, forwards
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.unit_timing import measure
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.pipeline.schedule.simulator import simulate
 from parallel.pipeline.way import check, mesh_of, microbatches, schedule_of, workers
-from parallel.precision import PRECISIONS
+from parallel.optim.precision import PRECISIONS
 from parallel.settings import Settings, complete
 
 

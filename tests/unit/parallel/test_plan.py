@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import tiny
 
-from parallel.bucket import Bucket, Filling, buckets_of
-from parallel.data_parallel import MOST_REQUESTS
-from parallel.flat import Flat, Place, Span
-from parallel.flat import buckets as divide
+from parallel.data_parallel.grad_bucket import Bucket, Filling, buckets_of
+from parallel.data_parallel.ddp import MOST_REQUESTS
+from parallel.nn.flat_params import Flat, Place, Span
+from parallel.nn.flat_params import buckets as divide
 from parallel.layouts import LAYOUTS
-from parallel.ledger import FORMULAS, RECIPES, on_paper, predict
-from parallel.motion import Motion, nobody
+from parallel.engine.memory_ledger import FORMULAS, RECIPES, on_paper, predict
+from parallel.engine.microbatch_pass import Motion, nobody
 from parallel.nn.compose import Sequential
 from parallel.nn.operator import Parameter, Run, constant
-from parallel.plan import Plan
-from parallel.precision import PRECISIONS
-from parallel.record import Recorder
-from parallel.weights import resident_slots
-from parallel.zero import Stage3, slots, users_of
+from parallel.data_parallel.partition_spec import Plan
+from parallel.optim.precision import PRECISIONS
+from parallel.runtime.profiler import Recorder
+from parallel.data_parallel.param_store import resident_slots
+from parallel.data_parallel.zero import Stage3, slots, users_of
 
 
 def plan(ranks=2, rank=0, model=None, **settings):

@@ -9,25 +9,25 @@ pytest.importorskip("sklearn")
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.checkpoint import CheckpointError
-from parallel.data import Batch
-from parallel.engine import Engine
+from parallel.checkpoint.checkpoint_files import CheckpointError
+from parallel.data.sampler import Batch
+from parallel.engine.data_parallel_engine import Engine
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import Run, name_all
-from parallel.optim import SGD
-from parallel.posttraining import packed as module
-from parallel.posttraining import trained
-from parallel.posttraining.calibration import OBSERVERS, calibrate, dealt, forward, watch
-from parallel.posttraining.layers import expect_finite, kind_of, layers_of
-from parallel.posttraining.methods import METHODS
-from parallel.posttraining.mixed import mixture, options_of
-from parallel.posttraining.packed import Rounded, nbytes, packed, weights_of
-from parallel.posttraining.quantise import nbytes_of, quantise, rounded
-from parallel.posttraining.score import compare, evaluate
-from parallel.posttraining.sensitivity import SENSITIVITIES, fisher, gradients
+from parallel.optim.optimizers import SGD
+from parallel.ptq import packed_weights as module
+from parallel.ptq import load_model as trained
+from parallel.ptq.calibration import OBSERVERS, calibrate, dealt, forward, watch
+from parallel.ptq.quantizable_layers import expect_finite, kind_of, layers_of
+from parallel.ptq.methods import METHODS
+from parallel.ptq.mixed_precision import mixture, options_of
+from parallel.ptq.packed_weights import Rounded, nbytes, packed, weights_of
+from parallel.ptq.quantize_model import nbytes_of, quantise, rounded
+from parallel.ptq.evaluation import compare, evaluate
+from parallel.ptq.sensitivity import SENSITIVITIES, fisher, gradients
 from parallel.settings import complete
-from parallel.training import Training
+from parallel.trainer.trainer import Training
 from quant import INT8, PRESETS, PerGroup, QuantSpec, files, grouped, parse, quantize
 from quant.search import SEARCHES
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from parallel.precision import PRECISIONS
-from parallel.scaling import LossScale
+from parallel.optim.precision import PRECISIONS
+from parallel.optim.loss_scaling import LossScale
 
 
 def test_growth_backoff_floor_and_ceiling():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from parallel.schedules import SCHEDULES, Schedule, describe, rate_at
+from parallel.optim.lr_schedules import SCHEDULES, Schedule, describe, rate_at
 
 EXAMPLES = {
     "constant": {"rate": 0.5},

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 import tiny
 
-from parallel.data import OnDemand, Sampler
-from parallel.datasets import Arrays
-from parallel.flat import Flat, Span
+from parallel.data.sampler import OnDemand, Sampler
+from parallel.data.datasets import Arrays
+from parallel.nn.flat_params import Flat, Span
 from parallel.nn.compose import Sequential
 from parallel.nn.embedding import Embedding, Unembedding
 from parallel.nn.linear import Linear
-from parallel.optim import SGD, Adam, Piece
-from parallel.plan import Plan
-from parallel.precision import PRECISIONS
-from parallel.server.clocks import Clocks, rule_of
-from parallel.server.keys import Table, buckets_of, keys_of, tables
-from parallel.server.messages import Kind, Letter, Message, Wire
+from parallel.optim.optimizers import SGD, Adam, Piece
+from parallel.data_parallel.partition_spec import Plan
+from parallel.optim.precision import PRECISIONS
+from parallel.parameter_server.worker_clocks import Clocks, rule_of
+from parallel.parameter_server.key_assignment import Table, buckets_of, keys_of, tables
+from parallel.parameter_server.messages import Kind, Letter, Message, Wire
 from parallel.server.order import Entry, Order, Played
-from parallel.server.record import Recording, file_of, read
-from parallel.server.store import Apart, Cell, Pushed, Together
-from parallel.server.work import Outcome, Part, Work, joined
+from parallel.parameter_server.event_record import Recording, file_of, read
+from parallel.parameter_server.shard_store import Apart, Cell, Pushed, Together
+from parallel.parameter_server.work_assignment import Outcome, Part, Work, joined
 from parallel.settings import Settings, complete
 from parallel.ways import way_of
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from operators import CASES, inputs, play
 
-from parallel.flat import Flat
+from parallel.nn.flat_params import Flat
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.operator import Run
 

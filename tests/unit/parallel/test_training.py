@@ -10,13 +10,15 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel import checkpoint, machine, training
-from parallel.checkpoint import Checkpoint, CheckpointError
-from parallel.data import Batch
-from parallel.datasets import Arrays
+from parallel.checkpoint import checkpoint_files as checkpoint
+from parallel.runtime import resources as machine
+from parallel.trainer import trainer as training
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
+from parallel.data.sampler import Batch
+from parallel.data.datasets import Arrays
 from parallel.layouts import LAYOUTS
 from parallel.settings import complete
-from parallel.training import Training, prepare, settings_in
+from parallel.trainer.trainer import Training, prepare, settings_in
 
 
 @pytest.mark.parametrize("model, inputs", [("mlp:tiny", (8, 8)), ("convnet:tiny", (1, 8, 8))])

@@ -4,7 +4,7 @@ import pytest
 
 from parallel import ways
 from parallel.layouts import LAYOUTS
-from parallel.replicas.styles import STYLES
+from parallel.decentralized.styles import STYLES
 from parallel.settings import Settings
 from parallel.ways import WAYS, Way, way_of
 

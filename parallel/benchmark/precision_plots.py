@@ -1,0 +1,111 @@
+"""Models in few bits as pictures: errors layer by layer, and what widths of their own are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from benchlib.plots import NATIVE, OURS, STYLE
+from benchlib.sizes import format_size
+from parallel.ptq.evaluation import Row
+
+
+class Point(NamedTuple):
+    """A model in few bits, tested.
+
+    Attributes
+    ----------
+    bits : float
+        Of a weight, scales counted.
+    loss : float
+    right : float or None
+        The share that is right, where that has a meaning.
+    name : str
+    """
+
+    bits: float
+    loss: float
+    right: float | None
+    name: str
+
+
+ERRORS = (("weights", "of weights"), ("outputs", "of outputs, the layer alone"), ("arriving", "of outputs, all layers"))
+
+
+def plot_layers(path: str | Path, rows: Sequence[Row], title: str, note: str) -> None:
+    """Relative errors of every layer, and its bytes before and after."""
+    with plt.rc_context(STYLE):
+        figure, (errors, sizes) = plt.subplots(
+            1, 2, figsize=(9.5, 1.9 + 0.42 * len(rows)), sharey=True, layout="constrained", width_ratios=[3, 2]
+        )
+        places = np.arange(len(rows))
+        for number, (name, label) in enumerate(ERRORS):
+            values = [getattr(row, name) for row in rows]
+            errors.barh(places + 0.26 * (number - 1), values, 0.24, color=OURS[number], label=label)
+        errors.set_xlabel("relative error (norm of the difference over norm)")
+        errors.set_yticks(places, [f"{row.name}\n{row.shape[0]} x {row.shape[1]}" for row in rows], fontsize=8)
+        errors.invert_yaxis()
+        sizes.barh(places - 0.19, [row.before for row in rows], 0.34, color=NATIVE, label="float32")
+        sizes.barh(places + 0.19, [row.nbytes for row in rows], 0.34, color=OURS[0], label="in few bits")
+        for place, row in zip(places, rows):
+            sizes.annotate(f" {row.bits:.3g} bits", (row.nbytes, place + 0.19), va="center", fontsize=8, color=OURS[0])
+        sizes.set_xlabel("bytes of weights, scales counted")
+        sizes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(round(x))))
+        sizes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 8]))
+        for axis in (errors, sizes):
+            axis.grid(axis="y", visible=False)
+            axis.set_axisbelow(True)
+        figure.legend(loc="outside lower center", ncols=5, fontsize=8)
+        figure.suptitle(title, fontweight="bold", fontsize=11)
+        sizes.set_title(note, fontsize=7.5, fontweight="normal", color="#777777", loc="right")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def plot_pareto(
+    path: str | Path, uniform: Sequence[Point], mixed: Sequence[Point], whole: Point, title: str, note: str
+) -> None:
+    """Loss, and what is right, against bits: uniform widths as points, the choices of a search as a curve."""
+    kinds = ["loss"] + ["right"] * (whole.right is not None)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4.1), layout="constrained", squeeze=False)
+        for axis, kind in zip(axes[0], kinds):
+            _pareto(axis, kind, uniform, mixed, whole)
+        axes[0][0].legend(loc="upper right")
+        figure.suptitle(title, fontweight="bold", fontsize=11)
+        figure.supxlabel(note, fontsize=7.5, color="#777777")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def _pareto(axis: Axes, kind: str, uniform: Sequence[Point], mixed: Sequence[Point], whole: Point) -> None:
+    scale = 100 if kind == "right" else 1
+    axis.axhline(scale * getattr(whole, kind), color=NATIVE, lw=1, ls=":", label="float32")
+    points = sorted(mixed)
+    axis.plot(
+        [point.bits for point in points],
+        [scale * getattr(point, kind) for point in points],
+        color=OURS[0], marker="o", ms=3.5, lw=1.5, label="a width for each layer, by search",
+    )  # fmt: skip
+    axis.plot(
+        [point.bits for point in uniform],
+        [scale * getattr(point, kind) for point in uniform],
+        color=OURS[1], marker="s", ms=6, lw=0, label="the same width for all",
+    )  # fmt: skip
+    for point in uniform:
+        axis.annotate(
+            point.name, (point.bits, scale * getattr(point, kind)), textcoords="offset points", xytext=(5, 4),
+            fontsize=8, color=OURS[1],
+        )  # fmt: skip
+    axis.set_xlabel("bits of a weight, scales counted")
+    axis.set_ylabel("loss of the test" if kind == "loss" else "right, per cent")
+    if kind == "loss":
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axis.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: ""))

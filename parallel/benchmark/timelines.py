@@ -1,0 +1,229 @@
+"""Timelines of pipelines: as a picture, to and from traces."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from parallel.pipeline.schedule.actions import Action, parse
+from parallel.pipeline.schedule.numeric import Number
+from parallel.pipeline.schedule.activation_memory import peaks, versions
+from parallel.pipeline.schedule.simulator import Event, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {
+    "F": ("#0b6fbf", "#6fb1e6", "#a9d0f0", "#cfe4f6"),
+    "B": ("#e07b00", "#f2b266", "#f7cf9e", "#fae3c6"),
+    "W": ("#2a9d52", "#7fcf9b", "#addfbf", "#d2eedc"),
+    "BW": ("#c4453b", "#e38f88", "#efb9b4", "#f6d8d5"),
+    "U": ("#5b4fc4",) * 4,
+}
+"""By kind, then by chunk."""
+
+NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradients", "BW": "backward", "U": "update"}
+INK = "#333333"
+WIDTH = 12.0
+
+
+class Band(NamedTuple):
+    """One timeline of a picture.
+
+    Attributes
+    ----------
+    title : str
+    lines : by stage, its computations
+    messages : (message, receiving stage)
+    unit : str
+        Of time.
+    """
+
+    title: str
+    lines: Sequence[Sequence[Event]]
+    messages: Sequence[tuple[Event, int]] = ()
+    unit: str = ""
+
+
+def simulated(timeline: Timeline, title: str) -> Band:
+    """What the simulator says; messages that take no time are left out."""
+    flying = [event for event in timeline.messages if event.end > event.start]
+    return Band(title, timeline.computed, [(event, timeline.plan.peer(event.action).stage) for event in flying])
+
+
+def measured(path: Path, step: int | None = None) -> Band:
+    """A step of a run, out of its trace: whatever there is named like an action, such as ``2F0``.
+
+    Parameters
+    ----------
+    path
+        A trace, as scripts/train.py writes it.
+    step
+        Which of the steps in the trace; the last one, if not given. Where several ranks are the same stage, the first
+        of them is shown.
+
+    Raises
+    ------
+    ValueError
+        If it is no trace, or has no such step of a pipeline in it.
+    """
+    try:
+        entries = json.loads(path.read_text())["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected a trace ({error})") from None
+    threads: dict[int, dict[tuple[int, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for entry in entries:
+        action = _action(entry.get("name", "")) if entry.get("ph") == "X" else None
+        if action is not None:
+            start = entry["ts"] / 1e6
+            event = Event(action, start, start + entry["dur"] / 1e6)
+            threads[action.stage][entry["pid"], entry["tid"]].append(event)
+    if not threads:
+        raise ValueError(f"{path}: nothing in this trace is named like an action of a pipeline, such as 2F0")
+    lines = [sorted(of[min(of)], key=lambda event: event.start) for _, of in sorted(threads.items())]
+    steps = min(max(Counter(event.action for event in line).values()) for line in lines)
+    chosen = steps - 1 if step is None else step
+    if not 0 <= chosen < steps:
+        raise ValueError(f"{path}: expected one of the {steps} steps in this trace, found {chosen}")
+    lines = [_step(line, chosen) for line in lines]
+    zero = min(event.start for line in lines for event in line)
+    shifted = [[Event(action, start - zero, end - zero) for action, start, end in line] for line in lines]
+    end, busy = _extent(shifted)
+    idle = 1 - busy / (end * len(shifted))
+    return Band(f"measured: {end * 1e3:.3g} ms, idle {idle:.1%}", shifted, (), "s")
+
+
+def _action(name: str) -> Action | None:
+    try:
+        action = parse(name)
+    except ValueError:
+        return None
+    return action if action.kind in NAMES else None
+
+
+def _step(line: Sequence[Event], step: int) -> list[Event]:
+    """Of every action the time that it was done in that step."""
+    seen: Counter[Action] = Counter()
+    chosen = []
+    for event in line:
+        if seen[event.action] == step:
+            chosen.append(event)
+        seen[event.action] += 1
+    return chosen
+
+
+def _extent(lines: Sequence[Sequence[Event]]) -> tuple[float, float]:
+    """When the last one ends, and the time that all are busy."""
+    events = [event for line in lines for event in line]
+    return max((float(event.end) for event in events), default=1.0), sum(float(e.end - e.start) for e in events)
+
+
+def picture(path: Path, bands: Sequence[Band]) -> None:
+    """Draw timelines below each other: stages as rows, time from left to right, to one scale for each unit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    heights = [0.34 * len(band.lines) + 0.6 for band in bands]
+    figure, axes = plt.subplots(
+        len(bands), 1, figsize=(WIDTH, sum(heights) + 0.6), squeeze=False, layout="constrained",
+        height_ratios=heights,
+    )  # fmt: skip
+    for axis, band in zip(axes[:, 0], bands):
+        _band(axis, band, max(_extent(other.lines)[0] for other in bands if other.unit == band.unit))
+    present = {(event.action.kind, event.action.chunk) for band in bands for line in band.lines for event in line}
+    handles = [
+        Patch(color=_colour(kind, chunk), label=f"{NAMES[kind]}{f', chunk {chunk}' if chunk else ''}")
+        for kind in NAMES
+        for chunk in sorted(chunk for of, chunk in present if of == kind)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def _colour(kind: str, chunk: int) -> str:
+    shades = COLOURS[kind]
+    return shades[chunk % len(shades)]
+
+
+def _band(axis: Axes, band: Band, end: float) -> None:
+    for stage, line in enumerate(band.lines):
+        spans = [(float(event.start), float(event.end - event.start)) for event in line]
+        colours = [_colour(event.action.kind, event.action.chunk) for event in line]
+        axis.broken_barh(spans, (stage - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.5)
+        for event in line:
+            _label(axis, event, stage, end)
+    for event, target in band.messages:
+        source = event.action.stage
+        edge = 0.4 if target > source else -0.4
+        axis.plot([float(event.start), float(event.end)], [source + edge, target - edge], color=INK, lw=0.7)
+    axis.set_xlim(0, end)
+    axis.set_ylim(len(band.lines) - 0.5, -0.5)
+    axis.set_yticks(range(len(band.lines)), [f"stage {stage}" for stage in range(len(band.lines))], fontsize=8)
+    axis.tick_params(length=0, labelsize=8)
+    axis.set_title(band.title, loc="left", fontsize=9)
+    axis.set_facecolor("#f1f3f5")
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    if band.unit:
+        axis.set_xlabel(band.unit, fontsize=8)
+
+
+def _label(axis: Axes, event: Event, stage: int, end: float) -> None:
+    """The micro-batch, if there is room for it."""
+    text = str(event.action.microbatch)
+    share = float(event.end - event.start) / end * (WIDTH - 1)
+    if share > 0.075 * len(text):
+        middle = float(event.start + event.end) / 2
+        dark = event.action.chunk == 0
+        axis.text(middle, stage, text, ha="center", va="center", fontsize=7, color="white" if dark else INK)
+
+
+def entries(timeline: Timeline, second: Number) -> list[dict[str, Any]]:
+    """A timeline as a trace: a thread for every stage's computations, and as many more as messages fly at once.
+
+    Parameters
+    ----------
+    timeline
+    second
+        How many units of time there are in a second.
+    """
+    from benchlib import traces
+
+    lanes: list[list[list[Event]]] = [[list(line)] for line in timeline.computed]
+    for event in sorted(timeline.messages, key=lambda event: event.start):
+        if event.end == event.start:
+            continue
+        mine = lanes[event.action.stage]
+        free = next((lane for lane in mine[1:] if lane[-1].end <= event.start), None)
+        if free is None:
+            mine.append(free := [])
+        free.append(event)
+    most = max(map(len, lanes))
+    found = traces.names([0] * len(lanes), ["", *(f" sends {lane}" for lane in range(1, most))])
+    for stage, mine in enumerate(lanes):
+        for number, lane in enumerate(mine):
+            kind = "communication" if number else "compute"
+            for action, start, end in lane:
+                name = f"{action} to stage {timeline.plan.peer(action).stage}" if number else str(action)
+                times = float(start / second), float(end / second)
+                found.append(traces.span(stage * most + number, 0, name, kind, *times))
+    return found
+
+
+def summary(timeline: Timeline) -> str:
+    """What there is to say of a simulated step, in a line."""
+    plan, bubble = timeline.plan, timeline.bubble
+    chunks = plan.placement.chunks
+    kept = ", ".join(map(str, peaks(plan)))
+    share = f"idle {float(bubble):.1%}" + (f" ({bubble})" if bubble else "")
+    what = "micro-batches" if chunks == 1 else f"micro-batches in one of {chunks} chunks"
+    stashed = f", versions of the weights {', '.join(map(str, versions(plan)))}" if plan.versions else ""
+    messages = sum(plan.messages().values())
+    return f"takes {timeline.makespan}, {share}; keeps {kept} {what}{stashed}; {messages} messages"

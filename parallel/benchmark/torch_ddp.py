@@ -1,0 +1,235 @@
+"""The same model out of PyTorch's parts, trained by its DistributedDataParallel over gloo: whom our training races.
+
+As PyTorch is best used on a CPU: fused attention and AdamW, gradients that are views of the buckets and set to None
+between steps, communication under the backward.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import nn
+
+from parallel.nn.activation import GELU, ReLU
+from parallel.nn.attention import CausalAttention
+from parallel.nn.compose import Residual, Sequential
+from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
+from parallel.nn.linear import Flatten, Linear
+from parallel.nn.norm import LayerNorm
+from parallel.nn.operator import Operator, Parameter
+from parallel.optim.optimizers import AdamW
+from parallel.optim.lr_schedules import rate_at
+
+Array = np.ndarray
+
+dist: Any = torch.distributed  # which does not say in its types what it exports
+
+
+class _Residual(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return x + self.inner(x)
+
+
+class _Attention(nn.Module):
+    def __init__(self, heads: int):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: Any) -> Any:
+        batch, length, width = x.shape[0], x.shape[1], x.shape[2] // 3
+        q, k, v = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in x.split(width, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(batch, length, width)
+
+
+class _Positions(nn.Module):
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Any) -> Any:
+        return x + self.weight[: x.shape[1]]
+
+
+class _Unembedding(nn.Module):
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Any) -> Any:
+        return F.linear(x, self.weight)
+
+
+class Twin:
+    """A module that computes what one of our models does, and which of its parameters is which of ours.
+
+    Parameters
+    ----------
+    model : Operator
+        Whose parameters have values.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+    pairs : list of (Parameter, torch.nn.Parameter, bool)
+        The bool: whether the second is the first's transpose, as PyTorch keeps the weights of linear maps.
+
+    Raises
+    ------
+    TypeError
+        If the model has an operator that has no counterpart here.
+    """
+
+    def __init__(self, model: Operator):
+        self.pairs: list[tuple[Parameter, nn.Parameter, bool]] = []
+        self._made: dict[int, nn.Parameter] = {}
+        self.module = self._build(model)
+
+    def _build(self, operator: Operator) -> nn.Module:
+        if type(operator) not in COUNTERPARTS:
+            raise TypeError(
+                f"{type(operator).__name__} {operator.name}: this operator has no counterpart in PyTorch here"
+            )
+        return COUNTERPARTS[type(operator)](self, operator)
+
+    def _same(self, parameter: Parameter, transposed: bool = False) -> nn.Parameter:
+        """PyTorch's parameter with the values of ours; one for one."""
+        if id(parameter) not in self._made:
+            values = np.array(parameter.data.T if transposed else parameter.data, order="C")
+            self._made[id(parameter)] = nn.Parameter(torch.from_numpy(values))
+            self.pairs.append((parameter, self._made[id(parameter)], transposed))
+        return self._made[id(parameter)]
+
+    def sequential(self, operator: Sequential) -> nn.Module:
+        return nn.Sequential(*map(self._build, operator.items))
+
+    def residual(self, operator: Residual) -> nn.Module:
+        return _Residual(self._build(operator.inner))
+
+    def linear(self, operator: Linear) -> nn.Module:
+        module = nn.Linear(operator.inputs, operator.outputs, bias=operator.bias is not None)
+        module.weight = self._same(operator.weight, transposed=True)
+        if operator.bias is not None:
+            module.bias = self._same(operator.bias)
+        return module
+
+    def layer_norm(self, operator: LayerNorm) -> nn.Module:
+        module = nn.LayerNorm(operator.gain.shape, eps=operator.eps)
+        module.weight, module.bias = self._same(operator.gain), self._same(operator.bias)
+        return module
+
+    def embedding(self, operator: Embedding) -> nn.Module:
+        module = nn.Embedding(operator.vocabulary, operator.width)
+        module.weight = self._same(operator.weight)
+        return module
+
+
+COUNTERPARTS: dict[type, Callable[[Twin, Any], nn.Module]] = {
+    Sequential: Twin.sequential,
+    Residual: Twin.residual,
+    Linear: Twin.linear,
+    LayerNorm: Twin.layer_norm,
+    Embedding: Twin.embedding,
+    PositionEmbedding: lambda twin, operator: _Positions(twin._same(operator.weight)),
+    Unembedding: lambda twin, operator: _Unembedding(twin._same(operator.weight)),
+    CausalAttention: lambda twin, operator: _Attention(operator.heads),
+    GELU: lambda twin, operator: nn.GELU(approximate="tanh" if operator.tanh else "none"),
+    ReLU: lambda twin, operator: nn.ReLU(),
+    Flatten: lambda twin, operator: nn.Flatten(),
+}
+
+
+class Peer:
+    """A model in training by PyTorch. Making one and all that it does is collective.
+
+    Parameters
+    ----------
+    model : Operator
+        Of ours, with values, the same on all ranks; they are copied.
+    optimizer : AdamW
+        Of ours: the same settings are taken, the rate as it is at the first step.
+    comm : Intracomm
+        Over which the ranks find each other; gradients go over gloo.
+    threads : int
+        Of PyTorch, in this process.
+    bucket_mb : float
+        Megabytes of gradients that travel together.
+    """
+
+    def __init__(self, model: Operator, optimizer: AdamW, comm: MPI.Intracomm, threads: int, bucket_mb: float = 25):
+        torch.set_num_threads(threads)
+        _meet(comm)
+        self.twin = Twin(model)
+        self.module = nn.parallel.DistributedDataParallel(
+            self.twin.module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+        )
+        groups = [
+            {
+                "params": [theirs for ours, theirs, _ in self.twin.pairs if ours.decay == decays],
+                "weight_decay": optimizer.decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=rate_at(optimizer.rate, 0),
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            fused=True,
+        )
+
+    def _backward(self, x: Array, y: Array) -> Any:
+        self.optimizer.zero_grad(set_to_none=True)
+        scores = self.module(torch.from_numpy(x))
+        loss = F.cross_entropy(scores.reshape(-1, scores.shape[-1]), torch.from_numpy(y).reshape(-1), ignore_index=-1)
+        loss.backward()
+        return loss
+
+    def step(self, x: Array, y: Array) -> float:
+        """One update; the mean loss of this rank's samples."""
+        loss = self._backward(x, y)
+        self.optimizer.step()
+        return float(loss.item())
+
+    def gradients(self, x: Array, y: Array) -> dict[str, Array]:
+        """The gradient of the mean loss over all ranks, by the names of our parameters, without an update."""
+        self._backward(x, y)
+        found = {}
+        for ours, theirs, transposed in self.twin.pairs:
+            gradient: Any = theirs.grad
+            found[ours.name] = np.array((gradient.T if transposed else gradient).numpy())
+        return found
+
+    def close(self) -> None:
+        """Part from the other ranks."""
+        dist.destroy_process_group()
+
+
+def _meet(comm: MPI.Intracomm) -> None:
+    """Let PyTorch's ranks be those of the communicator."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    alone = bool(comm.allreduce(node.Get_size() == size, MPI.LAND))
+    node.Free()
+    if alone:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    host = "127.0.0.1" if alone else comm.bcast(socket.getfqdn())
+    store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = comm.bcast(store.port if store else None)
+    if store is None:
+        store = dist.TCPStore(host, port, size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

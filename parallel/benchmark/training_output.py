@@ -1,0 +1,105 @@
+"""What programs that train have in common: the bar, lines of metrics, scores in words, and a trace of some steps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from benchlib import launch, traces
+from collectives import Communicator
+from parallel.runtime.signals import Interrupt
+from parallel.runtime.throughput import Speed
+from parallel.runtime.profiler import Event
+from parallel.runtime.collective_errors import together
+from parallel.trainer.trainer import Score, Training
+
+
+class Unwritten(RuntimeError):
+    """A file of results could not be written. Raised on all ranks."""
+
+
+REFRESH = 0.2
+"""Seconds between two looks at the bar."""
+
+
+def status(comm: MPI.Intracomm, interrupt: Interrupt) -> int:
+    """The customary exit status of a program that a signal has ended, the same on all ranks. Collective."""
+    number = int(comm.allreduce(interrupt.number, MPI.MAX))
+    return 128 + number if number else 0
+
+
+def tokens(training: Training) -> int:
+    """How many targets a sample has, if these are bytes; else 1."""
+    return training.settings.length if training.task.kind == "bytes" else 1
+
+
+def unit(training: Training) -> str:
+    """What is counted by the second."""
+    return "tokens" if training.task.kind == "bytes" else "samples"
+
+
+def short(number: float) -> str:
+    """A number in three digits and a unit.
+
+    >>> short(12345), short(7.25)
+    ('12.3k', '7.25')
+    """
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def speed_in_words(training: Training, speed: Speed) -> str:
+    """Throughput, MFU and communication."""
+    words = f"{short(speed.samples_per_s * tokens(training))} {unit(training)}/s"
+    words += "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
+    return f"{words}, communication {speed.communication_share:.0%}"
+
+
+def loss_in_words(training: Training, loss: float) -> str:
+    """In bits per byte, where bytes are predicted."""
+    return f"{loss / 0.6931471805599453:.3f} bits/byte" if training.task.kind == "bytes" else f"loss {loss:.4f}"
+
+
+def score_in_words(score: Score) -> str:
+    """The test, in the measure that counts."""
+    if math.isnan(score.loss):
+        return "no samples to test"
+    if score.bits_per_byte is not None:
+        return f"test {score.bits_per_byte:.3f} bits/byte"
+    if score.accuracy is not None:
+        return f"test accuracy {score.accuracy:.2%}"
+    return f"test loss {score.loss:.4g}"
+
+
+def title_of(training: Training) -> str:
+    """What the picture shows."""
+    said = training.settings
+    return f"{said.model} on {training.task.name}: {said.layout}, {said.precision}, {said.optimizer}"
+
+
+LANES = ("", " under way")
+"""What a rank does, and which exchanges are under way meanwhile."""
+
+
+def write_trace(path: Path, comm: Communicator, events: list[Event], ahead: float, **about: Any) -> None:
+    """Write the events of all ranks; `ahead` is how far this rank's clock is. Collective; raises Unwritten."""
+    rank, nodes = comm.Get_rank(), comm.nodes or (0,) * comm.Get_size()
+    start = comm.allreduce(min((event.start for event in events), default=float("inf")) - ahead, MPI.MIN)
+    mine = []
+    for event in events:
+        thread = rank * len(LANES) + (event.kind == "flight")
+        times = event.start - ahead - start, event.end - ahead - start
+        mine.append(traces.span(thread, nodes[rank], event.name, event.kind, *times, **event.about))
+    everyone = comm.gather(mine) or []
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        traces.write(path, [*traces.names(nodes, LANES), *(entry for some in everyone for entry in some)], **about)
+
+    together(comm, write, f"{path} was not written", Unwritten, root=0)
+    launch.say(f"{path} written; ui.perfetto.dev opens it")

@@ -1,0 +1,502 @@
+"""Checkpoints without a layout: whole tensors by name, whoever held which part of them, and whoever will.
+
+A checkpoint is a folder:
+
+    step-000000200/
+        model-00001-of-00002.safetensors  ...      weights, as the optimiser has them: float32 or float64
+        model.safetensors.index.json               in which file each of them is
+        optimizer-00001-of-00002.safetensors  ...  the optimiser's state, ``m/<parameter>`` and so on
+        optimizer.safetensors.index.json
+        feedback-...                               what compressing gradients still owes, where they are compressed
+        state.json                                 all that is no tensor; size and SHA-256 of every other file
+
+All ranks write it, each its own share of whole tensors, which it gathers one at a time, into a folder with another
+name. When everything is on the disk, rank 0 renames that folder. So whatever has the name of a checkpoint is a whole
+one, and a crash leaves at most a folder that begins with a dot, which the next checkpoint clears away.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from array_api_compat import array_namespace
+from mpi4py import MPI
+
+from parallel.runtime.validation import whole
+from parallel.runtime.vector_memory import to_host
+from parallel.checkpoint.safetensors_writer import Entry, Reader, Writer, digest_of
+from parallel.runtime.collective_errors import agree, together
+
+FORMAT = "chorus checkpoint 1"
+FAMILIES = ("model", "optimizer", "feedback")
+OPTIONAL = "feedback"
+"""Tensors that a training may do without: it then starts as if new, and leaves alone what it has no use for."""
+STATE = "state.json"
+NAME = re.compile(r"step-(\d{9,})")
+FILE = re.compile(rf"({'|'.join(FAMILIES)})(-\d{{5,}}-of-\d{{5,}}\.safetensors|\.safetensors\.index\.json)")
+KINDS = {"step": int, "facts": dict, "files": dict}
+"""What must be in it besides the format and its checksum."""
+PARTIAL = ".partial"
+TAG = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or cannot be used. Raised on all ranks."""
+
+
+class Stretch(Protocol):
+    """Elements of a logical tensor in this rank's memory: what `parallel.engine.data_parallel_engine.Engine.stretches` gives."""
+
+    @property
+    def name(self) -> str:
+        """Of the tensor: ``model/...`` or ``optimizer/...``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+    @property
+    def start(self) -> int:
+        """Where in the flattened tensor the stretch begins."""
+
+    @property
+    def array(self) -> Any:
+        """A 1-D view."""
+
+    @property
+    def mine(self) -> bool:
+        """Whether this rank writes it."""
+
+
+# ---------------------------------------------------------------------------------------------- by name
+
+
+def name_of(step: int) -> str:
+    """What the checkpoint after so many steps is called."""
+    return f"step-{step:09d}"
+
+
+def step_of(path: Path) -> int:
+    """How many steps were made when a checkpoint was written, by its name."""
+    match = NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path}: a checkpoint is called {name_of(0)} or the like")
+    return int(match[1])
+
+
+def all_in(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, oldest first."""
+    found = [path for path in directory.iterdir() if NAME.fullmatch(path.name)] if directory.is_dir() else []
+    return sorted(found, key=step_of)
+
+
+def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
+    """The newest checkpoint in a directory as rank 0 sees it, or None. Collective."""
+    found = together(comm, lambda: all_in(directory), f"cannot look into {directory}", CheckpointError, 0)
+    return found[-1] if found else None
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+class Part(NamedTuple):
+    """Elements of a tensor that a rank brings."""
+
+    rank: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor, who brings what of it, and which rank writes it."""
+
+    name: str
+    entry: Entry
+    parts: tuple[Part, ...]
+    writer: int
+
+
+def save(
+    comm: MPI.Intracomm,
+    directory: Path,
+    step: int,
+    stretches: Iterable[Stretch],
+    facts: Mapping[str, Any],
+    *,
+    keep: int = 3,
+) -> Path:
+    """Write a checkpoint, all of it or nothing. Collective.
+
+    Parameters
+    ----------
+    comm
+        The ranks that hold the tensors.
+    directory : Path
+        Where checkpoints go, seen by all ranks; made if need be.
+    step : int
+        Steps that were made.
+    stretches
+        What this rank holds of the tensors. Every element is one rank's to write.
+    facts : mapping
+        Whatever else is to be kept, the same on all ranks; becomes JSON.
+    keep : int
+        How many checkpoints to keep, this one among them; older ones are removed when it is there.
+
+    Returns
+    -------
+    Path
+        The checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        On all ranks, if any of them cannot do its part; those that were there still are.
+    """
+    if keep < 1:
+        raise ValueError(f"keep: expected 1 or more, found {keep}")
+    held = [stretch for stretch in stretches if stretch.mine and len(stretch.array)]
+    target = directory / name_of(step)
+    folder = directory / f".{target.name}{PARTIAL}"
+    trouble = f"checkpoint {target} was not written"
+
+    try:
+        together(comm, lambda: _begin(target, folder), trouble, CheckpointError, 0)
+        together(comm, lambda: _see(folder), trouble, CheckpointError)
+        tensors = plan(comm, held)
+        files: dict[str, list[Any]] = {}
+        for family, planned in tensors.items():
+            mine, problem = _write(comm, folder, family, planned, held)
+            agree(comm, problem, trouble, CheckpointError)
+            files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
+        together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
+    except CheckpointError:
+        if comm.Get_rank() == 0:  # a full disk should have the room again
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    trouble = f"{target} is there, but older ones cannot be removed"
+    together(comm, lambda: _clear(directory, keep), trouble, CheckpointError, 0)
+    return target
+
+
+def plan(comm: MPI.Intracomm, held: Sequence[Stretch]) -> dict[str, list[Planned]]:
+    """Who writes which tensor: by family, the same on all ranks, and about as many bytes for each. Collective.
+
+    Raises
+    ------
+    CheckpointError
+        If ranks do not agree on a tensor, or some of its elements are nobody's.
+    """
+    parts: dict[str, list[Part]] = {}
+    entries: dict[str, Entry] = {}
+    mine = [(one.name, tuple(one.shape), np.dtype(one.array.dtype).str, one.start, len(one.array)) for one in held]
+    for rank, some in enumerate(comm.allgather(mine)):
+        for name, shape, dtype, start, size in some:
+            parts.setdefault(name, []).append(Part(rank, start, size))
+            if entries.setdefault(name, Entry(shape, np.dtype(dtype))) != Entry(shape, np.dtype(dtype)):
+                raise CheckpointError(f"{name}: rank {rank} has {dtype} {shape}, another rank {entries[name]}")
+    families: dict[str, list[Planned]] = {family: [] for family in FAMILIES}
+    load = [0] * comm.Get_size()
+    for name in sorted(entries, key=_natural):
+        pieces, end = sorted(parts[name], key=lambda part: part.start), 0
+        for part in pieces:
+            if part.start != end:
+                raise CheckpointError(f"{name}: elements from {min(end, part.start)} on are on no rank, or on two")
+            end += part.size
+        if end != math.prod(entries[name].shape):
+            raise CheckpointError(f"{name}: elements from {end} on are on no rank")
+        writer = load.index(min(load))
+        load[writer] += entries[name].nbytes
+        families[name.partition("/")[0]].append(Planned(name, entries[name], tuple(pieces), writer))
+    return {family: some for family, some in families.items() if some or family != OPTIONAL}
+
+
+def _natural(name: str) -> list[Any]:
+    """So that 10 comes after 9."""
+    return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
+
+
+def _begin(target: Path, folder: Path) -> None:
+    """Make an empty folder under another name; what crashes have left goes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        raise FileExistsError(f"{target} exists")
+    for left in target.parent.glob(f".*{PARTIAL}"):
+        shutil.rmtree(left)
+    folder.mkdir()
+
+
+def _see(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not there, which rank 0 has made: all ranks must share the directory")
+
+
+def _file_names(family: str, tensors: Sequence[Planned]) -> dict[int, str]:
+    """Of each rank that writes one."""
+    writers = sorted({tensor.writer for tensor in tensors})
+    count = len(writers)
+    return {writer: f"{family}-{at:05d}-of-{count:05d}.safetensors" for at, writer in enumerate(writers, 1)}
+
+
+def _inner(name: str) -> str:
+    """A tensor's name within its family's files."""
+    return name.partition("/")[2]
+
+
+def _write(
+    comm: MPI.Intracomm, folder: Path, family: str, tensors: Sequence[Planned], held: Sequence[Stretch]
+) -> tuple[dict[str, list[Any]], Exception | None]:
+    """Gather this rank's tensors one after another and write them: {file: (bytes, SHA-256)}, and what went wrong.
+
+    All ranks go through the same list, so nobody waits in a circle; a rank that cannot write goes on to receive.
+    """
+    rank, names = comm.Get_rank(), _file_names(family, tensors)
+    mine = {(stretch.name, stretch.start): stretch.array for stretch in held}
+    writer, problem = None, None
+    if rank in names:
+        entries = {_inner(tensor.name): tensor.entry for tensor in tensors if tensor.writer == rank}
+        try:
+            writer = Writer(folder / names[rank], entries)
+        except OSError as error:
+            problem = error
+    for tensor in tensors:
+        if tensor.writer != rank:
+            for part in tensor.parts:
+                if part.rank == rank:
+                    comm.Send(to_host(mine[tensor.name, part.start]), tensor.writer, TAG)
+            continue
+        whole = np.empty(math.prod(tensor.entry.shape), tensor.entry.dtype)
+        for part in tensor.parts:
+            here = whole[part.start : part.start + part.size]
+            if part.rank == rank:
+                here[...] = to_host(mine[tensor.name, part.start])
+            else:
+                comm.Recv(here, part.rank, TAG)
+        if writer is not None and problem is None:
+            try:
+                writer.add(whole)
+            except OSError as error:
+                problem = error
+    if writer is None:
+        return {}, problem
+    try:
+        writer.close(sync=problem is None)
+    except OSError as error:
+        problem = problem or error
+    return {names[rank]: [writer.size, writer.digest]}, problem
+
+
+def _finish(
+    folder: Path,
+    target: Path,
+    step: int,
+    tensors: Mapping[str, Sequence[Planned]],
+    files: dict[str, list[Any]],
+    facts: Mapping[str, Any],
+) -> None:
+    """What is no tensor, and the name. After the rename the checkpoint is there."""
+    for family, some in tensors.items():
+        names = _file_names(family, some)
+        index = {
+            "metadata": {"total_size": sum(tensor.entry.nbytes for tensor in some)},
+            "weight_map": {_inner(tensor.name): names[tensor.writer] for tensor in some},
+        }
+        name = f"{family}.safetensors.index.json"
+        _put(folder / name, json.dumps(index, indent=1))
+        files[name] = [*digest_of(folder / name)]
+    state = {"format": FORMAT, "step": step, "facts": facts, "files": dict(sorted(files.items()))}
+    state["sha256"] = _seal(state)
+    _put(folder / STATE, json.dumps(state, indent=1))
+    _sync(folder)
+    folder.rename(target)
+    _sync(target.parent)
+
+
+def _seal(state: Mapping[str, Any]) -> str:
+    """A checksum of all of state.json but itself."""
+    rest = {name: value for name, value in state.items() if name != "sha256"}
+    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _put(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Let names in a folder be on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clear(directory: Path, keep: int) -> None:
+    """Remove all but the newest; each loses its name before its files."""
+    for old in all_in(directory)[:-keep]:
+        hidden = old.with_name(f".{old.name}{PARTIAL}")
+        old.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+class Checkpoint:
+    """A checkpoint that was found whole: every file is as long as it was and has the same checksum. Collective.
+
+    Parameters
+    ----------
+    comm
+        Any ranks; they need not be as many as those that wrote it.
+    path : Path
+
+    Attributes
+    ----------
+    step : int
+        Steps that were made.
+    facts : dict
+        What `save` was given.
+    entries : dict of str -> Entry
+        All tensors.
+
+    Raises
+    ------
+    CheckpointError
+        On all ranks, if it is damaged or none of ours.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, path: Path):
+        self._comm, self.path = comm, path
+        trouble = f"{path} cannot be used"
+        state = together(comm, lambda: _state(path), trouble, CheckpointError, 0)
+        self.step: int = state["step"]
+        self.facts: dict[str, Any] = state["facts"]
+        names = sorted(state["files"])
+        mine = names[comm.Get_rank() :: comm.Get_size()]
+        found = together(
+            comm,
+            lambda: {name: _verified(path / name, *state["files"][name]) for name in mine},
+            trouble,
+            CheckpointError,
+        )
+        self.entries: dict[str, Entry] = {}
+        self._file_of: dict[str, str] = {}
+        for file, entries in sorted(item for some in comm.allgather(found) for item in some.items()):
+            family = file.partition("-")[0]
+            self.entries |= {f"{family}/{name}": entry for name, entry in entries.items()}
+            self._file_of |= {f"{family}/{name}": file for name in entries}
+
+    def fit(self, stretches: Iterable[Stretch]) -> None:
+        """See whether it holds exactly the tensors that these are stretches of. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks; it names tensors that differ.
+        """
+        wanted: dict[str, Entry] = {}
+        for stretch in stretches:
+            if len(stretch.array):
+                wanted[stretch.name] = Entry(tuple(stretch.shape), np.dtype(stretch.array.dtype))
+        for others in self._comm.allgather(wanted):
+            wanted |= others
+        told = []
+        for name in sorted(wanted.keys() | self.entries.keys(), key=_natural):
+            here, there = wanted.get(name), self.entries.get(name)
+            if here != there and not (name.startswith(OPTIONAL) and None in (here, there)):
+                told.append(f"{name} is {_described(there)} in the checkpoint and {_described(here)} here")
+        if told:
+            more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+            raise CheckpointError(f"{self.path} is of another model or optimiser: {'; '.join(told[:3])}{more}")
+
+    def restore(self, stretches: Iterable[Stretch]) -> None:
+        """Copy what it holds into the stretches, once it is known to `fit` all ranks. Collective.
+
+        Stretches of the family `OPTIONAL` that it does not hold stay as they are.
+
+        The holder of the stretches may have to be told, as by `parallel.engine.data_parallel_engine.Engine.refresh`.
+        """
+        stretches = list(stretches)
+        self.fit(stretches)
+        together(self._comm, lambda: self._copy(stretches), f"{self.path} can no longer be read", CheckpointError)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """All of a tensor of `entries`, on the rank that asks."""
+        entry = self.entries[name]
+        values = Reader(self.path / self._file_of[name]).read(_inner(name), 0, math.prod(entry.shape))
+        return values.reshape(entry.shape)
+
+    def _copy(self, stretches: Iterable[Stretch]) -> None:
+        readers: dict[str, Reader] = {}
+        for stretch in stretches:
+            size = len(stretch.array)
+            if size and stretch.name in self._file_of:
+                file = self._file_of[stretch.name]
+                reader = readers.get(file) or readers.setdefault(file, Reader(self.path / file))
+                values = reader.read(_inner(stretch.name), stretch.start, size)
+                stretch.array[...] = array_namespace(stretch.array).asarray(values)
+
+
+def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """All tensors of a checkpoint by name, in their order, one at a time; as they are, unchecked."""
+    readers = [(file.name.partition("-")[0], Reader(file)) for file in path.glob("*.safetensors")]
+    everything = {f"{family}/{name}": reader for family, reader in readers for name in reader.entries}
+    for name in sorted(everything, key=_natural):
+        entry = everything[name].entries[_inner(name)]
+        yield name, everything[name].read(_inner(name), 0, math.prod(entry.shape)).reshape(entry.shape)
+
+
+def _described(entry: Entry | None) -> str:
+    return "missing" if entry is None else f"{entry.dtype} of shape {entry.shape}"
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """What state.json says, if it is one."""
+    if not path.is_dir():
+        raise ValueError("there is no such folder")
+    if not (path / STATE).is_file():
+        raise ValueError(f"it has no {STATE}, so it is no checkpoint")
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{STATE} is damaged: {error}") from error
+    if not isinstance(state, dict) or "format" not in state:
+        raise ValueError(f"{STATE} is none of ours")
+    if state["format"] != FORMAT:
+        raise ValueError(f"its format is {state['format']!r}, and {FORMAT!r} is what this version reads")
+    if state.get("sha256") != _seal(state):
+        raise ValueError(f"{STATE} is damaged: its checksum is wrong")
+    for name, kind in KINDS.items():
+        if not isinstance(state.get(name), kind):
+            raise ValueError(f"{STATE} is none of ours: {name} is {state.get(name)!r}")
+    whole(state, "step")
+    for name, about in state["files"].items():
+        if not FILE.fullmatch(name) or not isinstance(about, list) or list(map(type, about)) != [int, str]:
+            raise ValueError(f"{STATE} is none of ours: of {name!r} it says {about!r}")
+    return state
+
+
+def _verified(path: Path, size: int, digest: str) -> dict[str, Entry]:
+    """The tensors in a file, if it is as it was written."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing")
+    found = path.stat().st_size
+    if found != size:
+        raise ValueError(f"{path.name} has {found} bytes instead of {size}")
+    if digest_of(path) != (size, digest):
+        raise ValueError(f"{path.name} is damaged: its checksum is wrong")
+    return Reader(path).entries if path.suffix == ".safetensors" else {}

@@ -1,0 +1,370 @@
+"""Data sets that need no download, and a user's own files: tasks by name or path.
+
+Everything follows from the name, the seed and the files on disk, so all ranks have the same data without a word.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from parallel.data.sampler import Dataset
+
+HELD_OUT = 10
+"""One sample (document, character) in so many is for the test."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Samples that lie in two arrays, one sample at each place of the first axis.
+
+    Attributes
+    ----------
+    x : array, shape (samples, ...)
+    y : array, shape (samples, ...)
+        Integers are classes, numbers below 0 none; floats are values to be met.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of some samples."""
+        return self.x[indices], self.y[indices]
+
+    def flat(self) -> Arrays:
+        """The same samples, each input in one axis."""
+        return Arrays(self.x.reshape(len(self.x), int(np.prod(self.x.shape[1:]))), self.y)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a text, to be continued byte by byte: the targets are the inputs one byte later.
+
+    Attributes
+    ----------
+    text : array of uint8
+    length : int
+        Bytes that a model sees at once; a window has one more.
+    stride : int
+        From window to window. `length` (which 0 stands for) cuts the text into parts, so that each byte but the first
+        is a target once an epoch; 1 has a window at every place, which a sampler draws in random order.
+    """
+
+    text: np.ndarray
+    length: int
+    stride: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.stride < 0:
+            raise ValueError(
+                f"length: expected 1 or more, found {self.length}; stride: expected 0 or more, found {self.stride}"
+            )
+
+    def __len__(self) -> int:
+        return max(0, (len(self.text) - self.length - 1) // (self.stride or self.length) + 1)
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """x and y, int64, both of shape (windows, length)."""
+        indices = np.asarray(indices, np.int64)
+        if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"windows {indices.min()} to {indices.max()} of a text that has {len(self)}")
+        places = indices[:, None] * (self.stride or self.length) + np.arange(self.length + 1)
+        windows = self.text[places].astype(np.int64)
+        return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learned.
+
+    Attributes
+    ----------
+    name : str
+    train, test : Dataset
+        No sample is in both.
+    kind : {"classes", "bytes", "values"}
+        y holds a class for each sample, the next byte at each place, or float32 values.
+    inputs : tuple of int
+        Shape of one sample of x: float32, or integers where x goes into an embedding.
+    outputs : int
+        Classes, different bytes, or values of a sample: what a model has to put out (at each place).
+    """
+
+    name: str
+    train: Dataset
+    test: Dataset
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: int
+
+
+def digits(seed: int = 0, length: int = 0) -> Task:
+    """Scikit-learn's 1797 handwritten digits: images of 8 x 8 from 0 to 1, ten classes, a fifth for the test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn: pip install 'chorus-mpi[train]'") from error
+    images, labels = load_digits(return_X_y=True)
+    x, y = (images / 16).astype(np.float32).reshape(-1, 8, 8), labels.astype(np.int64)
+    return _classes("digits", *_split(Arrays(x, y), seed, 5))
+
+
+def teacher(seed: int = 0, length: int = 0) -> Task:
+    """Regression: 4 values that a random network of two layers makes of 32 numbers; 4096 samples, 512 for the test."""
+    x, values = _teach(seed, 4)
+    whole = Arrays(x, values.astype(np.float32))
+    return Task("teacher", *_cut(whole, 4096), "values", (32,), 4)
+
+
+def teacher_classes(seed: int = 0, length: int = 0) -> Task:
+    """The same with 8 outputs, of which the largest is the sample's class."""
+    x, values = _teach(seed, 8)
+    return _classes("teacher_classes", *_cut(Arrays(x, values.argmax(1).astype(np.int64)), 4096), outputs=8)
+
+
+def _teach(seed: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng([seed, outputs])
+    x = random.standard_normal((4096 + 512, 32), np.float32)
+    inner, outer = random.standard_normal((32, 64)) / 32**0.5, random.standard_normal((64, outputs)) / 8
+    return x, np.tanh(x @ inner) @ outer
+
+
+LONGEST = 1 << 12
+"""Of the sequences that are made up: all of them are in memory."""
+
+
+def copy(seed: int = 0, length: int = 64) -> Task:
+    """Sequences whose second half is the first again; only there is a target. 4096 of them, 512 to test.
+
+    A sequence has `length` + 1 places: half of `length` random bytes, a zero, the same bytes. y is x one place on, and
+    -1 where nothing can be known.
+    """
+    half = length // 2
+    if half < 1 or length % 2 or length > LONGEST:
+        raise ValueError(f"length: the copy task takes an even number from 2 to {LONGEST}, found {length}")
+    random = np.random.default_rng([seed, length])
+    words = random.integers(1, 256, (4096 + 512, half))
+    whole = np.concatenate([words, np.zeros_like(words[:, :1]), words], axis=1)
+    x, y = whole[:, :-1].copy(), whole[:, 1:].copy()
+    y[:, :half] = -1
+    return Task("copy", *_cut(Arrays(x, y), 4096), "bytes", (length,), 256)
+
+
+def pydoc(seed: int = 0, length: int = 128) -> Task:
+    """The documentation of Python's standard library, byte by byte: docstrings, comments and the reference's topics.
+
+    Modules and topics that fall to a tenth by a checksum of their names are for the test. A paragraph that several of
+    them have is in the first only, so that none but short phrases is in both texts.
+    """
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for name, text in library():
+        parts[zlib.crc32(f"{seed} {name}".encode()) % HELD_OUT == 0].append(text.encode())
+    train, test = (np.frombuffer(b"\n\n".join(texts), np.uint8) for texts in parts)
+    return _text("pydoc", train, test, length)
+
+
+@lru_cache(maxsize=1)
+def library() -> tuple[tuple[str, str], ...]:
+    """(name, text) of every documented module and topic of the standard library, in order of names.
+
+    Sources are read, not imported; tests and what is installed besides are left out. Some 3 MB, made in two seconds or
+    so and then kept in memory.
+    """
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    for path in sorted(root.rglob("*.py")):
+        place = path.relative_to(root)
+        if not OUTSIDE & set(place.parts):
+            source = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
+            found.append((place.as_posix(), documentation(source)))
+    from pydoc_data.topics import topics
+
+    found += [(f"topic {name}", iter([topics[name]])) for name in sorted(topics)]
+    documents, seen = [], set()
+    for name, pieces in found:
+        paragraphs = []
+        for paragraph in re.split(r"\n\s*\n", "\n\n".join(pieces).strip()):
+            if paragraph not in seen:
+                paragraphs.append(paragraph)
+            if len(paragraph) > PHRASE:
+                seen.add(paragraph)
+        if text := "\n\n".join(paragraphs):
+            documents.append((name, text))
+    return tuple(documents)
+
+
+PHRASE = 60
+"""Characters up to which a paragraph may come again and again."""
+
+OUTSIDE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
+"""Folders of the library that are not its own documentation; topics are taken out of `pydoc_data` in another way."""
+
+LITERAL = re.compile(
+    r'"""(?P<long>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""'
+    r"|'''(?P<other>[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*)'''"
+    r'|"(?:\\.|[^"\\\n])*"|' + r"'(?:\\.|[^'\\\n])*'"
+    r"|#(?P<comment>[^\n]*(?:\n[ \t]*#[^\n]*)*)",
+    re.DOTALL,
+)
+"""Whatever in a Python source may hold a quote or a hash: long strings, short strings, runs of comments."""
+
+PREFIX = re.compile(r"\s*[rRuU]?")
+
+
+def documentation(source: str) -> Iterator[str]:
+    """Docstrings and comments of a Python source, without their indentation; those on lines of their own only.
+
+    >>> list(documentation("# one\\n# two\\nx = '#'  # three\\ndef f():\\n    '''Four.\\n\\n    Five.'''\\n"))
+    ['one\\ntwo', 'Four.\\n\\nFive.']
+    """
+    for match in LITERAL.finditer(source):
+        before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
+        text = match["long"] or match["other"] or match["comment"]
+        if text and PREFIX.fullmatch(before):
+            strip = r"\n[ \t]*#* ?" if match["comment"] else r"\n" + before[: len(before) - len(before.lstrip())]
+            text = re.sub(strip, "\n", text.lstrip("# ") if match["comment"] else text).strip()
+            if text:
+                yield text
+
+
+def from_npz(path: Path, seed: int = 0, length: int = 0) -> Task:
+    """A user's arrays: `x` and `y` for training; `x_test` and `y_test`, or else a tenth of them is for the test.
+
+    Floats are taken as float32, and integers as int64: in x they are for an embedding, and in y, where there is one for
+    each sample, classes.
+
+    Raises
+    ------
+    ValueError
+        If the file is no such archive, or arrays are missing, of unequal lengths, not of numbers, or empty.
+    """
+    held = _arrays(path)
+    names = {"x", "y"} | ({"x_test", "y_test"} & set(held) and {"x_test", "y_test"})
+    if missing := sorted(names - set(held)):
+        raise ValueError(f"{path}: {', '.join(missing)} missing; found {', '.join(sorted(held)) or 'no arrays'}")
+    whole = _pair(path, held["x"], held["y"], "")
+    if not len(whole):
+        raise ValueError(f"{path}: x has no samples")
+    for name, array in (("x", whole.x), ("y", whole.y)):
+        if not array.size:
+            raise ValueError(f"{path}: samples of {name} have no values, but shape {array.shape[1:]}")
+    if whole.y.dtype == np.int64 and whole.y.max() < 0:
+        raise ValueError(f"{path}: y: no sample has a class, all numbers are below 0")
+    if "x_test" not in names:
+        train, test = _split(whole, seed, HELD_OUT)
+    else:
+        train, test = whole, _pair(path, held["x_test"], held["y_test"], "_test")
+        for name, mine, other in (("x", train.x, test.x), ("y", train.y, test.y)):
+            if (mine.shape[1:], mine.dtype) != (other.shape[1:], other.dtype):
+                raise ValueError(
+                    f"{path}: samples of {name} are {mine.dtype} of shape {mine.shape[1:]}, those of {name}_test "
+                    f"{other.dtype} of shape {other.shape[1:]}"
+                )
+    if whole.y.dtype == np.int64:
+        return _classes(path.stem, train, test)
+    return Task(path.stem, train, test, "values", whole.x.shape[1:], int(np.prod(whole.y.shape[1:])))
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    with path.open("rb") as file:
+        try:
+            archive = np.load(file)
+            if isinstance(archive, np.ndarray):
+                raise ValueError("it is a single array")
+            return {name: archive[name] for name in archive.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{path}: not an archive of plain arrays (.npz): {error}") from error
+
+
+def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> Arrays:
+    for name, array in ((f"x{end}", x), (f"y{end}", y)):
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{path}: {name}: expected real numbers, found {array.dtype}")
+        if array.ndim == 0:
+            raise ValueError(f"{path}: {name}: expected samples along the first axis, found a single number")
+        if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+            raise ValueError(f"{path}: {name}: {array.max()} is too large for int64")
+    if len(x) != len(y):
+        raise ValueError(f"{path}: x{end} has {len(x)} samples, y{end} has {len(y)}")
+    if y.dtype.kind != "f" and y.ndim != 1:
+        raise ValueError(f"{path}: y{end}: expected one class for each sample, found integers of shape {y.shape}")
+    with np.errstate(over="ignore"):
+        pair = [array.astype(np.float32 if array.dtype.kind == "f" else np.int64) for array in (x, y)]
+    for name, array in (("x", pair[0]), ("y", pair[1])):
+        if not np.isfinite(array).all():
+            raise ValueError(f"{path}: {name}{end}: not all values are finite in {array.dtype}")
+    return Arrays(*pair)
+
+
+def from_text(path: Path, seed: int = 0, length: int = 128) -> Task:
+    """A user's file, byte by byte; its last tenth is for the test."""
+    text = np.frombuffer(path.read_bytes(), np.uint8)
+    cut = len(text) - len(text) // HELD_OUT
+    return _text(path.name, text[:cut], text[cut:], length)
+
+
+TASKS: dict[str, Callable[[int, int], Task]] = {
+    "digits": digits,
+    "pydoc": pydoc,
+    "teacher": teacher,
+    "teacher_classes": teacher_classes,
+    "copy": copy,
+}
+"""By name."""
+
+
+def load(source: str, *, seed: int = 0, length: int = 128) -> Task:
+    """A task by name, or of a user's file: arrays from a path that ends in .npz, text from any other.
+
+    Parameters
+    ----------
+    source : str
+        A key of `TASKS`, or a path.
+    seed : int
+        Of the split, and of what is made up.
+    length : int
+        Places of a sequence, in tasks that have sequences.
+    """
+    if source in TASKS:
+        return TASKS[source](seed, length)
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"data {source!r}: neither a file nor one of {', '.join(TASKS)}")
+    return (from_npz if path.suffix == ".npz" else from_text)(path, seed, length)
+
+
+def _split(whole: Arrays, seed: int, share: int) -> tuple[Arrays, Arrays]:
+    """A part of 1 / share, drawn at random, for the test; never all."""
+    order = np.random.default_rng(seed).permutation(len(whole))
+    cut = len(whole) - len(whole) // share
+    return Arrays(*whole.take(order[:cut])), Arrays(*whole.take(order[cut:]))
+
+
+def _cut(whole: Arrays, at: int) -> tuple[Arrays, Arrays]:
+    return Arrays(whole.x[:at], whole.y[:at]), Arrays(whole.x[at:], whole.y[at:])
+
+
+def _classes(name: str, train: Arrays, test: Arrays, outputs: int = 0) -> Task:
+    outputs = max([outputs, *(int(part.y.max()) + 1 for part in (train, test) if len(part))])
+    return Task(name, train, test, "classes", train.x.shape[1:], outputs)
+
+
+def _text(name: str, train: np.ndarray, test: np.ndarray, length: int) -> Task:
+    parts = Windows(train, length), Windows(test, length)
+    if not len(parts[0]):
+        raise ValueError(
+            f"{name}: {len(train)} bytes for training are too few for one window of {length} + 1; "
+            "a shorter length may do"
+        )
+    return Task(name, *parts, "bytes", (length,), 256)

@@ -1,0 +1,311 @@
+"""Which samples a step trains on: one seeded order for all ranks, cut into global batches, cut into micro-batches.
+
+The order of an epoch, and with it the numbers of its micro-batches, knows nothing of ranks. A layout takes some of the
+numbers (`contiguous`, `interleaved`), or ranks draw them as they get ready (`parallel.data.work_queue`): the same samples meet in
+the same step in any case, each exactly once an epoch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from parallel.runtime.validation import named, whole
+
+Item = TypeVar("Item")
+
+
+class Dataset(Protocol):
+    """Numbered samples in memory: what batches are made from."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(x, y) of some samples: new arrays, whose first axes are as long as `indices`."""
+
+
+class Batch(NamedTuple):
+    """A micro-batch.
+
+    Attributes
+    ----------
+    number : int
+        In its step, counted over all ranks: where its gradient stands in the canonical order.
+    x, y : array
+        Inputs and targets, sample by sample along the first axis.
+    samples : array of int64, shape (batch,)
+        The samples' numbers in the data set.
+    """
+
+    number: int
+    x: np.ndarray
+    y: np.ndarray
+    samples: np.ndarray
+
+
+class Step(NamedTuple):
+    """What one step trains on.
+
+    Attributes
+    ----------
+    epoch, number : int
+        Which step of which epoch, both from 0.
+    parts : tuple of arrays of int64
+        Samples of micro-batch 0, 1, ...; together the global batch, which is shorter in an epoch's last step if the
+        count does not divide, as may then be the last part.
+    """
+
+    epoch: int
+    number: int
+    parts: tuple[np.ndarray, ...]
+
+    @property
+    def samples(self) -> int:
+        """Samples of all micro-batches: the global batch."""
+        return sum(len(part) for part in self.parts)
+
+    def batches(self, data: Dataset, numbers: Iterable[int]) -> Iterator[Batch]:
+        """The micro-batches of these numbers, each made when it is asked for."""
+        for number in numbers:
+            yield Batch(number, *data.take(self.parts[number]), self.parts[number])
+
+
+class OnDemand(Sequence[Batch]):
+    """A step's micro-batches by number, each made when it is taken: for ranks that do not know which they will get.
+
+    Parameters
+    ----------
+    step : Step
+    data : Dataset
+    """
+
+    def __init__(self, step: Step, data: Dataset):
+        self._step, self._data = step, data
+
+    def __len__(self) -> int:
+        return len(self._step.parts)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[at] for at in range(*number.indices(len(self)))]
+        return next(self._step.batches(self._data, [range(len(self))[number]]))
+
+
+class Sampler:
+    """Every sample once an epoch, in an order that seed and epoch decide; a position that can be saved.
+
+    Equal on all ranks, without a word between them. The order comes from NumPy's `default_rng([seed, epoch])`; that of
+    the epoch in use is kept, 8 bytes a sample.
+
+    Parameters
+    ----------
+    count : int
+        Samples in the data set.
+    global_batch : int
+        Samples of a step, over all ranks.
+    micro_batch : int, optional
+        Samples that go through the model at once; by default all of the step's.
+    seed : int
+    shuffle : bool
+        False keeps the data set's own order, as for evaluation.
+
+    Attributes
+    ----------
+    epoch, step : int
+        The position: the step that comes next.
+    steps_per_epoch : int
+        The last of them may be short. 0 if there are no samples.
+
+    Examples
+    --------
+    >>> sampler = Sampler(5, global_batch=4, micro_batch=2, shuffle=False)
+    >>> [[part.tolist() for part in step.parts] for step in sampler.steps(0)]
+    [[[0, 1], [2, 3]], [[4]]]
+    """
+
+    def __init__(
+        self, count: int, global_batch: int, micro_batch: int | None = None, seed: int = 0, *, shuffle: bool = True
+    ):
+        micro_batch = global_batch if micro_batch is None else micro_batch
+        for name, value, least in (
+            ("count", count, 0),
+            ("global_batch", global_batch, 1),
+            ("micro_batch", micro_batch, 1),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}: expected {least} or more, found {value}")
+        self.count, self.global_batch, self.micro_batch = count, global_batch, micro_batch
+        self.seed, self.shuffle = seed, shuffle
+        self.steps_per_epoch = -(-count // global_batch)
+        self.epoch = self.step = 0
+        self._order = (-1, np.zeros(0, np.int64))
+
+    def order(self, epoch: int) -> np.ndarray:
+        """All samples' numbers, int64, in the order of an epoch. Not to be written into."""
+        kept, order = self._order
+        if kept != epoch:
+            everything = np.arange(self.count, dtype=np.int64)
+            if self.shuffle:
+                np.random.default_rng([self.seed, epoch]).shuffle(everything)
+            everything.flags.writeable = False
+            self._order = (epoch, order := everything)
+        return order
+
+    def at(self, epoch: int, step: int) -> Step:
+        """One step of one epoch, wherever the position is."""
+        if not 0 <= step < self.steps_per_epoch:
+            raise IndexError(f"step {step}: an epoch of {self.count} samples has {self.steps_per_epoch} steps")
+        start = step * self.global_batch
+        chosen = self.order(epoch)[start : start + self.global_batch]
+        cuts = range(0, len(chosen), self.micro_batch)
+        return Step(epoch, step, tuple(chosen[cut : cut + self.micro_batch] for cut in cuts))
+
+    def micro_batches(self, step: int, epoch: int | None = None) -> list[np.ndarray]:
+        """The parts of one step, by default of the epoch that the position is in."""
+        return list(self.at(self.epoch if epoch is None else epoch, step).parts)
+
+    def steps(self, epoch: int, start: int = 0) -> Iterator[Step]:
+        """The steps of one epoch, from `start` on. The position stays where it is."""
+        for step in range(start, self.steps_per_epoch):
+            yield self.at(epoch, step)
+
+    def ahead(self) -> Iterator[Step]:
+        """All steps from the position on, epoch after epoch without end; nothing if there are no samples.
+
+        The position stays where it is until `done`, however far somebody who prefetches has looked ahead.
+        """
+        epoch, start = self.epoch, self.step
+        while self.count:
+            yield from self.steps(epoch, start)
+            epoch, start = epoch + 1, 0
+
+    def done(self, step: Step) -> None:
+        """Move the position behind a step that has been trained on."""
+        self.epoch, self.step = step.epoch, step.number + 1
+        if self.step >= self.steps_per_epoch:
+            self.epoch, self.step = step.epoch + 1, 0
+
+    def position(self) -> dict[str, int]:
+        """The position, and what must be the same for it to mean the same: integers, for a checkpoint."""
+        return {"epoch": self.epoch, "step": self.step} | self._fixed()
+
+    def load(self, position: dict[str, int]) -> None:
+        """Go where `position` was taken.
+
+        The micro-batch may differ, since it does not touch the order.
+
+        Raises
+        ------
+        ValueError
+            If the position is of another count, global batch or seed, or is none; the sampler is as before.
+        """
+        try:
+            known = named(position, "position")
+            for name, mine in self._fixed().items():
+                if (there := whole(known, name)) != mine:
+                    raise ValueError(f"it was saved with {name} {there}, this run has {mine}")
+            epoch, step = whole(known, "epoch"), whole(known, "step")
+        except ValueError as error:
+            raise ValueError(f"sampler position: {error}") from error
+        if step >= max(self.steps_per_epoch, 1):
+            raise ValueError(
+                f"sampler position: epoch {epoch}, step {step}, where an epoch has {self.steps_per_epoch} steps"
+            )
+        self.epoch, self.step = epoch, step
+
+    def _fixed(self) -> dict[str, int]:
+        return {
+            "count": self.count,
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+        }
+
+
+def contiguous(count: int, rank: int, size: int) -> range:
+    """A rank's share of micro-batches 0 .. count-1 in one run: ranks get equal numbers, or one more.
+
+    >>> [list(contiguous(5, rank, 3)) for rank in range(3)]
+    [[0], [1, 2], [3, 4]]
+    """
+    return range(rank * count // size, (rank + 1) * count // size)
+
+
+def interleaved(count: int, rank: int, size: int) -> range:
+    """A rank's share of micro-batches 0 .. count-1, one of every round of `size`.
+
+    >>> [list(interleaved(5, rank, 3)) for rank in range(3)]
+    [[0, 3], [1, 4], [2]]
+    """
+    return range(rank, count, size)
+
+
+def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
+    """The items of `source`, up to `depth` of which a thread has made in advance.
+
+    What the source raises is raised here, where its item would have come. The thread starts with the first item that is
+    asked for, and has ended when the iteration has: after the last item, an exception, Ctrl-C, or an early
+    `close` (which Python does by itself when nobody holds the iterator any more). A source that is a generator is then
+    closed as well.
+
+    Parameters
+    ----------
+    source : iterable
+        Used in the thread alone from now on, where it may not call MPI.
+    depth : int
+        0 makes every item when it is asked for, without a thread.
+    """
+    if depth < 0:
+        raise ValueError(f"depth: expected 0 or more, found {depth}")
+    return _ahead(source, depth) if depth else iter(source)
+
+
+def _ahead(source: Iterable[Item], depth: int) -> Iterator[Item]:
+    made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    room, stopped = threading.Semaphore(depth), threading.Event()
+
+    def make() -> None:
+        end: BaseException = StopIteration()
+        items: Iterator[Item] = iter([])
+        try:
+            items = iter(source)
+            while room.acquire() and not stopped.is_set():
+                try:
+                    made.put((next(items), None))
+                except StopIteration:
+                    break
+        except BaseException as error:
+            end = error
+        try:
+            getattr(items, "close", lambda: None)()
+        except BaseException as error:
+            end = error
+        made.put((None, end))
+
+    def end() -> None:
+        stopped.set()
+        room.release()
+        thread.join()
+
+    thread = threading.Thread(target=make, name="prefetch", daemon=True)
+    thread.start()
+    atexit.register(end)  # for an iterator that is held to the end: later no thread could be waited for
+    try:
+        while True:
+            item, error = made.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            room.release()
+            yield item
+    finally:
+        atexit.unregister(end)
+        end()

@@ -1,0 +1,74 @@
+"""Sums of squares of a vector's blocks, of all ranks, in one order: what norms and clipping are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from parallel.data_parallel.run_context import Context
+from parallel.nn.flat_params import BLOCK, Span
+
+
+class Blocks:
+    """Which blocks of the flat vector each rank knows, so that all get those of all.
+
+    Parameters
+    ----------
+    context : Context
+    spans : sequence of sequence of Span
+        Rank by rank; together they make up the vector.
+    """
+
+    def __init__(self, context: Context, spans: Sequence[Sequence[Span]]):
+        self._context = context
+        self._order = numbers_of(span for some in spans for span in some)
+        self._counts = [sum(span.size for span in some) // BLOCK for some in spans]
+        self._starts = list(accumulate(self._counts[:-1], initial=0))
+        self._arriving = context.memory.on_host("buffers", len(self._order), np.float64)
+
+    def gather(self, mine: np.ndarray) -> np.ndarray:
+        """Every block's number, float64, in the order of the vector, from those of each rank's spans. Collective."""
+        with self._context.recorder("communication", "gather block sums"):
+            self._context.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
+        return in_order(self._arriving, self._order)
+
+
+class Everything:
+    """As `Blocks`, where every rank knows all blocks.
+
+    Parameters
+    ----------
+    spans : sequence of Span
+        This rank's, which make up the vector.
+    """
+
+    def __init__(self, spans: Sequence[Span]):
+        self._order = numbers_of(spans)
+
+    def gather(self, mine: np.ndarray) -> np.ndarray:
+        """Every block's number in the order of the vector, from those in the order of the spans."""
+        return in_order(mine, self._order)
+
+
+def numbers_of(spans: Iterable[Span]) -> np.ndarray:
+    """The numbers of the spans' blocks, one span after another.
+
+    >>> numbers_of([Span(512, 1024), Span(0, 256)]).tolist()
+    [2, 3, 0]
+    """
+    ranges = [np.arange(span.start // BLOCK, span.stop // BLOCK) for span in spans]
+    return np.concatenate([np.zeros(0, np.int64), *ranges])
+
+
+def in_order(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The value of each block, in the order of the vector; the k-th value is that of block ``numbers[k]``."""
+    whole = np.empty_like(values)
+    whole[numbers] = values
+    return whole
+
+
+def blocks_of(span: Span) -> slice:
+    """The blocks of a span, in the vector of all blocks."""
+    return slice(span.start // BLOCK, span.stop // BLOCK)

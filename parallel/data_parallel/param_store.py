@@ -1,0 +1,173 @@
+"""Where a rank has the weights that operators see: all of them, or a part, and the rest just in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+from parallel.data_parallel.grad_bucket import Bucket
+from parallel.data_parallel.run_context import Context
+from parallel.nn.flat_params import Span
+from parallel.nn.operator import Array
+
+
+class Whole:
+    """All weights on every rank, all of the time.
+
+    Parameters
+    ----------
+    context : Context
+    spans : sequence of Span
+        What this rank updates.
+    buckets : sequence of Bucket
+        What `publish` tells everyone, bucket by bucket; empty where every rank updates everything.
+
+    Attributes
+    ----------
+    own : list of (Span, array)
+        The weights that this rank updates.
+    """
+
+    replicated = True
+
+    def __init__(self, context: Context, spans: Sequence[Span], buckets: Sequence[Bucket] = ()):
+        self._context, self._buckets = context, buckets
+        self.vector = context.memory.seen("parameters", context.flat.length, context.storage)
+        context.flat.bind(self.vector)
+        self.own = [(span, self.vector[context.flat.within(span)]) for span in spans]
+
+    def begin(self, path: Sequence[int]) -> None:
+        """A way through the units begins."""
+
+    def enter(self) -> None:
+        """The next unit of the way is about to be used."""
+
+    def leave(self) -> None:
+        """It was used."""
+
+    def publish(self) -> None:
+        """Everyone's own weights have changed."""
+        for bucket in self._buckets:
+            with self._context.recorder("communication", "allgather", bucket=bucket.number):
+                run = self.vector[self._context.flat.within(bucket.span)]
+                self._context.comm.Allgatherv(MPI.IN_PLACE, [run, bucket.counts])
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Gathered:
+    """A part of the weights on every rank; a unit's are gathered before its use, while the unit before it computes.
+
+    A bucket has a slot in memory, which it shares with buckets of other units: units with even numbers and those with
+    odd ones take turns. What is still in its slot when it is wanted again is not gathered again. Parameters of several
+    units have slots of their own.
+
+    Parameters
+    ----------
+    context : Context
+    buckets : sequence of Bucket
+        No bucket has parameters of two units, unless all of its parameters have both.
+    users : sequence of tuple of int
+        For every bucket the units that use it, ascending.
+
+    Attributes
+    ----------
+    own : list of (Span, array)
+        This rank's part of each bucket.
+    """
+
+    replicated = False
+
+    def __init__(self, context: Context, buckets: Sequence[Bucket], users: Sequence[tuple[int, ...]]):
+        self._context, self._buckets, self._users = context, buckets, users
+        self.vector = context.memory.seen("parameters", sum(bucket.own.size for bucket in buckets), context.storage)
+        self.own, at = [], 0
+        for bucket in buckets:
+            self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
+            at += bucket.own.size
+        self._slot = resident_slots(users)
+        sizes = slot_sizes(self._slot, buckets)
+        slots = {slot: context.memory.seen("buffers", size, context.storage) for slot, size in sizes.items()}
+        self._views: list[Array] = [slots[slot][: bucket.span.size] for slot, bucket in zip(self._slot, buckets)]
+        self._requests = [
+            context.comm.Allgatherv_init(part, [view, bucket.counts])
+            for bucket, (_, part), view in zip(buckets, self.own, self._views)
+        ]
+        self._held: dict[object, int] = {}
+        self._flying: set[int] = set()
+        self._path: Sequence[int] = ()
+        self._at = -1
+
+    def begin(self, path: Sequence[int]) -> None:
+        """A way through the units begins: these, one after another."""
+        self._path, self._at = path, -1
+
+    def enter(self) -> None:
+        """Have the next unit's weights at hand, and begin to gather those of the one after it."""
+        self._at += 1
+        here = self._needs(self._at)
+        for number in here:
+            self._fetch(number)
+        for number in here:
+            if number in self._flying:
+                with self._context.recorder("communication", "gather", bucket=number):
+                    self._requests[number].Wait()
+                self._flying.remove(number)
+            self._context.flat.bind(self._views[number], self._buckets[number].places, self._buckets[number].span.start)
+        busy = {self._slot[number] for number in here}
+        for number in self._needs(self._at + 1):
+            if self._slot[number] not in busy:
+                self._fetch(number)
+
+    def leave(self) -> None:
+        """Whoever uses the unit's weights from now on gets an error."""
+        for number in self._needs(self._at):
+            for place in self._buckets[number].places:
+                place.parameter.data = None
+
+    def publish(self) -> None:
+        """Everyone's own weights have changed: what was gathered is old."""
+        self._held.clear()
+
+    def close(self) -> None:
+        """Give the requests back."""
+        for request in self._requests:
+            request.Free()
+        self._requests = []
+
+    def _needs(self, at: int) -> list[int]:
+        if at >= len(self._path):
+            return []
+        return [number for number, users in enumerate(self._users) if self._path[at] in users]
+
+    def _fetch(self, number: int) -> None:
+        """Begin to gather, unless it is here or on its way."""
+        slot = self._slot[number]
+        if self._held.get(slot) != number:
+            self._held[slot] = number
+            self._flying.add(number)
+            with self._context.recorder("communication", "start gather", bucket=number):
+                self._requests[number].Start()
+
+
+def resident_slots(users: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """A slot for each bucket: of one unit's, its unit's parity and which of its unit's it is; else one of its own."""
+    slots: list[tuple[int, ...]] = []
+    seen: dict[int, int] = {}
+    for number, units in enumerate(users):
+        if len(units) == 1:
+            slots.append((units[0] % 2, seen.setdefault(units[0], 0)))
+            seen[units[0]] += 1
+        else:
+            slots.append((2, 0, number))
+    return slots
+
+
+def slot_sizes(slots: Sequence[object], buckets: Sequence[Bucket]) -> dict[object, int]:
+    """Elements of each slot: those of the largest bucket that it is for."""
+    sizes: dict[object, int] = {}
+    for slot, bucket in zip(slots, buckets):
+        sizes[slot] = max(sizes.get(slot, 0), bucket.span.size)
+    return sizes

@@ -1,0 +1,67 @@
+"""How a model's vector is divided: what follows from shapes and settings alone. Knows no MPI and no memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from parallel.nn.flat_params import Flat, Place, buckets
+from parallel.nn.operator import Operator
+from parallel.optim.precision import Precision
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The model and its vector, the ranks, the types of numbers.
+
+    Attributes
+    ----------
+    units : tuple of Operator
+        What weights come and go with.
+    precision : Precision
+        `storage` is the type of weights as operators see them and of activations, `wide` that of gradients, master
+        weights and moments.
+    reproducible : bool
+        Whether gradients are added in the canonical order.
+    bucket_bytes, first_bytes : int
+        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first. None
+        has fewer than that, unless there is only one.
+    seed : int
+    compress : parallel.grad_compression.Maker, optional
+        What becomes of a bucket between ranks.
+    """
+
+    units: tuple[Operator, ...]
+    flat: Flat
+    ranks: int
+    rank: int
+    precision: Precision
+    reproducible: bool
+    bucket_bytes: int
+    first_bytes: int
+    seed: int = 0
+    compress: Any = None
+
+    def scratch(self, adds: bool) -> int:
+        """Elements of the longest tensor that gets several gradients before its sum is exchanged.
+
+        These are the tensors with several uses; if a layout `adds` up micro-batches in place, all of them are.
+        """
+        adds = adds and not self.reproducible
+        return max((place.size for place in self.flat.places if adds or place.parameter.uses > 1), default=0)
+
+    def buckets(self, most: int | None = None) -> tuple[tuple[Place, ...], ...]:
+        """The places of every bucket, at most so many of them and one."""
+        itemsize = self.precision.wide.itemsize
+        least = 0 if most is None else -(-self.flat.length * itemsize // most)
+        return buckets(self.flat.places, max(self.bucket_bytes, least), self.first_bytes, itemsize)
+
+    @cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """By a parameter's identity: the numbers of the units that it belongs to, ascending."""
+        users: dict[int, tuple[int, ...]] = {}
+        for number, unit in enumerate(self.units):
+            for parameter in unit.parameters():
+                users[id(parameter)] = (*users.get(id(parameter), ()), number)
+        return users

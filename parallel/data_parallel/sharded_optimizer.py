@@ -1,0 +1,196 @@
+"""What this rank updates, in how many parts it may come: the gradient's norm over all ranks, clipping, the update.
+
+A part is a run of the flat vector whose gradients are summed over some of the ranks; a rank of a pipeline has several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parallel.data_parallel.grad_norm import Blocks, Everything, blocks_of, numbers_of
+from parallel.data_parallel.run_context import Context
+from parallel.nn.flat_params import Span
+from parallel.runtime.consistency_check import NOTHING, StepFailed
+from parallel.layouts import Layout
+from parallel.nn.kernels.storage import narrow
+from parallel.nn.operator import Array
+from parallel.optim.optimizers import Optimizer, Piece, block_squares, clip_factor
+from parallel.checkpoint.tensor_slices import Stretch, stretches
+from parallel.data_parallel.param_store import Gathered, Whole
+
+
+class Part(NamedTuple):
+    """A run of the vector, and the ranks that have it.
+
+    Attributes
+    ----------
+    context : Context
+        Of these ranks and this run.
+    gradients : sink of gradients
+    weights : Whole or Gathered
+    spans : sequence of sequence of Span
+        Rank by rank, what each looks after for all of them: adds to norms, and writes to checkpoints.
+    """
+
+    context: Context
+    gradients: Any
+    weights: Whole | Gathered
+    spans: Sequence[Sequence[Span]]
+
+    @classmethod
+    def make(cls, context: Context, layout: Layout) -> Part:
+        """A layout's sink and weights for a run. Collective over its ranks."""
+        gradients = layout.gradients(context)
+        return cls(context, gradients, layout.weights(context, gradients), layout.spans(context, gradients))
+
+    @property
+    def mine(self) -> Sequence[Span]:
+        """What this rank looks after."""
+        return self.spans[self.context.plan.rank]
+
+    def close(self) -> None:
+        """Give requests back, and let go of the weights."""
+        self.gradients.close()
+        self.weights.close()
+        for place in self.context.flat.places:
+            place.parameter.data = None
+
+
+class Holdings:
+    """The parts of a rank, and their update.
+
+    Parameters
+    ----------
+    context : Context
+        Of the whole vector and all ranks.
+    parts : sequence of Part
+    spans : sequence of sequence of Span
+        Rank by rank, what each looks after; together they make up the vector.
+    optimizer : Optimizer
+    seed : int
+        Of first values.
+    clip : float or None
+        Limit of the gradient's norm.
+
+    Attributes
+    ----------
+    pieces : list of Piece
+    scaling : LossScale
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        parts: Sequence[Part],
+        spans: Sequence[Sequence[Span]],
+        optimizer: Optimizer,
+        seed: int,
+        clip: float | None,
+    ):
+        self._context, self._parts, self._optimizer, self._clip = context, parts, optimizer, clip
+        recipe = context.plan.precision
+        self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
+        self.pieces = [piece for part in parts for piece in self._pieces_of(part, seed)]
+        self._mine = [span for part in parts for span in part.mine]
+        self._blocks = Blocks(context, spans)
+        held = [piece.span for piece in self.pieces]
+        everything = sum(span.size for span in held) == context.flat.length
+        self._everything = Everything(held) if everything else None
+        place = {number: at for at, number in enumerate(numbers_of(held).tolist())}
+        self._chosen = np.array([place[number] for number in numbers_of(self._mine).tolist()], np.int64)
+
+    def _pieces_of(self, part: Part, seed: int) -> Iterator[Piece]:
+        """What a rank updates of a part, with first values."""
+        memory, wide, flat, own = part.context.memory, part.context.wide, part.context.flat, part.weights.own
+        size = sum(span.size for span, _ in own)
+        vectors = {name: memory.own("optimizer", size, wide) for name in self._optimizer.states()}
+        master = memory.own("optimizer", size, wide) if part.context.plan.precision.master else None
+        at = 0
+        for (span, stored), (_, gradient) in zip(own, part.gradients.own):
+            here = slice(at, at + span.size)
+            at += span.size
+            weights = stored if master is None else master[here]
+            first = weights if memory.xp is np else np.empty(span.size, wide)
+            flat.initialise(first, seed, span)
+            if first is not weights:
+                weights[...] = memory.xp.asarray(first)
+            state = {name: vector[here] for name, vector in vectors.items()}
+            yield Piece(span, weights, gradient, state, flat.places, None if master is None else stored)
+
+    # ------------------------------------------------------------------------------------------ a step's end
+
+    def norm(self, count: int, step: int) -> tuple[float, float, bool]:
+        """The gradient's norm, the factor for the update, and whether to make it. Collective.
+
+        Parameters
+        ----------
+        count : int
+            Targets of all ranks.
+
+        Raises
+        ------
+        StepFailed
+            On all ranks, if the gradient is not finite and that is no matter of the loss scale, or it cannot help.
+        """
+        with self._context.recorder("compute", "norm"):
+            squares = self._blocks.gather(self._squares())
+        factor = 1 / (count * self.scaling.value)
+        norm, clip = clip_factor(squares, factor, self._clip)
+        finite = math.isfinite(norm)
+        if not finite and not self._scaled:
+            places = self._context.flat.places
+            odd = (place for place in places if not np.isfinite(squares[blocks_of(place.span)]).all())
+            names = ", ".join(place.parameter.name for place in odd)
+            what = f"the gradient of {names} is" if names else "the norm of the gradient is"
+            raise StepFailed(f"{NOTHING}; {what} not finite in step {step}")
+        try:
+            self.scaling.update(finite)
+        except FloatingPointError as error:  # all ranks have told it the same
+            raise StepFailed(f"{NOTHING}; {error}, in step {step}") from error
+        return norm if finite else math.inf, factor * clip, finite
+
+    def update(self, updates: int, factor: float) -> None:
+        """Change the weights, after so many updates, with the gradient times a factor. Collective."""
+        with self._context.recorder("compute", "update"):
+            self._optimizer.update(self.pieces, updates, factor, self._gather)
+        self.publish()
+
+    def publish(self) -> None:
+        """Tell the others what has changed. Collective."""
+        for part in self._parts:
+            part.weights.publish()
+
+    def _squares(self) -> np.ndarray:
+        """The block squares of the gradient that this rank looks after."""
+        held = [own for part in self._parts for own in part.gradients.own]
+        return np.concatenate([np.zeros(0), *(block_squares(run) for span in self._mine for run in _runs(held, span))])
+
+    def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
+        if self._everything is not None:
+            return self._everything.gather(of_pieces)
+        return self._blocks.gather(of_pieces[self._chosen])
+
+    # ------------------------------------------------------------------------------------------ the state
+
+    def stretches(self) -> Iterator[Stretch]:
+        """All that a checkpoint has of parameters and optimiser, as far as this rank holds it; in a fixed order."""
+        yield from stretches(self.pieces, self._mine)
+
+    def refresh(self) -> None:
+        """Make what was assigned to the stretches count. Collective."""
+        for piece in self.pieces:
+            if piece.stored is not None:
+                narrow(piece.weights, piece.stored.dtype, out=piece.stored)
+        self.publish()
+
+
+def _runs(held: Sequence[tuple[Span, Array]], wanted: Span) -> Iterator[Array]:
+    """A span's elements, run by run, from arrays of which each holds one."""
+    for span, array in sorted(held, key=lambda one: one[0]):
+        start, stop = max(span.start, wanted.start), min(span.stop, wanted.stop)
+        if start < stop:
+            yield array[start - span.start : stop - span.start]

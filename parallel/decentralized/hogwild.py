@@ -1,0 +1,121 @@
+"""Hogwild!: all ranks of a node update the same weights, in one shared window, without a lock.
+
+There is one vector of weights. A rank reads it while others write, and adds its own updates to what it finds; where two
+write the same element at once, one update is lost. (Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to
+Parallelizing Stochastic Gradient Descent", NIPS 2011.) No rank waits for another but to test, to save, and to end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel.data_parallel.run_context import Context
+from parallel.runtime.vector_memory import Memory
+from parallel.nn.operator import Array
+from parallel.replicas.style import Seen, Style
+
+LINE = 128
+"""Bytes before the weights in the window: one counter, in cache lines of its own."""
+ENDS = 1 << 48
+"""What is added to the counter by whoever wants to end: more than there are steps."""
+
+
+class Window(Memory):
+    """Memory in which all ranks have the same parameters.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if they are not all on one node, or if the device is not the host.
+    """
+
+    def __init__(self, comm: Communicator, device: str = "cpu"):
+        super().__init__(comm, device)
+        if device != "cpu":
+            raise ValueError(f"hogwild: the weights are in the node's shared memory, found device {device}")
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        shares = comm.nodes is None and node.Get_size() == comm.Get_size()
+        node.Free()
+        if not comm.allreduce(shares, MPI.LAND):
+            nodes = "several" if comm.nodes is None else len(set(comm.nodes))
+            raise ValueError(f"hogwild: the ranks must share the memory of one node, and they are on {nodes}")
+        self.window: Any = None
+
+    def seen(self, kind: str, size: int, dtype: Any) -> Any:
+        if kind != "parameters":
+            return super().seen(kind, size, dtype)
+        mine = LINE + size * np.dtype(dtype).itemsize if self.comm.Get_rank() == 0 else 0
+        self.window = MPI.Win.Allocate_shared(mine, 8, comm=self.comm)
+        memory, _ = self.window.Shared_query(0)
+        whole: np.ndarray = np.frombuffer(memory, np.uint8)
+        if mine:
+            whole[...] = 0
+        self.comm.Barrier()
+        return self._count(kind, whole[LINE:].view(dtype))
+
+
+class Hogwild(Style):
+    """Nothing is exchanged; what each rank updates is the same vector.
+
+    Ranks may be in different steps. The counter in the window has the number of steps that the furthest of them has
+    made. Whoever wants to end adds `ENDS` once, which stops it: all then end with the step after that.
+
+    Parameters
+    ----------
+    context : Context
+        Its memory is a `Window`.
+    vector
+        As of `Style`, in the window.
+    """
+
+    def __init__(self, context: Context, vector: Array):
+        super().__init__(context, vector)
+        assert isinstance(context.memory, Window)
+        self._window = context.memory.window
+        self._window.Lock_all()
+
+    def wish(self, step: int) -> None:
+        if self._count(MPI.MAX, step) < ENDS:
+            self._count(MPI.SUM, ENDS)
+        self._look(step)
+
+    def mix(self, step: int, seen: Seen) -> Seen:
+        self._look(step + 1)
+        return seen
+
+    def drain(self) -> None:
+        self.comm.Barrier()
+
+    def mean(self, out: Array) -> None:
+        out[...] = self.vector
+
+    def begin(self) -> None:
+        self.comm.Barrier()
+
+    def rest(self) -> None:
+        super().rest()
+        self.comm.Barrier()
+        if self.rank == 0:
+            self._count(MPI.REPLACE, 0)
+        self.comm.Barrier()
+
+    def close(self) -> None:
+        self._window.Unlock_all()
+        self._window.Free()
+
+    def _look(self, made: int) -> None:
+        """So many steps were made here: how far are the others, and does anyone want to end?"""
+        count = max(self._count(MPI.MAX, made), made)
+        if count >= ENDS:
+            self.last = count % ENDS
+
+    def _count(self, op: MPI.Op, value: int) -> int:
+        """Change the counter, at once for all; what it was."""
+        given, was = np.array([value], np.int64), np.empty(1, np.int64)
+        self._window.Fetch_and_op([given, MPI.INT64_T], [was, MPI.INT64_T], 0, 0, op)
+        self._window.Flush(0)
+        return int(was[0])

@@ -1,0 +1,116 @@
+"""Ranks meet twice a step: to hear whose micro-batches are whose, and to add up losses or hear what has gone wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import index
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from parallel.runtime import consistency_check as guard
+from parallel.data_parallel.run_context import Context
+from parallel.data.sampler import Batch
+
+Losses = list[tuple[int, float]]
+"""Micro-batches' numbers and sums of losses."""
+
+
+def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Exception | None]:
+    """Batches, or tuples like them, in order of their numbers and on the device; or none, and why."""
+    try:
+        mine = [Batch(index(number), *rest) for number, *rest in batches]
+        for batch in mine:
+            if len(batch.x) != len(batch.y) or len(batch.x) != len(batch.samples):
+                lengths = f"{len(batch.x)} inputs, {len(batch.y)} targets, {len(batch.samples)} sample numbers"
+                raise ValueError(f"micro-batch {batch.number} has {lengths}")
+        mine.sort(key=lambda batch: batch.number)
+        return [batch._replace(x=xp.asarray(batch.x), y=xp.asarray(batch.y)) for batch in mine], None
+    except Exception as error:
+        return [], error
+
+
+class Meeting:
+    """Where ranks meet.
+
+    Parameters
+    ----------
+    context : Context
+        Of all ranks.
+    loss : loss operator
+    teams : sequence of sequence of int
+        Ranks that have the same micro-batches, in the order in which micro-batches are dealt out.
+    """
+
+    def __init__(self, context: Context, loss: Any, teams: Sequence[Sequence[int]]):
+        self._context, self._comm, self._loss = context, context.comm, loss
+        self._heads = [team[0] for team in teams]
+        self._teams = [list(team) for team in teams if len(team) > 1]
+        self._header = np.empty((self._comm.Get_size(), 5), np.int64)
+
+    def begin(
+        self, mine: Sequence[Batch], stop: bool, problem: Exception | None
+    ) -> tuple[list[tuple[int, ...]], int, bool]:
+        """The numbers of all teams' micro-batches, how many targets there are, and whether anyone wants to stop.
+
+        Raises
+        ------
+        StepFailed
+            On all ranks, if one of them has a problem.
+        ValueError
+            On all ranks, if the numbers are not those from 0 on, each once, or not the same in a team.
+        """
+        count = 0
+        if problem is None:
+            try:
+                count = sum(int(self._loss.count(batch.y)) for batch in mine)
+            except Exception as error:
+                problem = error
+        with self._context.recorder("communication", "meet"):
+            numbers = tuple(batch.number for batch in mine)
+            header = np.array([len(mine), count, stop, problem is not None, guard.mark(numbers)], np.int64)
+            self._comm.Allgather(header, self._header)
+            if self._header[:, 3].any():
+                guard.share_problems(self._comm, problem)
+            self._compare()
+            heads = self._header[self._heads]
+            lengths = heads[:, 0].tolist()
+            everyone = [tuple(range(length)) for length in lengths]
+            if self._context.plan.reproducible or guard.mark(range(sum(lengths))) != guard.joined(heads[:, 4].tolist()):
+                told = self._comm.allgather(numbers)
+                everyone = [told[head] for head in self._heads]
+                if sorted(chain.from_iterable(everyone)) != list(range(sum(lengths))):
+                    wanted = f"each of the numbers 0 to {sum(lengths) - 1} on one rank"
+                    raise ValueError(f"micro-batches: expected {wanted}, found {everyone}")
+        return everyone, int(heads[:, 1].sum()), bool(self._header[:, 2].any())
+
+    def _compare(self) -> None:
+        """What a team has in common."""
+        for team in self._teams:
+            rows = self._header[team][:, [0, 1, 4]]
+            for rank, row in zip(team, rows):
+                if (row != rows[0]).any():
+                    pair = f"ranks {team[0]} and {rank}"
+                    raise ValueError(f"micro-batches: {pair} are stages of one pipeline and must have the same")
+
+    def losses(self, losses: Losses, problem: Exception | None, step: int, left: str = guard.NOTHING) -> float:
+        """The sum of all ranks' losses, the same whoever has which; or what has gone wrong, and is `left` behind."""
+        odd = [number for number, loss in losses if not math.isfinite(loss)]
+        if problem is None and odd:
+            numbers = ", ".join(map(str, odd))
+            problem = FloatingPointError(f"the loss of micro-batch {numbers} is not a finite number in step {step}")
+        with self._context.recorder("communication", "losses"):
+            if self._context.plan.reproducible:
+                everyone = self._comm.allgather((problem is not None, losses))
+                total, failed = math.fsum(loss for _, some in everyone for _, loss in some), any(f for f, _ in everyone)
+            else:
+                pair = np.array([math.fsum(loss for _, loss in losses), problem is not None])
+                self._comm.Allreduce(MPI.IN_PLACE, pair)
+                total, failed = float(pair[0]), bool(pair[1] != 0)
+            if failed:
+                guard.share_problems(self._comm, problem, left)
+        return total

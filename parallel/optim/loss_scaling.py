@@ -1,0 +1,119 @@
+"""The loss is multiplied so that small gradients survive in float16: as far up as they do not overflow.
+
+Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. All ranks decide alike when they are told alike
+whether the gradient was finite.
+
+>>> scale = LossScale(value=8.0, interval=2)
+>>> for finite in (True, True, False, False):
+...     scale.update(finite)
+>>> scale.value, scale.skipped
+(4.0, 2)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from parallel.runtime.validation import named
+
+
+@dataclass
+class LossScale:
+    """The factor, and the rule by which it changes.
+
+    Parameters
+    ----------
+    value : float
+        The first factor. Powers of two cost no digits.
+    growth, backoff : float
+        What it is multiplied with after `interval` finite gradients in a row, and after one that is not.
+    interval : int
+    floor, ceiling : float
+        It does not leave these bounds.
+    patience : int
+        How many steps in a row may be left out with the factor at its floor, before that is an error.
+    good, skipped, stuck : int
+        Finite gradients in a row since the last change, others in a row until now, and of these the ones at the floor:
+        where a life goes on.
+
+    Raises
+    ------
+    ValueError
+        For settings out of range.
+    """
+
+    value: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    floor: float = 1.0
+    ceiling: float = 2.0**32
+    patience: int = 20
+    good: int = 0
+    skipped: int = 0
+    stuck: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, expected in (
+            ("floor", 0 < self.floor < math.inf, "a positive number"),
+            ("ceiling", self.floor <= self.ceiling < math.inf, f"a number from floor = {self.floor} on"),
+            ("value", self.floor <= self.value <= self.ceiling, f"{self.floor} to {self.ceiling}"),
+            ("growth", 1 <= self.growth < math.inf, "a number from 1 on"),
+            ("backoff", 0 < self.backoff <= 1, "0 < backoff <= 1"),
+            ("interval", self.interval >= 1, "at least 1"),
+            ("patience", self.patience >= 0, "a number from 0 on"),
+            ("good", 0 <= self.good < self.interval, f"0 <= good < interval = {self.interval}"),
+            ("skipped", self.skipped >= 0, "a number from 0 on"),
+            ("stuck", 0 <= self.stuck <= self.skipped, f"0 <= stuck <= skipped = {self.skipped}"),
+        ):
+            if not good:
+                raise ValueError(f"{name}: expected {expected}, found {getattr(self, name)}")
+
+    @classmethod
+    def fixed(cls, value: float = 1.0) -> LossScale:
+        """One that never changes: for storage that has float32's range."""
+        return cls(value, growth=1.0, backoff=1.0, floor=min(1.0, value), ceiling=max(1.0, value))
+
+    def update(self, finite: bool) -> None:
+        """Take note of a step: the gradient was finite and applied, or the step was left out.
+
+        Raises
+        ------
+        FloatingPointError
+            If more steps in a row than `patience` were left out with the factor at its floor: it can do no more.
+        """
+        if not finite:
+            self.stuck += self.value == self.floor
+            self.value = max(self.value * self.backoff, self.floor)
+            self.good, self.skipped = 0, self.skipped + 1
+            if self.stuck > self.patience:
+                raise FloatingPointError(
+                    f"the gradient is not finite in {self.skipped} steps in a row, in the last {self.stuck} of them "
+                    f"with the loss scale at its floor {self.floor}"
+                )
+            return
+        self.good, self.skipped, self.stuck = self.good + 1, 0, 0
+        if self.good == self.interval:
+            self.value, self.good = min(self.value * self.growth, self.ceiling), 0
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as a checkpoint keeps it."""
+        return asdict(self)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises
+        ------
+        ValueError
+            If it is no such state; nothing was changed.
+        """
+        kinds = {field.name: (int,) if field.type == "int" else (int, float) for field in fields(self)}
+        if set(named(state, "loss scale")) != set(kinds):
+            raise ValueError(f"state: expected {', '.join(sorted(kinds))}, found {', '.join(sorted(state))}")
+        for name, value in state.items():
+            if not isinstance(value, kinds[name]) or isinstance(value, bool):
+                raise ValueError(f"{name}: expected a number, found {value!r}")
+        self.__dict__.update(asdict(LossScale(**state)))

@@ -1,0 +1,76 @@
+"""A timeline as text: a row for every stage, a column for every unit of time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from parallel.pipeline.schedule.actions import Action
+from parallel.pipeline.schedule.simulator import Event, Timeline
+
+IDLE, GOES_ON = "·", "─"
+MOST = 2000
+"""Columns; with more of them a table is of no use."""
+
+
+def short(action: Action) -> str:
+    """An action without its stage: ``F0``, in a chunk that is not the first one with as many primes.
+
+    >>> from parallel.pipeline.schedule.actions import BW
+    >>> short(BW(2, 5, chunk=1))
+    "BW'5"
+    """
+    return f"{action.kind}{chr(39) * action.chunk}{action.microbatch}"
+
+
+def table(timeline: Timeline, width: int = 0) -> str:
+    """What every stage does in which unit of time.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        Of whole numbers or fractions.
+    width : int
+        Columns of text: what does not fit follows below. 0 for no limit.
+
+    Raises
+    ------
+    ValueError
+        If it takes very many units of time.
+
+    Examples
+    --------
+    >>> from parallel.pipeline.schedule.lowering import lower
+    >>> from parallel.pipeline.schedule.pipeline_plan import build
+    >>> from parallel.pipeline.schedule.simulator import simulate
+    >>> print(table(simulate(lower(build("1f1b", stages=2, microbatches=2)))))
+    stage 0  F0  F1  ·   ·   BW0 ─   ·   BW1 ─
+    stage 1  ·   F0  BW0 ─   F1  BW1 ─   ·   ·
+    """
+    moments = [Fraction(moment) for line in timeline.computed for event in line for moment in (event.start, event.end)]
+    unit = Fraction(math.gcd(*(m.numerator for m in moments)) or 1, math.lcm(*(m.denominator for m in moments)))
+    columns = math.ceil(Fraction(timeline.makespan) / unit)
+    if columns > MOST:
+        raise ValueError(f"a table of {columns} columns is of no use: expected times with a common unit")
+    rows = [_cells(line, unit, columns) for line in timeline.computed]
+    cell = max((len(text) for row in rows for text in row), default=1)
+    names = [f"stage {stage}" for stage in range(len(rows))]
+    margin = max(map(len, names)) + 2
+    across = max(1, (width - margin) // (cell + 1)) if width else columns or 1
+    bands = [range(start, min(start + across, columns)) for start in range(0, columns, across)]
+    return "\n\n".join(
+        "\n".join(
+            (name.ljust(margin) + " ".join(row[column].ljust(cell) for column in band)).rstrip()
+            for name, row in zip(names, rows)
+        )
+        for band in bands
+    )
+
+
+def _cells(line: Sequence[Event], unit: Fraction, columns: int) -> list[str]:
+    row = [IDLE] * columns
+    for event in line:
+        first, stop = (int(Fraction(moment) / unit) for moment in (event.start, event.end))
+        row[first:stop] = [short(event.action), *[GOES_ON] * (stop - first - 1)] if stop > first else []
+    return row

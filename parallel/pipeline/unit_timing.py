@@ -1,0 +1,85 @@
+"""How long each unit of a model takes, one at a time: what a partition goes by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from parallel.runtime.vector_memory import namespace
+from parallel.nn.operator import Array, Operator, Parameter, Run, nbytes_of
+from parallel.pipeline.schedule.stage_partition import Layer
+from parallel.optim.precision import Precision
+
+TIMES = 3
+"""How often each motion is made; the shortest time counts."""
+
+
+def measure(
+    units: Sequence[Operator], loss: Any, x: Array, y: Array, recipe: Precision, *, states: int, device: str = "cpu"
+) -> list[Layer]:
+    """What units take for a micro-batch. A unit's weights are in memory while it is measured, and gone afterwards.
+
+    Parameters
+    ----------
+    units : sequence of Operator
+        Their parameters have names.
+    loss : loss operator
+        Counted as the last unit's.
+    x, y : array
+        A micro-batch, in the types that the model takes.
+    recipe : Precision
+    states : int
+        The optimiser's vectors.
+    device : "cpu" or "cuda"
+    """
+    xp = namespace(device)
+    x, y, layers = xp.asarray(x), xp.asarray(y), []
+    for unit in units:
+        for parameter in unit.parameters():
+            parameter.data = xp.asarray(parameter.first(0)).astype(recipe.storage)
+        x, layer = _layer(unit, x, loss if unit is units[-1] else None, y, recipe, states, device)
+        layers.append(layer)
+        for parameter in unit.parameters():
+            parameter.data = None
+    return layers
+
+
+def _layer(
+    unit: Operator, x: Array, loss: Any, y: Array, recipe: Precision, states: int, device: str
+) -> tuple[Array, Layer]:
+    later: list[tuple[Parameter, Callable[[Array], object]]] = []
+    found: dict[str, Any] = {}
+    xp = namespace(device)
+    run = Run(training=False)
+
+    def forward() -> None:
+        found["y"], found["saved"] = unit.forward(x, run)
+        if loss is not None:
+            found["loss"] = loss.forward(found["y"], y)[1]
+
+    def backward() -> None:
+        later.clear()
+        dy = xp.ones_like(found["y"]) if loss is None else loss.backward(1.0, found["loss"])
+        unit.backward(dy, found["saved"], lambda parameter, compute: later.append((parameter, compute)))
+
+    def weights() -> None:
+        for parameter, compute in later:
+            compute(xp.empty(parameter.shape, recipe.wide))
+
+    F, B, W = (_shortest(motion, device) for motion in (forward, backward, weights))
+    size = sum(parameter.size for parameter in unit.parameters())
+    kept = sum(recipe.bytes_per_parameter(states).values()) * size
+    saved = nbytes_of((found["saved"], found.get("loss")))
+    return found["y"], Layer(F, B, W, saved, found["y"].nbytes, kept, size * recipe.wide.itemsize)
+
+
+def _shortest(motion: Callable[[], None], device: str) -> float:
+    def timed() -> float:
+        began = time.perf_counter()
+        motion()
+        if device == "cuda":
+            namespace(device).cuda.get_current_stream().synchronize()
+        return time.perf_counter() - began
+
+    return min(timed() for _ in range(TIMES))

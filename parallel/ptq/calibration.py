@@ -1,0 +1,198 @@
+"""What goes into layers on samples: moments, sizes and ranges, of the samples of all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from parallel.data.sampler import Batch, Dataset
+from parallel.nn.operator import Array, Operator, Run
+from parallel.ptq.quantizable_layers import Layer, kind_of
+from parallel.ptq.packed_weights import Packed, inputs_of
+from parallel.ptq.model_surgery import Watched, rebuilt
+from parallel.runtime.collective_errors import together
+from quant import PerChannel, QuantSpec
+from quant.observers import Ema, Entropy, MeanSquare, MinMax, Percentile
+
+UNFIT = "these samples do not go through the model"
+
+
+class Seen:
+    """Rows of inputs of a matrix product, added up.
+
+    Parameters
+    ----------
+    inputs : int
+
+    Attributes
+    ----------
+    rows : int
+    moments : array of float64, shape (inputs, inputs)
+        X^T X.
+    largest, sizes : arrays, shape (inputs,)
+        The largest and the mean size of each input.
+    """
+
+    def __init__(self, inputs: int):
+        self.rows = 0
+        self.moments = np.zeros((inputs, inputs))
+        self._total = np.zeros(inputs)
+        self._range = MinMax(PerChannel(1))
+
+    def add(self, rows: Array) -> None:
+        """See some rows, shape (m, inputs)."""
+        if len(rows):
+            self.rows += len(rows)
+            self.moments += rows.T.astype(np.float64) @ rows
+            self._total += abs(rows).sum(axis=0, dtype=np.float64)
+            self._range.observe(rows)
+
+    def allreduce(self, comm: Any) -> Seen:
+        """What all ranks have seen, the same on all; `comm` is used as mpi4py's."""
+        made = Seen(len(self._total))
+        made._range = self._range.allreduce(comm)
+        counted, everyones = np.array([self.rows], np.int64), np.empty(1, np.int64)
+        for mine, total in (
+            (self.moments, made.moments),
+            (self._total, made._total),
+            (counted, everyones),
+        ):
+            comm.Allreduce(mine, total)
+        made.rows = int(everyones[0])
+        return made
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The mean |x| of each input."""
+        return self._total / max(self.rows, 1)
+
+    @property
+    def largest(self) -> np.ndarray:
+        """The largest |x| of each input; 0 where nothing was seen."""
+        if not self.rows:
+            return np.zeros(len(self._total), np.float32)
+        low, high = self._range.range()
+        return np.maximum(abs(low), abs(high))
+
+
+OBSERVERS: dict[str, Callable[[QuantSpec], Any]] = {
+    "minmax": lambda spec: MinMax(),
+    "ema": lambda spec: Ema(),
+    "percentile": lambda spec: Percentile(),
+    "meansquare": lambda spec: MeanSquare(spec.bits, spec.symmetric),
+    "entropy": lambda spec: Entropy(spec.bits, spec.symmetric),
+}
+"""By name, from the spec that the range is for."""
+
+
+def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) -> list[Batch]:
+    """This rank's micro-batches of so many samples, at even distances from all over a data set.
+
+    The micro-batches are the same for any number of ranks, which take them in turns.
+    """
+    count = min(samples, len(data))
+    numbers = np.arange(count, dtype=np.int64) * len(data) // max(count, 1)
+    parts = [numbers[first : first + micro_batch] for first in range(0, count, micro_batch)]
+    return [Batch(at, *data.take(parts[at]), parts[at]) for at in range(rank, len(parts), ranks)]
+
+
+def watch(model: Operator, names: set[str], see: Callable[[Operator, Array, Array], object]) -> Operator:
+    """The model, with somebody who sees what goes into operators of those names, and out."""
+    return rebuilt(model, lambda operator: Watched(operator, see) if operator.name in names else operator)
+
+
+def show(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
+    """Send batches through a model that is watched. Collective.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if the samples of one of them do not fit the model.
+    """
+    together(comm, lambda: [forward(model, batch) for batch in batches], UNFIT)
+
+
+def forward(model: Operator, batch: Batch) -> Array:
+    """What a model makes of a micro-batch."""
+    return model.forward(batch.x, Run(training=False, samples=batch.samples))[0]
+
+
+def calibrate(model: Operator, layers: Sequence[Layer], batches: Sequence[Batch], comm: Any) -> dict[str, Seen]:
+    """What all ranks' batches bring to every layer that multiplies, by its name. Collective.
+
+    Parameters
+    ----------
+    model : Operator
+    layers : sequence of Layer
+        Its.
+    batches : sequence of Batch
+        This rank's, which may be none.
+    comm : Communicator
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if samples do not fit the model, or there are none.
+    """
+    seen = {layer.name: Seen(layer.shape[1]) for layer in layers if layer.multiplied}
+    show(
+        watch(
+            model,
+            {user.name for layer in layers for user in layer.users if _multiplies(user)},
+            lambda operator, x, y: seen[operator.weight.name].add(inputs_of(operator, x)),  # type: ignore[attr-defined]
+        ),
+        batches,
+        comm,
+    )
+    everyones = {name: one.allreduce(comm) for name, one in seen.items()}
+    if empty := [name for name, one in everyones.items() if not one.rows]:
+        raise ValueError(f"no sample has come to {', '.join(empty)}: there is nothing to calibrate with")
+    return everyones
+
+
+def observed(
+    model: Operator, spec: QuantSpec, observer: str, batches: Sequence[Batch], comm: Any
+) -> dict[str, dict[str, np.ndarray]]:
+    """Scale and zero point for the inputs of every operator with a packed weight, by its name. Collective.
+
+    Parameters
+    ----------
+    model : Operator
+        As `packed` makes it.
+    spec : QuantSpec
+        Of the inputs: linear codes, one scale for all.
+    observer : str
+        A key of `OBSERVERS`.
+    batches : sequence of Batch
+        This rank's, which may be none. Their numbers tell where they stand among those of all ranks.
+    comm : Communicator
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if samples do not fit the model, there are none, or the spec is of another kind.
+    """
+    found = {
+        value.name: OBSERVERS[observer](spec)
+        for _, value in model.walk()
+        if isinstance(value, Operator) and isinstance(getattr(value, "weight", None), Packed) and _multiplies(value)
+    }
+
+    def begun() -> Iterator[Batch]:
+        for batch in batches:
+            for one in found.values():
+                one.begin(batch.number)
+            yield batch
+
+    show(
+        watch(model, set(found), lambda operator, x, y: found[operator.name].observe(inputs_of(operator, x))),
+        begun(),
+        comm,
+    )
+    return {name: one.allreduce(comm).parameters(spec) for name, one in found.items()}
+
+
+def _multiplies(operator: Operator) -> bool:
+    return getattr(kind_of(operator), "product", None) is not None

@@ -1,0 +1,138 @@
+"""What a model makes of samples, in few bits or not: the mean loss, and layer by layer how far results are off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parallel.data.sampler import Batch
+from parallel.nn.operator import Array, Operator, Run
+from parallel.ptq.calibration import UNFIT, forward, watch
+from parallel.ptq.quantizable_layers import Layer
+from parallel.ptq.packed_weights import weights_of
+from parallel.runtime.step_report import Evaluation
+from parallel.runtime.collective_errors import together
+
+
+def evaluate(
+    model: Operator,
+    loss: Any,
+    batches: Sequence[Batch],
+    comm: Any,
+    measure: Callable[[Array, Array], float] | None = None,
+) -> Evaluation:
+    """Mean loss of all ranks' batches, the same whoever has which. Collective.
+
+    Parameters
+    ----------
+    model : Operator
+        With values.
+    loss : loss operator
+    batches : sequence of Batch
+        This rank's, which may be none.
+    comm : Communicator
+    measure : callable (scores, targets) -> float, optional
+        Summed over all batches: how many are right, say.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if samples do not fit the model or a loss is not finite.
+    """
+
+    def scored() -> list[tuple[float, int, float]]:
+        made = []
+        for batch in batches:
+            y = forward(model, batch)
+            total, _ = loss.forward(y, batch.y)
+            if not math.isfinite(total):
+                raise ValueError(f"the loss of samples {batch.samples[0]} and on is {total}")
+            made.append((total, loss.count(batch.y), measure(y, batch.y) if measure else 0.0))
+        return made
+
+    everyone = comm.allgather(together(comm, scored, "these samples cannot be scored"))
+    sums = [math.fsum(column) for column in zip(*(one for some in everyone for one in some))] or [0.0] * 3
+    mean = 1 / sums[1] if sums[1] else math.nan
+    return Evaluation(sums[0] * mean, sums[2] * mean if measure else None, int(sums[1]))
+
+
+class Row(NamedTuple):
+    """A layer before and after. Errors are relative: the norm of the difference over that of what should be.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+        Of its matrix.
+    bits : float
+        Of a weight, scales and divisors counted.
+    nbytes, before : int
+        In few bits, and as float32.
+    weights : float
+        Of the matrix.
+    outputs : float
+        Of what comes out when the layer alone is in few bits; NaN where nothing is multiplied or seen.
+    arriving : float
+        The same when all are: with what went wrong before.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    bits: float
+    nbytes: int
+    before: int
+    weights: float
+    outputs: float
+    arriving: float
+
+
+def compare(model: Operator, made: Operator, layers: Sequence[Layer], batches: Sequence[Batch], comm: Any) -> list[Row]:
+    """Layer by layer, a model and what was made of it in few bits, on the samples of all ranks. Collective.
+
+    Parameters
+    ----------
+    model, made : Operator
+    layers : sequence of Layer
+        Of the first.
+    batches : sequence of Batch
+        This rank's, which may be none.
+    comm : Communicator
+    """
+    weights = weights_of(made)
+    users = {user.name: layer.name for layer in layers for user in layer.users}
+    rounded = {value.name: value for _, value in made.walk() if isinstance(value, Operator) and value.name in users}
+    place = {layer.name: number for number, layer in enumerate(layers)}
+    sums, right = np.zeros((len(layers), 3)), {}
+
+    def before(operator: Operator, x: Array, y: Array) -> None:
+        right[operator.name] = y
+        alone, _ = rounded[operator.name].forward(x, Run(training=False))
+        sums[place[users[operator.name]], :2] += _square(y), _square(alone - y)
+
+    def after(operator: Operator, x: Array, y: Array) -> None:
+        sums[place[users[operator.name]], 2] += _square(y - right[operator.name])
+
+    first, second = watch(model, set(users), before), watch(made, set(users), after)
+    together(comm, lambda: [(forward(first, batch), forward(second, batch)) for batch in batches], UNFIT)
+    total = np.empty_like(sums)
+    comm.Allreduce(sums, total)
+    rows = []
+    for layer, (size, alone, all_) in zip(layers, total):
+        few, w = weights[layer.name], layer.matrix
+        off = _square(few.few.matrix - w)
+        errors = (_ratio(off, _square(w)), _ratio(alone, size), _ratio(all_, size))
+        bits = 8 * few.nbytes / max(w.size, 1)
+        rows.append(Row(layer.name, layer.shape, bits, few.nbytes, w.nbytes, *errors))
+    return rows
+
+
+def _square(x: Array) -> float:
+    """The squared norm."""
+    return float(np.square(x, dtype=np.float64).sum())
+
+
+def _ratio(off: float, size: float) -> float:
+    return math.sqrt(off / size) if size else math.nan

@@ -1,0 +1,106 @@
+"""How much the loss grows when one layer is in few bits: tried out, or foreseen from gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from parallel.data.sampler import Batch
+from parallel.nn.operator import Operator, Run
+from parallel.ptq.quantizable_layers import Layer, to_matrix
+from parallel.ptq.packed_weights import Few, packed
+from parallel.ptq.evaluation import evaluate
+from parallel.runtime.collective_errors import together
+
+Options = Sequence[Sequence[Few]]
+"""For every layer all of its options."""
+
+
+def by_loss(
+    model: Operator, loss: Any, layers: Sequence[Layer], options: Options, batches: Sequence[Batch], comm: Any
+) -> np.ndarray:
+    """What the mean loss is with only that layer in few bits, less what it is without. Collective.
+
+    A forward of all batches for every layer and option.
+
+    Returns
+    -------
+    array of float64, shape (layers, options)
+        May be below 0.
+    """
+    base = evaluate(model, loss, batches, comm).loss
+    return np.array(
+        [
+            [evaluate(packed(model, {layer.name: few}), loss, batches, comm).loss - base for few in some]
+            for layer, some in zip(layers, options)
+        ]
+    )
+
+
+def by_fisher(
+    model: Operator, loss: Any, layers: Sequence[Layer], options: Options, batches: Sequence[Batch], comm: Any
+) -> np.ndarray:
+    """Half the squared error of each weight, times the mean of its squared gradients: the second order of the loss.
+
+    The mean is over samples: the empirical Fisher information, in place of the diagonal of the Hessian (Y. LeCun,
+    J. Denker, S. Solla, "Optimal Brain Damage", 1990). A backward for every sample, whatever the options. Collective.
+
+    Returns
+    -------
+    array of float64, shape (layers, options)
+    """
+    information = fisher(model, loss, layers, batches, comm)
+    return np.array(
+        [
+            [0.5 * float((information[layer.name] * np.square(few.matrix - layer.matrix)).sum()) for few in some]
+            for layer, some in zip(layers, options)
+        ]
+    )
+
+
+def fisher(
+    model: Operator, loss: Any, layers: Sequence[Layer], batches: Sequence[Batch], comm: Any
+) -> dict[str, np.ndarray]:
+    """The mean over all ranks' samples of each weight's squared gradient, by layer, as matrices. Collective."""
+    kept = {layer.name: np.zeros(layer.shape) for layer in layers}
+
+    def add() -> int:
+        samples = 0
+        for batch in batches:
+            for x, y in zip(batch.x, batch.y):
+                found = gradients(model, loss, x[None], y[None])
+                for layer in layers:
+                    kept[layer.name] += np.square(to_matrix(found[layer.name], layer.turned), dtype=np.float64)
+                samples += 1
+        return samples
+
+    samples = np.array([together(comm, add, "these samples have no gradients")], np.int64)
+    total = np.empty(1, np.int64)
+    comm.Allreduce(samples, total)
+    made = {}
+    for name, squares in kept.items():
+        made[name] = np.empty_like(squares)
+        comm.Allreduce(squares, made[name])
+        made[name] /= max(int(total[0]), 1)
+    return made
+
+
+def gradients(model: Operator, loss: Any, x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    """Of the mean loss of a micro-batch, by each parameter's name."""
+    found: dict[str, np.ndarray] = {}
+
+    def sink(parameter: Any, compute: Any) -> None:
+        one = np.empty(parameter.shape, np.float32)
+        compute(one)
+        found[parameter.name] = found[parameter.name] + one if parameter.name in found else one
+
+    scores, saved = model.forward(x, Run(training=False))
+    _, of_loss = loss.forward(scores, y)
+    model.backward(loss.backward(1 / max(loss.count(y), 1), of_loss), saved, sink)
+    return found
+
+
+SENSITIVITIES = {"loss": by_loss, "fisher": by_fisher}
+"""By name: functions (model, loss, layers, options, batches, comm) -> losses, shape (layers, options)."""

@@ -1,0 +1,123 @@
+"""Ranks compare notes: do all train the same model, in the same way, from the same parameters?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from parallel.nn.flat_params import Flat
+from parallel.runtime.vector_memory import to_host
+
+
+class Disagreement(ValueError):
+    """Ranks were given different models or settings."""
+
+
+class Diverged(RuntimeError):
+    """Parameters that should be the same on all ranks are not."""
+
+
+class StepFailed(RuntimeError):
+    """Some rank could not do its part of a step, so that no rank updated anything. Raised on all ranks.
+
+    Attributes
+    ----------
+    elsewhere : bool
+        Whether another rank, which could not be asked any more, knows why.
+    """
+
+    elsewhere = False
+
+
+def agree(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
+    """Raise on all ranks if their facts differ, naming the first difference. Collective.
+
+    Parameters
+    ----------
+    facts : sequence of (what it is, value)
+    """
+    mine = [f"{what}: {value}" for what, value in facts]
+    everyone = comm.allgather(_digest("\n".join(mine).encode()))
+    if len(set(everyone)) == 1:
+        return
+    lists = comm.allgather(mine)
+    for rank, theirs in enumerate(lists):
+        for at in range(max(len(lists[0]), len(theirs))):
+            here = lists[0][at] if at < len(lists[0]) else "nothing more"
+            there = theirs[at] if at < len(theirs) else "nothing more"
+            if here != there:
+                raise Disagreement(f"ranks differ: rank 0 has {here}; rank {rank} has {there}")
+
+
+NOTHING = "nothing was updated"
+"""What most steps leave behind that fail."""
+
+
+def share_problems(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
+    """Raise on all ranks if one of them has a problem, naming each, and what is `left` behind. Collective."""
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
+    if told:
+        raise StepFailed(f"{left}; " + "; ".join(told)) from problem
+
+
+_MARKS = 1 << 48
+"""Of so many ranks' as 2^15 the sum is an int64."""
+
+
+@lru_cache
+def mark(numbers: Sequence[int]) -> int:
+    """A number for a set of numbers; two sets that are not the same have different ones, but for odd coincidences.
+
+    That of a union is `joined` from those of its parts, so that ranks need not tell their numbers to find that one was
+    given out twice, or not at all: sums of fifth powers, unlike sums, do not agree by a mistake in counting.
+
+    >>> mark(range(5)) == joined([mark((4, 1)), mark((0, 3, 2))]) != joined([mark((4, 1)), mark((0, 1, 4))])
+    True
+    """
+    return sum((number + 1) ** 5 for number in numbers) % _MARKS
+
+
+def joined(marks: Iterable[int]) -> int:
+    """The mark of a union."""
+    return sum(marks) % _MARKS
+
+
+def compare(comm: MPI.Intracomm, flat: Flat, step: int, whole: MPI.Intracomm | None = None) -> None:
+    """Raise on all ranks if some parameter's bits differ, naming the first such tensor and the ranks. Collective.
+
+    Parameters
+    ----------
+    whole
+        The communicator that ranks are numbered by; by default `comm` itself.
+    """
+    digests = [_digest(_bytes(place.parameter.data)) for place in flat.places]
+    everyone = comm.allgather(_digest(b"".join(digests)))
+    if len(set(everyone)) == 1:
+        return
+    columns = comm.allgather(digests)
+    for at, place in enumerate(flat.places):
+        column = [digests[at] for digests in columns]
+        if len(set(column)) > 1:
+            ranks = list(range(len(column)))
+            numbers = comm.Get_group().Translate_ranks(ranks, (whole or comm).Get_group())
+            usual = max(column, key=column.count)
+            others = [number for number, digest in zip(numbers, column) if digest != usual]
+            who = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+            raise Diverged(
+                f"after step {step} parameter {place.parameter.name} of {who} "
+                f"differs from that of rank {numbers[column.index(usual)]}"
+            )
+
+
+def _bytes(array: Any) -> np.ndarray:
+    return to_host(array).reshape(-1).view(np.uint8)
+
+
+def _digest(data: Any) -> bytes:
+    return blake2b(data, digest_size=16).digest()

@@ -1,0 +1,100 @@
+"""What a rank may use of its machine: BLAS threads, memory, and how fast it could be at best."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import numpy as np
+from mpi4py import MPI
+
+from parallel.runtime.vector_memory import namespace
+from parallel.runtime.collective_errors import agree
+
+SECONDS = 0.2
+SIZE = {"cpu": 512, "cuda": 4096}
+
+
+def cores_per_rank(comm: MPI.Intracomm) -> int:
+    """Cores of the node, shared out evenly to its ranks; at least 1, no more than this rank may run on. Collective."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        everyone = node.allgather(frozenset(mine))
+        return max(1, min(len(everyone[node.Get_rank()]), len(frozenset().union(*everyone)) // len(everyone)))
+    finally:
+        node.Free()
+
+
+def limit_threads(threads: int) -> None:
+    """Let the BLAS of this process use so many threads from now on; raises ImportError without threadpoolctl."""
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError as error:
+        raise ImportError("BLAS threads are set with threadpoolctl: pip install 'chorus-mpi[train]'") from error
+    threadpool_limits(threads)
+
+
+def memory() -> int:
+    """Bytes of memory that this node has, whoever uses them; 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+def expect_room(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
+    """Raise ValueError on all ranks if those of some node will need more memory than it has. Collective.
+
+    Parameters
+    ----------
+    kinds : mapping of str -> int
+        Bytes that this rank will need, by kind.
+    """
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        needed, ranks = node.allreduce(sum(kinds.values())), node.Get_size()
+    finally:
+        node.Free()
+    there, problem = memory(), None
+    if 0 < there < needed:
+        most = ", ".join(f"{name} {in_bytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name])[:3])
+        several = f"{ranks} ranks of a node need {in_bytes(needed)}, each" if ranks > 1 else "it needs"
+        problem = ValueError(
+            f"{several} {in_bytes(sum(kinds.values()))} ({most}), and there are {in_bytes(there)}; "
+            "a smaller model, length or micro-batch may do, or recompute"
+        )
+    agree(comm, problem, "not enough memory")
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> in_bytes(23_500_000_000)
+    '23.5 GB'
+    """
+    power = min((len(str(int(count))) - 1) // 3, len(BYTES) - 1)
+    return f"{count / 1000**power:.3g} {BYTES[power]}"
+
+
+BYTES = ("bytes", "kB", "MB", "GB", "TB", "PB")
+
+
+def peak(comm: MPI.Intracomm, device: str = "cpu", seconds: float = SECONDS) -> float:
+    """Multiplications and additions a second of all ranks together, in products of float32 matrices. Collective.
+
+    All ranks multiply at once, each for `seconds`; the fastest product of each counts.
+    """
+    xp = namespace(device)
+    n = SIZE[device]
+    a, b = xp.ones((n, n), np.float32), xp.full((n, n), 0.5, np.float32)
+    out = a @ b
+    comm.Barrier()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        xp.matmul(a, b, out=out)
+        if xp is not np:
+            xp.cuda.get_current_stream().synchronize()
+        best = min(best, time.perf_counter() - began)
+    return float(comm.allreduce(2 * n**3 / best))
