@@ -8,11 +8,11 @@ import numpy as np
 
 from quant import kernels
 from quant.formats import values
-from quant.granularity import Blocking, Granularity, PerChannel, PerGroup, PerTensor, from_lines, to_lines
+from quant.spec.granularity import Blocking, Granularity, PerChannel, PerGroup, PerTensor, from_lines, to_lines
 from quant.kernels import array_namespace
 from quant.layout import Layout, layout
-from quant.scaling import numbers_of, spread
-from quant.spec import QuantSpec, Scales
+from quant.scaling.scales import numbers_of, spread
+from quant.spec.quant_spec import QuantSpec, Scales
 
 Array = Any
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quant.granularity import Blocking, blocking
+from quant.spec.granularity import Blocking, blocking
 from quant.packing import packed_nbytes
-from quant.spec import SCALE_BITS, QuantSpec
+from quant.spec.quant_spec import SCALE_BITS, QuantSpec
 
 STORED: dict[int, np.dtype[Any]] = {32: np.dtype(np.float32), 16: np.dtype(np.uint16)}
 """How items of so many bits lie in memory; those of 16 are the bits of fp16 or bf16. All else are packed codes."""
@@ -77,7 +77,7 @@ class Layout(NamedTuple):
 def layout(spec: QuantSpec, shape: tuple[int, ...]) -> Layout:
     """Where everything lies for an array of that shape.
 
-    >>> from quant.presets import Q4_0
+    >>> from quant.spec.presets import Q4_0
     >>> layout(Q4_0, (64,)).nbytes, layout(Q4_0, (64,)).bits_per_element
     (36, 4.5)
     """
@@ -104,7 +104,7 @@ def layout(spec: QuantSpec, shape: tuple[int, ...]) -> Layout:
 def wire_nbytes(spec: QuantSpec, shape: int | tuple[int, ...]) -> int:
     """Bytes of an array of that shape, or of a vector of so many elements, on the wire.
 
-    >>> from quant.presets import grouped
+    >>> from quant.spec.presets import grouped
     >>> wire_nbytes(grouped(8, 128), 1000)
     1016
     """

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from quant import codebook, kernels, scaling
+from quant import kernels
+from quant.scaling import codebook
+from quant.scaling import scales as scaling
 from quant.array import Array, QuantizedArray
 from quant.formats import values
-from quant.granularity import Blocking, to_lines
+from quant.spec.granularity import Blocking, to_lines
 from quant.kernels import array_namespace
 from quant.layout import layout
-from quant.spec import QuantSpec
+from quant.spec.quant_spec import QuantSpec
 
 LARGEST = np.float32(np.finfo(np.float32).max)
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quant import Q4_0, Q8_0, QuantizedArray, QuantSpec, ggml, grouped, kernels, quantize
+from quant import Q4_0, Q8_0, QuantizedArray, QuantSpec, grouped, kernels, quantize
+from quant.io import ggml_blocks as ggml
 
 SPECS = {
     "int8_g128": grouped(8, 128),

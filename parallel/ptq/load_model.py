@@ -19,7 +19,8 @@ from parallel.runtime.step_report import Evaluation
 from parallel.settings import Settings, complete
 from parallel.runtime.collective_errors import together
 from parallel.trainer.trainer import Score, loss_of, measure_of, prepare, settings_in
-from quant import QuantizedArray, QuantSpec, files
+from quant import QuantizedArray, QuantSpec
+from quant.io import safetensors_file as files
 
 FORMAT = "chorus quantised model 1"
 

@@ -10,7 +10,7 @@ from parallel.nn.operator import Array, Operator, Run
 from parallel.ptq.quantizable_layers import Product, from_matrix, kind_of
 from parallel.ptq.model_surgery import Around, rebuilt
 from quant import QuantizedArray, QuantSpec, quantize
-from quant.matmul import exact, product
+from quant.ptq.integer_matmul import exact, product
 
 
 class Few(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from quant.kernels import reference
-from quant.kernels.reference import array_namespace, minifloat_bits, uniform
+from quant.kernels import reference_codecs as reference
+from quant.kernels.reference_codecs import array_namespace, minifloat_bits, uniform
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 

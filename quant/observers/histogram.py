@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.granularity import PerTensor
+from quant.spec.granularity import PerTensor
 from quant.kernels import array_namespace
 from quant.observers.ranges import Ranges, batch_range, everywhere
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from quant import kernels, scaling
-from quant.granularity import Granularity, PerChannel, PerTensor, blocking, to_lines
+from quant import kernels
+from quant.scaling import scales as scaling
+from quant.spec.granularity import Granularity, PerChannel, PerTensor, blocking, to_lines
 from quant.kernels import array_namespace
 from quant.layout import layout
-from quant.spec import QuantSpec
+from quant.spec.quant_spec import QuantSpec
 
 Array = Any
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from quant.array import QuantizedArray
 from quant.quantize import quantize
-from quant.spec import QuantSpec
+from quant.spec.quant_spec import QuantSpec
 
 
 def awq(

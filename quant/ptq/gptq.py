@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.granularity import PerChannel, PerGroup, PerTensor
+from quant.spec.granularity import PerChannel, PerGroup, PerTensor
 from quant.quantize import quantize
-from quant.spec import QuantSpec
+from quant.spec.quant_spec import QuantSpec
 
 BLOCK = 128
 """Inputs whose losses are handed on to all later ones at once, as a matrix product."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.granularity import to_lines
+from quant.spec.granularity import to_lines
 from quant.quantize import quantize
-from quant.scaling import spread
-from quant.spec import QuantSpec
+from quant.scaling.scales import spread
+from quant.spec.quant_spec import QuantSpec
 
 
 def hqq(

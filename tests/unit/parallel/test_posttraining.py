@@ -28,7 +28,8 @@ from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.sensitivity import SENSITIVITIES, fisher, gradients
 from parallel.settings import complete
 from parallel.trainer.trainer import Training
-from quant import INT8, PRESETS, PerGroup, QuantSpec, files, grouped, parse, quantize
+from quant import INT8, PRESETS, PerGroup, QuantSpec, grouped, parse, quantize
+from quant.io import safetensors_file as files
 from quant.search import SEARCHES
 
 SELF = MPI.COMM_SELF

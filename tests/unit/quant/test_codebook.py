@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from quant import PerChannel, QuantSpec, codebook, quantize
-from quant.codebook import kmeans_exact, kmeans_lloyd
+from quant import PerChannel, QuantSpec, quantize
+from quant.scaling import codebook
+from quant.scaling.codebook import kmeans_exact, kmeans_lloyd
 
 RNG = np.random.default_rng(2)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from quant import INT8, VSQ, PerChannel, PerGroup, PerTensor, QuantSpec, grouped, quantize
-from quant.matmul import exact, integer_matmul, matmul, product
+from quant.ptq.integer_matmul import exact, integer_matmul, matmul, product
 
 F = np.float32
 RNG = np.random.default_rng(4)

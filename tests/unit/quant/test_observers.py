@@ -199,7 +199,7 @@ def test_percentiles(percentile):
 
 
 def mean_square(x, spec, low, high):
-    from quant import scaling
+    from quant.scaling import scales as scaling
 
     if spec.symmetric:
         return float(((quantize(x, spec, scales=F(high / spec.q_max)).dequantize().astype(float) - x) ** 2).mean())

@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from quant import MXFP4, MXFP8, Q4_0, Q8_0, PerChannel, PerGroup, PerTensor, QuantSpec, ggml, grouped, kernels, quantize
+from quant import MXFP4, MXFP8, Q4_0, Q8_0, PerChannel, PerGroup, PerTensor, QuantSpec, grouped, kernels, quantize
+from quant.io import ggml_blocks as ggml
 from quant.formats import MINIFLOATS, values
 from quant.kernels import minifloat_bits
 

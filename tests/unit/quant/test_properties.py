@@ -55,8 +55,8 @@ def linear(draw):
 
 def per_element(q, numbers):
     """One number per group, for every element, in the array's shape."""
-    from quant.granularity import from_lines
-    from quant.scaling import spread
+    from quant.spec.granularity import from_lines
+    from quant.scaling.scales import spread
 
     return from_lines(spread(numbers, q.layout.blocks), q.spec.granularity, q.shape)
 

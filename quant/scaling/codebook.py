@@ -8,7 +8,7 @@ import numpy as np
 
 from quant import kernels
 from quant.kernels import array_namespace
-from quant.scaling import halves, numbers_of
+from quant.scaling.scales import halves, numbers_of
 
 if TYPE_CHECKING:
     from quant.array import QuantizedArray

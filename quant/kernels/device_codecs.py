@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from quant.formats import MINIFLOATS
-from quant.kernels import reference
-from quant.kernels.reference import Array, array_namespace
+from quant.kernels import reference_codecs as reference
+from quant.kernels.reference_codecs import Array, array_namespace
 
 KERNELS: dict[str, Any] = {}
 """By name, those of `reference` that are here too."""

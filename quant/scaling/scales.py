@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quant.formats import MINIFLOATS, values
-from quant.granularity import Blocking
+from quant.spec.granularity import Blocking
 from quant.kernels import absmax as largest_of
 from quant.kernels import array_namespace, minifloat_bits
-from quant.spec import QuantSpec, Scales
+from quant.spec.quant_spec import QuantSpec, Scales
 
 Array = Any
 

@@ -17,9 +17,9 @@ import numpy as np
 from numba import njit
 
 from quant.formats import MINIFLOATS
-from quant.kernels import reference
+from quant.kernels import reference_codecs as reference
 from quant.packing import BLOCK, POWERS
-from quant.spec import ROUNDINGS
+from quant.spec.quant_spec import ROUNDINGS
 
 F, I, U, B = np.float32, np.int32, np.uint32, np.uint8
 MAGNITUDE, ALL = I(0x7FFFFFFF), I(31)

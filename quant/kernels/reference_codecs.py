@@ -343,7 +343,7 @@ def quantize_linear(
 ) -> bool:
     """Ranges, scales and codes of all groups at once, if there is a kernel for that and nothing in the way; else False.
 
-    There is none here: what it comes to is `absmax`, the arithmetic of `quant.scaling`, and `encode_linear`.
+    There is none here: what it comes to is `absmax`, the arithmetic of `quant.scaling.scales`, and `encode_linear`.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.spec import QuantSpec
+from quant.spec.quant_spec import QuantSpec
 
 KEY = "chorus.quant"
 """Under this name the header has, as JSON, spec and shape of every quantised array."""

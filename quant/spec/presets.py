@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from quant.granularity import PerChannel, PerGroup
-from quant.spec import QuantSpec, Scales
+from quant.spec.granularity import PerChannel, PerGroup
+from quant.spec.quant_spec import QuantSpec, Scales
 
 INT8 = QuantSpec(8)
 """Eight bits, one scale for all: what ONNX and PyTorch call symmetric int8."""
@@ -15,7 +15,7 @@ INT4_G32 = QuantSpec(4, granularity=PerGroup(32), scale="fp16")
 """Four bits, a half-precision scale for 32 weights: 4.5 bits an element."""
 
 Q4_0 = QuantSpec(4, granularity=PerGroup(32), q_range="peak", rounding="half_up", scale="fp16", divisor="inverse")
-"""ggml's Q4_0; `quant.ggml` has its blocks of bytes."""
+"""ggml's Q4_0; `quant.io.ggml_blocks` has its blocks of bytes."""
 
 Q8_0 = QuantSpec(8, granularity=PerGroup(32), rounding="half_away", scale="fp16", divisor="inverse")
 """ggml's Q8_0."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quant.formats import MINIFLOATS, TABLES
-from quant.granularity import Granularity, PerChannel, PerGroup, PerTensor
+from quant.spec.granularity import Granularity, PerChannel, PerGroup, PerTensor
 
 CODES = ("linear", *(name for name, kind in MINIFLOATS.items() if kind.bits <= 8), *TABLES, "kmeans")
 RANGES = ("restricted", "full", "centred", "peak")

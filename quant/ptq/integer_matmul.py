@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.granularity import PerChannel, PerGroup, PerTensor
+from quant.spec.granularity import PerChannel, PerGroup, PerTensor
 from quant.kernels import array_namespace
-from quant.spec import QuantSpec
+from quant.spec.quant_spec import QuantSpec
 
 Array = Any
 

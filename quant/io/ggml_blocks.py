@@ -10,7 +10,7 @@ import numpy as np
 
 from quant.array import Array, QuantizedArray
 from quant.kernels import array_namespace
-from quant.presets import Q4_0, Q8_0
+from quant.spec.presets import Q4_0, Q8_0
 
 BLOCKS = {"Q4_0": Q4_0, "Q8_0": Q8_0}
 
