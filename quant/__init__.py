@@ -1,10 +1,10 @@
-"""Numbers in few bits, for storage and for the wire: NumPy and CuPy arrays, no communicator, no framework."""
+"""Quantisation of NumPy and CuPy arrays for storage and communication."""
 
 from quant.array import QuantizedArray
-from quant.spec.granularity import PerChannel, PerGroup, PerTensor
 from quant.layout import layout, wire_nbytes
-from quant.spec.presets import INT4_G32, INT8, MXFP4, MXFP8, NF4, NVFP4, PRESETS, Q4_0, Q8_0, VSQ, grouped, parse
 from quant.quantize import quantize
+from quant.spec.granularity import PerChannel, PerGroup, PerTensor
+from quant.spec.presets import INT4_G32, INT8, MXFP4, MXFP8, NF4, NVFP4, PRESETS, Q4_0, Q8_0, VSQ, grouped, parse
 from quant.spec.quant_spec import QuantSpec, Scales
 
 __all__ = [

@@ -1,7 +1,6 @@
-"""Small floating-point numbers: what their bits mean, as a table.
+"""Small floating-point formats as tables of values, used for elements and for scales.
 
-Elements and scales of few bits are numbers of the same kind, so both take their rounding and their values from here.
-The values are those of ml_dtypes; that the rounding is ml_dtypes' too is tested for every number there is.
+Values and rounding equal those of ml_dtypes (tested for every value).
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class Minifloat(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of one number, the sign counted."""
+        """Bits of one value, with the sign."""
         return 1 + self.exponent + self.mantissa
 
     @property
     def highest(self) -> int:
-        """floor(log2(largest)): the exponent that MX formats take off the shared one."""
+        """Exponent of the largest value, which MX formats subtract from the shared exponent."""
         return int(np.floor(np.log2(self.largest)))
 
 
@@ -61,7 +60,7 @@ MINIFLOATS = {
     "fp16": _minifloat(np.float16, 5),
     "bf16": _minifloat(ml_dtypes.bfloat16, 8),
 }
-"""Those of OCP's "8-bit floating point" (2023) and "Microscaling formats" (2023), and the two common halves."""
+"""Formats of OCP "8-bit floating point" and "Microscaling formats" (2023), fp16 and bf16."""
 
 # Quantiles of the normal distribution, scaled to [-1, 1], with an exact 0: appendix E of Dettmers, Pagnoni, Holtzman
 # and Zettlemoyer, "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
@@ -84,12 +83,12 @@ _NF4 = (
     1.0,
 )
 TABLES = {"nf4": np.array(_NF4, np.float32)}
-"""Fixed levels in ascending order, for values between -1 and 1."""
+"""Fixed levels between -1 and 1, ascending."""
 
 
 @cache
 def values(code: str) -> np.ndarray:
-    """What each code stands for, before the scale: float32, NaN and infinities included where the format has them."""
+    """Value of each code before scaling: float32, with NaN and infinities if the format has them."""
     if code in TABLES:
         return TABLES[code]
     kind = MINIFLOATS[code]

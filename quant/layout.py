@@ -1,7 +1,6 @@
-"""Where the parts of a quantised array lie in its one buffer: larger scales first, codes last, nothing in between.
+"""Layout of a quantised array's buffer: scales, zero points and codes without padding.
 
-The parts come in descending order of their items' size, so that all are aligned without padding. Size and places follow
-from spec and shape alone, before there is any data.
+Parts are sorted by decreasing item size, so that all are aligned.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quant.spec.granularity import Blocking, blocking
 from quant.packing import packed_nbytes
+from quant.spec.granularity import GroupBlocking, blocking
 from quant.spec.quant_spec import SCALE_BITS, QuantSpec
 
 STORED: dict[int, np.dtype[Any]] = {32: np.dtype(np.float32), 16: np.dtype(np.uint16)}
-"""How items of so many bits lie in memory; those of 16 are the bits of fp16 or bf16. All else are packed codes."""
+"""Dtype of items by bits; 16-bit items hold fp16 or bf16 bits. All other parts are packed bytes."""
 
 
-class Part(NamedTuple):
-    """So many items of `bits` bits each, from byte `start` on."""
+class BufferPart(NamedTuple):
+    """`items` items of `bits` bits each, from byte `start` on."""
 
     name: str
     bits: int
@@ -30,79 +29,83 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all items."""
         return packed_nbytes(self.items, self.bits) if self.bits <= 8 else self.items * self.bits // 8
 
     @property
     def dtype(self) -> np.dtype:
-        """Of an item; bytes, where items are packed."""
+        """Dtype of an item, or uint8 for packed items."""
         return STORED.get(self.bits, np.dtype(np.uint8))
 
 
-class Layout(NamedTuple):
-    """The parts of the buffer of a quantised array.
+class BufferLayout(NamedTuple):
+    """Parts of a quantised array's buffer.
 
     Attributes
     ----------
-    elements : int
-    blocks : Blocking
-        The lines and groups of the elements.
-    above : tuple of Blocking
-        For each parent of the scales, how the level below it falls into groups.
-    parts : tuple of Part
-        `scale0` (those of the groups), `scale1` (their parent's) and so on, `zeros`, `codes`.
+    blocks : GroupBlocking
+        Rows and groups of the elements.
+    parent_levels : tuple of GroupBlocking
+        For each parent of the scales, the groups of the level below it.
+    parts : tuple of BufferPart
+        `scale0` (of the groups), `scale1` (of their parent) ..., `zeros`, `codes`.
     """
 
     elements: int
-    blocks: Blocking
-    above: tuple[Blocking, ...]
-    parts: tuple[Part, ...]
+    blocks: GroupBlocking
+    parent_levels: tuple[GroupBlocking, ...]
+    parts: tuple[BufferPart, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def bits_per_element(self) -> float:
-        """Of this array, all of its buffer counted; NaN without elements."""
+        """Bits per element of this array, the whole buffer counted; NaN without elements."""
         return 8 * self.nbytes / self.elements if self.elements else math.nan
 
-    def part(self, name: str) -> Part | None:
-        """The part of that name, if there is one."""
+    def part(self, name: str) -> BufferPart | None:
+        """Part by name, or None."""
         return next((part for part in self.parts if part.name == name), None)
 
 
 @cache
-def layout(spec: QuantSpec, shape: tuple[int, ...]) -> Layout:
-    """Where everything lies for an array of that shape.
+def layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
+    """Buffer layout of an array of this shape (cached).
+
+    Raises
+    ------
+    ValueError
+        If a length is negative, or the array has no axis that the spec needs.
 
     >>> from quant.spec.presets import Q4_0
     >>> layout(Q4_0, (64,)).nbytes, layout(Q4_0, (64,)).bits_per_element
     (36, 4.5)
     """
+    if any(n < 0 for n in shape):
+        raise ValueError(f"no array has the shape {shape}")
     blocks = blocking(spec.granularity, shape)
     items = []
-    above = []
+    parent_levels = []
     below = blocks
     for number, level in enumerate(spec.scales.levels):
         if number:
-            below = blocking(spec.scales.levels[number - 1].granularity, (below.lines, below.per_line))
-            above.append(below)
+            below = blocking(spec.scales.levels[number - 1].granularity, (below.rows, below.per_row))
+            parent_levels.append(below)
         each = 2**spec.bits if spec.code == "kmeans" else 1
         items.append((f"scale{number}", level.bits, below.groups * each))
     if not spec.symmetric:
         items.append(("zeros", spec.bits if spec.zero == "integer" else SCALE_BITS[spec.zero], blocks.groups))
     items.append(("codes", spec.bits, blocks.elements))
-    parts: list[Part] = []
+    parts: list[BufferPart] = []
     for name, bits, count in sorted(items, key=lambda item: -STORED.get(item[1], np.dtype(np.uint8)).itemsize):
         start = parts[-1].start + parts[-1].nbytes if parts else 0
-        parts.append(Part(name, bits, count, start))
-    return Layout(blocks.elements, blocks, tuple(above), tuple(parts))
+        parts.append(BufferPart(name, bits, count, start))
+    return BufferLayout(blocks.elements, blocks, tuple(parent_levels), tuple(parts))
 
 
 def wire_nbytes(spec: QuantSpec, shape: int | tuple[int, ...]) -> int:
-    """Bytes of an array of that shape, or of a vector of so many elements, on the wire.
+    """Bytes of a quantised array of this shape, or of a vector of this many elements.
 
     >>> from quant.spec.presets import grouped
     >>> wire_nbytes(grouped(8, 128), 1000)

@@ -1,23 +1,26 @@
-"""From an array to its codes: the range of every group, its scale as it is stored, then codes in units of that."""
+"""Quantisation of an array: range of every group, scale, stored scale, codes."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quant import kernels
+from quant.array import QuantizedArray
+from quant.formats import values
+from quant.kernels import LinearCode, ScaleRule, array_namespace
+from quant.layout import layout
 from quant.scaling import codebook
 from quant.scaling import scales as scaling
-from quant.array import Array, QuantizedArray
-from quant.formats import values
-from quant.spec.granularity import Blocking, to_lines
-from quant.kernels import array_namespace
-from quant.layout import layout
-from quant.spec.quant_spec import QuantSpec
+from quant.spec.granularity import GroupBlocking, to_rows
+from quant.spec.quant_spec import SCALE_BITS, QuantSpec
+from quant.types import Array
 
 LARGEST = np.float32(np.finfo(np.float32).max)
+UNSIGNED = ("e8m0", *(form for form in SCALE_BITS if form.startswith("uint")))
+"""Formats of scales without negative numbers."""
 
 
 def quantize(
@@ -30,36 +33,35 @@ def quantize(
     nonfinite: str = "raise",
     out: QuantizedArray | None = None,
 ) -> QuantizedArray:
-    """The array in few bits.
+    """Quantise an array.
 
     Parameters
     ----------
     x : array of floats, any shape
-        Of NumPy or CuPy; computed with in float32.
+        NumPy or CuPy, or anything `numpy.asarray` takes; computed with in float32.
     spec : QuantSpec
-    scales : array of float32, shape (lines, groups), optional
-        Use these instead of the groups' own ranges, as calibration found them: for a tensor one number will do, for
-        channels one for each. They are rounded to their format. Elements beyond the range become its ends.
-    zeros : array of float32, like `scales`
-        The zero points to these, where the spec has some.
+    scales : array of float32, shape (rows, groups), optional
+        Scales to use instead of those of the groups' own ranges (from calibration), rounded to their format. Elements
+        beyond the range saturate.
+    zeros : array of float32, like `scales`, optional
+        Zero points of these scales, for asymmetric specs.
     seed : int, optional
-        For stochastic rounding, which needs one: another seed, other random numbers.
+        Seed of stochastic rounding (required there).
     nonfinite : str
-        What to do about NaN and infinity: raise a ValueError, or "poison": every number of a group that holds one
-        becomes NaN.
+        Handling of NaN and infinity: "raise" a ValueError, or "poison": all elements of their group become NaN.
     out : QuantizedArray, optional
-        One of this spec and shape to fill. After an error its bytes mean nothing.
+        Destination of the same spec and shape. After an error its contents are undefined.
 
     Returns
     -------
     QuantizedArray
-        `out`, if there is one.
+        `out`, if given.
 
     Raises
     ------
     ValueError
-        For an element that is not finite; a scale that its format cannot hold; scales that do not fit the groups; an
-        `out` that is of another kind; stochastic rounding without a seed.
+        For elements that are not finite; scales that do not fit their format or the groups; an unsuitable `out`;
+        stochastic rounding without a seed.
     TypeError
         If `x` does not hold floating-point numbers.
 
@@ -70,12 +72,10 @@ def quantize(
     >>> q.nbytes, q.bits_per_element
     (36, 4.5)
     """
+    x = _array(x)
     xp = array_namespace(x)
-    lines = to_lines(_floats(x), spec.granularity)
-    if out is None:
-        out = QuantizedArray(spec, x.shape, xp.empty(layout(spec, tuple(x.shape)).nbytes, np.uint8))
-    elif out.spec != spec or out.shape != tuple(x.shape):
-        raise ValueError(f"out is {out}, and cannot hold {spec} of shape {x.shape}")
+    rows = to_rows(_floats(x), spec.granularity)
+    out = _output(x, spec, out)
     if nonfinite not in ("raise", "poison"):
         raise ValueError(f"nonfinite is raise or poison, not {nonfinite!r}")
     key = _key(spec, seed)
@@ -84,45 +84,83 @@ def quantize(
         return out
     if spec.code == "kmeans":
         if scales is not None or zeros is not None:
-            raise ValueError("kmeans finds levels of its own and takes no scales")
-        codebook.fit_into(lines, out)
+            raise ValueError("kmeans fits its own levels and takes no scales")
+        codebook.fit_into(rows, out)
         return out
-    if scales is None and _at_once(lines, out):
+    if scales is None and _fused(rows, out):
         return out
-    blocks = out.layout.blocks
-    size, low = _range(lines, spec, blocks.size)
-    finite = xp.isfinite(size) if low is None else xp.isfinite(size) & xp.isfinite(low)
+    group_range = _range(rows, spec, out.layout.blocks.size)
+    finite = group_range.finite()
     if not bool(finite.all()):
         if nonfinite == "raise" or spec.scales.format not in scaling.NAN:
-            raise ValueError(_complaint(x, spec, nonfinite))
-        lines = xp.where(scaling.spread(finite, blocks), lines, np.float32(0))
-        size = xp.where(finite, size, np.float32(0))
-        low = None if low is None else xp.where(finite, low, np.float32(0))
-    if scales is not None:
-        ideal, given = _given("scales", scales, blocks, xp), True
-        if not bool((xp.isfinite(ideal) & (ideal != 0)).all()):
-            raise ValueError("scales are finite and not 0")
-    else:
-        given = False
-        ideal, low = (scaling.symmetric_scale(spec, size), low) if spec.symmetric else scaling.affine(spec, low, size)
-    if spec.linear and not spec.symmetric and given != (zeros is not None):
+            raise ValueError(_nonfinite_message(x, spec, nonfinite))
+        rows = xp.where(scaling.spread(finite, out.layout.blocks), rows, np.float32(0))
+        group_range = group_range.zeroed(finite)
+    ideal, low = _scale(spec, group_range) if scales is None else (_given_scales(scales, out, xp), None)
+    if spec.linear and not spec.symmetric and (scales is None) != (zeros is None):
         raise ValueError("scales and zeros of an asymmetric spec come together")
-    stored = scaling.store(ideal, spec, out.layout.above)
-    z = None
-    if not spec.symmetric:
-        z = _given("zeros", zeros, blocks, xp) if given else scaling.zero_point(spec, stored.scales, low)
-        z = _put_zeros(out, z)
-    for number, raw in enumerate(stored.levels):
-        raw = raw.reshape(-1)
-        if number == 0 and not bool(finite.all()):
-            raw = xp.where(finite.reshape(-1), raw, raw.dtype.type(scaling.NAN[spec.scales.format]))
-        out.put(f"scale{number}", raw)
-    _encode(lines, out, ideal, stored.scales, z, key)
+    stored = scaling.store(ideal, spec, out.layout.parent_levels)
+    zero_points = _store_zeros(out, stored.scales, low, zeros)
+    _store_scales(out, stored.levels, finite)
+    _encode(rows, out, Divisors.of(spec, ideal, stored.scales), zero_points, key)
     return out
 
 
+class GroupRange(NamedTuple):
+    """Range of each group: `size` is the largest |r| (or r), `low` the smallest r if the codes need it."""
+
+    size: Array
+    low: Array | None
+
+    def finite(self) -> Array:
+        """True for each group whose range is finite."""
+        xp = array_namespace(self.size)
+        return xp.isfinite(self.size) if self.low is None else xp.isfinite(self.size) & xp.isfinite(self.low)
+
+    def zeroed(self, finite: Array) -> GroupRange:
+        """Ranges of groups that are not finite set to 0."""
+        xp = array_namespace(finite)
+        return GroupRange(*(None if bound is None else xp.where(finite, bound, np.float32(0)) for bound in self))
+
+
+class Divisors(NamedTuple):
+    """Divisor of each group's elements, or with `inverse` their factor."""
+
+    by: Array
+    inverse: bool
+
+    @classmethod
+    def of(cls, spec: QuantSpec, ideal: Array, stored: Array) -> Divisors:
+        """Stored scales, or inverses of the scales before rounding."""
+        xp = array_namespace(ideal)
+        if spec.divisor == "stored":
+            return cls(xp.where(stored == 0, np.float32(1), stored), False)
+        with np.errstate(divide="ignore", over="ignore"):
+            by = xp.clip(1 / ideal, -LARGEST, LARGEST)
+        return cls(xp.where(ideal == 0, np.float32(0), by), True)
+
+
+def _output(x: Array, spec: QuantSpec, out: QuantizedArray | None) -> QuantizedArray:
+    """`out`, checked, or a new array for x."""
+    if out is None:
+        buffer = array_namespace(x).empty(layout(spec, tuple(x.shape)).nbytes, np.uint8)
+        return QuantizedArray(spec, x.shape, buffer)
+    if out.spec != spec or out.shape != tuple(x.shape):
+        raise ValueError(f"out is {out}, and cannot hold {spec} of shape {x.shape}")
+    return out
+
+
+def _array(x: Any) -> Array:
+    """`x` if it is a NumPy or CuPy array, else `numpy.asarray(x)`."""
+    try:
+        array_namespace(x)
+    except TypeError:
+        return np.asarray(x)
+    return x
+
+
 def _floats(x: Array) -> Array:
-    """x as float32, C-contiguous if it is not."""
+    """`x` as C-contiguous float32."""
     xp = array_namespace(x)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
         raise TypeError(f"x holds {x.dtype}, not floating-point numbers")
@@ -135,7 +173,7 @@ def _floats(x: Array) -> Array:
 
 
 def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
-    """The two words that random numbers hang on."""
+    """Key of the random numbers of stochastic rounding."""
     if spec.rounding != "stochastic":
         return None
     if seed is None:
@@ -144,48 +182,70 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _at_once(lines: Array, out: QuantizedArray) -> bool:
-    """The usual kind of spec in one go, where there is a kernel for that; False where there is none, or it gives up."""
+def _fused(rows: Array, out: QuantizedArray) -> bool:
+    """Quantise symmetric linear specs with a fused kernel; False if there is none or it gives up."""
     spec, form = out.spec, out.spec.scales.format
     usual = spec.linear and spec.symmetric and spec.signed and not spec.scales.parent
     if not usual or form not in ("fp32", "fp16", "bf16") or spec.rounding == "stochastic":
         return False
-    rules = scaling.steps(spec), form, (spec.q_min, spec.q_max), spec.bias, spec.bits
-    kind = spec.rounding, spec.divisor == "inverse", spec.q_range == "peak"
     scales = out.part("scale0")
-    aligned = not isinstance(scales, np.ndarray) or scales.flags.aligned
-    return aligned and kernels.quantize_linear(lines, out.layout.blocks.size, *rules, *kind, scales, out.part("codes"))
+    if isinstance(scales, np.ndarray) and not scales.flags.aligned:
+        return False
+    rule = ScaleRule(scaling.steps(spec), form, spec.divisor == "inverse", spec.q_range == "peak")
+    return kernels.quantize_linear(rows, out.layout.blocks.size, rule, LinearCode.of(spec), scales, out.part("codes"))
 
 
-def _range(lines: Array, spec: QuantSpec, size: int) -> tuple[Array, Array | None]:
-    """What the scale hangs on: (the largest |r|, None), or for codes that are not symmetric (largest, least)."""
-    if not spec.symmetric or not spec.signed:
-        low, high = kernels.minmax(lines, size)
-        return (high if not spec.symmetric else array_namespace(high).maximum(high, np.float32(0))), low
-    return (kernels.peak if spec.q_range == "peak" else kernels.absmax)(lines, size), None
+def _range(rows: Array, spec: QuantSpec, size: int) -> GroupRange:
+    if spec.symmetric and spec.signed:
+        return GroupRange((kernels.peak if spec.q_range == "peak" else kernels.absmax)(rows, size), None)
+    low, high = kernels.minmax(rows, size)
+    return GroupRange(array_namespace(high).maximum(high, np.float32(0)) if spec.symmetric else high, low)
 
 
-def _complaint(x: Array, spec: QuantSpec, nonfinite: str) -> str:
-    """Which element is not finite."""
+def _scale(spec: QuantSpec, group_range: GroupRange) -> tuple[Array, Array | None]:
+    """(S, lower end of the range) of each group, before rounding to storage."""
+    if spec.symmetric or group_range.low is None:
+        return scaling.symmetric_scale(spec, group_range.size), None
+    return scaling.affine(spec, group_range.low, group_range.size)
+
+
+def _given_scales(scales: Array, out: QuantizedArray, xp: Any) -> Array:
+    ideal = _given("scales", scales, out.layout.blocks, xp)
+    if not bool((xp.isfinite(ideal) & (ideal != 0)).all()):
+        raise ValueError("scales are finite and not 0")
+    if out.spec.scales.format in UNSIGNED and not bool((ideal > 0).all()):
+        raise ValueError(f"scales in {out.spec.scales.format} have no sign, and {float(ideal.min()):.3g} is below 0")
+    return ideal
+
+
+def _nonfinite_message(x: Array, spec: QuantSpec, nonfinite: str) -> str:
+    """Error message that names the first element that is not finite."""
     xp = array_namespace(x)
     flat = x.reshape(-1)
     first = int(xp.argmin(xp.isfinite(_floats(flat))))
     place = tuple(int(i) for i in np.unravel_index(first, x.shape))
-    told = f"x{list(place)} is {float(flat[first])}, of which there is no code"
-    return told if nonfinite == "raise" else f"{told}; scales in {spec.scales.format} have no NaN to poison groups with"
+    message = f"x{list(place)} is {float(flat[first])}, which has no code"
+    return (
+        message
+        if nonfinite == "raise"
+        else f"{message}; scales in {spec.scales.format} have no NaN to poison groups with"
+    )
 
 
-def _given(name: str, numbers: Array, blocks: Blocking, xp: Any) -> Array:
-    """Somebody's numbers, one per group."""
+def _given(name: str, numbers: Array, blocks: GroupBlocking, xp: Any) -> Array:
+    """Values from the caller, one per group."""
     numbers = xp.asarray(numbers).astype(np.float32)
     if numbers.size != blocks.groups:
         raise ValueError(f"{name} are {numbers.size} numbers, for {blocks.groups} groups")
-    return numbers.reshape(blocks.lines, blocks.per_line)
+    return numbers.reshape(blocks.rows, blocks.per_row)
 
 
-def _put_zeros(out: QuantizedArray, z: Array) -> Array:
-    """Store the zero points; what was stored, as numbers."""
-    xp, spec = array_namespace(z), out.spec
+def _store_zeros(out: QuantizedArray, scales: Array, low: Array | None, zeros: Array | None) -> Array | None:
+    """Store zero points (given, or of scales and ranges) and return them as stored; None for symmetric specs."""
+    xp, spec = array_namespace(scales), out.spec
+    if spec.symmetric:
+        return None
+    z = scaling.zero_point(spec, scales, low) if zeros is None else _given("zeros", zeros, out.layout.blocks, xp)
     if spec.zero != "integer":
         out.put("zeros", scaling.round_to(z, spec.zero, keep=False)[0])
         return out.zeros()
@@ -195,26 +255,28 @@ def _put_zeros(out: QuantizedArray, z: Array) -> Array:
     return z
 
 
-def _encode(lines: Array, out: QuantizedArray, ideal: Array, stored: Array, z: Array | None, key: Any) -> None:
-    """The codes, in units of the scales as they are stored or as they were before."""
-    xp, spec, size = array_namespace(lines), out.spec, out.layout.blocks.size
-    inverse = spec.divisor == "inverse"
-    if inverse:
-        with np.errstate(divide="ignore", over="ignore"):
-            by = xp.clip(1 / ideal, -LARGEST, LARGEST)
-        by = xp.where(ideal == 0, np.float32(0), by)
-    else:
-        by = xp.where(stored == 0, np.float32(1), stored)
+def _store_scales(out: QuantizedArray, levels: tuple[Array, ...], finite: Array) -> None:
+    """Write the scales of all levels; groups that are not finite get the format's NaN."""
+    xp, form = array_namespace(finite), out.spec.scales.format
+    for number, raw in enumerate(levels):
+        raw = raw.reshape(-1)
+        if number == 0 and not bool(finite.all()):
+            raw = xp.where(finite.reshape(-1), raw, raw.dtype.type(scaling.NAN[form]))
+        out.put(f"scale{number}", raw)
+
+
+def _encode(rows: Array, out: QuantizedArray, divisors: Divisors, zeros: Array | None, key: Any) -> None:
+    xp, spec, size = array_namespace(rows), out.spec, out.layout.blocks.size
+    by, inverse = divisors
     if spec.linear:
-        rules = (spec.q_min, spec.q_max), spec.bias, spec.rounding, key, spec.bits
-        kernels.encode_linear(lines, size, by, inverse, z, *rules, out.part("codes"))
+        kernels.encode_linear(rows, size, by, inverse, zeros, LinearCode.of(spec, key), out.part("codes"))
         return
     codes = out.part("codes") if spec.bits == 8 else xp.empty(out.size, np.uint8)
-    fields = codes.reshape(lines.shape)
+    fields = codes.reshape(rows.shape)
     if spec.minifloat:
-        kernels.encode_float(lines, size, by, inverse, spec.code, key, fields)
+        kernels.encode_float(rows, size, by, inverse, spec.code, key, fields)
     else:
-        levels = values(spec.code)
-        kernels.encode_table(lines, size, by, inverse, xp.asarray(codebook.thresholds(levels)), fields)
+        thresholds = xp.asarray(codebook.thresholds(values(spec.code)))
+        kernels.encode_table(rows, size, by, inverse, thresholds, fields)
     if spec.bits < 8:
         out.put("codes", codes)

@@ -8,7 +8,7 @@ import pytest
 
 os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/chorus-tests"  # what was tuned on this machine decides nothing
 
-pytest_plugins = ["harness"]
+pytest_plugins = ["support.harness"]
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def comm(world, request):
 @pytest.fixture
 def gpu(monkeypatch):
     """A new GPU for the stand-in for CuPy, which takes CuPy's place."""
-    from standin import cupy
+    from support.standin import cupy
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy, "GPU", cupy._Gpu())

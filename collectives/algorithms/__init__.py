@@ -1,1 +1,1 @@
-"""The algorithms: pure generators of rounds, one family a file. Nothing here knows MPI."""
+"""Algorithms: generators of rounds, one family per file, without MPI."""

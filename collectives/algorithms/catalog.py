@@ -1,7 +1,6 @@
-"""Every algorithm by collective and name: what it is, what it can do, what it costs.
+"""Catalogue of algorithms by collective and name: generator, properties, costs.
 
-A new algorithm is one generator and one line here. The formulas are facts, not hints: the proof of every entry
-compares them with what the schedule does.
+A new algorithm is one generator and one line here. The proof of every entry compares its formulas with the schedule.
 """
 
 from __future__ import annotations
@@ -29,44 +28,43 @@ from collectives.algorithms import (
     scan,
     two_tree,
 )
-from collectives.schedule.topology import Lasting, Nodes, contiguous
 from collectives.schedule.semantics import MEANINGS, Meaning
 from collectives.schedule.steps import Rounds, Schedule, freeze
+from collectives.schedule.topology import HashedTuple, Nodes, contiguous
 from collectives.schedule.transforms import segmented
 
 
 class Algorithm(NamedTuple):
-    """One way to do a collective.
+    """An algorithm of one collective.
 
     Attributes
     ----------
     generate : (rank, size) -> rounds
-        The generator; its docstring tells the idea. After the size it takes the root, where the collective has one,
-        the number of segments, where it `cuts`, and the placement, where it is `placed`.
+        The generator; its docstring describes the algorithm. Further arguments, in order: the root if there is one,
+        the number of segments if it `cuts`, the placement if it is `placed`.
     rounds : str
-        Messages that wait for one another: the factor of alpha. A formula, see `evaluate`.
+        Messages on the critical path: the factor of alpha. A formula, see `evaluate`.
     volume : str
-        Vectors of n bytes that the busiest rank sends or receives, whichever is more.
+        Vectors of n bytes sent or received by the busiest rank, the larger of the two.
     combined : str
-        Vectors that the busiest rank combines.
+        Vectors combined by the busiest rank.
     beta, gamma : str
         The factors of n beta and n gamma on the critical path where they differ from `volume` and `combined`.
     ordered : bool
-        Whether values combine in rank order, as operations that do not commute need. If it is `placed`, it does where
-        the ranks of every node are neighbours.
+        Whether values combine in rank order, as needed by non-commutative operations. If `placed`, only where
+        the ranks of every node are consecutive.
     alike : bool
-        Whether all ranks get a sum by the same additions, and so with the same bits.
+        Whether all ranks compute a sum by the same additions and so get the same bits.
     private : bool
-        Whether ranks other than the root touch no block but those they bring or take, and so need not know the others'
-        lengths.
+        Whether ranks other than the root touch their own blocks only and so need not know the lengths of others.
     blocks : str
-        In how many blocks it cuts a vector. A formula.
+        Number of blocks that a vector is cut in. A formula.
     cuts : bool
-        Whether it pipelines the data by a rule of its own: its generator takes the number of segments.
+        Whether the generator pipelines the data itself and takes the number of segments.
     placed : bool
-        Whether it looks at which ranks share a node. Its formulas are for nodes of as many ranks each.
+        Whether the schedule depends on which ranks share a node. Formulas hold for nodes of equal size.
     exact : bool
-        Whether the formulas say what the schedule does for every number of ranks. If not, they are upper limits.
+        Whether the formulas are exact for every number of ranks. Otherwise they are upper bounds.
     """
 
     generate: Callable[..., Rounds]
@@ -85,15 +83,15 @@ class Algorithm(NamedTuple):
 
     @property
     def idea(self) -> str:
-        """The first line of the generator's docstring."""
+        """First line of the generator's docstring."""
         return (self.generate.__doc__ or "").strip().splitlines()[0]
 
     def keeps_order(self, nodes: Nodes | None = None) -> bool:
-        """Whether values combine in rank order on this placement."""
+        """True if values combine in rank order on this placement."""
         return self.ordered and (not self.placed or contiguous(nodes))
 
     def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float, segments: int = 1) -> float:
-        """The cost by formula: alpha, n beta and n gamma times their factors. Segments count where it `cuts`."""
+        """Cost by formula in seconds: alpha, n beta and n gamma times their factors. `segments` counts if it `cuts`."""
         if size == 1:
             return 0.0
         rounds, moved, added = (
@@ -103,26 +101,26 @@ class Algorithm(NamedTuple):
         return rounds * alpha + nbytes * (moved * beta + added * gamma)
 
 
-class Bound(NamedTuple):
-    """What no algorithm can beat; each bound holds by itself. Formulas as in `Algorithm`."""
+class LowerBound(NamedTuple):
+    """Lower bounds of a collective; each holds by itself. Formulas as in `Algorithm`."""
 
     rounds: str
     volume: str
     combined: str = "0"
 
 
-BOUNDS: dict[str, Bound] = {
-    "barrier": Bound("q", "0"),
-    "broadcast": Bound("q", "1"),
-    "reduce": Bound("q", "1", "(p-1)/p"),
-    "scatter": Bound("q", "(p-1)/p"),
-    "gather": Bound("q", "(p-1)/p"),
-    "allgather": Bound("q", "(p-1)/p"),
-    "reduce_scatter": Bound("q", "(p-1)/p", "(p-1)/p"),
-    "allreduce": Bound("q", "2*(p-1)/p", "(p-1)/p"),
-    "alltoall": Bound("q", "(p-1)/p"),
-    "scan": Bound("q", "1", "1"),
-    "exscan": Bound("q", "1", "0"),
+BOUNDS: dict[str, LowerBound] = {
+    "barrier": LowerBound("q", "0"),
+    "broadcast": LowerBound("q", "1"),
+    "reduce": LowerBound("q", "1", "(p-1)/p"),
+    "scatter": LowerBound("q", "(p-1)/p"),
+    "gather": LowerBound("q", "(p-1)/p"),
+    "allgather": LowerBound("q", "(p-1)/p"),
+    "reduce_scatter": LowerBound("q", "(p-1)/p", "(p-1)/p"),
+    "allreduce": LowerBound("q", "2*(p-1)/p", "(p-1)/p"),
+    "alltoall": LowerBound("q", "(p-1)/p"),
+    "scan": LowerBound("q", "1", "1"),
+    "exscan": LowerBound("q", "1", "0"),
 }
 """Lower bounds per collective for p > 1 (Chan et al. 2007, section 3)."""
 
@@ -285,7 +283,7 @@ _NAMES: dict[str, Callable[[int, int, int], Fraction | int]] = {
     "qM": lambda p, k, N: _ceil_log(-(-p // N)),
     "oddN": lambda p, k, N: int(_power(N) != N),
 }
-"""What the letters of formulas stand for, on p ranks on N nodes, in k segments."""
+"""Values of the names in formulas, for p ranks on N nodes and k segments."""
 
 
 def _ceil_log(number: int) -> int:
@@ -298,9 +296,9 @@ def _power(number: int) -> int:
 
 @lru_cache(maxsize=4096)
 def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Fraction:
-    """The value of a formula for p = `size`, k = `segments` and N = `nodes`.
+    """Evaluate a formula for p = `size`, k = `segments` and N = `nodes`.
 
-    In it q is ceil(log2 p), f is floor(log2 p), P = 2^f, ones the number of ones in p-1 written in binary, hops that in
+    Names: q is ceil(log2 p), f is floor(log2 p), P = 2^f, ones the number of one bits of p-1, hops that in
     all of 0 .. p-1, and odd is 0 if p is a power of two, else 1. Folds is the sum of min(2^i, p-P) over i < f. There
     are N nodes of M ranks; qN and qM are ceil(log2 N) and ceil(log2 M), and oddN is odd for N.
     """
@@ -315,12 +313,12 @@ def names(collective: str) -> list[str]:
 
 
 def find(collective: str, name: str) -> Algorithm:
-    """The entry of that name.
+    """Look up an algorithm by name.
 
     Raises
     ------
     ValueError
-        If there is none; the message lists those that exist.
+        If there is none; the message lists the known names.
     """
     entries = _entries(collective)
     if name not in entries:
@@ -335,7 +333,7 @@ def _entries(collective: str) -> Mapping[str, Algorithm]:
 
 
 def blocks(collective: str, name: str, size: int) -> int:
-    """In how many blocks the algorithm sees the data before it is cut in segments."""
+    """Number of blocks of the data before segmentation."""
     return _blocks(collective, find(collective, name), size)
 
 
@@ -347,7 +345,7 @@ def _blocks(collective: str, entry: Algorithm, size: int) -> int:
 def build(
     collective: str, name: str, rank: int, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> Schedule:
-    """The schedule of one rank, pipelined over `segments` of the data; `nodes` says which ranks share a node."""
+    """The schedule of one rank, pipelined over `segments` of the data; `nodes` is the placement of ranks on nodes."""
     entry = find(collective, name)
     return _built(collective, entry, rank, size, root, segments, nodes if entry.placed else None)
 
@@ -372,14 +370,14 @@ def _rounds(
 def rounds_of_all(
     collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> Iterator[Rounds]:
-    """The rounds of all ranks as they are generated, of which nothing is kept: for more ranks than memory has room."""
+    """Generate the rounds of all ranks one by one, for more schedules than fit in memory."""
     entry = find(collective, name)
-    lasting = nodes and Lasting(nodes)
+    lasting = nodes and HashedTuple(nodes)
     return (_rounds(collective, entry, rank, size, root, segments, lasting) for rank in range(size))
 
 
 def _arguments(entry: Algorithm, meaning: Meaning, root: int, segments: int, nodes: Nodes | None) -> list[Any]:
-    """What the generator takes after rank and size."""
+    """Arguments of the generator after rank and size."""
     taken = (root, meaning.rooted), (segments, entry.cuts), (nodes, entry.placed)
     return [value for value, wanted in taken if wanted]
 
@@ -387,5 +385,5 @@ def _arguments(entry: Algorithm, meaning: Meaning, root: int, segments: int, nod
 def build_all(
     collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> list[Schedule]:
-    """The schedules of all ranks."""
+    """Schedules of all ranks."""
     return [build(collective, name, rank, size, root, segments, nodes) for rank in range(size)]

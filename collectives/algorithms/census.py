@@ -1,15 +1,15 @@
-"""Census: everyone counts the neighbours behind, then twice as many, until it has counted all but itself.
+"""Census: each rank sums the ranks before it, doubling their number every round, until all but its own are summed.
 
-B is the sum of the i ranks behind, without oneself. The rank i behind has in its own B the i ranks before those, and
-the rank i+1 behind has them in its B and its own term: so one message doubles i, or doubles it and adds one. The bits
-of p-1 say which.
+B is the sum over the i ranks before a rank, without its own term. The B of the rank at distance i covers the i ranks
+before those; the B of the rank at distance i+1 plus its own term covers i+1. So one message changes i to 2i or 2i+1;
+the bits of p-1 decide which.
 
-Ranks whose terms rank 0 of 6 has, p-1 = 5 = 101 in binary::
+Terms held by rank 0 of 6, p-1 = 5 = 101 in binary::
 
     start           0
     distance 1      0   5            i = 1
-    distance 1      0   5 4          i = 2, bit 0: from rank 5 its B, which is rank 4
-    distance 3      0   5 4 3 2 1    i = 5, bit 1: from rank 3 its B and itself
+    distance 1      0   5 4          i = 2, bit 0: B of rank 5, which is the term of rank 4
+    distance 3      0   5 4 3 2 1    i = 5, bit 1: B and own term of rank 3
 
 (Bar-Noy, Kipnis, Schieber 1993, "An optimal algorithm for computing census functions in message-passing systems".)
 """
@@ -22,30 +22,30 @@ from typing import NamedTuple
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Rounds, Send, span
 
 
-class _Message(NamedTuple):
-    """A round: how many ranks are counted before it, and whether the sender adds its own term to its B."""
+class _CensusRound(NamedTuple):
+    """A round: number of ranks summed before it, and whether the sender adds its own term to B."""
 
     counted: int
     own: bool
 
     @property
     def distance(self) -> int:
-        """How far it goes."""
+        """Distance to the peer."""
         return self.counted + self.own
 
 
-def _messages(size: int) -> Iterator[_Message]:
+def _messages(size: int) -> Iterator[_CensusRound]:
     counted = 0
     for bit in bin(size - 1)[2:] if size > 1 else "":
-        yield _Message(counted, bit == "1")
+        yield _CensusRound(counted, bit == "1")
         counted += counted + int(bit)
 
 
 def allreduce(rank: int, size: int) -> Rounds:
-    """The sum over the ranks behind doubles in length every round, whatever the number of ranks.
+    """The number of ranks summed doubles every round, for any number of ranks.
 
     ceil(log2 p) rounds, one vector each: q (alpha + n beta), about 2q n gamma. Commutative operations only; the
-    terms meet in another order on every rank, so floating-point results may differ in their last bits.
+    order of terms differs between ranks, so floating-point results may differ in their last bits.
     """
     mine, behind, both = (span(copy * size, (copy + 1) * size) for copy in range(3))
     messages = list(_messages(size))
@@ -61,10 +61,10 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def ordered_allreduce(rank: int, size: int) -> Rounds:
-    """The census with two sums: of the ranks behind down to rank 0, and of those before rank 0, at the other end.
+    """Census with two sums, of the ranks below down to rank 0 and of the highest ranks, to keep rank order.
 
     ceil(log2 p) rounds of one or two vectors: q alpha + less than 2q n beta, at most 3q n gamma. Keeps rank order; the
-    brackets are others on every rank, so floating-point results may differ in their last bits.
+    association differs between ranks, so floating-point results may differ in their last bits.
     """
     mine, low, high, both, arrived = (span(copy * size, (copy + 1) * size) for copy in range(5))
     messages = list(_messages(size))

@@ -1,4 +1,4 @@
-"""Chains: the ranks in a row from the root on, everyone passes on to the next. Slow whole, unbeatable in many segments.
+"""Chain: each rank passes the data on to the next, starting at the root. Optimal for many segments.
 
 Broadcast of segments a b c from rank 0 of 4::
 
@@ -7,7 +7,7 @@ Broadcast of segments a b c from rank 0 of 4::
     1 -> 2              a       b       c
     2 -> 3                      a       b       c
 
-(Chan et al. 2007, section 5.3; Open MPI's coll/base knows it as chain and pipeline.)
+(Chan et al. 2007, section 5.3; chain and pipeline in Open MPI's coll/base.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collectives.schedule.transforms import reverse
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
-    """The vector goes from the root to the next rank, and the next, around to the one before the root.
+    """The vector travels from the root through all ranks to the one before the root.
 
     p-1 rounds, k+p-2 in k segments: (k+p-2)(alpha + n/k beta).
     """
@@ -32,7 +32,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """The broadcast backwards: sums flow down the row to the root.
+    """Reverse of the broadcast: partial sums travel through all ranks to the root.
 
     p-1 rounds, k+p-2 in k segments: (k+p-2)(alpha + n/k (beta + gamma)). Commutative operations only.
     """

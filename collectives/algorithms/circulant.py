@@ -1,6 +1,6 @@
-"""Circulant graphs: everyone talks to the ranks 1, 2, 4 ... away, whatever their number, and no block moves in vain.
+"""Circulant graph: exchange with the ranks at distance 1, 2, 4 ..., for any number of ranks, with optimal volume.
 
-Allgather on 5 ranks, what each holds after every round::
+Allgather on 5 ranks, blocks held after every round::
 
     start       0       1       2       3       4
     distance 1  01      12      23      34      40
@@ -17,7 +17,7 @@ from collectives.schedule.transforms import reverse
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """Everyone fetches from 1, 2, 4 ... ranks further on as many blocks as it has, at the end only what it lacks.
+    """Each rank receives from distance 1, 2, 4 ... as many blocks as it holds; in the last round the missing ones only.
 
     ceil(log2 p) rounds: q alpha + (p-1)/p n beta, both bounds at once. (Bruck et al. 1997, section 4.)
     """
@@ -30,7 +30,7 @@ def allgather(rank: int, size: int) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
-    """The allgather backwards: sums of ever fewer blocks flow to 4, 2, 1 ranks further on.
+    """Reverse of the allgather: sums of fewer and fewer blocks travel over distance ... 4, 2, 1.
 
     ceil(log2 p) rounds: q alpha + (p-1)/p n (beta + gamma), all bounds at once. Commutative operations only.
     (Traff 2024.)

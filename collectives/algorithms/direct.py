@@ -1,4 +1,4 @@
-"""Direct: every pair at once. The most messages and the fewest rounds; the right way where a message costs little.
+"""Direct: all pairs exchange in one round. Most messages, fewest rounds; best where latency is low.
 
 (The "linear" and "spread-out" algorithms of MPI libraries; reads in rank order, so all keep it.)
 """
@@ -11,12 +11,12 @@ from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, on
 
 
 def _others(rank: int, size: int) -> Iterator[int]:
-    """All other ranks, the next one first, so that not everyone turns to the same rank."""
+    """All other ranks, the next one first, so that ranks start with different peers."""
     return ((rank + distance) % size for distance in range(1, size))
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
-    """The root sends the vector to everyone at once.
+    """The root sends the vector to all ranks in one round.
 
     1 round, p-1 messages: (p-1)(alpha + n beta) through one port.
     """
@@ -26,7 +26,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
 
 def scatter(rank: int, size: int, root: int) -> Rounds:
-    """The root sends everyone a block at once.
+    """The root sends each rank its block in one round.
 
     1 round, p-1 messages: (p-1) alpha + (p-1)/p n beta.
     """
@@ -35,7 +35,7 @@ def scatter(rank: int, size: int, root: int) -> Rounds:
 
 
 def gather(rank: int, size: int, root: int) -> Rounds:
-    """Everyone sends the root a block at once.
+    """Each rank sends its block to the root in one round.
 
     1 round, p-1 messages: (p-1) alpha + (p-1)/p n beta.
     """
@@ -44,7 +44,7 @@ def gather(rank: int, size: int, root: int) -> Rounds:
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """Everyone sends everyone a block at once.
+    """Each rank sends its block to all ranks in one round.
 
     1 round, p-1 messages: (p-1) alpha + (p-1)/p n beta.
     """
@@ -55,7 +55,7 @@ def allgather(rank: int, size: int) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
-    """Everyone sends everyone a block at once; then everyone combines its blocks in rank order.
+    """Each rank sends a block to each rank; then each combines its blocks in rank order.
 
     1 round, p-1 messages: (p-1) alpha + (p-1)/p n (beta + gamma). Keeps rank order.
     """
@@ -69,7 +69,7 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 
 
 def allreduce(rank: int, size: int) -> Rounds:
-    """Everyone sums one block of all ranks, then sends it to everyone.
+    """Each rank sums one block over all ranks, then sends it to all ranks.
 
     2 rounds, 2(p-1) messages: 2(p-1) alpha + (p-1)/p n (2 beta + gamma). Keeps rank order; all ranks get the same bits.
     """
@@ -78,7 +78,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """Everyone sums one block of all ranks, then sends it to the root.
+    """Each rank sums one block over all ranks, then sends it to the root.
 
     2 rounds, 2(p-1) messages: 2(p-1) alpha + (p-1)/p n (2 beta + gamma). Keeps rank order.
     """
@@ -87,7 +87,7 @@ def reduce(rank: int, size: int, root: int) -> Rounds:
 
 
 def alltoall(rank: int, size: int) -> Rounds:
-    """Everyone sends everyone its block at once.
+    """Each rank sends a block to each rank in one round.
 
     1 round, p-1 messages: (p-1) alpha + (p-1)/p n beta, n what one rank holds.
     """

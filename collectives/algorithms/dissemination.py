@@ -1,4 +1,4 @@
-"""Dissemination: news doubles its reach every round, whatever the number of ranks."""
+"""Dissemination: the number of ranks heard of doubles every round, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collectives.schedule.steps import NOTHING, Recv, Rounds, Send
 
 
 def barrier(rank: int, size: int) -> Rounds:
-    """Everyone tells the rank 1, 2, 4 ... further on that it came, and hears so from as far behind.
+    """Each rank sends an empty message to distance 1, 2, 4 ... and receives one from the same distance below.
 
     ceil(log2 p) rounds: q alpha. (Hensgen, Finkel, Manber 1988.)
     """

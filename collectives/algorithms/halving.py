@@ -1,7 +1,7 @@
-"""Recursive halving and doubling: partners swap halves, then halves of halves, until everyone owns one block.
+"""Recursive halving and doubling: partners exchange halves, then halves of halves, until each rank owns one block.
 
-The ranks beyond the largest power of two P fold into a neighbour first, and hear the result from it at the end. The
-vector is cut in P blocks; reduce-scatter on 4 ranks, what each still has to sum::
+The ranks beyond the largest power of two P send their vector to a neighbour first and receive the result at the end.
+The vector is cut in P blocks; reduce-scatter on 4 ranks, blocks that each still sums::
 
     start       0123    0123    0123    0123
     distance 2  01      01      23      23
@@ -18,10 +18,10 @@ from collectives.schedule.steps import Chunks, Recv, RecvReduce, Round, Rounds, 
 from collectives.schedule.transforms import reverse
 
 
-class _Folded(NamedTuple):
-    """The power of two that plays, and how many ranks it leaves over.
+class _PowerOfTwoSubset(NamedTuple):
+    """The power-of-two subset of ranks that takes part, and the number of ranks left over.
 
-    Of the first pairs of ranks, one of each plays for both: the even one, unless `player` is the other.
+    In the first pairs of ranks one represents both: the even one, unless `player` is the other.
     """
 
     power: int
@@ -29,29 +29,29 @@ class _Folded(NamedTuple):
     player: int = 0
 
     @classmethod
-    def of(cls, size: int, player: int = 0) -> _Folded:
+    def of(cls, size: int, player: int = 0) -> _PowerOfTwoSubset:
         power = 1 << (size.bit_length() - 1)
         return cls(power, size - power, player)
 
     def place(self, rank: int) -> int:
-        """The rank's place among those that play; -1 if it sits out."""
+        """Index of the rank in the subset; -1 if it is left over."""
         if rank >= 2 * self.spare:
             return rank - self.spare
         return rank // 2 if self.rank(rank // 2) == rank else -1
 
     def rank(self, place: int) -> int:
-        """The rank at a place."""
+        """Rank at an index of the subset."""
         if place >= self.spare:
             return place + self.spare
         return self.player if self.player // 2 == place else 2 * place
 
     def blocks(self, places: tuple[int, int]) -> Chunks:
-        """The blocks of a range of places and of those who sit out next to them, a block a rank."""
+        """Blocks of a range of indices and of the left-over ranks beside them, one block per rank."""
         start, stop = places
         return span(start + min(start, self.spare), stop + min(stop, self.spare))
 
     def fold(self, rank: int, everything: Chunks) -> Round:
-        """Who sits out gives its vector to its neighbour."""
+        """Left-over ranks send their vector to their neighbour."""
         if rank >= 2 * self.spare:
             return []
         other = rank ^ 1
@@ -60,19 +60,19 @@ class _Folded(NamedTuple):
         return [RecvReduce(other, everything, "right" if other > rank else "left")]
 
     def unfold(self, rank: int, everything: Chunks) -> Round:
-        """Who sits out gets the result from its neighbour."""
+        """Left-over ranks receive the result from their neighbour."""
         if rank >= 2 * self.spare:
             return []
         return [Recv(rank ^ 1, everything)] if self.place(rank) < 0 else [Send(rank ^ 1, everything)]
 
 
 def allreduce(rank: int, size: int) -> Rounds:
-    """Partners swap and sum halves at distance P/2, P/4 ... 1, then collect them again at distance 1, 2 ... P/2.
+    """Partners exchange and sum halves at distance P/2, P/4 ... 1, then gather them at distance 1, 2 ... P/2.
 
     2 log2 p rounds when p is a power of two, 2 more otherwise: 2q alpha + 2(p-1)/p n beta + (p-1)/p n gamma, and
     n (2 beta + gamma) more. Commutative operations only. (Rabenseifner's algorithm.)
     """
-    folded = _Folded.of(size)
+    folded = _PowerOfTwoSubset.of(size)
     everything = span(0, folded.power)
     if folded.spare:
         yield folded.fold(rank, everything)
@@ -86,12 +86,12 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """Partners swap and sum halves at distance P/2, P/4 ... 1; then the blocks gather at the root over the same ways.
+    """Partners exchange and sum halves at distance P/2, P/4 ... 1; then the root gathers the blocks over the same tree.
 
     2 log2 p rounds when p is a power of two, 1 more otherwise: 2q alpha + (p-1)/p n (2 beta + gamma), and n (beta +
     gamma) more. Commutative operations only. (Rabenseifner's algorithm.)
     """
-    folded = _Folded.of(size, root if root < 2 * (size - (1 << (size.bit_length() - 1))) else 0)
+    folded = _PowerOfTwoSubset.of(size, root if root < 2 * (size - (1 << (size.bit_length() - 1))) else 0)
     if folded.spare:
         yield folded.fold(rank, span(0, folded.power))
     yield from _halving(rank, folded)
@@ -105,12 +105,12 @@ def reduce(rank: int, size: int, root: int) -> Rounds:
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """Partners swap all the blocks they have, at distance 1, 2, 4 ...
+    """Partners exchange all blocks that they hold, at distance 1, 2, 4 ...
 
     log2 p rounds when p is a power of two: q alpha + (p-1)/p n beta, both bounds at once. Otherwise floor(log2 p) + 2:
-    neighbours fold together first, and who sat out gets all blocks at the end, up to 2 n beta more.
+    neighbours merge first, and ranks left over receive all blocks at the end, up to 2 n beta more.
     """
-    folded = _Folded.of(size)
+    folded = _PowerOfTwoSubset.of(size)
     if folded.spare:
         pair = rank < 2 * folded.spare
         yield [Send(rank - 1, one(rank)) if rank % 2 else Recv(rank + 1, one(rank + 1))] if pair else []
@@ -123,7 +123,7 @@ def allgather(rank: int, size: int) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
-    """The allgather backwards: partners swap and sum halves at distance P/2, P/4 ... 1.
+    """Reverse of the allgather: partners exchange and sum halves at distance P/2, P/4 ... 1.
 
     log2 p rounds when p is a power of two: q alpha + (p-1)/p n (beta + gamma), all bounds at once. Otherwise
     floor(log2 p) + 2, and up to 2 n (beta + gamma) more. Commutative operations only.
@@ -131,8 +131,8 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
     return reverse(allgather(rank, size), rank, reducing=True)
 
 
-def _halving(rank: int, folded: _Folded) -> Rounds:
-    """Reduce-scatter of P blocks among those that play."""
+def _halving(rank: int, folded: _PowerOfTwoSubset) -> Rounds:
+    """Reduce-scatter of P blocks within the subset."""
     place = folded.place(rank)
     for other, kept, given in _halves(place, folded.power):
         peer = folded.rank(other)
@@ -141,7 +141,7 @@ def _halving(rank: int, folded: _Folded) -> Rounds:
 
 
 def _halves(place: int, power: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """At every distance: the partner, the blocks that the place keeps, and those that it gives to the partner."""
+    """For every distance: the partner, the blocks kept, and the blocks sent to the partner."""
     place = max(place, 0)
     start, stop = 0, power
     halves = []

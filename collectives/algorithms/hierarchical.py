@@ -1,8 +1,8 @@
-"""Hierarchical: within the node, between nodes on slices, within the node; every rank takes a slice over the network.
+"""Hierarchical: within the node, between nodes, within the node; every rank carries one slice over the network.
 
-A slice travels on a rail, which one rank of every node serves. There are as many rails as the largest node has ranks;
-on smaller nodes a rank serves several. The block of every rank belongs to one rail that the rank serves, so what a node
-needs of another crosses the network once. Allgather on nodes {0 1 2} and {3 4 5}, a letter per block::
+A rail connects one rank of every node and carries one slice. There are as many rails as ranks on the largest node; on
+smaller nodes a rank serves several rails. The block of a rank belongs to a rail that the rank serves, so data crosses
+the network once. Allgather on nodes {0 1 2} and {3 4 5}, a letter per block::
 
     start     a         b         c         d         e         f
     between   a d       b e       c f       a d       b e       c f       rails 0-3, 1-4, 2-5
@@ -20,13 +20,13 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from collectives.algorithms import circulant, mst
-from collectives.schedule.topology import Nodes
 from collectives.schedule.steps import Chunks, Recv, Rounds, Send, numbers, scattered
+from collectives.schedule.topology import Nodes
 from collectives.schedule.transforms import on, reverse
 
 
-class House(NamedTuple):
-    """Who lives where.
+class NodeLayout(NamedTuple):
+    """Ranks, nodes and rails.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class House(NamedTuple):
     order : tuple of int
         All ranks by rail, and on a rail by node: those of a rail have neighbouring numbers in it.
     spots : tuple of int
-        Where each of them stands: rail * nodes + node.
+        Position of each of them: rail * nodes + node.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class House(NamedTuple):
     spots: tuple[int, ...]
 
     def rails(self, node: int, places: range) -> range:
-        """The rails that these ranks of a node serve, neighbours neighbouring rails."""
+        """Rails served by these ranks of a node; consecutive ranks serve consecutive rails."""
         ranks = len(self.members[node])
         return range(-(-places.start * self.widest // ranks), -(-places.stop * self.widest // ranks))
 
@@ -59,17 +59,17 @@ class House(NamedTuple):
         return self.members[node][rail * len(self.members[node]) // self.widest]
 
     def blocks(self, start: int, stop: int) -> Chunks:
-        """The blocks of the ranks that stand from one spot to another, by their numbers in the order."""
+        """Blocks of the ranks between two positions of the order."""
         first, last = bisect_left(self.spots, start), bisect_left(self.spots, stop)
         return (range(first, last),) if first < last else ()
 
     def between(self, rail: int) -> Callable[[Chunks], Chunks]:
-        """From nodes to the blocks of theirs that belong to the rail."""
+        """Function from nodes to their blocks on the rail."""
         base = rail * len(self.members)
         return lambda nodes: tuple(run for part in nodes for run in self.blocks(base + part.start, base + part.stop))
 
     def within(self, node: int) -> Callable[[Chunks], Chunks]:
-        """From places on a node to the blocks of all rails that they serve."""
+        """Function from places on a node to the blocks of all rails that they serve."""
         count = len(self.members)
 
         def blocks(places: Chunks) -> Chunks:
@@ -80,8 +80,8 @@ class House(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def house(size: int, nodes: Nodes | None) -> House:
-    """Who lives where, worked out once for all ranks."""
+def house(size: int, nodes: Nodes | None) -> NodeLayout:
+    """Node layout of a placement, cached for all ranks."""
     node = nodes or (0,) * size
     members: list[list[int]] = [[] for _ in range(max(node) + 1)]
     place = []
@@ -95,7 +95,9 @@ def house(size: int, nodes: Nodes | None) -> House:
         for number, rank in enumerate(ranks)
     }
     stands = tuple(sorted(spots))
-    return House(tuple(map(tuple, members)), node, tuple(place), widest, tuple(spots[spot] for spot in stands), stands)
+    return NodeLayout(
+        tuple(map(tuple, members)), node, tuple(place), widest, tuple(spots[spot] for spot in stands), stands
+    )
 
 
 def _ceil_log(ranks: int) -> int:
@@ -103,7 +105,7 @@ def _ceil_log(ranks: int) -> int:
 
 
 def _at_once(schedules: Iterable[Rounds]) -> Rounds:
-    """Schedules of as many rounds side by side: what goes to one peer is one message, and none if it is nothing."""
+    """Merge schedules with equal numbers of rounds: one message per peer and round, none if it is empty."""
     for rounds in zip(*schedules):
         joined: dict[tuple[type, int], Chunks] = {}
         for step in chain.from_iterable(rounds):
@@ -112,8 +114,8 @@ def _at_once(schedules: Iterable[Rounds]) -> Rounds:
         yield [kind(peer, chunks) for (kind, peer), chunks in joined.items() if chunks]
 
 
-def _between(rank: int, here: House, rounds: Callable[[int, int], Rounds]) -> Rounds:
-    """A schedule of (node, nodes) on every rail that the rank serves."""
+def _between(rank: int, here: NodeLayout, rounds: Callable[[int, int], Rounds]) -> Rounds:
+    """Run a schedule of (node, nodes) on every rail that the rank serves."""
     node, place = here.node[rank], here.place[rank]
     return _at_once(
         on(partial(here.server, rail), rounds(node, len(here.members)), here.between(rail))
@@ -121,8 +123,8 @@ def _between(rank: int, here: House, rounds: Callable[[int, int], Rounds]) -> Ro
     )
 
 
-def _allgather(rank: int, here: House) -> Rounds:
-    """Blocks are numbered by their place in the order, so that those of a rail are neighbours."""
+def _allgather(rank: int, here: NodeLayout) -> Rounds:
+    """Allgather with blocks numbered by rail, so that blocks of a rail are consecutive."""
     node = here.node[rank]
     members = here.members[node]
     yield from _between(rank, here, circulant.allgather)
@@ -130,8 +132,8 @@ def _allgather(rank: int, here: House) -> Rounds:
     yield from repeat([], _ceil_log(here.widest) - _ceil_log(len(members)))
 
 
-def _scatter(rank: int, here: House, root: int) -> Rounds:
-    """Numbered as in `_allgather`."""
+def _scatter(rank: int, here: NodeLayout, root: int) -> Rounds:
+    """Scatter with blocks numbered as in `_allgather`."""
     home = here.node[root]
     members = here.members[home]
     if here.node[rank] == home:
@@ -141,13 +143,13 @@ def _scatter(rank: int, here: House, root: int) -> Rounds:
     yield from _between(rank, here, lambda node, nodes: mst.scatter(node, nodes, home))
 
 
-def _by_rank(here: House, rounds: Rounds) -> Rounds:
-    """The same with blocks numbered by the ranks that own them."""
+def _by_rank(here: NodeLayout, rounds: Rounds) -> Rounds:
+    """Renumber the blocks of a schedule from rail order to rank order."""
     return on(range(len(here.order)), rounds, lambda chunks: scattered(here.order[spot] for spot in numbers(chunks)))
 
 
 def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Every rank collects the blocks of its rail from the other nodes; then the ranks of a node share what they have.
+    """Every rank gathers the blocks of its rail from the other nodes; then an allgather within the node.
 
     On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
     nodes.
@@ -157,7 +159,7 @@ def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """The allgather backwards: the ranks of a node sum up a slice each, and then slices over the nodes.
+    """Reverse of the allgather: the ranks of a node sum one slice each, then sum slices over the nodes.
 
     On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n (beta + gamma), of which
     (N-1)/p n between nodes. Commutative operations only.
@@ -166,7 +168,7 @@ def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 
 
 def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The root hands the ranks of its node the blocks of their rails; every rail scatters its own over the nodes.
+    """The root scatters blocks by rail within its node; every rail scatters its blocks over the nodes.
 
     On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
     nodes.
@@ -176,7 +178,7 @@ def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The scatter backwards: blocks gather on every rail, then from the ranks of its node at the root.
+    """Reverse of the scatter: blocks are gathered on every rail, then at the root within its node.
 
     On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
     nodes.
@@ -196,7 +198,7 @@ def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The reduce-scatter, then the blocks gather at the root over rails and nodes.
+    """The reduce-scatter, then a gather at the root over rails and nodes.
 
     On N nodes of M ranks 2 ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + (p-1)/p n (2 beta + gamma), of which
     2(N-1)/p n between nodes. Commutative operations only.

@@ -1,6 +1,6 @@
-"""Leaders: one rank of every node talks to the other nodes, for its whole node. Few messages: for short vectors.
+"""Leaders: one rank per node communicates with other nodes. Few messages, for short vectors.
 
-Allreduce on nodes {0 1 2} and {3 4}, a letter per rank, who holds which sum::
+Allreduce on nodes {0 1 2} and {3 4}, a letter per rank, sums held::
 
     start       a       b       c       d       e
     within      abc                     de              up the tree of each node, to 0 and 3
@@ -17,9 +17,9 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from collectives.algorithms import circulant, dissemination, mst, recursive
-from collectives.algorithms.hierarchical import House, house
-from collectives.schedule.topology import Nodes
+from collectives.algorithms.hierarchical import NodeLayout, house
 from collectives.schedule.steps import NOTHING, Chunks, Rounds, numbers, one, scattered, span
+from collectives.schedule.topology import Nodes
 from collectives.schedule.transforms import on, reverse
 
 
@@ -28,18 +28,18 @@ def _log(ranks: int) -> int:
 
 
 def _whole(chunks: Chunks) -> Chunks:
-    """The vector, which is not cut."""
+    """The whole vector as one chunk."""
     return one(0)
 
 
-def _news(chunks: Chunks) -> Chunks:
+def _no_data(chunks: Chunks) -> Chunks:
     return NOTHING
 
 
-class _Post(NamedTuple):
-    """Where a rank stands: the first rank of each node is its leader, but the root leads its own node."""
+class _LeaderMessage(NamedTuple):
+    """Position of a rank: the first rank of each node is its leader, except that the root leads its own node."""
 
-    here: House
+    here: NodeLayout
     rank: int
     root: int = 0
 
@@ -56,12 +56,12 @@ class _Post(NamedTuple):
         return self.root if self.here.node[self.root] == node else self.here.members[node][0]
 
     def among(self, rounds: Callable[[int, int, int], Rounds], chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """A schedule of (node, nodes, the root's node) played by the leaders, during which the others wait."""
+        """A schedule of (node, nodes, the root's node) run by the leaders while the others wait."""
         mine = rounds(self.node, len(self.here.members), self.here.node[self.root])
         return on(self.leader, mine, chunks) if self.leader(self.node) == self.rank else ([] for _ in mine)
 
     def within(self, rounds: Callable[[int, int, int], Rounds], chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """A schedule of (place, places, the leader's place) played within every node, as long as on the largest."""
+        """A schedule of (place, places, the leader's place) run within every node, in equally many rounds."""
         place = self.here.place
         mine = rounds(place[self.rank], len(self.members), place[self.leader(self.node)])
         return chain(on(self.members, mine, chunks), repeat([], _log(self.here.widest) - _log(len(self.members))))
@@ -80,19 +80,19 @@ class _Post(NamedTuple):
 
 
 def _rootless(generate: Callable[[int, int], Rounds]) -> Callable[[int, int, int], Rounds]:
-    """A generator that takes no root, as one that does not look at it."""
+    """Wrap a generator without a root in one that ignores the root."""
     return lambda node, nodes, home: generate(node, nodes)
 
 
 def barrier(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """The news that all of a node have come reaches its leader; leaders tell each other, and then their nodes.
+    """Empty messages go up each node to its leader, between leaders, and down each node.
 
     On N nodes of M ranks ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha.
     """
-    post = _Post(house(size, nodes), rank)
-    yield from reverse(post.within(mst.broadcast, _news), rank, reducing=False)
-    yield from post.among(_rootless(dissemination.barrier), _news)
-    yield from post.within(mst.broadcast, _news)
+    post = _LeaderMessage(house(size, nodes), rank)
+    yield from reverse(post.within(mst.broadcast, _no_data), rank, reducing=False)
+    yield from post.among(_rootless(dissemination.barrier), _no_data)
+    yield from post.within(mst.broadcast, _no_data)
 
 
 def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
@@ -100,13 +100,13 @@ def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
     On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds, each alpha + n beta.
     """
-    post = _Post(house(size, nodes), rank, root)
+    post = _LeaderMessage(house(size, nodes), rank, root)
     yield from post.among(mst.broadcast, _whole)
     yield from post.within(mst.broadcast, _whole)
 
 
 def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The broadcast backwards: sums flow up a tree of every node to its leader, and up a tree of leaders to the root.
+    """Reverse of the broadcast: sums go up a tree in every node to its leader, then up a tree of leaders to the root.
 
     On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds, each alpha + n (beta + gamma). Keeps rank order, if the
     ranks of every node are neighbours.
@@ -115,13 +115,13 @@ def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def allreduce(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Sums flow up a tree of every node to its leader; leaders swap sums and both add; the result flows down again.
+    """Sums go up a tree in every node to its leader; leaders exchange and add sums; the result goes down again.
 
     On N nodes of M ranks 2 ceil(log2 M) rounds and ceil(log2 N) between nodes, one more if N is no power of two, each
     alpha + n beta, and (ceil(log2 N) + ceil(log2 M)) n gamma. Keeps rank order, if the ranks of every node are
     neighbours; all ranks get the same bits.
     """
-    post = _Post(house(size, nodes), rank)
+    post = _LeaderMessage(house(size, nodes), rank)
     yield from reverse(post.within(mst.broadcast, _whole), rank, reducing=True)
     yield from post.among(_rootless(recursive.allreduce), _whole)
     yield from post.within(mst.broadcast, _whole)
@@ -132,13 +132,13 @@ def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
     On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta.
     """
-    post = _Post(house(size, nodes), rank, root)
+    post = _LeaderMessage(house(size, nodes), rank, root)
     yield from post.among(mst.scatter, post.blocks)
     yield from post.within(mst.scatter, post.own)
 
 
 def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The scatter backwards: blocks gather at the leader of every node, and from there at the root.
+    """Reverse of the scatter: blocks are gathered at the leader of every node, then at the root.
 
     On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta.
     """
@@ -146,23 +146,23 @@ def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Blocks gather at the leader of every node; leaders share them, and send all of them down a tree of the node.
+    """Blocks are gathered at the leader of every node; leaders exchange them and send all down a tree of the node.
 
     On N nodes of M ranks ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + (p-1)/p n beta + ceil(log2 M) n beta.
     """
-    post = _Post(house(size, nodes), rank)
+    post = _LeaderMessage(house(size, nodes), rank)
     yield from reverse(post.within(mst.scatter, post.own), rank, reducing=False)
     yield from post.among(_rootless(circulant.allgather), post.blocks)
     yield from post.within(mst.broadcast, post.every)
 
 
 def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """The allgather backwards: sums flow to leaders, slices of them between leaders, and blocks from leaders.
+    """Reverse of the allgather: sums go to leaders, slices of them between leaders, and blocks from leaders.
 
     On N nodes of M ranks ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + ((p-1)/p + ceil(log2 M)) n beta +
     ((p-M)/p + ceil(log2 M)) n gamma. Commutative operations only.
     """
-    post = _Post(house(size, nodes), rank)
+    post = _LeaderMessage(house(size, nodes), rank)
     yield from reverse(post.within(mst.broadcast, post.every), rank, reducing=True)
     yield from post.among(_rootless(circulant.reduce_scatter), post.blocks)
     yield from post.within(mst.scatter, post.own)

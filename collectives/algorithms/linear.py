@@ -1,4 +1,4 @@
-"""The naive algorithms: one rank talks to all others, one after another. The reference that the rest is held against.
+"""Naive algorithms: one rank exchanges with all others, one after another. The reference for tests.
 
 A rank that waits has empty rounds, so that the rounds of all ranks are aligned and can be pipelined.
 """
@@ -28,7 +28,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """The root takes in the vector of one rank after another, each on the side where it belongs.
+    """The root receives and combines the vector of one rank after another, each on its side in rank order.
 
     p-1 rounds: (p-1)(alpha + n beta + n gamma). Keeps rank order.
     """
@@ -70,7 +70,7 @@ def gather(rank: int, size: int, root: int) -> Rounds:
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """Rank 0 gathers all blocks, then sends all of them to everyone.
+    """Rank 0 gathers all blocks, then sends all of them to each rank.
 
     2(p-1) rounds: 2(p-1) alpha + (p-1)(1 + 1/p) n beta.
     """
@@ -79,7 +79,7 @@ def allgather(rank: int, size: int) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
-    """Rank 0 reduces all vectors, then sends everyone its block.
+    """Rank 0 reduces all vectors, then sends each rank its block.
 
     2(p-1) rounds: 2(p-1) alpha + (p-1)(1 + 1/p) n beta + (p-1) n gamma. Keeps rank order.
     """
@@ -88,7 +88,7 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 
 
 def allreduce(rank: int, size: int) -> Rounds:
-    """Rank 0 reduces all vectors, then sends the result to everyone.
+    """Rank 0 reduces all vectors, then sends the result to each rank.
 
     2(p-1) rounds: (p-1)(2 alpha + 2 n beta + n gamma). Keeps rank order.
     """
@@ -97,7 +97,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def barrier(rank: int, size: int) -> Rounds:
-    """Everyone tells rank 0 that it came; when all have, rank 0 tells everyone.
+    """Each rank sends an empty message to rank 0; then rank 0 sends one to each rank.
 
     2(p-1) rounds: 2(p-1) alpha.
     """

@@ -1,4 +1,4 @@
-"""Minimum spanning trees: halve the ranks again and again; the root of one half serves the other half's.
+"""Minimum spanning tree: halve the ranks recursively; the root of one half sends to the root of the other.
 
 Broadcast from rank 0 of 5; every arrow is the whole vector::
 
@@ -19,7 +19,7 @@ from collectives.schedule.steps import NOTHING, Chunks, Recv, Round, Rounds, Sen
 from collectives.schedule.transforms import reverse
 
 
-class _Halving(NamedTuple):
+class _RangeSplit(NamedTuple):
     """Some ranks cut in two: `source` is their root, `target` becomes the root of the half without it."""
 
     source: int
@@ -27,7 +27,7 @@ class _Halving(NamedTuple):
     half: range
 
 
-def _halvings(rank: int, size: int, root: int) -> Iterator[_Halving | None]:
+def _halvings(rank: int, size: int, root: int) -> Iterator[_RangeSplit | None]:
     """The halving around `rank` in each of ceil(log2 p) rounds; None when it is already alone.
 
     Of an odd number of ranks the root keeps the larger half, so that a scatter sends the smaller one away.
@@ -41,13 +41,13 @@ def _halvings(rank: int, size: int, root: int) -> Iterator[_Halving | None]:
         middle = ranks.start + larger if root < ranks.start + larger else ranks.stop - larger
         low, high = range(ranks.start, middle), range(middle, ranks.stop)
         other = high if root in low else low
-        yield _Halving(root, other.start, other)
+        yield _RangeSplit(root, other.start, other)
         if rank in other:
             root = other.start
         ranks = low if rank in low else high
 
 
-def _messages(halving: _Halving | None, rank: int, chunks: Chunks) -> Round:
+def _messages(halving: _RangeSplit | None, rank: int, chunks: Chunks) -> Round:
     if halving is not None and rank == halving.source:
         return [Send(halving.target, chunks)]
     if halving is not None and rank == halving.target:
@@ -74,7 +74,7 @@ def scatter(rank: int, size: int, root: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """The broadcast backwards: sums flow to the roots of ever larger halves.
+    """Reverse of the broadcast: sums go to the roots of larger and larger halves.
 
     ceil(log2 p) rounds: q (alpha + n beta + n gamma). Keeps rank order.
     """
@@ -82,7 +82,7 @@ def reduce(rank: int, size: int, root: int) -> Rounds:
 
 
 def gather(rank: int, size: int, root: int) -> Rounds:
-    """The scatter backwards: blocks flow to the roots of ever larger halves.
+    """Reverse of the scatter: blocks go to the roots of larger and larger halves.
 
     ceil(log2 p) rounds: q alpha + (p-1)/p n beta.
     """

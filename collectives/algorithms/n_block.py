@@ -1,8 +1,8 @@
-"""Blocks over a circulant graph: a broadcast in which everyone gets another block every round, after a start of q - 1.
+"""Blocks over a circulant graph: a broadcast that delivers a new block per round after q - 1 rounds.
 
-In every round everyone sends to the rank skip[i] further on and receives from the one as far behind; i goes round and
-round through skips from 1 to ceil(p/2), q = ceil(log2 p) of them. Which block it is, is the secret: in q rounds a rank
-gets as many different ones, and what it has to send it has got before. Blocks 0 1 2 from rank 0 of 5, who gets which::
+In every round each rank sends to distance skip[i] and receives from distance -skip[i]; i cycles through the
+q = ceil(log2 p) skips from 1 to ceil(p/2). The block numbers are chosen so that a rank receives q different blocks in q
+rounds and has received every block before it sends it. Blocks 0 1 2 from rank 0 of 5, block received by round::
 
     skip        2   3   1   2   3
     rank 1              2   1   0
@@ -23,7 +23,7 @@ from collectives.schedule.transforms import reverse
 
 @lru_cache(maxsize=256)
 def _skips(size: int) -> tuple[int, ...]:
-    """How far messages go, by round: p halved, rounded up, down to 1; at the end p itself, and a skip beyond all."""
+    """Distances by round: p halved repeatedly, rounded up, down to 1; then p itself and a sentinel."""
     skips = [size]
     while skips[0] > 1:
         skips.insert(0, (skips[0] + 1) // 2)
@@ -43,7 +43,7 @@ def _base(place: int, skips: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def _schedule(place: int, size: int) -> tuple[int, ...]:
-    """Which block a place receives in rounds 0 .. q-1, and q more each time round; negative ones are not sent.
+    """Block received by a place in rounds 0 .. q-1, plus q per cycle; negative ones are not sent.
 
     The place p + r is reached from 0 by skips, always the largest that leads to a place not too far yet; every such
     way ends in a skip that no other way has used, and its number is the block. (Traff 2024, algorithm 5.)
@@ -94,7 +94,7 @@ def _arriving(place: int, size: int, blocks: int, time: int) -> int | None:
 
 
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
-    """Everyone passes blocks on over ever the same skips, and gets another block each round.
+    """Each rank forwards blocks over a fixed cycle of skips and receives a new block each round.
 
     k-1+ceil(log2 p) rounds for k blocks, and fewer cannot do: (k-1+q)(alpha + n beta / k). (Traff 2024.)
     """
@@ -113,7 +113,7 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
-    """The broadcast backwards: sums of one block after another flow to the root over the same skips.
+    """Reverse of the broadcast: block by block, sums go to the root over the same skips.
 
     k-1+ceil(log2 p) rounds for k blocks: (k-1+q)(alpha + n (beta + gamma) / k). Commutative operations only.
     (Traff 2024.)

@@ -1,4 +1,4 @@
-"""Alltoall: a partner a round, or blocks that hop by powers of two.
+"""Alltoall: one partner per round, or blocks forwarded by powers of two.
 
 (Bruck et al. 1997, section 3; Thakur, Rabenseifner, Gropp 2005, section 4.2.)
 """
@@ -9,7 +9,7 @@ from collectives.schedule.steps import Recv, Rounds, Send, one, scattered
 
 
 def alltoall(rank: int, size: int) -> Rounds:
-    """In round k everyone sends to the rank k further on and receives from the one k behind.
+    """In round k each rank sends to the rank at distance k and receives from the one at distance -k.
 
     p-1 rounds: (p-1) alpha + (p-1)/p n beta, n what one rank holds.
     """
@@ -19,7 +19,7 @@ def alltoall(rank: int, size: int) -> Rounds:
 
 
 def bruck_alltoall(rank: int, size: int) -> Rounds:
-    """In round k every block that has the bit 2^k in the distance it must go hops 2^k ranks further.
+    """In round k every block with bit 2^k set in its remaining distance moves 2^k ranks on.
 
     ceil(log2 p) rounds of up to half the blocks: q alpha + about q/2 n beta. For small blocks.
     """

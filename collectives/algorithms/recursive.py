@@ -1,7 +1,7 @@
-"""Recursive doubling: partners at distance 1, 2, 4 ... exchange all they know, and know twice as much.
+"""Recursive doubling: partners at distance 1, 2, 4 ... exchange all data that they hold.
 
-The ranks beyond the largest power of two fold into a neighbour first and hear the result from it at the end.
-Groups that meet are neighbours in rank order, so operations that do not commute come out right.
+The ranks beyond the largest power of two send their vector to a neighbour first and receive the result at the end.
+Exchanging groups are adjacent in rank order, so the algorithm suits non-commutative operations.
 
 Allreduce on 5 ranks, a letter per rank::
 
@@ -19,7 +19,7 @@ from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, sp
 
 
 def allreduce(rank: int, size: int) -> Rounds:
-    """Partners swap their sums and both add, at distance 1, 2, 4 ...
+    """Partners exchange their sums and both add, at distance 1, 2, 4 ...
 
     log2 p rounds when p is a power of two, floor(log2 p) + 2 otherwise: each alpha + n (beta + gamma), the last of
     the latter without gamma. Keeps rank order; all ranks get the same bits.

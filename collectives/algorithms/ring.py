@@ -1,4 +1,4 @@
-"""Rings: everyone sends to the right and receives from the left, one chunk a round, so no byte moves twice.
+"""Ring: each rank sends to the right and receives from the left, one chunk per round; optimal volume.
 
 Reduce-scatter on 3 ranks; ``a1`` is chunk a of rank 1::
 
@@ -21,7 +21,7 @@ from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, on
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
-    """Chunk c leaves rank c+1, gains a term at every hop, and comes to rest whole at rank c.
+    """Chunk c starts at rank c+1, gains a term at every hop, and ends complete at rank c.
 
     p-1 rounds: (p-1) alpha + (p-1)/p n (beta + gamma). Commutative operations only.
     """
@@ -31,14 +31,14 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 
 
 def _around(rank: int, size: int) -> Iterator[tuple[Send, Recv]]:
-    """Once round: what rank r sends in a round is what it received in the one before."""
+    """Forwarding around the ring: rank r sends the chunk that it received in the round before."""
     left, right = (rank - 1) % size, (rank + 1) % size
     for step in range(size - 1):
         yield Send(right, one((rank - step) % size)), Recv(left, one((rank - step - 1) % size))
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """Chunk c leaves rank c and visits everyone to the right in turn.
+    """Chunk c starts at rank c and travels to the right through all ranks.
 
     p-1 rounds: (p-1) alpha + (p-1)/p n beta.
     """
@@ -47,7 +47,7 @@ def allgather(rank: int, size: int) -> Rounds:
 
 
 def allreduce(rank: int, size: int) -> Rounds:
-    """Every chunk goes round once to be summed and once more to be known.
+    """Reduce-scatter around the ring, then allgather around the ring.
 
     2(p-1) rounds: 2(p-1) alpha + (p-1)/p n (2 beta + gamma). Commutative operations only.
     """
@@ -56,7 +56,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
-    """The root scatters its vector down a tree, then the pieces go round, past the root, which has them all.
+    """The root scatters its vector down a tree, then an allgather around the ring, which skips the root.
 
     ceil(log2 p) + p-1 rounds: (q + p-1) alpha + 2(p-1)/p n beta. (Chan et al. 2007, section 5.2.)
     """
@@ -67,7 +67,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """Chunks are summed on their way round, then gathered up a tree.
+    """Reduce-scatter around the ring, then a gather up a tree.
 
     p-1 + ceil(log2 p) rounds: (q + p-1) alpha + (p-1)/p n (2 beta + gamma). Commutative operations only.
     """

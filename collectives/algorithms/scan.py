@@ -1,4 +1,4 @@
-"""Prefix sums: rank r ends with what ranks 0 .. r brought, or 0 .. r-1.
+"""Prefix sums: rank r gets the sum over ranks 0 .. r (scan) or 0 .. r-1 (exscan).
 
 (Hillis and Steele 1986; Open MPI and MPICH do the same in recursive doubling.)
 """
@@ -9,7 +9,7 @@ from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Ro
 
 
 def linear_scan(rank: int, size: int) -> Rounds:
-    """The sum so far goes from rank to rank, and everyone adds its term.
+    """The partial sum travels from rank to rank, and each rank adds its term.
 
     p-1 rounds: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
     """
@@ -24,7 +24,7 @@ def linear_scan(rank: int, size: int) -> Rounds:
 
 
 def linear_exscan(rank: int, size: int) -> Rounds:
-    """The sum so far goes from rank to rank; everyone keeps it, and sends it on with its own term added.
+    """The partial sum travels from rank to rank; each rank keeps it and sends it on with its own term added.
 
     p-1 rounds: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
     """
@@ -41,7 +41,7 @@ def linear_exscan(rank: int, size: int) -> Rounds:
 
 
 def doubling_scan(rank: int, size: int) -> Rounds:
-    """Everyone sends its sum 1, 2, 4 ... ranks up, and adds what comes from as far below.
+    """Each rank sends its sum to distance 1, 2, 4 ... above and adds the sum received from below.
 
     ceil(log2 p) rounds: q (alpha + n beta + n gamma). Keeps rank order.
     """
@@ -55,7 +55,7 @@ def doubling_scan(rank: int, size: int) -> Rounds:
 
 
 def doubling_exscan(rank: int, size: int) -> Rounds:
-    """As the scan, with a second sum beside the first, of what came from below only.
+    """As the scan, with a second sum that leaves out the rank's own term.
 
     ceil(log2 p) rounds: q (alpha + n beta + 2 n gamma). Keeps rank order.
     """

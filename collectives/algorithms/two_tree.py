@@ -1,7 +1,7 @@
-"""Two trees: half of the vector goes down each of them, and who passes one half on only takes the other in.
+"""Two trees: one half of the vector goes down each; an inner rank of one tree is a leaf of the other.
 
 In both trees the ranks after the root lie in order, those of a left subtree before its top. The ranks that have
-children are 2, 4, 6 ... in one tree and 1, 3, 5 ... in the other, so in the steady state everyone receives both halves
+children are 2, 4, 6 ... in one tree and 1, 3, 5 ... in the other, so in the steady state each rank receives both halves
 and sends one of them twice: no link is idle in either direction. 7 ranks, root 0::
 
     half 0        4           half 1      3
@@ -21,17 +21,17 @@ from collectives.schedule.transforms import reverse
 
 
 def _top(start: int, stop: int, places: int, tree: int) -> int:
-    """The top of the part of a tree whose inner places are number `start` .. `stop` - 1; 0 if it is empty.
+    """Root of the subtree whose inner places are numbers `start` .. `stop` - 1; 0 if it is empty.
 
-    Places are 1 .. `places`. Inner place i of tree 0 is 2 i + 2, of tree 1 it is 2 i + 1. A part without inner ones is
-    the leaf between its neighbours.
+    Places are 1 .. `places`. Inner place i of tree 0 is 2 i + 2, of tree 1 it is 2 i + 1. A subtree without inner
+    places is the leaf between its neighbours.
     """
     top = 2 * ((start + stop) // 2) + 2 - tree - (start == stop)
     return top if 1 <= top <= places else 0
 
 
 def _way(place: int, places: int, tree: int) -> tuple[list[int], list[int]]:
-    """The places from the top of a tree down to this one, and its children. Place 0 is the root, above the top."""
+    """Path of places from the top of a tree down to this one, and its children. Place 0 is the root, above the top."""
     start, stop = 0, (places + tree) // 2
     if place == 0:
         return [], [_top(start, stop, places, tree)]
@@ -51,10 +51,10 @@ def _children(start: int, stop: int, places: int, tree: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _turns(places: int) -> tuple[int, ...]:
-    """For every place the turn, 0 or 1, in which its parent in tree 0 sends to it; that in tree 1 does in the other.
+    """For every place the turn, 0 or 1, in which its parent in tree 0 sends to it; its parent in tree 1 uses the other.
 
-    Those whom one parent serves must get different turns. Everyone shares its parent with at most one other in each
-    tree, so turns are given out along chains of such pairs, in one walk over all places.
+    Siblings must get different turns. A place has at most one sibling in each tree, so turns alternate along chains of
+    siblings, in one pass over all places.
     """
     apart: list[list[int]] = [[] for _ in range(places + 1)]
     for tree in (0, 1):
@@ -85,13 +85,13 @@ def _turns(places: int) -> tuple[int, ...]:
 
 
 def _following(time: int, place: int, tree: int, turns: tuple[int, ...]) -> int:
-    """When a place gets what its parent got at a time: in its next turn."""
+    """Round in which a place receives the data that its parent received at a time: its next turn."""
     return time + 1 + (time + 1 + turns[place] + tree) % 2
 
 
 @lru_cache(maxsize=8)
 def _last(places: int) -> int:
-    """When the last place gets its first part of a half, whichever half that is."""
+    """Round in which the last place receives its first segment of a half."""
     turns, last = _turns(places), 0
     for tree in (0, 1):
         parts = [(0, (places + tree) // 2, -1)]
@@ -108,7 +108,7 @@ def _last(places: int) -> int:
 
 
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
-    """Each half of the vector goes down a tree of its own; a rank passes on one half and takes in both.
+    """Each half of the vector goes down its own tree; a rank forwards one half and receives both.
 
     At most 2(k+f) rounds for k segments of each half, f = floor(log2 p): 2(k+f) alpha + (k+f)/k n beta.
     """
@@ -128,12 +128,14 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
                 rounds[time + later].append(Recv((parent + root) % size, chunk))
             for child in children:
                 rounds[_following(time, child, tree, turns) + later].append(Send((child + root) % size, chunk))
-    for time in range(_last(size - 1) + 2 * segments - 1):  # on all ranks as many, so that they are aligned backwards
+    for time in range(
+        _last(size - 1) + 2 * segments - 1
+    ):  # the same number on all ranks, so that the reverse is aligned
         yield rounds[time]
 
 
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
-    """The broadcast backwards: the sum of each half flows up a tree of its own.
+    """Reverse of the broadcast: the sum of each half goes up its own tree.
 
     At most 2(k+f) rounds for k segments of each half: 2(k+f) alpha + (k+f)/k n (beta + gamma).
     Commutative operations only.
@@ -142,7 +144,7 @@ def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
 
 
 def allreduce(rank: int, size: int, segments: int) -> Rounds:
-    """Sums flow up both trees to rank 0, then the results flow down again.
+    """Sums go up both trees to rank 0, then the results go down again.
 
     At most 4(k+f) rounds for k segments of each half: 4(k+f) alpha + (k+f)/k n (2 beta + gamma). Keeps rank order; all
     ranks get the same bits.

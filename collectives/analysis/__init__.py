@@ -1,0 +1,1 @@
+"""Analysis of schedules in one process: proof, simulated time, drawings."""

@@ -1,10 +1,12 @@
-"""What messages and additions cost: the clocks that schedules are priced with.
+"""Cost functions of messages and reductions, for simulated time.
 
-A cost is a function from bytes to seconds: a `Line` is alpha + bytes * beta, a `Curve` goes through what was measured.
+A cost is a function from bytes to seconds: a `LinearCost` is alpha + bytes * beta, a `PiecewiseCost` goes through
+what was measured.
 Through memory that ranks share it is the ranks themselves who move the bytes, so one that sends and receives at once
-needs longer for either: the cost is then `Twofold`. All functions here take numbers or arrays of them.
+needs longer for either: the cost is then `SharedCardCost`. All functions here take numbers or arrays of them.
 
->>> network = Clustered((0, 0, 1), inside=Line(1.0, 0.5), between=Line(8.0, 2.0), adding=Line(0, 0.25))
+>>> inside, between, adding = LinearCost(1.0, 0.5), LinearCost(8.0, 2.0), LinearCost(0, 0.25)
+>>> network = ClusteredNetwork((0, 0, 1), inside=inside, between=between, adding=adding)
 >>> float(network.message(0, 1, 10)), float(network.message(1, 2, 10)), network.combine(10)
 (6.0, 28.0, 2.5)
 """
@@ -17,15 +19,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 
-class Cost(Protocol):
+class EdgeCost(Protocol):
     """A function from bytes to seconds; numbers or arrays."""
 
     def __call__(self, nbytes: Any, both: Any = False) -> Any:
-        """Seconds for so many bytes; `both` says whether a rank of theirs both sends and receives in the round."""
+        """Seconds for `nbytes`; `both` is True where a rank sends and receives in the same round."""
         ...
 
 
-class Line(NamedTuple):
+class LinearCost(NamedTuple):
     """`alpha` seconds for anything at all, `beta` seconds a byte."""
 
     alpha: float
@@ -36,7 +38,7 @@ class Line(NamedTuple):
         return self.alpha + nbytes * self.beta
 
 
-class Curve(NamedTuple):
+class PiecewiseCost(NamedTuple):
     """Straight from one measured length to the next, and on beyond the last; below the first all cost the same.
 
     Attributes
@@ -59,19 +61,19 @@ class Curve(NamedTuple):
         return known + np.maximum(0, nbytes - last) * max(0.0, (high - low) / (last - before))
 
 
-class Twofold(NamedTuple):
+class SharedCardCost(NamedTuple):
     """One cost where ranks only send or only receive in a round, `alone`, and another where one does both."""
 
-    alone: Cost
-    both: Cost
+    alone: EdgeCost
+    both: EdgeCost
 
     def __call__(self, nbytes: Any, both: Any = False) -> Any:
         """Seconds for so many bytes."""
         return np.where(both, self.both(nbytes, both), self.alone(nbytes, both))
 
 
-class Network(Protocol):
-    """What a message and an addition cost, in bytes and seconds."""
+class CostFunctions(Protocol):
+    """Cost of a message and of a reduction, in bytes and seconds."""
 
     @property
     def cards(self) -> Sequence[int] | None:
@@ -84,15 +86,15 @@ class Network(Protocol):
         ...
 
     def message(self, source: Any, target: Any, nbytes: Any, both: Any) -> Any:
-        """Seconds that a message takes; `both` says whether one of its ranks also does the other thing in the round."""
+        """Seconds of a message; `both` is True where one of its ranks sends and receives in the same round."""
         ...
 
     def combine(self, nbytes: Any, both: Any) -> Any:
-        """Seconds to combine so many bytes that have come; `both` says whether the rank also sends in the round."""
+        """Seconds to combine `nbytes` of received data; `both` is True where the rank also sends in the round."""
         ...
 
 
-class Uniform(NamedTuple):
+class UniformNetwork(NamedTuple):
     """Every edge alike: `alpha` seconds a message, `beta` seconds a byte, `gamma` seconds to combine a byte."""
 
     alpha: float
@@ -112,7 +114,7 @@ class Uniform(NamedTuple):
         return nbytes * self.gamma
 
 
-class Clustered(NamedTuple):
+class ClusteredNetwork(NamedTuple):
     """Ranks on nodes: one cost within a node, another between nodes.
 
     Attributes
@@ -126,9 +128,9 @@ class Clustered(NamedTuple):
     """
 
     nodes: tuple[int, ...]
-    inside: Cost
-    between: Cost
-    adding: Cost
+    inside: EdgeCost
+    between: EdgeCost
+    adding: EdgeCost
     shared: bool = True
 
     @property

@@ -1,4 +1,4 @@
-"""Schedules and meanings as text: who talks to whom in which round, and what lies where before and after."""
+"""Text drawings of schedules (messages by round and rank) and of the semantics of collectives."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _aligned(texts: Sequence[str], widths: Sequence[int], gap: str) -> str:
 
 
 def meaning(collective: str, size: int, root: int = 0) -> str:
-    """What every rank brings and what it must end with: ``b1`` is block b of rank 1, ``b01`` a sum of two.
+    """Table of input and required output of every rank: ``b1`` is block b of rank 1, ``b01`` a sum of two.
 
     >>> print(meaning("reduce_scatter", 3))
     rank  before    after

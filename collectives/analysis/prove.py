@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from collectives.analysis.cost_functions import CostFunctions, UniformNetwork
 from collectives.schedule import semantics
-from collectives.schedule.chunks import Layout
-from collectives.analysis.cost_functions import Clustered as Clustered
-from collectives.analysis.cost_functions import Network as Network
-from collectives.analysis.cost_functions import Uniform as Uniform
+from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import Term, Value
 from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Step, numbers, show
 
@@ -26,7 +24,7 @@ class ScheduleError(Exception):
     """A schedule that is wrong: what is wrong with it, at which rank, round and step."""
 
 
-class Spot(NamedTuple):
+class ScheduleLocation(NamedTuple):
     """A step of one rank's schedule."""
 
     rank: int
@@ -34,7 +32,7 @@ class Spot(NamedTuple):
     step: int
 
 
-def _at(spot: Spot, step: Step) -> str:
+def _at(spot: ScheduleLocation, step: Step) -> str:
     return f"rank {spot.rank}, round {spot.round}, step {spot.step}: {_tell(step)}"
 
 
@@ -55,7 +53,7 @@ def _tell(step: Step) -> str:
 # ------------------------------------------------------------------------------------------ who meets whom
 
 
-def match(schedules: Sequence[Schedule], count: int) -> dict[Spot, Spot]:
+def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, ScheduleLocation]:
     """For every receive the send that it meets: the k-th from a rank meets the k-th to it.
 
     Raises
@@ -63,21 +61,21 @@ def match(schedules: Sequence[Schedule], count: int) -> dict[Spot, Spot]:
     ScheduleError
         If a message has no partner, goes to its own rank or to none, or is not as long as its partner.
     """
-    sends: dict[tuple[int, int], deque[tuple[Spot, Step]]] = defaultdict(deque)
-    receives: list[tuple[Spot, Recv | RecvReduce]] = []
+    sends: dict[tuple[int, int], deque[tuple[ScheduleLocation, Step]]] = defaultdict(deque)
+    receives: list[tuple[ScheduleLocation, Recv | RecvReduce]] = []
     for rank, schedule in enumerate(schedules):
         for index, steps in enumerate(schedule):
             for position, step in enumerate(steps):
                 if not isinstance(step, (Send, Recv, RecvReduce)):
                     continue
-                spot = Spot(rank, index, position)
+                spot = ScheduleLocation(rank, index, position)
                 if step.peer == rank or not 0 <= step.peer < len(schedules):
                     raise ScheduleError(f"{_at(spot, step)}: no such peer among {len(schedules)} ranks")
                 if isinstance(step, Send):
                     sends[rank, step.peer].append((spot, step))
                 else:
                     receives.append((spot, step))
-    partners: dict[Spot, Spot] = {}
+    partners: dict[ScheduleLocation, ScheduleLocation] = {}
     for spot, step in receives:
         queue = sends[step.peer, spot.rank]
         if not queue:
@@ -94,11 +92,13 @@ def match(schedules: Sequence[Schedule], count: int) -> dict[Spot, Spot]:
 
 
 def _lengths(chunks: Chunks, count: int) -> list[int]:
-    """What decides how long each of the chunks is: its number without the scratch copy."""
+    """Chunk numbers modulo the number of chunks, which determine the lengths of scratch chunks too."""
     return [chunk % count for chunk in numbers(chunks)]
 
 
-def _causal(schedules: Sequence[Schedule], partners: dict[Spot, Spot]) -> Iterator[tuple[str, int, int]]:
+def _causal(
+    schedules: Sequence[Schedule], partners: dict[ScheduleLocation, ScheduleLocation]
+) -> Iterator[tuple[str, int, int]]:
     """("begin" or "end", rank, round) in an order that respects cause: a round ends when all its partners began.
 
     Raises
@@ -155,7 +155,7 @@ def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
             for chunk in numbers(step.chunks):
                 if chunk in busy:
                     raise ScheduleError(
-                        f"{_at(Spot(rank, index, position), step)}: hazard, chunk {chunk} is in use by "
+                        f"{_at(ScheduleLocation(rank, index, position), step)}: hazard, chunk {chunk} is in use by "
                         f"step {busy[chunk]} of the same round, {_tell(steps[busy[chunk]])}"
                     )
                 busy[chunk] = position
@@ -164,7 +164,8 @@ def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
             for chunk in numbers(step.chunks):
                 if chunk in busy and isinstance(steps[busy[chunk]], Recv):
                     raise ScheduleError(
-                        f"{_at(Spot(rank, index, position), step)}: hazard, {_tell(steps[busy[chunk]])} lands there too"
+                        f"{_at(ScheduleLocation(rank, index, position), step)}: "
+                        f"hazard, {_tell(steps[busy[chunk]])} lands there too"
                     )
 
 
@@ -172,7 +173,7 @@ def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
 
 
 class _Symbol(NamedTuple):
-    """What a chunk holds: its terms in order, and the number of the expression that joined them.
+    """Symbolic value of a chunk: its terms in order, and the number of the expression that combined them.
 
     Two expressions have the same number if they differ at most in the order of operands, which no operation that
     commutes can tell, down to the last bit.
@@ -183,7 +184,7 @@ class _Symbol(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What was proved of a schedule, and what it moves. Volumes are in chunks.
+    """Result of a proof: properties of the schedule and its volumes, in chunks.
 
     Attributes
     ----------
@@ -246,16 +247,16 @@ def prove(
     sent, received, combined = [0] * size, [0] * size, [0] * size
     partners = match(schedules, count)
     begun: dict[tuple[int, int], int] = {}
-    flying: dict[Spot, list[_Symbol]] = {}
+    flying: dict[ScheduleLocation, list[_Symbol]] = {}
 
-    def read(spot: Spot, step: Step, chunks: Chunks) -> list[_Symbol]:
+    def read(spot: ScheduleLocation, step: Step, chunks: Chunks) -> list[_Symbol]:
         mine = state[spot.rank]
         try:
             return [mine[chunk] for chunk in numbers(chunks)]
         except KeyError as missing:
             raise ScheduleError(f"{_at(spot, step)}: the rank does not have chunk {missing}") from None
 
-    def join(spot: Spot, step: RecvReduce | Reduce, target: Chunks, values: list[_Symbol]) -> None:
+    def join(spot: ScheduleLocation, step: RecvReduce | Reduce, target: Chunks, values: list[_Symbol]) -> None:
         mine = state[spot.rank]
         for chunk, old, new in zip(numbers(target), read(spot, step, target), values, strict=True):
             twice = set(old.terms).intersection(new.terms)
@@ -273,21 +274,21 @@ def prove(
             begun[rank, index] = heard[rank]
             for position, step in enumerate(steps):
                 if isinstance(step, Send):
-                    spot = Spot(rank, index, position)
+                    spot = ScheduleLocation(rank, index, position)
                     flying[spot] = read(spot, step, step.chunks)
                     sent[rank] += len(flying[spot])
             continue
         arrived: dict[int, list[_Symbol]] = {}
         for position, step in enumerate(steps):
             if isinstance(step, (Recv, RecvReduce)):
-                source = partners[Spot(rank, index, position)]
+                source = partners[ScheduleLocation(rank, index, position)]
                 values = arrived[position] = flying.pop(source)
                 received[rank] += len(values)
                 heard[rank] |= begun[source.rank, source.round]
                 if isinstance(step, Recv):
                     state[rank].update(zip(numbers(step.chunks), values, strict=True))
         for position, step in enumerate(steps):
-            spot = Spot(rank, index, position)
+            spot = ScheduleLocation(rank, index, position)
             match step:
                 case RecvReduce():
                     join(spot, step, step.chunks, arrived[position])
@@ -312,7 +313,7 @@ def prove(
         if meaning.synchronises and heard[rank] != (1 << size) - 1:
             missing = [peer for peer in range(size) if not heard[rank] >> peer & 1]
             raise ScheduleError(f"rank {rank} may leave before it has heard of ranks {missing}")
-    rounds = round(price(schedules, Layout.packed((0,) * count), 1, Uniform(1, 0, 0)).seconds)
+    rounds = round(price(schedules, ChunkLayout.packed((0,) * count), 1, UniformNetwork(1, 0, 0)).seconds)
     return Proof(ordered, alike, rounds, len(partners), tuple(sent), tuple(received), tuple(combined))
 
 
@@ -332,7 +333,7 @@ def _differs(expected: Value, found: Value | None) -> str:
 # ------------------------------------------------------------------------------------------ the price
 
 
-class Event(NamedTuple):
+class SimulatedEvent(NamedTuple):
     """One message or one combination on the clock: `kind` is "message" or "combine"; times in seconds."""
 
     kind: str
@@ -345,11 +346,11 @@ class Event(NamedTuple):
     end: float
 
 
-class Price(NamedTuple):
-    """When each rank is done (seconds from a common start), and everything that happened."""
+class SimulatedTime(NamedTuple):
+    """Completion time of each rank (seconds from a common start), and all events."""
 
     finish: tuple[float, ...]
-    trace: tuple[Event, ...]
+    trace: tuple[SimulatedEvent, ...]
 
     @property
     def seconds(self) -> float:
@@ -357,7 +358,9 @@ class Price(NamedTuple):
         return max(self.finish)
 
 
-def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network: Network, trace: bool = False) -> Price:
+def price(
+    schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, network: CostFunctions, trace: bool = False
+) -> SimulatedTime:
     """Play all ranks with clocks: full duplex, one port out and one port in.
 
     A message flies when both its ranks have come to its round and its two ports are free; of several that could, the
@@ -389,8 +392,8 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
     out, into = [0.0] * size, [0.0] * size  # when its ports are free again
     current = [-1] * size  # the round that it is in
     open_messages = [0] * size  # of that round
-    ready: list[tuple[float, int, int, Spot]] = []  # sends that may fly: from when, place in the list, rank
-    events: list[Event] = []
+    ready: list[tuple[float, int, int, ScheduleLocation]] = []  # sends that may fly: from when, place in the list, rank
+    events: list[SimulatedEvent] = []
 
     def begin(rank: int) -> None:
         """Go to the next round that has messages; what can fly now gets ready."""
@@ -400,7 +403,7 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
             mine = [i for i, step in enumerate(steps) if isinstance(step, (Send, Recv, RecvReduce))]
             open_messages[rank] = len(mine)
             for position in mine:
-                spot = Spot(rank, index, position)
+                spot = ScheduleLocation(rank, index, position)
                 other = meets[spot]
                 if current[other.rank] == other.round:
                     send = spot if isinstance(steps[position], Send) else other
@@ -410,14 +413,16 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
             combine(rank)
 
     def combine(rank: int) -> None:
-        """What the round combines, one after another."""
+        """Combine the operands of the round in order."""
         for step in schedules[rank][current[rank]]:
             if isinstance(step, (RecvReduce, Reduce)):
                 chunks = step.chunks if isinstance(step, RecvReduce) else step.source
                 weight, start = weigh(chunks), clock[rank]
                 clock[rank] += network.combine(weight, isinstance(step, RecvReduce) and (rank, current[rank]) in sends)
                 if trace:
-                    events.append(Event("combine", rank, rank, current[rank], chunks, weight, start, clock[rank]))
+                    events.append(
+                        SimulatedEvent("combine", rank, rank, current[rank], chunks, weight, start, clock[rank])
+                    )
 
     for rank in range(size):
         begin(rank)
@@ -435,7 +440,7 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
         flight = network.message(send.rank, receive.rank, weight * sharers.get(send, 1), both)
         end = out[send.rank] = into[receive.rank] = start + flight
         if trace:
-            events.append(Event("message", send.rank, receive.rank, send.round, chunks, weight, start, end))
+            events.append(SimulatedEvent("message", send.rank, receive.rank, send.round, chunks, weight, start, end))
         for spot in (send, receive):
             finished[spot.rank] = max(finished[spot.rank], end)
             open_messages[spot.rank] -= 1
@@ -446,20 +451,22 @@ def price(schedules: Sequence[Schedule], layout: Layout, itemsize: int, network:
                 begin(spot.rank)
     if any(open_messages):
         deque(_causal(schedules, partners), maxlen=0)  # names who waits for whom
-    return Price(tuple(clock), tuple(sorted(events, key=lambda event: event.start)))
+    return SimulatedTime(tuple(clock), tuple(sorted(events, key=lambda event: event.start)))
 
 
-def _sharers(partners: Mapping[Spot, Spot], nodes: Sequence[int] | None) -> dict[Spot, int]:
+def _sharers(
+    partners: Mapping[ScheduleLocation, ScheduleLocation], nodes: Sequence[int] | None
+) -> dict[ScheduleLocation, int]:
     """For every send to another node how many share its way: those that may fly at once, at the more crowded card."""
     if nodes is None:
         return {}
     crossing = [(s, r) for r, s in partners.items() if nodes[s.rank] != nodes[r.rank]]
     users: dict[tuple[int, int], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
 
-    def leaving(spot: Spot) -> tuple[int, int]:
+    def leaving(spot: ScheduleLocation) -> tuple[int, int]:
         return nodes[spot.rank], 2 * spot.round
 
-    def coming(spot: Spot) -> tuple[int, int]:
+    def coming(spot: ScheduleLocation) -> tuple[int, int]:
         return nodes[spot.rank], 2 * spot.round + 1
 
     for send, receive in crossing:
@@ -471,7 +478,7 @@ def _sharers(partners: Mapping[Spot, Spot], nodes: Sequence[int] | None) -> dict
     return {send: max(flows[leaving(send)], flows[coming(receive)]) for send, receive in crossing}
 
 
-def _weigher(layout: Layout, itemsize: int) -> Callable[[Chunks], int]:
+def _weigher(layout: ChunkLayout, itemsize: int) -> Callable[[Chunks], int]:
     """A function from chunks to bytes, by running sums so that long ranges cost nothing."""
     count = len(layout.lengths)
     sums = [0]

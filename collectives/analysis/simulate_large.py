@@ -17,16 +17,16 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedule.chunks import Layout
-from collectives.analysis.cost_functions import Network
-from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Round, Send
+from collectives.analysis.cost_functions import CostFunctions
 from collectives.analysis.prove import ScheduleError
+from collectives.schedule.chunks import ChunkLayout
+from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Round, Send
 
 Integers: TypeAlias = NDArray[np.int64]
 Times: TypeAlias = NDArray[np.float64]
 
 
-class _Parts(NamedTuple):
+class _VectorParts(NamedTuple):
     """Chunks of many messages: `owner` is the message of each range of chunks, from `start` to `stop`."""
 
     owner: Integers
@@ -45,7 +45,7 @@ class _Parts(NamedTuple):
         return weights
 
 
-class _Moment(NamedTuple):
+class _RoundState(NamedTuple):
     """One round of all ranks.
 
     Attributes
@@ -72,7 +72,7 @@ class _Moment(NamedTuple):
     adding: list[tuple[Integers, slice, NDArray[np.bool_]]]
 
 
-class Crowd:
+class VectorSimulator:
     """The schedules of all ranks as arrays, to be priced again and again.
 
     Parameters
@@ -92,7 +92,7 @@ class Crowd:
     """
 
     def __init__(self, schedules: Iterable[Iterable[Round]]) -> None:
-        sends, receives, sums = _Column(), _Column(), _Column()
+        sends, receives, sums = _RankColumn(), _RankColumn(), _RankColumn()
         self.size = 0
         for rank, schedule in enumerate(schedules):
             self.size += 1
@@ -114,8 +114,8 @@ class Crowd:
         self._ends = sent[:, 1], sent[:, 2]
         self._moments = list(_moments(sent, added_up, self.size))
 
-    def price(self, layout: Layout, itemsize: int, network: Network) -> Times:
-        """When each rank is done, in seconds from a common start; arguments as for `walk.price`."""
+    def price(self, layout: ChunkLayout, itemsize: int, network: CostFunctions) -> Times:
+        """Completion time of each rank in seconds from a common start; arguments as for `prove.price`."""
         elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
         weights = itemsize * self._sent.weigh(self.messages, elements)
         added = itemsize * self._added.weigh(self._sums, elements)
@@ -136,7 +136,7 @@ class Crowd:
                 clock[ranks] += network.combine(added[places], both)
         return clock
 
-    def volume(self, layout: Layout, itemsize: int) -> int:
+    def volume(self, layout: ChunkLayout, itemsize: int) -> int:
         """Bytes that the busiest rank sends or receives, whichever is more."""
         elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
         weights = itemsize * self._sent.weigh(self.messages, elements)
@@ -175,7 +175,7 @@ def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
         steps[:, 0] = number[column]
 
 
-class _Column:
+class _RankColumn:
     """Steps of one kind as they are met: numbers for each, and the ranges of its chunks."""
 
     def __init__(self) -> None:
@@ -193,17 +193,17 @@ class _Column:
         """The numbers, one row for each step, to be changed in place."""
         return np.frombuffer(self._steps, np.int64).reshape(-1, 4)
 
-    def sorted(self) -> tuple[Integers, _Parts]:
+    def sorted(self) -> tuple[Integers, _VectorParts]:
         """The steps by their numbers, the first one first, and the ranges by steps in this order."""
         steps = self.steps
         owner, start, stop = np.frombuffer(self._parts, np.int64).reshape(-1, 3).T
         order = np.lexsort(steps.T[::-1])
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        return steps[order], _Parts(places[owner], start, stop)
+        return steps[order], _VectorParts(places[owner], start, stop)
 
 
-def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_Moment]:
+def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_RoundState]:
     """Messages and additions by rounds."""
     last = max((int(column[-1, 0]) for column in (sent, added) if len(column)), default=-1)
     rounds = range(last + 2)
@@ -221,7 +221,7 @@ def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_Moment]:
             adding.append((ranks, slice(start, stop), sending[ranks] & (added[start:stop, 3] > 0)))
             start = stop
         both = receiving[source] | sending[target]
-        yield _Moment(source, target, place, messages, _crowded(source, target), both, adding)
+        yield _RoundState(source, target, place, messages, _crowded(source, target), both, adding)
 
 
 def _crowded(source: Integers, target: Integers) -> Integers:
@@ -233,7 +233,7 @@ def _crowded(source: Integers, target: Integers) -> Integers:
 
 
 def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Integers) -> Integers:
-    """How many share the way of each message to another node: those that may fly at once, at the more crowded card."""
+    """Number of concurrent messages that share the network card of each message, at its busier end."""
     crossing = leaves != comes
     most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
 
@@ -245,7 +245,7 @@ def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Intege
     return np.where(crossing, np.maximum(*flows), 1)
 
 
-def _queue(moment: _Moment, ready: Times, flights: Times, ends: Times) -> None:
+def _queue(moment: _RoundState, ready: Times, flights: Times, ends: Times) -> None:
     """The ends of messages that share ports: of several that could fly, the one listed first does."""
     if not len(moment.crowded):
         return

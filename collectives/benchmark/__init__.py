@@ -1,0 +1,1 @@
+"""Benchmarks of collectives: cases, timing, result rows, plots."""

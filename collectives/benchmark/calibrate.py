@@ -1,4 +1,4 @@
-"""What messages cost in this run: measured on pairs of ranks, and what the model makes of it for a whole collective.
+"""Calibration of message costs on pairs of ranks, and the model's prediction for a collective.
 
 Three collectives of two ranks tell all: a broadcast is one message, an allgather in place a message each way, and an
 allreduce by recursive doubling a message each way that is combined; a reduction is one message that is combined. They
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from benchlib import ours
-from benchlib.cases import CASES, DTYPES, Buffers
-from benchlib.timing import Contestant, make_call, race
 from collectives.algorithms import catalog
-from collectives.schedule.chunks import Layout, even
-from collectives.analysis.cost_functions import Clustered, Cost, Curve, Line, Twofold
+from collectives.analysis.cost_functions import ClusteredNetwork, EdgeCost, LinearCost, PiecewiseCost, SharedCardCost
+from collectives.analysis.prove import price
+from collectives.benchmark import chorus_side
+from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers
+from collectives.benchmark.timing import Contestant, make_call, race
+from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import after, before, vector
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Schedule, numbers
-from collectives.analysis.prove import price
 
 LENGTHS = (8, 1 << 10, 1 << 13, *(1 << power for power in range(15, 40)))
 """Bytes of the messages that are timed, up to the longest that the race can have."""
@@ -39,11 +39,11 @@ PROBES: dict[str, tuple[str, str, int, bool]] = {
 """What is timed on two ranks: collective, algorithm, vectors per message, whether in place."""
 
 
-class Costs(NamedTuple):
-    """What this run's messages cost: the network, and copying within a rank (its own block, out of place)."""
+class CalibratedCosts(NamedTuple):
+    """Measured costs of this run: messages, and copies within a rank (its own block, out of place)."""
 
-    network: Clustered
-    copy: Cost
+    network: ClusteredNetwork
+    copy: EdgeCost
 
 
 def lengths(largest: int) -> list[int]:
@@ -63,7 +63,7 @@ def calibrate(
     largest: int,
     seconds: float = 0.1,
     tick: Callable[[], object] = lambda: None,
-) -> Costs:
+) -> CalibratedCosts:
     """Time messages within nodes and between them; all pairs of a kind run at once. Collective, equal on all ranks.
 
     Parameters
@@ -79,17 +79,17 @@ def calibrate(
     tick
         Called after every length.
     """
-    nodes = ours.nodes(comm)
+    nodes = chorus_side.nodes(comm)
     rank, node = plain.Get_rank(), nodes[plain.Get_rank()]
     place = nodes[:rank].count(node)
     inside = _curves(plain, comm, (node, place // 2), (memory, mode), largest, seconds, tick)
-    between: tuple[Cost, Cost] = (Line(0.0, 0.0), Line(0.0, 0.0))
+    between: tuple[EdgeCost, EdgeCost] = (LinearCost(0.0, 0.0), LinearCost(0.0, 0.0))
     if len(set(nodes)) > 1:
         pair = (node // 2, -1) if place == 0 else (-1 - rank, 0)
         between = _curves(plain, comm, pair, (memory, mode), largest, seconds, tick)
     copy = _copies(plain, lengths(largest))
     adding = inside[1] if any(nodes.count(node) > 1 for node in nodes) else between[1]
-    return Costs(Clustered(tuple(nodes), inside[0], between[0], adding), copy)
+    return CalibratedCosts(ClusteredNetwork(tuple(nodes), inside[0], between[0], adding), copy)
 
 
 def _curves(
@@ -100,7 +100,7 @@ def _curves(
     largest: int,
     seconds: float,
     tick: Callable[[], object],
-) -> tuple[Cost, Cost]:
+) -> tuple[EdgeCost, EdgeCost]:
     """(message, combining) from the ranks that name the same pair."""
     names = {name: color for color, name in enumerate(sorted(set(plain.allgather(pair))))}
     two: Any = comm.Split(names[pair], plain.Get_rank())
@@ -120,14 +120,14 @@ def _curves(
         probe: np.min([[one[probe] for one in sweep] for sweep in everyone] or [[0.0] * len(at)], axis=0)
         for probe in PROBES
     }
-    curves = {probe: Curve(tuple(at), tuple(values.tolist())) for probe, values in times.items()}
+    curves = {probe: PiecewiseCost(tuple(at), tuple(values.tolist())) for probe, values in times.items()}
 
-    def added(probe: str) -> Curve:
-        """What combining adds: never less than nothing, whatever the noise."""
+    def added(probe: str) -> PiecewiseCost:
+        """Extra cost of combining, at least zero."""
         more = times[f"{probe} and combined"] - times[probe]
-        return Curve(tuple(at), tuple(np.maximum(more, 0.0).tolist()))
+        return PiecewiseCost(tuple(at), tuple(np.maximum(more, 0.0).tolist()))
 
-    return Twofold(curves["alone"], curves["both ways"]), Twofold(added("alone"), added("both ways"))
+    return SharedCardCost(curves["alone"], curves["both ways"]), SharedCardCost(added("alone"), added("both ways"))
 
 
 def _probe(
@@ -138,8 +138,8 @@ def _probe(
     kind = DTYPES["float32"]
     for probe, (collective, algorithm, vectors, in_place) in PROBES.items():
         case = CASES[collective]
-        buffers = Buffers(case, comm, vectors * length // kind.itemsize, kind, memory, in_place)
-        call, close = make_call(comm, case.method, mode, buffers.args, ours.keywords(algorithm, None))
+        buffers = CaseBuffers(case, comm, vectors * length // kind.itemsize, kind, memory, in_place)
+        call, close = make_call(comm, case.method, mode, buffers.args, chorus_side.keywords(algorithm, None))
         contestants.append(Contestant(probe, buffers, call, close))
     timings = race(plain, contestants, iterations=200, warmup=10, seconds=seconds)
     for one in contestants:
@@ -147,7 +147,7 @@ def _probe(
     return {one.name: timing.median / 1e6 for one, timing in zip(contestants, timings, strict=True)}
 
 
-def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> Curve:
+def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> PiecewiseCost:
     """Copying within a rank, all ranks at once."""
     found = []
     for length in at:
@@ -161,11 +161,17 @@ def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> Curve:
             spans.append(time.perf_counter() - began)
         found.append(float(np.median(spans)))
     slowest = np.max(plain.allgather(found), axis=0)
-    return Curve(tuple(at), tuple(slowest.tolist()))
+    return PiecewiseCost(tuple(at), tuple(slowest.tolist()))
 
 
 def predicted_us(
-    costs: Costs, collective: str, algorithm: str, size: int, nbytes: int, segments: int = 1, in_place: bool = False
+    costs: CalibratedCosts,
+    collective: str,
+    algorithm: str,
+    size: int,
+    nbytes: int,
+    segments: int = 1,
+    in_place: bool = False,
 ) -> float:
     """Microseconds that the model expects of a call with root 0.
 
@@ -183,7 +189,7 @@ def predicted_us(
     nodes = costs.network.nodes
     blocks = catalog.blocks(collective, algorithm, size)
     held = nbytes * blocks // vector(collective, size, blocks)
-    layout = Layout.packed(even(held, blocks * segments))
+    layout = ChunkLayout.packed(even(held, blocks * segments))
     schedules = catalog.build_all(collective, algorithm, size, 0, segments, nodes)
     finish = price(schedules, layout, 1, costs.network).finish
     kept = [0] * size

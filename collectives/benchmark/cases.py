@@ -1,4 +1,4 @@
-"""What one call of each collective needs: its buffers, its arguments, and the result in closed form.
+"""Benchmark cases: buffers, arguments and closed-form result of one call of each collective.
 
 Element j of rank r's input is ``(j + 3 r) mod M + s``: a small integer, so that any sum is exact.
 The shift s takes three values and changes before every call, so neither stale data nor what another
@@ -60,14 +60,14 @@ def parts(n: int, size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Pattern:
+class DataPattern:
     """The closed form of all inputs, for `size` ranks and one dtype."""
 
     size: int
     modulus: int
 
     @classmethod
-    def fitting(cls, size: int, dtype: np.dtype[Any]) -> Pattern:
+    def fitting(cls, size: int, dtype: np.dtype[Any]) -> DataPattern:
         """The largest pattern whose sum over all ranks stays exact in `dtype`."""
         largest = EXACT.get(dtype.name, 2**20) // size
         return cls(size, max(1, min(MODULUS, largest - (SHIFTS - 1) + 1)))
@@ -83,7 +83,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CaseLayout:
     """One rank's part in one call: what it gives and must get, and how often the shift is in what it gets."""
 
     gives: NDArray[np.int32] | None
@@ -91,56 +91,54 @@ class Layout:
     gain: int = 1
 
 
-def _moved(p: Pattern, blocks: list[tuple[int, int, int]]) -> NDArray[np.int32]:
+def _moved(p: DataPattern, blocks: list[tuple[int, int, int]]) -> NDArray[np.int32]:
     return np.concatenate([p.input(*block) for block in blocks])
 
 
-def _broadcast(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
+def _broadcast(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
     data = p.input(ROOT, 0, n)
-    return Layout(data if rank == ROOT else None, data)
+    return CaseLayout(data if rank == ROOT else None, data)
 
 
-def _reduce(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(p.input(rank, 0, n), p.total(range(p.size), 0, n) if rank == ROOT else None, p.size)
+def _reduce(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(p.input(rank, 0, n), p.total(range(p.size), 0, n) if rank == ROOT else None, p.size)
 
 
-def _allreduce(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(p.input(rank, 0, n), p.total(range(p.size), 0, n), p.size)
+def _allreduce(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(p.input(rank, 0, n), p.total(range(p.size), 0, n), p.size)
 
 
-def _reduce_scatter(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(p.input(rank, 0, n), p.total(range(p.size), at[rank], at[rank + 1]), p.size)
+def _reduce_scatter(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(p.input(rank, 0, n), p.total(range(p.size), at[rank], at[rank + 1]), p.size)
 
 
-def _scatter(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(p.input(ROOT, 0, n) if rank == ROOT else None, p.input(ROOT, at[rank], at[rank + 1]))
+def _scatter(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(p.input(ROOT, 0, n) if rank == ROOT else None, p.input(ROOT, at[rank], at[rank + 1]))
 
 
-def _allgather(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(
-        p.input(rank, at[rank], at[rank + 1]), _moved(p, [(q, at[q], at[q + 1]) for q in range(p.size)])
-    )
+def _allgather(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(p.input(rank, at[rank], at[rank + 1]), _moved(p, [(q, at[q], at[q + 1]) for q in range(p.size)]))
 
 
-def _gather(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
+def _gather(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
     whole = _allgather(p, rank, n, at)
-    return whole if rank == ROOT else Layout(whole.gives, None)
+    return whole if rank == ROOT else CaseLayout(whole.gives, None)
 
 
-def _alltoall(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(p.input(rank, 0, n), _moved(p, [(q, at[rank], at[rank + 1]) for q in range(p.size)]))
+def _alltoall(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(p.input(rank, 0, n), _moved(p, [(q, at[rank], at[rank + 1]) for q in range(p.size)]))
 
 
-def _scan(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(p.input(rank, 0, n), p.total(range(rank + 1), 0, n), rank + 1)
+def _scan(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(p.input(rank, 0, n), p.total(range(rank + 1), 0, n), rank + 1)
 
 
-def _exscan(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(p.input(rank, 0, n), p.total(range(rank), 0, n) if rank else None, rank)
+def _exscan(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(p.input(rank, 0, n), p.total(range(rank), 0, n) if rank else None, rank)
 
 
-def _barrier(p: Pattern, rank: int, n: int, at: list[int]) -> Layout:
-    return Layout(None, None)
+def _barrier(p: DataPattern, rank: int, n: int, at: list[int]) -> CaseLayout:
+    return CaseLayout(None, None)
 
 
 def _all(size: int) -> float:
@@ -156,12 +154,12 @@ def _twice(size: int) -> float:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """One collective: its method, busbw as a multiple of algbw, its layout, and the form of its arguments."""
 
     method: str
     factor: Callable[[int], float]
-    layout: Callable[[Pattern, int, int, list[int]], Layout]
+    layout: Callable[[DataPattern, int, int, list[int]], CaseLayout]
     rooted: bool = False
     equal: bool = False  # every rank's block has the same length, so the total is a multiple of the ranks
     counts: str = ""  # where a v-form has its counts: with "send", "recv", "both", or an "argument" of their own
@@ -169,43 +167,43 @@ class Case:
     home: str = ""  # in place, the input lies in the receive buffer: in "whole" or in the own "block"
 
 
-CASES: dict[str, Case] = {
-    "broadcast": Case("Bcast", _all, _broadcast, rooted=True),
-    "reduce": Case("Reduce", _all, _reduce, rooted=True, reduces=True, home="whole"),
-    "scatter": Case("Scatter", _others, _scatter, rooted=True, equal=True),
-    "gather": Case("Gather", _others, _gather, rooted=True, equal=True, home="block"),
-    "allgather": Case("Allgather", _others, _allgather, equal=True, home="block"),
-    "reduce_scatter": Case(
+CASES: dict[str, BenchmarkCase] = {
+    "broadcast": BenchmarkCase("Bcast", _all, _broadcast, rooted=True),
+    "reduce": BenchmarkCase("Reduce", _all, _reduce, rooted=True, reduces=True, home="whole"),
+    "scatter": BenchmarkCase("Scatter", _others, _scatter, rooted=True, equal=True),
+    "gather": BenchmarkCase("Gather", _others, _gather, rooted=True, equal=True, home="block"),
+    "allgather": BenchmarkCase("Allgather", _others, _allgather, equal=True, home="block"),
+    "reduce_scatter": BenchmarkCase(
         "Reduce_scatter_block", _others, _reduce_scatter, equal=True, reduces=True, home="whole"
     ),
-    "allreduce": Case("Allreduce", _twice, _allreduce, reduces=True, home="whole"),
-    "barrier": Case("Barrier", _all, _barrier),
-    "alltoall": Case("Alltoall", _others, _alltoall, equal=True, home="whole"),
-    "scan": Case("Scan", _all, _scan, reduces=True, home="whole"),
-    "exscan": Case("Exscan", _all, _exscan, reduces=True, home="whole"),
-    "scatterv": Case("Scatterv", _others, _scatter, rooted=True, counts="send"),
-    "gatherv": Case("Gatherv", _others, _gather, rooted=True, counts="recv", home="block"),
-    "allgatherv": Case("Allgatherv", _others, _allgather, counts="recv", home="block"),
-    "reduce_scatterv": Case(
+    "allreduce": BenchmarkCase("Allreduce", _twice, _allreduce, reduces=True, home="whole"),
+    "barrier": BenchmarkCase("Barrier", _all, _barrier),
+    "alltoall": BenchmarkCase("Alltoall", _others, _alltoall, equal=True, home="whole"),
+    "scan": BenchmarkCase("Scan", _all, _scan, reduces=True, home="whole"),
+    "exscan": BenchmarkCase("Exscan", _all, _exscan, reduces=True, home="whole"),
+    "scatterv": BenchmarkCase("Scatterv", _others, _scatter, rooted=True, counts="send"),
+    "gatherv": BenchmarkCase("Gatherv", _others, _gather, rooted=True, counts="recv", home="block"),
+    "allgatherv": BenchmarkCase("Allgatherv", _others, _allgather, counts="recv", home="block"),
+    "reduce_scatterv": BenchmarkCase(
         "Reduce_scatter", _others, _reduce_scatter, counts="argument", reduces=True, home="whole"
     ),
-    "alltoallv": Case("Alltoallv", _others, _alltoall, counts="both"),
+    "alltoallv": BenchmarkCase("Alltoallv", _others, _alltoall, counts="both"),
 }
 ALIASES = {"bcast": "broadcast", "reduce_scatter_block": "reduce_scatter", "reducescatter": "reduce_scatter"}
 
 
-def elements(case: Case, nbytes: int, itemsize: int, size: int) -> int:
+def elements(case: BenchmarkCase, nbytes: int, itemsize: int, size: int) -> int:
     """Elements of the whole array for a size in bytes, rounded up to elements and equal blocks if needed."""
     unit = itemsize * size if case.equal else itemsize
     return -(-nbytes // unit) * (unit // itemsize)
 
 
-class Buffers:
+class CaseBuffers:
     """The arrays of one rank for one case, their contents, and the arguments of the call."""
 
     def __init__(
         self,
-        case: Case,
+        case: BenchmarkCase,
         comm: MPI.Intracomm,
         n: int,
         dtype: np.dtype[Any],
@@ -217,7 +215,7 @@ class Buffers:
         counts = parts(n, size)
         starts = [sum(counts[:r]) for r in range(size + 1)]
         self.unknown_to_mpi = dtype.name in ("float16", "bfloat16")
-        layout = case.layout(Pattern.fitting(size, dtype), rank, n, starts)
+        layout = case.layout(DataPattern.fitting(size, dtype), rank, n, starts)
         self._rank, self._gain, self._shift = rank, layout.gain, 0
         self._home: NDArray[Any] | None = None
 
@@ -242,7 +240,7 @@ class Buffers:
 
     def _arguments(
         self,
-        case: Case,
+        case: BenchmarkCase,
         recv: NDArray[Any] | None,
         counts: list[int],
         moves_home: bool,
@@ -251,11 +249,7 @@ class Buffers:
     ) -> tuple[Any, ...]:
         def shown(x: NDArray[Any] | None) -> Any:
             """Data that only moves may go as integers where MPI lacks its dtype."""
-            return (
-                x.view(np.uint16)
-                if x is not None and disguise and self.unknown_to_mpi and not case.reduces
-                else x
-            )
+            return x.view(np.uint16) if x is not None and disguise and self.unknown_to_mpi and not case.reduces else x
 
         send: Any = shown(self._gives)
         got: Any = shown(recv)
@@ -301,7 +295,7 @@ class Buffers:
             self._result.fill(99)
 
     def wrong(self) -> int:
-        """How many elements of the result on this rank are not what they must be."""
+        """Number of wrong elements in the result of this rank."""
         if self._result is None or self._want is None:
             return 0
         want = self._want + self._want.dtype.type(self._shift * self._gain)

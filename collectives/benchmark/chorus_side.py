@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 
 import collectives
-from benchlib.cases import CASES
+from collectives.benchmark.cases import CASES
 from collectives.selection.timing_table import NATIVE
 
 
@@ -54,7 +54,7 @@ def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
 
 
 def keywords(algorithm: str, segments: int | None) -> dict[str, Any]:
-    """What a call says beyond mpi4py's own arguments: nothing for ``auto``, as in any mpi4py program."""
+    """Keyword arguments beyond mpi4py's own; none for ``auto``."""
     said: dict[str, Any] = {} if algorithm == "auto" else {"algorithm": algorithm}
     return said if segments is None else said | {"segments": segments}
 
@@ -62,7 +62,7 @@ def keywords(algorithm: str, segments: int | None) -> dict[str, Any]:
 def choice(
     comm: MPI.Intracomm, collective: str, nbytes: int, form: str, memory: str, in_place: bool
 ) -> tuple[str, int]:
-    """What ``auto`` picks: an algorithm and a number of segments."""
+    """Choice of ``auto``: algorithm and number of segments."""
     said = {"form": form, "symmetric": memory == "symmetric", "in_place": in_place}
     try:
         chosen = comm.choice(collective, nbytes, **said)  # type: ignore[attr-defined]

@@ -20,10 +20,10 @@ Move = Callable[[dict[int, Any]], None]
 """Moves the messages of all ranks, by rank."""
 
 
-class Request:
+class InProcessRequest:
     """A collective that has been begun when every rank has started its own; then it is over at once."""
 
-    def __init__(self, start: Callable[[Request], None]):
+    def __init__(self, start: Callable[[InProcessRequest], None]):
         self._start = start
         self.over = False
 
@@ -33,21 +33,21 @@ class Request:
         self._start(self)
 
     def Test(self) -> bool:
-        """Whether it is over."""
+        """True if the operation is complete."""
         return self.over
 
     def Free(self) -> None:
         """Nothing is held."""
 
 
-class _Room:
-    """Where ranks meet: their calls, in the order in which each of them makes them."""
+class _InProcessHub:
+    """Matching of the ranks' calls, in the order of each rank."""
 
     def __init__(self, size: int):
         self.size = size
-        self.calls: dict[int, dict[int, tuple[Request, Any]]] = {}
+        self.calls: dict[int, dict[int, tuple[InProcessRequest, Any]]] = {}
 
-    def enter(self, number: int, rank: int, request: Request, message: Any, move: Move) -> None:
+    def enter(self, number: int, rank: int, request: InProcessRequest, message: Any, move: Move) -> None:
         """The call of a rank; the last rank's moves the messages of all."""
         call = self.calls.setdefault(number, {})
         call[rank] = request, message
@@ -76,44 +76,46 @@ def _part(message: Any, rank: int) -> np.ndarray:
     return wire[places[rank] : places[rank] + sizes[rank]]
 
 
-class Comm:
-    """What encoded collectives ask of a communicator."""
+class InProcessComm:
+    """Communicator between threads, with the methods that encoded collectives use."""
 
     nodes = None
 
-    def __init__(self, room: _Room, rank: int):
+    def __init__(self, room: _InProcessHub, rank: int):
         self._room, self._rank, self._numbers = room, rank, count()
 
     def Get_rank(self) -> int:
-        """Which one."""
+        """Rank."""
         return self._rank
 
     def Get_size(self) -> int:
-        """Of how many."""
+        """Number of ranks."""
         return self._room.size
 
     def empty(self, shape: Any, dtype: Any) -> np.ndarray:
         """Memory that nobody shares."""
         return np.empty(shape, dtype)
 
-    def Alltoallv_init(self, sent: Any, received: Any) -> Request:
+    def Alltoallv_init(self, sent: Any, received: Any) -> InProcessRequest:
         """Bound."""
         return self._request((sent, received), _all_to_all)
 
-    def _request(self, message: Any, move: Move) -> Request:
-        return Request(lambda request: self._room.enter(next(self._numbers), self._rank, request, message, move))
+    def _request(self, message: Any, move: Move) -> InProcessRequest:
+        return InProcessRequest(
+            lambda request: self._room.enter(next(self._numbers), self._rank, request, message, move)
+        )
 
-    def Iallreduce(self, sent: Any, received: np.ndarray, op: MPI.Op) -> Request:
+    def Iallreduce(self, sent: Any, received: np.ndarray, op: MPI.Op) -> InProcessRequest:
         """Begun, in place."""
         (request := self._request(received, partial(_in_place, op))).Start()
         return request
 
-    def Ialltoallv(self, sent: Any, received: Any) -> Request:
+    def Ialltoallv(self, sent: Any, received: Any) -> InProcessRequest:
         """Begun."""
         (request := self.Alltoallv_init(sent, received)).Start()
         return request
 
-    def Allgatherv_init(self, sent: Any, received: Any) -> Request:
+    def Allgatherv_init(self, sent: Any, received: Any) -> InProcessRequest:
         """Bound, in place."""
         wire, sizes, places, kind = received
         size = self.Get_size()
@@ -123,8 +125,8 @@ class Comm:
 
 def played(size: int) -> list[Any]:
     """The communicators of so many ranks."""
-    room = _Room(size)
-    return [Comm(room, rank) for rank in range(size)]
+    room = _InProcessHub(size)
+    return [InProcessComm(room, rank) for rank in range(size)]
 
 
 def play(motions: Sequence[Motion]) -> None:

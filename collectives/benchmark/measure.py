@@ -7,11 +7,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from benchlib import ours
-from benchlib.calibrate import Costs, predicted_us
-from benchlib.cases import CASES, DTYPES, Buffers, elements
-from benchlib.rows import Row, make_row
-from benchlib.timing import MODES, Contestant, make_call, race
+from collectives.benchmark import chorus_side
+from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
+from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements
+from collectives.benchmark.result_rows import Row, make_row
+from collectives.benchmark.timing import MODES, Contestant, make_call, race
 from collectives.runtime import native
 from collectives.selection.timing_table import NATIVE
 
@@ -21,7 +21,7 @@ def enter(
     comm: MPI.Intracomm,
     name: str,
     keywords: dict[str, Any],
-    buffers: Buffers,
+    buffers: CaseBuffers,
     method: str,
     mode: str,
 ) -> Contestant | str:
@@ -72,7 +72,7 @@ def measure(
     in_place: bool = False,
     segments: int | None = None,
     against: str = NATIVE,
-    costs: Mapping[tuple[str, str], Costs] | None = None,
+    costs: Mapping[tuple[str, str], CalibratedCosts] | None = None,
     **limits: Any,
 ) -> tuple[list[Row], dict[str, str]]:
     """Race `algorithms` of one collective at one size, in all memories and modes, against the native one in each mode.
@@ -100,11 +100,13 @@ def measure(
     case, size = CASES[collective], plain.Get_size()
     kind = DTYPES[dtype]
     n = 0 if collective == "barrier" else elements(case, nbytes, kind.itemsize, size)
-    mine = {memory: Buffers(case, comm, n, kind, memory, in_place) for memory in memories}
+    mine = {memory: CaseBuffers(case, comm, n, kind, memory, in_place) for memory in memories}
     running: dict[tuple[str, str, str], Contestant] = {}
     absent: dict[str, str] = {}
 
-    def join(who: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: Buffers, memory: str, mode: str) -> None:
+    def join(
+        who: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: CaseBuffers, memory: str, mode: str
+    ) -> None:
         entry = enter(plain, who, name, keywords, buffers, case.method, mode)
         if isinstance(entry, str):
             absent[name] = entry
@@ -114,11 +116,11 @@ def measure(
     for mode in modes:
         for memory in memories:
             for algorithm in algorithms:
-                join(comm, algorithm, ours.keywords(algorithm, segments), mine[memory], memory, mode)
+                join(comm, algorithm, chorus_side.keywords(algorithm, segments), mine[memory], memory, mode)
     if against == NATIVE and running:
         theirs = mine.get("plain")
         if theirs is None or theirs.unknown_to_mpi:
-            theirs = Buffers(case, plain, n, kind, "plain", in_place, disguise=True)
+            theirs = CaseBuffers(case, plain, n, kind, "plain", in_place, disguise=True)
         for mode in modes:
             join(plain, NATIVE, {}, theirs, "plain", mode)
     timings = dict(zip(running, race(plain, list(running.values()), **limits) if running else (), strict=True))
@@ -130,9 +132,9 @@ def measure(
     for (algorithm, memory, mode), timing in timings.items():
         auto = algorithm == "auto"
         chosen, pieces = (
-            ours.choice(comm, collective, actual, mode, memory, in_place) if auto else (algorithm, segments)
+            chorus_side.choice(comm, collective, actual, mode, memory, in_place) if auto else (algorithm, segments)
         )
-        setting = (ours.even(collective), chosen, size, actual, segments or pieces or 1)
+        setting = (chorus_side.even(collective), chosen, size, actual, segments or pieces or 1)
         known = None if costs is None or chosen == NATIVE else costs[memory, mode]
         expected = None if known is None else predicted_us(known, *setting, in_place=in_place)
         row = make_row(

@@ -1,4 +1,4 @@
-"""What the model says of the catalogue at any number of ranks: by the clock, or by formula where nobody could."""
+"""Predictions for the catalogue at any number of ranks: simulated, or by formula where simulation is too slow."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from collectives.algorithms import catalog
-from collectives.schedule.chunks import Layout, even
-from collectives.analysis.cost_functions import Clustered, Line
-from collectives.schedule.topology import regular
-from collectives.analysis.simulate_large import Crowd
+from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
+from collectives.analysis.simulate_large import VectorSimulator
+from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import vector
+from collectives.schedule.topology import regular
 
 FEW_ROUNDS, LARGEST = 6, 1 << 17
 """Ranks up to which a schedule is played that has at most so many times log2 p rounds."""
@@ -25,7 +25,7 @@ SAMPLE = 64
 """Ranks, at least, on which it is seen what nodes mean to an algorithm that is priced by formula."""
 
 
-class Model(NamedTuple):
+class CostPrediction(NamedTuple):
     """A cluster of equal nodes.
 
     Attributes
@@ -39,16 +39,16 @@ class Model(NamedTuple):
     """
 
     per_node: int
-    node: Line
-    network: Line
+    node: LinearCost
+    network: LinearCost
     gamma: float
 
-    def of(self, size: int) -> Clustered:
+    def of(self, size: int) -> ClusteredNetwork:
         """The network of so many ranks."""
-        return Clustered(regular(size, self.per_node), self.node, self.network, Line(0, self.gamma))
+        return ClusteredNetwork(regular(size, self.per_node), self.node, self.network, LinearCost(0, self.gamma))
 
 
-class Row(NamedTuple):
+class PredictionRow(NamedTuple):
     """One algorithm at one size: what it does, how long it takes, and whether it was played or worked out by formula.
 
     Attributes
@@ -73,15 +73,15 @@ class Row(NamedTuple):
     played: bool
 
 
-def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> Layout:
+def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> ChunkLayout:
     """The chunks of so many bytes: of the vector, or of all blocks together, or (alltoall) of all that one rank has."""
     blocks = catalog.blocks(collective, name, size)
     everywhere = nbytes * blocks // vector(collective, size, blocks)
-    return Layout.packed(even(everywhere, blocks * segments))
+    return ChunkLayout.packed(even(everywhere, blocks * segments))
 
 
 def playable(collective: str, name: str, size: int, nodes: int = 1) -> bool:
-    """Whether all ranks can be played in seconds."""
+    """True if the simulation of all ranks takes seconds at most."""
     rounds = catalog.evaluate(catalog.find(collective, name).rounds, size, 1, nodes)
     if catalog.blocks(collective, name, size) > max(size, CHUNKS):
         return False
@@ -89,19 +89,19 @@ def playable(collective: str, name: str, size: int, nodes: int = 1) -> bool:
 
 
 @lru_cache(maxsize=32)
-def crowd(collective: str, name: str, size: int, per_node: int) -> Crowd:
+def crowd(collective: str, name: str, size: int, per_node: int) -> VectorSimulator:
     """All ranks of an algorithm, the root being rank 0."""
     nodes = regular(size, per_node) if size > per_node else None
-    return Crowd(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))
+    return VectorSimulator(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))
 
 
-def played(collective: str, name: str, size: int, nbytes: int, model: Model) -> float:
+def played(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
     """Seconds by the clock."""
     everyone = crowd(collective, name, size, model.per_node)
     return float(everyone.price(layout_of(collective, name, size, nbytes), 1, model.of(size)).max())
 
 
-def by_formula(collective: str, name: str, size: int, nbytes: int, model: Model) -> float:
+def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
     """Seconds by the catalogue's formula, with the costs of the network.
 
     What messages within nodes save, and what a shared card costs, is seen on a sample of nodes: there alpha and beta
@@ -115,30 +115,30 @@ def by_formula(collective: str, name: str, size: int, nbytes: int, model: Model)
     return float(entry.seconds(size, nbytes, alpha, beta, model.gamma))
 
 
-def _without(model: Model, cost: str) -> Model:
+def _without(model: CostPrediction, cost: str) -> CostPrediction:
     node, network = (wire._replace(**{cost: 0.0}) for wire in (model.node, model.network))
-    return Model(model.per_node, node, network, 0.0)
+    return CostPrediction(model.per_node, node, network, 0.0)
 
 
 @lru_cache(maxsize=256)
-def _weight(collective: str, name: str, model: Model) -> float:
+def _weight(collective: str, name: str, model: CostPrediction) -> float:
     """By how much the clock differs from the formula with the costs of the network."""
     size, nbytes = max(SAMPLE, 4 * model.per_node), 1 << 20
     expected = catalog.find(collective, name).seconds(size, nbytes, *model.network, 0.0)
     return played(collective, name, size, nbytes, model) / float(expected) if expected else 1.0
 
 
-def bound(collective: str, size: int, nbytes: int, model: Model) -> float:
+def bound(collective: str, size: int, nbytes: int, model: CostPrediction) -> float:
     """Seconds that no algorithm can beat: of rounds, bytes and additions each, between ranks and between nodes."""
     nodes = size // model.per_node
-    cheapest = Line(*map(min, model.node, model.network)) if nodes else model.node
+    cheapest = LinearCost(*map(min, model.node, model.network)) if nodes else model.node
     per_node = nbytes * (model.per_node if collective == "alltoall" else 1)  # what the ranks of a node hold together
     between = [_bound(collective, nodes, per_node, model.network)] if nodes > 1 else []
     combined = nbytes * float(catalog.evaluate(catalog.BOUNDS[collective].combined, size)) * model.gamma
     return max(_bound(collective, size, nbytes, cheapest), combined if size > 1 else 0.0, *between, 0.0)
 
 
-def _bound(collective: str, size: int, nbytes: int, wire: Line) -> float:
+def _bound(collective: str, size: int, nbytes: int, wire: LinearCost) -> float:
     least = catalog.BOUNDS[collective]
     if size == 1:
         return 0.0
@@ -148,11 +148,11 @@ def _bound(collective: str, size: int, nbytes: int, wire: Line) -> float:
     )
 
 
-def row(collective: str, name: str, size: int, nbytes: int, model: Model) -> Row:
-    """What the model says of one algorithm."""
+def row(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> PredictionRow:
+    """Prediction for one algorithm."""
     entry, nodes = catalog.find(collective, name), -(-size // model.per_node)
     able = playable(collective, name, size, nodes)
     seconds = (played if able else by_formula)(collective, name, size, nbytes, model)
     rounds, volume = (catalog.evaluate(formula, size, 1, nodes) for formula in (entry.rounds, entry.volume))
     least = bound(collective, size, nbytes, model)
-    return Row(name, size, nbytes, int(rounds), round(volume * nbytes), seconds, least, able)
+    return PredictionRow(name, size, nbytes, int(rounds), round(volume * nbytes), seconds, least, able)

@@ -8,8 +8,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchlib.cases import CASES
-from benchlib.timing import Timing
+from collectives.benchmark.cases import CASES
+from collectives.benchmark.timing import Timing
 from collectives.selection.timing_file import machine, mpi_name
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ def make_row(
     predicted_us: float | None,
     **labels: Any,
 ) -> Row:
-    """One row of the report; `labels` are dtype, memory, mode and whatever else describes it."""
+    """One row of the report; `labels` are dtype, memory, mode and further descriptions."""
     algbw, busbw = bandwidths(collective, size, nbytes, ours.median)
     return {
         "collective": collective,
@@ -72,7 +72,7 @@ def cores() -> int:
 
 
 def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:
-    """What the JSON file holds."""
+    """Content of the JSON file."""
     return {"mpi": mpi_name(), "ranks": ranks, "machine": machine(), **extra, "rows": rows}
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchlib.rows import Report, Row, cores
+from collectives.benchmark.result_rows import Report, Row, cores
 
 
 def _number(value: Any) -> str:
@@ -21,7 +21,7 @@ def _algorithm(row: Row) -> str:
 
 
 def _predicted_ratio(row: Row) -> float | None:
-    """What the model predicts over what was measured."""
+    """Ratio of the predicted to the measured time."""
     return row["predicted_us"] / row["ours_us"] if row.get("predicted_us") and row["ours_us"] else None
 
 
@@ -63,8 +63,8 @@ def _line(cells: list[str], columns: list[Column]) -> str:
     return " ".join(aligned).rstrip()
 
 
-class Look(NamedTuple):
-    """How a table is shown.
+class TableStyle(NamedTuple):
+    """Columns and title of a table.
 
     Attributes
     ----------
@@ -104,13 +104,13 @@ class Look(NamedTuple):
         return f"# {', '.join(words)}{', in place' if row.get('in_place') else ''}"
 
     def block_of(self, row: Row) -> tuple[Any, ...]:
-        """What makes a new block, with a new title, begin."""
+        """Key of a block of rows with one title."""
         same = ("collective", "dtype", "mode", "memory", "in_place")
         return tuple(row.get(name) for name in same if name not in self._varying())
 
 
 def verdict(rows: list[Row]) -> str | None:
-    """How good the model is, on rows above 64 KiB, in a comment line; None if it predicted none of them."""
+    """Comment line with the model's error on rows above 64 KiB; None without predictions."""
     ratios = [_predicted_ratio(row) for row in rows if row["bytes"] > 1 << 16]
     errors = [abs(ratio - 1) for ratio in ratios if ratio is not None]
     if not errors:

@@ -12,9 +12,7 @@ def parse_size(text: str) -> int:
     """Bytes named by `text`: a whole number and an optional K, M or G (powers of 1024)."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:I?B)?", text.strip().upper())
     if not match:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; write a number and perhaps K, M or G, as in 64K"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write a number and perhaps K, M or G, as in 64K")
     return int(match[1]) * UNITS[match[2]]
 
 

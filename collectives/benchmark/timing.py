@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from benchlib.cases import Buffers
+from collectives.benchmark.cases import CaseBuffers
 
 MODES = ("blocking", "nonblocking", "persistent")
 CHECKS = 5  # timed calls of each contestant whose result is checked, first and last included
@@ -25,7 +25,7 @@ class Contestant:
     """Something that performs the collective: a name, its own view of the buffers, and the call itself."""
 
     name: str
-    buffers: Buffers
+    buffers: CaseBuffers
     call: Callable[[], Any]
     close: Callable[[], Any] = lambda: None
     nanoseconds: list[int] = field(default_factory=list)
@@ -86,9 +86,7 @@ def checkpoints(iterations: int) -> set[int]:
     return {round(i * (iterations - 1) / (CHECKS - 1)) for i in range(CHECKS)}
 
 
-def _passes(
-    comm: MPI.Intracomm, contestants: list[Contestant], count: int, order: random.Random, keep: bool
-) -> None:
+def _passes(comm: MPI.Intracomm, contestants: list[Contestant], count: int, order: random.Random, keep: bool) -> None:
     """`count` times: every contestant once, in random order, each on new data after one neutral barrier."""
     checked = checkpoints(count)
     turns = list(contestants)

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from mpi4py import MPI
 
 from collectives.analysis import draw
+from collectives.analysis.prove import SimulatedEvent
 from collectives.schedule.steps import Schedule
-from collectives.analysis.prove import Event
 
 Entry: TypeAlias = dict[str, Any]
 
@@ -30,7 +30,7 @@ def span(rank: int, node: int, name: str, kind: str, start: float, end: float, *
 
 
 def names(nodes: Sequence[int], lanes: Sequence[str] = ("",)) -> list[Entry]:
-    """What nodes and ranks are called; with several lanes a rank has as many threads."""
+    """Names of nodes and ranks; with several lanes a rank has as many threads."""
     entries = [_name("process_name", node, 0, f"node {node}") for node in sorted(set(nodes))]
     for rank, node in enumerate(nodes):
         for index, lane in enumerate(lanes):
@@ -84,8 +84,8 @@ LANES = (" sends", " receives", " combines")
 """What a rank of the model can do at once: it has a port each way, and an adder."""
 
 
-def of_model(events: Iterable[Event], nodes: Sequence[int]) -> list[Entry]:
-    """What the clock played: each message on its sender's and on its receiver's port, each addition on its rank."""
+def of_model(events: Iterable[SimulatedEvent], nodes: Sequence[int]) -> list[Entry]:
+    """Trace of a simulation: each message on its sender's and its receiver's port, each reduction on its rank."""
     entries: list[Entry] = []
     for event in events:
         what: Entry = {"round": event.round, "bytes": event.bytes, "chunks": draw.chunks(event.chunks, 1 << 62)}
@@ -100,7 +100,7 @@ def of_model(events: Iterable[Event], nodes: Sequence[int]) -> list[Entry]:
 
 
 def kind_of(call: Callable[[], object], waits: bool) -> str:
-    """What a call of a program does, in a word: wait, copy, start (messages), or the function's name, such as add."""
+    """Kind of a program's call: wait, copy, start (messages), or the function's name, such as add."""
     if waits:
         return "wait"
     function = getattr(call, "func", call)

@@ -1,4 +1,4 @@
-"""What the tuner does: the costs of the wires, the candidates of a row, their race, and who drops out."""
+"""Tuner: transport costs, candidates of a row, their timing, and elimination."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from benchlib.cases import CASES, DTYPES, Buffers, elements
-from benchlib.measure import enter
-from benchlib.timing import race
 from collectives import Communicator
 from collectives.algorithms import catalog
-from collectives.selection.cost_model import Costs, alike
-from collectives.selection.timing_table import NATIVE, Choice, Row
+from collectives.analysis.cost_functions import UniformNetwork
+from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements
+from collectives.benchmark.measure import enter
+from collectives.benchmark.timing import race
 from collectives.schedule.topology import Nodes
+from collectives.selection.cost_model import Costs, alike
 from collectives.selection.select import formula
-from collectives.analysis.prove import Uniform
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Row
 
 PINGS = (8, 4096, 65536, 1 << 20, 1 << 22)
 """Sizes of the ping-pong, in bytes."""
@@ -108,7 +108,7 @@ def measure_costs(plain: MPI.Intracomm, comm: Communicator, seconds: float, know
         if mine != MPI.COMM_NULL:
             nodes = None if wire == "shared" else (0, 1)
             with Communicator(mine, tuning=False, nodes=nodes) as both:
-                fitted = Uniform(*fit(ping_pong(both, seconds)), combining(seconds / 5))
+                fitted = UniformNetwork(*fit(ping_pong(both, seconds)), combining(seconds / 5))
             mine.Free()
         costs = costs._replace(**{wire: plain.bcast(fitted, pair[0])})
     return costs
@@ -117,8 +117,8 @@ def measure_costs(plain: MPI.Intracomm, comm: Communicator, seconds: float, know
 # ------------------------------------------------------------------------------------------ the rows
 
 
-class Setting(NamedTuple):
-    """What one row is measured for."""
+class TunerSetting(NamedTuple):
+    """Parameters of one row."""
 
     collective: str
     form: str
@@ -131,45 +131,51 @@ def base(collective: str) -> str:
     return collective if collective in catalog.CATALOG else collective.removesuffix("v")
 
 
-def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, costs: Costs) -> list[Choice]:
+def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, costs: Costs) -> list[AlgorithmChoice]:
     """Every algorithm that `auto` may take, in segments where they may pay, and the MPI's own."""
     wire = alike(nodes, costs)
     private = collective in ("scatterv", "gatherv", "alltoallv")
-    found: list[Choice] = []
+    found: list[AlgorithmChoice] = []
     for name, entry in catalog.CATALOG[base(collective)].items():
         if not entry.alike or (entry.placed and wire is not None):
             continue
-        found.append(Choice(name))
+        found.append(AlgorithmChoice(name))
         if nbytes < LONG or private:
             continue
         if entry.placed:
-            found += [Choice(name, segments) for segments in (4, 16)]
+            found += [AlgorithmChoice(name, segments) for segments in (4, 16)]
             continue
         powers = [1 << power for power in range(MOST_SEGMENTS.bit_length())]
         best = min(powers, key=lambda k: formula(base(collective), name, size, nbytes, k, wire or costs.network))
-        found += [Choice(name, segments) for segments in {best, max(1, best // 4), 4} if segments > 1]
-    return [*_different(base(collective), sorted(set(found)), size, nodes), Choice(NATIVE)]
+        found += [AlgorithmChoice(name, segments) for segments in {best, max(1, best // 4), 4} if segments > 1]
+    return [*_different(base(collective), sorted(set(found)), size, nodes), AlgorithmChoice(NATIVE)]
 
 
-def _different(collective: str, choices: list[Choice], size: int, nodes: Nodes | None) -> list[Choice]:
+def _different(
+    collective: str, choices: list[AlgorithmChoice], size: int, nodes: Nodes | None
+) -> list[AlgorithmChoice]:
     """The first of those that are the same schedules: on two ranks most algorithms are."""
     if size > SMALL:
         return choices
-    seen: dict[object, Choice] = {}
+    seen: dict[object, AlgorithmChoice] = {}
     for name, segments in choices:
         built = tuple(tuple(catalog.build_all(collective, name, size, root, segments, nodes)) for root in {0, size - 1})
-        seen.setdefault((catalog.blocks(collective, name, size) * segments, built), Choice(name, segments))
+        seen.setdefault((catalog.blocks(collective, name, size) * segments, built), AlgorithmChoice(name, segments))
     return list(seen.values())
 
 
 def contest(
-    plain: MPI.Intracomm, comm: Communicator, setting: Setting, choices: Iterable[Choice], limits: dict[str, Any]
-) -> tuple[int, dict[Choice, float], dict[Choice, str]]:
+    plain: MPI.Intracomm,
+    comm: Communicator,
+    setting: TunerSetting,
+    choices: Iterable[AlgorithmChoice],
+    limits: dict[str, Any],
+) -> tuple[int, dict[AlgorithmChoice, float], dict[AlgorithmChoice, str]]:
     """Race the choices: (bytes, seconds of each that took part and was right, why others did not)."""
     collective, form, dtype, nbytes = setting
     case, kind = CASES[collective], DTYPES[dtype]
     count = 0 if collective == "barrier" else elements(case, nbytes, kind.itemsize, plain.Get_size())
-    buffers = Buffers(case, plain, count, kind, "plain")
+    buffers = CaseBuffers(case, plain, count, kind, "plain")
     running, absent = {}, {}
     for choice in choices:
         said: dict[str, Any] = {"algorithm": choice.algorithm}
@@ -191,13 +197,13 @@ def contest(
     return count * kind.itemsize, row, absent
 
 
-class Field:
-    """Who still takes part: an algorithm that lost by far at two sizes in a row is out for larger ones."""
+class TunerCandidates:
+    """Remaining candidates: an algorithm far behind at two consecutive sizes is dropped for larger ones."""
 
     def __init__(self) -> None:
         self._lost: dict[str, int] = {}
 
-    def left(self, choices: Iterable[Choice]) -> list[Choice]:
+    def left(self, choices: Iterable[AlgorithmChoice]) -> list[AlgorithmChoice]:
         """Those of the choices that are not out. The MPI's own always stays, to compare with."""
         return [choice for choice in choices if choice.algorithm == NATIVE or self._lost.get(choice.algorithm, 0) < 2]
 
@@ -211,11 +217,11 @@ class Field:
             self._lost[name] = self._lost.get(name, 0) + 1 if behind else 0
 
 
-def say_row(setting: Setting, nbytes: int, row: Row) -> str:
+def say_row(setting: TunerSetting, nbytes: int, row: Row) -> str:
     """One line about a row: the winner, and how the MPI's own compares."""
     if not row:
         return f"{setting.collective:<16}{nbytes:>12}  nobody took part"
     best = min(row, key=row.__getitem__)
-    native = row.get(Choice(NATIVE))
+    native = row.get(AlgorithmChoice(NATIVE))
     against = "" if native is None or best.algorithm == NATIVE else f"  native {native * 1e6:.1f} us"
     return f"{setting.collective:<16}{nbytes:>12}  {best!s:<28}{row[best] * 1e6:>12.1f} us{against}"

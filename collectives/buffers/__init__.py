@@ -1,0 +1,1 @@
+"""Buffer arguments: address, length and datatype of what the caller passes."""

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Tensor", "read"]
+__all__ = ["DLPackTensor", "read"]
 
 CPU = 1
 HOST_ACCESSIBLE = frozenset({CPU, 3, 11, 13})  # CUDA pinned, ROCm pinned, CUDA managed
 _READ_ONLY = 1
 
-_KINDS = {0: "i", 1: "u", 2: "f", 5: "c"}  # code -> NumPy kind, sized by bits
+FLOAT, COMPLEX = 2, 5
+_KINDS = {0: "i", 1: "u", FLOAT: "f", COMPLEX: "c"}  # code -> NumPy kind, sized by bits
 _NAMED = {
     (4, 16): "bfloat16",
     (7, 8): "float8_e3m4",
@@ -31,8 +32,8 @@ _NAMED = {
 }
 
 
-class Tensor(NamedTuple):
-    """What a capsule describes; it lives as long as `capsule` does."""
+class DLPackTensor(NamedTuple):
+    """Array described by a DLPack capsule, valid as long as `capsule` lives."""
 
     address: int
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class Tensor(NamedTuple):
 
     @property
     def host(self) -> bool:
-        """Whether the CPU can address this memory."""
+        """True if the CPU can address the memory."""
         return self.device_type in HOST_ACCESSIBLE
 
 
@@ -85,7 +86,7 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 )
 
 
-def read(obj: Any) -> Tensor:
+def read(obj: Any) -> DLPackTensor:
     """Describe the memory of an object that offers ``__dlpack__``.
 
     Raises
@@ -113,11 +114,11 @@ def read(obj: Any) -> Tensor:
     shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None
     code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
-    return Tensor(
+    return DLPackTensor(
         (tensor.data or 0) + tensor.byte_offset,
         shape,
         strides,
-        _dtype(code, bits) if lanes == 1 else None,
+        _dtype(code, bits, lanes),
         (bits * lanes + 7) // 8,
         device_type,
         readonly,
@@ -125,7 +126,11 @@ def read(obj: Any) -> Tensor:
     )
 
 
-def _dtype(code: int, bits: int) -> np.dtype[Any] | None:
+def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any] | None:
+    if (code, lanes) == (FLOAT, 2):  # the only way to name long double complex numbers, whose bits do not fit the field
+        code, bits, lanes = COMPLEX, 2 * bits, 1
+    if lanes != 1:
+        return None
     if code == 6 and bits == 8:
         return np.dtype(np.bool_)
     named: Any = getattr(ml_dtypes, _NAMED.get((code, bits), ""), None)

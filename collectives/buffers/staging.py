@@ -4,11 +4,11 @@
 returns them when it has ended. Between the two only `host` is touched. Each is a list of calls and waits too, so that
 a non-blocking collective need not stand still while a device copies.
 
-Device memory that need not be staged is worked on where it is, by way of the same `Device`.
+Device memory that need not be staged is worked on where it is, by way of the same `DeviceMemory`.
 
 >>> import numpy as np
 >>> from mpi4py import MPI
->>> from collectives.buffers import vector
+>>> from collectives.buffers.arguments import vector
 >>> table = np.arange(12, dtype="i4").reshape(3, 4)
 >>> column = MPI.INT.Create_vector(3, 1, 4).Commit()
 >>> staged = stage(vector([table, 1, column], "sendbuf"), load=True, store=False)
@@ -27,17 +27,19 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.buffers import Buffer, cuda_interface, element_of
-from collectives.transport.wire import Wait
+from collectives.buffers.arguments import Buffer
+from collectives.buffers.datatypes import element_of
+from collectives.buffers.memory import cuda_interface
+from collectives.types import Wait
 
-__all__ = ["Device", "OnDevice", "Owned", "Packed", "Staging", "device_of", "stage"]
+__all__ = ["DeviceMemory", "DeviceStaging", "HostStaging", "PackedStaging", "Staging", "device_of", "stage"]
 
 Calls = Sequence[Callable[[], object] | Wait]
 """What is done one after another; a `Wait` may be tested until it is over instead."""
 
 
 class Staging(Protocol):
-    """What the executor needs of a staged argument.
+    """Interface of a staged argument to the executor.
 
     Attributes
     ----------
@@ -71,10 +73,10 @@ def stage(buffer: Buffer, load: bool, store: bool) -> Staging:
     load, store
         Whether the collective reads the argument, and whether it writes it.
     """
-    return (OnDevice if buffer.device else Packed)(buffer, load, store)
+    return (DeviceStaging if buffer.device else PackedStaging)(buffer, load, store)
 
 
-class Packed:
+class PackedStaging:
     """Elements with gaps or in another order, packed by MPI itself.
 
     One datatype covers the whole argument, blocks and all, so loading and storing are one call each. Its
@@ -97,7 +99,7 @@ class Packed:
         displs = (0,) * len(counts) if buffer.displs is None else buffer.displs
         places = [buffer.address - at + displ * buffer.extent for displ in displs]
         blocks = datatype.Create_hindexed(list(counts), places)
-        self._whole = Owned(blocks.Create_resized(0, 1).Commit())
+        self._whole = HostStaging(blocks.Create_resized(0, 1).Commit())
         blocks.Free()
 
     def load(self) -> None:
@@ -127,15 +129,24 @@ def _do(calls: Calls) -> None:
             call()
 
 
-class Owned(MPI.Datatype):
-    """A datatype that is freed when nothing refers to it any more: ``Owned(datatype)`` takes it over."""
+class HostStaging(MPI.Datatype):
+    """A datatype that is freed when nothing refers to it any more: ``HostStaging(datatype)`` takes it over."""
 
     def __del__(self) -> None:
         if not MPI.Is_finalized():
             self.free()
 
 
-class OnDevice:
+def lasting(buffer: Buffer | None) -> Buffer | None:
+    """The same buffer with a datatype of its own, which stays when the user frees theirs: for binding later."""
+    if buffer is None or buffer.datatype is None or buffer.datatype.is_predefined:
+        return buffer
+    lasts = Buffer(*(getattr(buffer, slot) for slot in _FIELDS))
+    lasts.datatype = HostStaging(buffer.datatype.Dup())
+    return lasts
+
+
+class DeviceStaging:
     """Device memory, copied through pinned host memory, in the order of the stream that the user's library works on.
 
     Blocks that follow each other travel as one copy. Elements with gaps are packed on the host, from a copy
@@ -146,7 +157,7 @@ class OnDevice:
 
     def __init__(self, buffer: Buffer, load: bool, store: bool) -> None:
         self._device = device_of(buffer.owner)
-        self._packed: Packed | None = None
+        self._packed: PackedStaging | None = None
         if buffer.contiguous:
             self._address = buffer.address
             self._runs = _runs(buffer)
@@ -159,7 +170,7 @@ class OnDevice:
             mirrored = Buffer(*(getattr(buffer, slot) for slot in _FIELDS))
             mirrored.address = MPI.Get_address(self._mirror) - low
             mirrored.owner = self._mirror
-            self._packed = Packed(mirrored, load, store)
+            self._packed = PackedStaging(mirrored, load, store)
             self.host = self._packed.host
         inner, busy = self._packed, buffer.nbytes > 0
         follow, ended = partial(self._device.follow, buffer.owner), self._device.ended
@@ -229,7 +240,7 @@ def _span(buffer: Buffer) -> tuple[int, int]:
 # --- devices ------------------------------------------------------------------------------------------------
 
 
-class Device(Protocol):
+class DeviceMemory(Protocol):
     """One device, and the stream on it that all that is begun here is put on, one piece after another.
 
     No other stream is waited for: neither by the host, nor by the stream, but for those that `follow` names.
@@ -249,7 +260,7 @@ class Device(Protocol):
     ended: Wait
 
     def holds(self, array: Any) -> bool:
-        """Whether the array lies on this device."""
+        """True if the array is on this device."""
 
     def follow(self, *arrays: Any) -> None:
         """Take the stream that the first array is on, behind what those of the others hold now."""
@@ -264,7 +275,7 @@ class Device(Protocol):
         """A new array on the device."""
 
     def view(self, address: int, count: int, dtype: np.dtype[Any]) -> Any:
-        """An array of what lies there; whoever uses it keeps the memory alive."""
+        """Array over device memory; the caller keeps the memory alive."""
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Bytes of host memory that the device can copy to and from by itself."""
@@ -276,7 +287,7 @@ class Device(Protocol):
         """Begin to copy `host` into device memory at `address`."""
 
 
-def device_of(array: Any) -> Device:
+def device_of(array: Any) -> DeviceMemory:
     """The device that an array lies on, and the array's stream there."""
     return _Cuda(array)
 
@@ -326,7 +337,7 @@ class _Cuda:
                     self._stream.wait_event(other.record())
 
     def _stream_of(self, array: Any) -> Any:
-        """The stream that the array asks its consumers to follow, or else CuPy's current one."""
+        """Stream named by the array, or else CuPy's current one."""
         current = self._cuda.get_current_stream()
         interface = cuda_interface(array)
         if interface is None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 
-from benchlib.model import Model
+from collectives.analysis.cost_functions import LinearCost
+from collectives.benchmark.predictions import CostPrediction
 from collectives.selection.cost_model import BUILT_IN
-from collectives.selection.timing_table import Table
-from collectives.analysis.cost_functions import Line
 from collectives.selection.timing_file import TableError, default_path, read
+from collectives.selection.timing_table import TimingTable
 
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "Gbit/s": 1e9 / 8, "Mbit/s": 1e6 / 8}
@@ -40,8 +40,8 @@ def ranks(text: str) -> int:
     return int(text)
 
 
-def table(path: str) -> Table:
-    """A table of `scripts/tune.py`, from its file."""
+def table(path: str) -> TimingTable:
+    """A table of `chorus tune`, from its file."""
     try:
         return read(path)
     except (OSError, TableError) as error:
@@ -49,10 +49,10 @@ def table(path: str) -> Table:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say what messages cost, and between whom."""
+    """Add the options for message costs and placement."""
     add = parser.add_argument
     add("--per-node", type=ranks, default=1, metavar="K", help="ranks on each node (default 1)")
-    add("--table", type=table, metavar="FILE", help="costs from scripts/tune.py (default: your own, if there is one)")
+    add("--table", type=table, metavar="FILE", help="costs from chorus tune (default: your own, if there is one)")
     add("--alpha", type=seconds, metavar="TIME", help="a message between nodes")
     add("--beta", type=per_byte, metavar="RATE", help="of a node's card")
     add("--node-alpha", type=seconds, metavar="TIME", help="a message within a node")
@@ -60,8 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--gamma", type=per_byte, metavar="RATE", help="of combining two vectors")
 
 
-def model(arguments: argparse.Namespace) -> Model:
-    """What the options say, and where they do not the table, and where there is none the library's own costs."""
+def model(arguments: argparse.Namespace) -> CostPrediction:
+    """Cost model from the options; missing values come from the tuned table, else from the defaults."""
     tuned = arguments.table
     if tuned is None and default_path().exists():
         tuned = read(default_path())
@@ -69,10 +69,10 @@ def model(arguments: argparse.Namespace) -> Model:
     said = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma
     default = *known.shared[:2], *known.network[:2], known.shared.gamma
     node_alpha, node_beta, alpha, beta, gamma = (d if s is None else s for s, d in zip(said, default, strict=True))
-    return Model(arguments.per_node, Line(node_alpha, node_beta), Line(alpha, beta), gamma)
+    return CostPrediction(arguments.per_node, LinearCost(node_alpha, node_beta), LinearCost(alpha, beta), gamma)
 
 
-def tell(model: Model) -> str:
+def tell(model: CostPrediction) -> str:
     """The costs for people."""
 
     def rate(per_byte: float) -> str:

@@ -1,15 +1,15 @@
-"""What is still said when a program is killed: a process of its own waits, and speaks if it hears no good-bye.
+"""Last message of a program that is killed, printed by a process of its own.
 
-Most launchers kill all ranks when one dies, some without a signal that could be caught. So the words are with somebody
-whom they do not know: a shell in a session of its own, which reads what would be the last word now from a pipe, and
-prints it if the pipe ends without an empty line.
+Most launchers kill all ranks when one dies, some by a signal that cannot be caught. The message therefore belongs to a
+shell in a session of its own, which the launcher does not know: it reads the current message from a pipe, and prints it
+if the pipe ends without an empty line.
 """
 
 from __future__ import annotations
 
 import subprocess
 from contextlib import suppress
-from typing import Self
+from typing import Self, TextIO
 
 LISTENER = """
 trap '' INT TERM HUP
@@ -18,24 +18,27 @@ while IFS= read -r line; do last=$line; done
 """
 
 
-class LastWord:
-    """A last word on standard error, should this process be killed. Within a `with`, whose end is the good-bye.
+class ExitNotice:
+    """Context manager that prints a message on standard error if this process is killed within it.
 
     Parameters
     ----------
-    wanted : bool
-        False says nothing, ever.
+    enabled : bool
+        False prints nothing.
+    stream : text file, optional
+        Output instead of standard error, which a launcher that is killed itself may no longer forward.
     """
 
-    def __init__(self, wanted: bool = True):
+    def __init__(self, enabled: bool = True, stream: TextIO | None = None):
         self._listener: subprocess.Popen[str] | None = None
-        if wanted:
-            with suppress(OSError):  # without a shell there are no last words
-                start = ["sh", "-c", LISTENER]
-                self._listener = subprocess.Popen(start, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        if enabled:
+            with suppress(OSError):  # no shell: no message
+                self._listener = subprocess.Popen(
+                    ["sh", "-c", LISTENER], stdin=subprocess.PIPE, stderr=stream, text=True, start_new_session=True
+                )
 
-    def would_be(self, text: str) -> None:
-        """What to say, instead of what was to be said before; one line."""
+    def set_text(self, text: str) -> None:
+        """Replace the message; one line."""
         if self._listener is not None and self._listener.stdin is not None:
             self._listener.stdin.write(text + "\n")
             self._listener.stdin.flush()
@@ -46,5 +49,5 @@ class LastWord:
     def __exit__(self, *_: object) -> None:
         if self._listener is not None:
             with suppress(BrokenPipeError):
-                self.would_be("")
+                self.set_text("")
                 self._listener.communicate()

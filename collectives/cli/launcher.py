@@ -1,4 +1,4 @@
-"""How a program of many ranks begins and ends: one voice for errors, one exit code, no rank left behind."""
+"""Start and end of a program on many ranks: argument errors, exit status, progress and output of rank 0."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ import argparse
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from mpi4py import MPI
 from tqdm import tqdm
 
-from benchlib import siblings
-
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
 
+OPEN_MPI = ("mpiexec", "mpirun", "prterun", "orterun")
+"""Launchers of Open MPI that a user starts."""
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that only rank 0 hears, and that all ranks leave together."""
+
+class ProgramParser(argparse.ArgumentParser):
+    """Argument parser of a program in one process. Its description keeps its line breaks and ends with examples."""
+
+    def __init__(self, description: str | None, **options: Any):
+        options.setdefault("prog", os.path.basename(sys.argv[0]))
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+
+class LauncherParser(ProgramParser):
+    """Argument parser of a program on all ranks: rank 0 prints, and all ranks exit together."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if MPI.COMM_WORLD.Get_rank() == 0:
@@ -36,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(low: float, kind: type) -> Any:
-    """A number that must not be smaller than `low`."""
+    """Argument type: a number of type `kind`, `low` or more."""
 
     def number(text: str) -> Any:
         try:
@@ -50,41 +61,47 @@ def at_least(low: float, kind: type) -> Any:
     return number
 
 
-def run(main: Callable[[], int]) -> NoReturn:
-    """Run `main` as the whole program: its result is every rank's exit code.
+def world_size() -> int:
+    """Number of ranks of `MPI.COMM_WORLD`."""
+    return MPI.COMM_WORLD.Get_size()
 
-    Ctrl-C ends the process at once and without a traceback, even inside a blocking MPI call. An exception on
-    any rank is shown by that rank and ends all of them.
+
+def run(main: Callable[[], int], before_exit: Callable[[], None] = lambda: None) -> NoReturn:
+    """Run `main` as the whole program and exit with its result, on every rank.
+
+    Ctrl-C ends the process at once and without a traceback, even inside a blocking MPI call. A rank with an exception
+    prints it and ends all ranks.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         code = main()
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os._exit(141)
     except Exception:
         traceback.print_exc()
+        sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
     sys.stdout.flush()
     MPI.COMM_WORLD.Barrier()
-    siblings.part()
+    before_exit()
     sys.exit(code)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process at once: where others may be dead, `MPI_Finalize` now and then waits for them in vain."""
+def exit_now(code: int) -> NoReturn:
+    """End this process without `MPI_Finalize`, which may wait forever once another rank has died."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def speak_when(condition: Callable[[], bool]) -> None:
-    """Let `say` print on the rank for which this holds, instead of rank 0."""
-    global _speaks
-    _speaks = condition
+def print_when(condition: Callable[[], bool]) -> None:
+    """Let `say` print on the rank where the condition holds, instead of rank 0."""
+    global _prints
+    _prints = condition
 
 
-def _speaks() -> bool:
+def _prints() -> bool:
     return MPI.COMM_WORLD.Get_rank() == 0
 
 
@@ -96,8 +113,8 @@ def _ancestors() -> Iterator[int]:
 
 
 @cache
-def watched(descriptor: int = 2) -> bool:
-    """Whether a person sees standard error (or output, 1): it is a terminal here, or at the launcher."""
+def on_terminal(descriptor: int = 2) -> bool:
+    """True if standard error (or output, 1) ends at a terminal: this process's own, or the launcher's."""
     if os.isatty(descriptor):
         return True
     try:
@@ -113,17 +130,69 @@ def watched(descriptor: int = 2) -> bool:
     return False
 
 
+def launcher_stream(descriptor: int) -> TextIO | None:
+    """Standard output (1) or error (2) of Open MPI's launcher, opened for writing.
+
+    The launcher forwards nothing that a rank prints after the signal that ends the launcher, so open the stream before.
+    None under other MPIs, on other hosts than the launcher's, and if it cannot be opened (a socket).
+    """
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        with suppress(OSError, IndexError, ValueError):
+            for pid in _ancestors():
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+                if os.path.basename(os.fsdecode(command)) in OPEN_MPI:
+                    return open(f"/proc/{pid}/fd/{descriptor}", "a")
+    return None
+
+
 def progress(total: int, description: str, unit: str = "it") -> tqdm[Any]:
-    """A progress bar on rank 0's standard error; silent on other ranks and where nobody watches."""
-    hidden = MPI.COMM_WORLD.Get_rank() != 0 or not watched()
+    """Progress on rank 0's standard error: a bar, or, without a terminal, a line every `PLAIN` seconds."""
+    root = MPI.COMM_WORLD.Get_rank() == 0
+    if root and not on_terminal():
+        return Lines(total=total, desc=description, unit=unit, file=sys.stderr)
     look: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True, "leave": False}
-    return tqdm(total=total, desc=description, unit=unit, disable=hidden, **look)
+    return tqdm(total=total, desc=description, unit=unit, disable=not root, **look)
+
+
+PLAIN = 10.0
+"""Seconds between two lines of progress without a terminal."""
+
+
+class Lines(tqdm):
+    """Progress in whole lines, for a file or a pipe."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, **options: Any):
+        self._clock, self._words = clock, ""
+        self._last = self._began = clock()
+        super().__init__(leave=False, mininterval=0, miniters=1, **options)
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Set the text of the next lines."""
+        self._words = s and f", {s}"
+
+    def update(self, n: float | None = 1) -> bool | None:
+        """Advance by `n`; print a line if the last one is `PLAIN` seconds old."""
+        self.n += n or 0
+        now = self._clock()
+        if now - self._last >= PLAIN:
+            self._last = now
+            share = f" ({self.n / self.total:.0%})" if self.total else ""
+            took = self.format_interval(now - self._began)
+            print(f"{self.desc}: {self.unit} {self.n} of {self.total}{share}{self._words}, {took}", file=self.fp)
+            self.fp.flush()
+        return None
+
+    def display(self, *_: Any, **__: Any) -> None:
+        """No-op: there is no bar."""
+
+    def clear(self, *_: Any, **__: Any) -> None:
+        """No-op: there is no bar."""
 
 
 def say(text: str = "") -> None:
     """Print one line on rank 0, above a progress bar if there is one."""
-    if _speaks():
-        # A launcher has a pipe each for output and errors and mixes lines and bar: on a terminal, use one.
-        stream = sys.stderr if watched(1) and watched(2) else sys.stdout
+    if _prints():
+        # A launcher forwards output and errors over two pipes and interleaves them: on a terminal, use one only.
+        stream = sys.stderr if on_terminal(1) and on_terminal(2) else sys.stdout
         tqdm.write(text, file=stream)
         stream.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from collectives.compressed import Quantised
+from collectives.compressed import QuantCodec
 from quant import PerGroup, PerTensor, QuantSpec, parse
 
 
@@ -17,14 +17,14 @@ def specs(text: str) -> dict[str, QuantSpec]:
     try:
         found = {name: parse(name) for name in text.split(",")}
         for spec in found.values():
-            Quantised(spec, seed=0)
+            QuantCodec(spec, seed=0)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return found
 
 
 def shareable(spec: QuantSpec) -> bool:
-    """Whether integers of a scale that all ranks share are such numbers.
+    """True if the spec describes integers with one scale shared by all ranks.
 
     >>> shareable(parse("int8")), shareable(parse("nf4")), shareable(parse("int8_g32_zero"))
     (True, False, False)

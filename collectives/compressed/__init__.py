@@ -14,38 +14,38 @@ error becomes; eps is that of encoding once, p the number of ranks:
 A step is that of the one scale, of the largest element of all ranks. Here n' are the bytes of an encoded vector, n''
 those of a vector of integers wide enough for the sum, and k nodes. The errors are relative to that of a single rank's
 terms when errors are independent: sums of p terms of size 1 are of size sqrt(p), and so is the error of adding p
-encoded terms; see docs/compression.md for how the laws come about.
+encoded terms; see docs/guide/compression.md for how the laws come about.
 
 Every motion is a generator that yields requests to wait for, so that a caller may do something else meanwhile:
 
     for requests in motion:
         wait_all(requests)
 
-`run` does just that. A two-shot sum in segments (`Segmented`) is on its way while it is encoded.
+`run` does just that. A two-shot sum in segments (`SegmentedAllreduce`) is on its way while it is encoded.
 """
 
-from collectives.compressed.encoded_alltoall import Alltoall
-from collectives.compressed.codec import Codec, Quantised
-from collectives.compressed.two_shot_and_ring import Flat, Ring, TwoShot
-from collectives.compressed.bound_collective import Bound, Motion, run, staggered
-from collectives.compressed.hierarchical_codec import Hierarchical, crowded
-from collectives.compressed.partition import Parts
-from collectives.compressed.segmented_allreduce import Segmented
+from collectives.compressed.bound_collective import BoundCollective, Motion, run, staggered
+from collectives.compressed.codec import Codec, QuantCodec
+from collectives.compressed.encoded_alltoall import EncodedAlltoall
+from collectives.compressed.hierarchical_codec import HierarchicalAllreduce, crowded
+from collectives.compressed.partition import VectorPartition
+from collectives.compressed.segmented_allreduce import SegmentedAllreduce
 from collectives.compressed.shared_scale import SharedScale
+from collectives.compressed.two_shot_and_ring import FlatAllreduce, RingAllreduce, TwoShotAllreduce
 
 __all__ = [
-    "Alltoall",
-    "Bound",
+    "BoundCollective",
     "Codec",
-    "Flat",
-    "Hierarchical",
+    "EncodedAlltoall",
+    "FlatAllreduce",
+    "HierarchicalAllreduce",
     "Motion",
-    "Parts",
-    "Quantised",
-    "Ring",
-    "Segmented",
+    "QuantCodec",
+    "RingAllreduce",
+    "SegmentedAllreduce",
     "SharedScale",
-    "TwoShot",
+    "TwoShotAllreduce",
+    "VectorPartition",
     "crowded",
     "run",
     "staggered",

@@ -1,4 +1,4 @@
-"""What collectives here have in common: they are motions, of objects that are bound to a length."""
+"""Base of compressed collectives, which are bound to vectors of one length."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def staggered(motions: Iterable[Motion], abreast: int = 2) -> Motion:
             flying.append((motion, following))
 
 
-class Bound:
+class BoundCollective:
     """Made once for vectors of one length, used many times, and closed."""
 
     def close(self) -> None:

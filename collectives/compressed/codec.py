@@ -1,4 +1,4 @@
-"""How a vector of float32 becomes bytes, and back."""
+"""Codecs: encoding of float32 vectors as bytes, and decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quant import PerChannel, PerGroup, QuantizedArray, QuantSpec, quantize, wir
 
 
 class Codec(Protocol):
-    """How a vector of float32 becomes bytes.
+    """Encoding of a float32 vector of one length as bytes.
 
     Attributes
     ----------
@@ -22,32 +22,45 @@ class Codec(Protocol):
     block: int
 
     def nbytes(self, count: int) -> int:
-        """Of so many elements; the same whatever they are."""
+        """Encoded bytes of `count` elements; independent of their values."""
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
         """Write `nbytes` bytes. An element that is not finite leaves none of its block finite."""
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """What the bytes stand for."""
+        """Decode the bytes."""
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
         """`out` += what the bytes stand for."""
 
 
 @runtime_checkable
-class Placed(Codec, Protocol):
+class EncodedSlot(Codec, Protocol):
     """A codec that encodes otherwise elsewhere in the vector."""
 
     def within(self, start: int, count: int) -> Codec:
-        """What encodes so many elements from this one on, which begins a block."""
+        """Codec of `count` elements from `start` on, a block boundary."""
+
+
+def required_codec(codec: Codec) -> Codec:
+    """Codec that was given.
+
+    Raises
+    ------
+    TypeError
+        If it is something else, such as a number of bits or a `QuantSpec`.
+    """
+    if not all(hasattr(codec, name) for name in ("block", "nbytes", "encode", "decode", "add")):
+        raise TypeError(f"codec: expected a codec such as Quantised(spec), found {codec!r}")
+    return codec
 
 
 def within(codec: Codec, start: int, count: int) -> Codec:
-    """What encodes a part of a codec's vector: the codec, unless it is a matter of the place."""
-    return codec.within(start, count) if isinstance(codec, Placed) else codec
+    """Codec of a part of the vector: the codec itself unless it depends on the position."""
+    return codec.within(start, count) if isinstance(codec, EncodedSlot) else codec
 
 
-class Quantised:
+class QuantCodec:
     """Numbers in few bits, as `quant` writes them; a group that is not finite is NaN on the other side.
 
     Parameters

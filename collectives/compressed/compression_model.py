@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.compressed import Codec, Parts, crowded
+from collectives.compressed import Codec, VectorPartition, crowded
 
 LENGTHS = (1 << 14, 1 << 18)
 """Elements of the sums that the wire is fitted with: 64 KiB and 1 MiB."""
@@ -29,10 +29,10 @@ SAMPLE = 1 << 18
 """Elements that kernels are timed with, at most: what fits a cache goes on at that speed for as long as one likes."""
 
 
-class Wire(NamedTuple):
+class LinkCost(NamedTuple):
     """A sum of vectors of so many bytes takes alpha + bytes * beta seconds, here, on so many ranks.
 
-    >>> Wire(1e-5, 1e-9).seconds(1_000_000)
+    >>> LinkCost(1e-5, 1e-9).seconds(1_000_000)
     0.00101
     """
 
@@ -40,11 +40,11 @@ class Wire(NamedTuple):
     beta: float
 
     def seconds(self, nbytes: float) -> float:
-        """Of a plain sum; an encoded one moves the same share of its own bytes."""
+        """Seconds of a plain sum; an encoded one moves the same share of its bytes."""
         return self.alpha + nbytes * self.beta
 
 
-class Forecast(NamedTuple):
+class CompressionForecast(NamedTuple):
     """Seconds of a plain sum, of an encoded one's messages, and of encoding and decoding."""
 
     plain: float
@@ -58,7 +58,7 @@ class Forecast(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """Whether the encoded sum is the faster one."""
+        """True if the encoded sum is faster."""
         return self.encoded < self.plain
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ def _cores() -> set[int]:
 
 
 def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
-    """How many ranks share a core where most do, if all compute at once; 1 if each has its own.
+    """Largest number of ranks per core; 1 if each has its own.
 
     Parameters
     ----------
@@ -109,8 +109,8 @@ def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
     return max(1.0, *(list(nodes).count(node) / len(found) for node, found in together.items()))
 
 
-def fitted(comm: Communicator) -> Wire:
-    """What sums take here, from two lengths. Collective; some milliseconds, or what 12 MiB take on a slow wire."""
+def fitted(comm: Communicator) -> LinkCost:
+    """Measure the cost of sums at two lengths. Collective; takes as long as about 12 MiB of messages."""
     seconds = []
     for length in LENGTHS:
         x = comm.zeros(length, np.float32)
@@ -118,13 +118,13 @@ def fitted(comm: Communicator) -> Wire:
     short, long = _slowest(comm, seconds)
     nbytes = [4 * length for length in LENGTHS]
     beta = max(0.0, (long - short) / (nbytes[1] - nbytes[0]))
-    return Wire(max(0.0, short - nbytes[0] * beta), beta)
+    return LinkCost(max(0.0, short - nbytes[0] * beta), beta)
 
 
 def forecast(
-    comm: Communicator, count: int, codec: Codec, wire: Wire | None = None, feedback: bool = False
-) -> Forecast:
-    """What a sum of so many float32 would take, plain and in two shots. Collective.
+    comm: Communicator, count: int, codec: Codec, wire: LinkCost | None = None, feedback: bool = False
+) -> CompressionForecast:
+    """Predict the time of a sum of `count` float32, plain and compressed in two shots. Collective.
 
     Where several nodes have several ranks it is the sums of nodes that are encoded, by one rank each (`Hierarchical`);
     what the sums within nodes take is measured there, and is part of the messages.
@@ -141,7 +141,7 @@ def forecast(
         Whether what is lost is noted: it takes decoding what was encoded, and a subtraction.
     """
     wire = wire or fitted(comm)
-    inside = _within_nodes(comm) if crowded(comm) else Wire(0.0, 0.0)
+    inside = _within_nodes(comm) if crowded(comm) else LinkCost(0.0, 0.0)
     length = max(1, min(count, SAMPLE))
     x = np.random.default_rng(0).standard_normal(length, np.float32)
     out, bytes_ = np.empty_like(x), np.empty(codec.nbytes(length), np.uint8)
@@ -154,16 +154,16 @@ def forecast(
     encode, decode, add, subtract = (value / length for value in _slowest(comm, seconds))
     nodes, cores = comm.nodes or (0,) * comm.Get_size(), comm.allgather(_cores())
     who = sorted({node: rank for rank, node in enumerate(nodes)}.values()) if crowded(comm) else range(len(nodes))
-    encoded = sum(Parts.even(count, len(who), codec.block, codec.nbytes).sizes)
+    encoded = sum(VectorPartition.even(count, len(who), codec.block, codec.nbytes).sizes)
     crowd = crowding([nodes[rank] for rank in who], [cores[rank] for rank in who])
     twice = 1 + 1 / len(who)  # every term, and this rank's part of the sum
     noting = (decode + subtract) * twice if feedback else 0
     kernels = crowd * count * (encode * twice + add + decode + noting)
-    return Forecast(wire.seconds(4 * count), wire.seconds(encoded) + inside.seconds(4 * count), kernels)
+    return CompressionForecast(wire.seconds(4 * count), wire.seconds(encoded) + inside.seconds(4 * count), kernels)
 
 
-def _within_nodes(comm: Communicator) -> Wire:
-    """What sums take within the slowest node."""
+def _within_nodes(comm: Communicator) -> LinkCost:
+    """Cost of sums within the slowest node."""
     with comm.Split(comm.nodes[comm.Get_rank()], comm.Get_rank()) as node:  # type: ignore[index]
         found = fitted(node)
-    return Wire(*_slowest(comm, list(found)))
+    return LinkCost(*_slowest(comm, list(found)))

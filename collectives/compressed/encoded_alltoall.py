@@ -8,12 +8,12 @@ from numbers import Integral
 import numpy as np
 
 from collectives.communicator import Communicator
-from collectives.compressed.codec import Codec
-from collectives.compressed.bound_collective import Bound, Motion
-from collectives.compressed.partition import Parts, checked
+from collectives.compressed.bound_collective import BoundCollective, Motion
+from collectives.compressed.codec import Codec, required_codec
+from collectives.compressed.partition import VectorPartition, checked
 
 
-class Alltoall(Bound):
+class EncodedAlltoall(BoundCollective):
     """Rank r's part s goes to rank s, encoded once: error eps. What a rank has for itself stays as it is.
 
     p-1 messages from and to each rank. Making one is collective.
@@ -28,7 +28,7 @@ class Alltoall(Bound):
 
     Attributes
     ----------
-    sent, received : Parts
+    sent, received : VectorPartition
 
     Raises
     ------
@@ -38,10 +38,10 @@ class Alltoall(Bound):
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from collectives.compressed import Quantised, run
+    >>> from collectives.compressed import QuantCodec, run
     >>> from quant import INT8
     >>> x, out = np.ones(10, np.float32), np.empty(10, np.float32)
-    >>> with Alltoall(Communicator(MPI.COMM_SELF), 10, 10, Quantised(INT8)) as made:
+    >>> with EncodedAlltoall(Communicator(MPI.COMM_SELF), 10, 10, QuantCodec(INT8)) as made:
     ...     run(made.alltoall(x, out))
     >>> bool((x == out).all())
     True
@@ -50,7 +50,7 @@ class Alltoall(Bound):
     def __init__(
         self, comm: Communicator, sent: int | Sequence[int], received: int | Sequence[int], codec: Codec
     ) -> None:
-        self.rank, self.size, self.codec = comm.Get_rank(), comm.Get_size(), codec
+        self.rank, self.size, self.codec = comm.Get_rank(), comm.Get_size(), required_codec(codec)
         self.sent, self.received = self._parts("sent", sent), self._parts("received", received)
         self._out, self._in = (comm.empty(parts.nbytes, np.uint8) for parts in (self.sent, self.received))
         self._decoded = np.empty(max(self.sent.lengths), np.float32)
@@ -89,6 +89,6 @@ class Alltoall(Bound):
     def close(self) -> None:
         self._exchange.Free()
 
-    def _parts(self, name: str, lengths: int | Sequence[int]) -> Parts:
+    def _parts(self, name: str, lengths: int | Sequence[int]) -> VectorPartition:
         each = [int(lengths)] * self.size if isinstance(lengths, (int, Integral)) else lengths
-        return Parts.of(checked(name, each, self.size), self.codec.nbytes)
+        return VectorPartition.of(checked(name, each, self.size), self.codec.nbytes)

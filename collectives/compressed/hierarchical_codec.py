@@ -9,17 +9,17 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.compressed.codec import Codec
-from collectives.compressed.bound_collective import Bound, Motion
-from collectives.compressed.segmented_allreduce import Segmented
+from collectives.compressed.bound_collective import BoundCollective, Motion
+from collectives.compressed.codec import Codec, required_codec
+from collectives.compressed.segmented_allreduce import SegmentedAllreduce
 
 
 def crowded(comm: Communicator) -> bool:
-    """Whether there are several nodes, and several ranks on one: then a node sends least if its ranks add up first."""
+    """True with several nodes and several ranks on one: reducing within nodes first then sends least."""
     return 1 < len(set(comm.nodes or ())) < comm.Get_size()
 
 
-class Hierarchical(Bound):
+class HierarchicalAllreduce(BoundCollective):
     """Sums of nodes are exact and stay in memory; their leaders exchange encoded ones, then tell their nodes.
 
     Parameters
@@ -31,7 +31,8 @@ class Hierarchical(Bound):
         What the leaders do.
     """
 
-    def __init__(self, comm: Communicator, count: int, codec: Codec, flat: Callable[..., Any] = Segmented):
+    def __init__(self, comm: Communicator, count: int, codec: Codec, flat: Callable[..., Any] = SegmentedAllreduce):
+        required_codec(codec)
         nodes = comm.nodes or (0,) * comm.Get_size()
         self._node = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
         first = self._node.Get_rank() == 0

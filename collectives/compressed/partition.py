@@ -15,11 +15,11 @@ ALIGNED = 8
 """Bytes of a part begin at a multiple of this, so that scales can be read and written where they lie."""
 
 
-class Parts(NamedTuple):
+class VectorPartition(NamedTuple):
     """A vector divided among ranks, and its encoded parts, one after another.
 
-    >>> Parts.even(1000, 3, 256, lambda count: count // 4)
-    Parts(lengths=(512, 256, 232), starts=(0, 512, 768), sizes=(128, 64, 58), places=(0, 128, 192))
+    >>> VectorPartition.even(1000, 3, 256, lambda count: count // 4)
+    VectorPartition(lengths=(512, 256, 232), starts=(0, 512, 768), sizes=(128, 64, 58), places=(0, 128, 192))
     """
 
     lengths: tuple[int, ...]
@@ -28,27 +28,27 @@ class Parts(NamedTuple):
     places: tuple[int, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], nbytes: Callable[[int], int]) -> Parts:
-        """Of so many elements each."""
+    def of(cls, lengths: Sequence[int], nbytes: Callable[[int], int]) -> VectorPartition:
+        """Partition with the given numbers of elements."""
         sizes = [nbytes(length) for length in lengths]
         room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
         starts, places = (tuple(accumulate(each[:-1], initial=0)) for each in (lengths, room))
         return cls(tuple(lengths), starts, tuple(sizes), places)
 
     @classmethod
-    def even(cls, count: int, ranks: int, block: int, nbytes: Callable[[int], int]) -> Parts:
+    def even(cls, count: int, ranks: int, block: int, nbytes: Callable[[int], int]) -> VectorPartition:
         """As equal as whole blocks can be."""
         ends = [min(end * block, count) for end in accumulate(even(-(-count // block), ranks))]
         return cls.of([end - start for start, end in zip([0, *ends], ends)], nbytes)
 
     @property
     def elements(self) -> int:
-        """Of all of them together."""
+        """Total number of elements."""
         return self.starts[-1] + self.lengths[-1]
 
     @property
     def nbytes(self) -> int:
-        """Where the bytes of the last one end."""
+        """Total number of encoded bytes."""
         return self.places[-1] + self.sizes[-1]
 
     def of_vector(self, vector: np.ndarray, rank: int) -> np.ndarray:

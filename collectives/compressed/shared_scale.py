@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.compressed.bound_collective import Bound, Motion
+from collectives.compressed.bound_collective import BoundCollective, Motion
 
 
-class SharedScale(Bound):
+class SharedScale(BoundCollective):
     """Ranks agree on the largest element of each group, and add integers of one scale.
 
     Sums of integers are exact: the result is the same in whatever order they are added, and each term is encoded once,
@@ -29,9 +31,20 @@ class SharedScale(Bound):
     ----------
     integer : numpy.dtype
         What travels.
+
+    Raises
+    ------
+    TypeError
+        For a codec, or anything else that is no whole number, in place of one.
+    ValueError
+        For other widths and groups.
     """
 
     def __init__(self, comm: Communicator, count: int, bits: int = 8, group: int = 256):
+        given: dict[str, object] = {"count": count, "bits": bits, "group": group}
+        for name, number in given.items():
+            if not isinstance(number, Integral):
+                raise TypeError(f"{name}: expected a whole number, found {number!r}; SharedScale takes no codec")
         if not 2 <= bits <= 16:
             raise ValueError(f"bits: expected 2 to 16, found {bits}")
         if group < 1:

@@ -8,14 +8,14 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.compressed.codec import Codec, within
-from collectives.compressed.bound_collective import Bound, Motion
-from collectives.compressed.partition import Parts, checked
+from collectives.compressed.bound_collective import BoundCollective, Motion
+from collectives.compressed.codec import Codec, required_codec, within
+from collectives.compressed.partition import VectorPartition, checked
 from collectives.runtime.requests import Request
 
 
-class Flat(Bound):
-    """What all ways have in common: a vector in parts, encoded sums that reach all ranks as the same bytes.
+class FlatAllreduce(BoundCollective):
+    """Base of flat allreduces: a partitioned vector, encoded sums that all ranks receive as the same bytes.
 
     Bound to a length once; what it needs lies ready. Making one is collective.
 
@@ -40,12 +40,12 @@ class Flat(Bound):
     """
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
-        self.comm, self.count, self.codec = comm, count, codec
+        self.comm, self.count, self.codec = comm, count, required_codec(codec)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         if lengths is None:
-            self.parts = Parts.even(count, self.size, codec.block, codec.nbytes)
+            self.parts = VectorPartition.even(count, self.size, codec.block, codec.nbytes)
         else:
-            self.parts = Parts.of(checked("lengths", lengths, self.size), codec.nbytes)
+            self.parts = VectorPartition.of(checked("lengths", lengths, self.size), codec.nbytes)
         if self.parts.elements != count:
             raise ValueError(f"lengths: expected {count} elements together, found {self.parts.elements}")
         self._codecs = [within(codec, start, length) for start, length in zip(self.parts.starts, self.parts.lengths)]
@@ -109,7 +109,7 @@ class Flat(Bound):
             np.subtract(part, decoded, out=lost)
 
 
-class TwoShot(Flat):
+class TwoShotAllreduce(FlatAllreduce):
     """Everyone sends rank r its encoded part r of the vector, r adds them up; then the encoded sums go to all.
 
     2 (p-1) messages of a p-th of the encoded vector, from and to each rank. Each term and each sum is encoded once.
@@ -117,7 +117,7 @@ class TwoShot(Flat):
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
         super().__init__(comm, count, codec, lengths)
-        self._terms = Parts.of([self.parts.lengths[self.rank]] * self.size, codec.nbytes)
+        self._terms = VectorPartition.of([self.parts.lengths[self.rank]] * self.size, codec.nbytes)
         self._arriving = comm.empty(self._terms.nbytes, np.uint8)
         self._scattering = comm.Alltoallv_init(self.parts.message(self._wire), self._terms.message(self._arriving))
 
@@ -136,8 +136,8 @@ class TwoShot(Flat):
         self._scattering.Free()
 
 
-class Ring(Flat):
-    """Part c leaves rank c+1, gains a term at every hop, is encoded anew for the next one, and comes to rest at rank c.
+class RingAllreduce(FlatAllreduce):
+    """Part c starts at rank c+1, gains a term at every hop, is encoded again for the next, and ends at rank c.
 
     2 (p-1) messages of a p-th of the encoded vector. A sum is encoded once for every rank that it has come by.
     """

@@ -1,4 +1,4 @@
-"""Blocks whose lengths only some ranks know: the lengths go ahead, along the ways that the blocks will go."""
+"""Exchange of block lengths that only some ranks know, by the schedule of the blocks themselves."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.call import Call
 from collectives.algorithms.catalog import build, find
-from collectives.schedule.chunks import Place
-from collectives.runtime.binder import TARGET, Memory, Program, Task, bind
-from collectives.selection.timing_table import NATIVE, Choice
+from collectives.runtime.binder import bind
+from collectives.runtime.call import Call
+from collectives.runtime.program import TARGET, ElementArray, Program, Task
+from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.topology import Nodes
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.wire import Wire
 
 
-class Lengths(NamedTuple):
+class CountExchange(NamedTuple):
     """A program that sends the lengths of private blocks along the ways that the blocks will go.
 
     Whoever will pass a block on learns its length, so any schedule can do a call of which ranks know only their part.
@@ -32,33 +33,35 @@ class Lengths(NamedTuple):
     known: np.ndarray
     program: Program
 
-    def tell(self, call: Call) -> None:
+    def load(self, call: Call) -> None:
         """Put in the lengths of the blocks that the rank brings."""
-        for block in call.brings:
+        for block in call.send_blocks:
             self.known[block] = call.lengths[block]
 
-    def learned(self, call: Call) -> Call:
-        """The call with all lengths that matter here; those of the blocks that it takes the call says itself."""
+    def with_counts(self, call: Call) -> Call:
+        """The call with the exchanged lengths; those of received blocks are known from the call."""
         lengths = self.known.tolist()
-        for block in call.takes:
+        for block in call.recv_blocks:
             lengths[block] = call.lengths[block]
-        return call._replace(lengths=tuple(lengths), private=False)
+        return call._replace(lengths=tuple(lengths), local_counts=False)
 
 
-def learns(call: Call, choice: Choice) -> bool:
-    """Whether ranks must be told the lengths of blocks that they have to pass on."""
-    if not call.private or choice.algorithm == NATIVE:
+def needs_counts(call: Call, choice: AlgorithmChoice) -> bool:
+    """True if ranks forward blocks whose lengths they do not know."""
+    if not call.local_counts or choice.algorithm == NATIVE:
         return False
     return not find(call.collective, choice.algorithm).private
 
 
-def asking(call: Call, choice: Choice, rank: int, size: int, wire: Wire, nodes: Nodes | None) -> Lengths:
+def bind_count_exchange(
+    call: Call, choice: AlgorithmChoice, rank: int, size: int, wire: Wire, nodes: Nodes | None
+) -> CountExchange:
     """The lengths of a call's blocks as a call of its own: a number for every block."""
     count = len(call.lengths)
     schedule = build(call.collective, choice.algorithm, rank, size, call.root, 1, nodes)
-    places = {block: Place(TARGET, block, block + 1) for block in range(count)}
-    brought = {block: places[block] for block in call.brings}
+    places = {block: MemorySpan(TARGET, block, block + 1) for block in range(count)}
+    sent = {block: places[block] for block in call.send_blocks}
     known = np.zeros(count, np.int64)
-    memory = Memory(known, MPI.Get_address(known))
-    task = Task(schedule, (1,) * count, brought, places, known.itemsize)
-    return Lengths(known, bind(task, memory, memory, wire))
+    memory = ElementArray(known, MPI.Get_address(known))
+    task = Task(schedule, (1,) * count, sent, places, known.itemsize)
+    return CountExchange(known, bind(task, memory, memory, wire))

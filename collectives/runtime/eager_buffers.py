@@ -1,4 +1,4 @@
-"""Small calls pass through memory of the program's own: copying a few bytes costs less than binding to addresses."""
+"""Eager buffers: small calls are copied through memory of the program, which is cheaper than binding to addresses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives import buffers
-from collectives.runtime.binding import reaches, span
+from collectives.buffers import memory
+from collectives.runtime.binding import buffer_spans, span
 from collectives.runtime.call import Call
-from collectives.runtime.binder import Program
-from collectives.runtime.requests import drive
-from collectives.transport import compiled_exchange as compiled
+from collectives.runtime.program import Program
+from collectives.runtime.requests import run_program
+from collectives.transport import compiled_exchange
 
 SLOT = 4096
 """Bytes up to which a blocking call passes through slots."""
@@ -25,10 +25,10 @@ SWAPPED = 1 << 18
 
 def longest() -> int:
     """Bytes up to which calls pass through slots here."""
-    return COMPILED if compiled.available() else SLOT
+    return COMPILED if compiled_exchange.available() else SLOT
 
 
-class Slots(NamedTuple):
+class EagerBuffers(NamedTuple):
     """A program on memory of its own, to copy into before it runs and out of after."""
 
     program: Program
@@ -40,20 +40,20 @@ class Slots(NamedTuple):
     def run(self, call: Call) -> None:
         """Do the call through the slots."""
         if self.loads and call.source is not None:
-            self.source[:] = buffers.view(call.source.address, self.source.size, call.unit)
-        drive(self.program)
+            self.source[:] = memory.view(call.source.address, self.source.size, call.unit)
+        run_program(self.program)
         if self.stores and call.target is not None:
-            buffers.view(call.target.address, self.target.size, call.unit)[:] = self.target
+            memory.view(call.target.address, self.target.size, call.unit)[:] = self.target
 
 
-def suits(call: Call) -> bool:
-    """Whether its blocks lie without gaps, and where they are wanted; in place there is one slot for both ends."""
-    if max(reaches(call)) * call.unit.itemsize > SWAPPED or call.moved >= 0 or call.snapshot:
+def fits_eager_buffers(call: Call) -> bool:
+    """True if the blocks are contiguous in both buffers and the call needs no other memory."""
+    if max(buffer_spans(call)) * call.unit.itemsize > SWAPPED or call.separate_output or call.copy_input:
         return False
-    sides = call.brings, call.takes
+    sides = call.send_blocks, call.recv_blocks
     return all(sum(call.lengths[block] for block in blocks) == span(call, blocks) for blocks in sides)
 
 
-def program_of(kept: Program | Slots) -> Program:
-    """What runs."""
-    return kept.program if isinstance(kept, Slots) else kept
+def program_of(kept: Program | EagerBuffers) -> Program:
+    """Program of a cache entry."""
+    return kept.program if isinstance(kept, EagerBuffers) else kept

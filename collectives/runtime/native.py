@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.call import Blocks, Call
 from collectives.errors import InvalidArgument
-from collectives.runtime.binder import Program
-from collectives.selection.timing_table import Form
-from collectives.runtime.requests import accompanied
+from collectives.runtime.call import Blocks, Call
+from collectives.runtime.program import Program
 from collectives.schedule.semantics import MEANINGS
-from collectives.transport.wire import Wait
+from collectives.selection.timing_table import Form
+from collectives.types import Wait
 
 METHODS = {
     "barrier": ("Barrier", "Barrier"),
@@ -55,13 +54,13 @@ UNSOUND: dict[tuple[str, str, str], str] = {
 
 
 def unsound(method: str, form: str) -> str | None:
-    """What is known to be wrong with the method in this MPI; None if nothing is."""
+    """Known defect of the method in this MPI, or None."""
     return UNSOUND.get((MPI.get_vendor()[0], method, form))
 
 
 def refusal(call: Call, form: Form) -> str | None:
-    """Why MPI cannot do the call, from facts that are equal on all ranks; None if it can."""
-    wrong = unsound(METHODS[call.collective][call.uneven], form)
+    """Reason why MPI cannot run the call, from facts equal on all ranks; None if it can."""
+    wrong = unsound(METHODS[call.collective][call.v_form], form)
     if wrong is not None or call.operation is None:
         return wrong
     if call.unit.char not in KNOWN_TO_MPI or not call.unit.isnative:
@@ -78,16 +77,6 @@ def check(call: Call, form: Form) -> None:
         raise InvalidArgument(MPI.ERR_OP, f"algorithm: 'native' for {call.collective}: this MPI {reason}")
 
 
-def accompanies(comm: MPI.Intracomm) -> bool:
-    """Whether all ranks may move other operations while they wait inside MPI. Collective."""
-    return bool(comm.allreduce(MPI.Query_thread() == MPI.THREAD_MULTIPLE, MPI.LAND))
-
-
-def settled(call: Call) -> Call:
-    """The call as MPI sees it: the result of a reduce-scatter in place is where it is wanted."""
-    return call._replace(moved=-1, takes={next(iter(call.takes)): 0}) if call.moved >= 0 else call
-
-
 # ------------------------------------------------------------------------------------------ arguments
 
 
@@ -101,20 +90,20 @@ def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, siz
         The rank's two memories, dense, in the call's units; those that the rank has no need of are empty.
     rank, size : int
     """
-    meaning, here = MEANINGS[call.collective], call.source is call.target and call.source is not None
+    meaning, here = MEANINGS[call.collective], call.in_place and call.source is not None
     if call.collective == "barrier":
         return ()
     if call.collective == "broadcast":
         return [target, MPI.BYTE], call.root
     root = (call.root,) if meaning.rooted else ()
     if meaning.reduces:
-        counts = (call.lengths,) if call.collective == "reduce_scatter" and call.uneven else ()
+        counts = (call.lengths,) if call.collective == "reduce_scatter" and call.v_form else ()
         if call.collective == "exscan" and rank == 0 and not here:
             target = np.empty_like(source)  # not looked at, but it must be there
         received = None if call.target is None else target
         return MPI.IN_PLACE if here else source, received, *counts, call.operation, *root
     spread, gathered = call.collective in ("scatter", "alltoall"), call.collective != "scatter"
-    sent, received = _side(source, call, call.brings, spread), _side(target, call, call.takes, gathered)
+    sent, received = _side(source, call, call.send_blocks, spread), _side(target, call, call.recv_blocks, gathered)
     if call.collective == "scatter":
         return sent if rank == call.root else None, MPI.IN_PLACE if here else received, *root
     if call.collective == "gather" and rank != call.root:
@@ -124,7 +113,7 @@ def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, siz
 
 def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
     """One buffer as mpi4py takes it; `several` is whether it has a block for everyone."""
-    if not (several and call.uneven):
+    if not (several and call.v_form):
         return [array, MPI.BYTE]
     numbers = sorted(blocks)
     return [array, ([call.lengths[number] for number in numbers], [blocks[number] for number in numbers]), MPI.BYTE]
@@ -133,15 +122,7 @@ def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
 # ------------------------------------------------------------------------------------------ programs
 
 
-class _Blocking(Program):
-    """MPI does not come back before it is done, so a thread moves all else that is under way."""
-
-    def start(self) -> None:
-        """Do all of it."""
-        accompanied(self.run)
-
-
-class _Bound:
+class _PersistentNative:
     """A request of MPI that is bound for many starts."""
 
     def __init__(self, request: MPI.Prequest) -> None:
@@ -152,7 +133,7 @@ class _Bound:
         self.request.Free()
 
 
-class _Begun:
+class _NonblockingNative:
     """The request of MPI that was begun last."""
 
     def __init__(self, begin: Callable[[], MPI.Request]) -> None:
@@ -167,27 +148,27 @@ class _Begun:
         self.request.Wait()
 
     def test(self) -> bool:
-        """Whether it is over."""
+        """True if it is complete."""
         return self.request.Test()
 
     def free(self) -> None:
         """MPI gives back a request that has ended."""
 
 
-class _Nothing:
-    """What a call holds that is over when it returns."""
+class _EmptyNative:
+    """Resources of a blocking call: none."""
 
     def free(self) -> None:
         """Nothing to give back."""
 
 
-class Straight(NamedTuple):
+class InPlaceAdapter(NamedTuple):
     """The call done between arrays that are only known when it is called: see `transport.wire.Swapping`."""
 
     method: Callable[..., None]
     call: Call
 
-    def between(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None]:
+    def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None]:
         """``swap(sendbuf, recvbuf)`` without a copy on the way."""
         method, op, byte = self.method, self.call.operation, MPI.BYTE
         root = (self.call.root,) if MEANINGS[self.call.collective].rooted else ()
@@ -199,7 +180,7 @@ class Straight(NamedTuple):
             return method  # mpi4py's own default
         return lambda send, recv: method(send, recv, op, *root)
 
-    def halves(self, source: Any, target: Any) -> None:
+    def split(self, source: Any, target: Any) -> None:
         """Not in halves."""
 
 
@@ -219,7 +200,6 @@ def program(
     comm : MPI.Intracomm
         Whose collective is run.
     call : Call
-        As `settled` gives it.
     form : "blocking", "nonblocking" or "persistent"
     source, target : numpy.ndarray
         Dense, in the call's units.
@@ -231,25 +211,26 @@ def program(
     InvalidArgument
         If the MPI has no such form of the collective.
     """
-    method = METHODS[call.collective][call.uneven]
+    method = METHODS[call.collective][call.v_form]
     positional = arguments(call, source, target, comm.Get_rank(), comm.Get_size())
     keep = (source, target)
     held: Any
     middle: list[Callable[[], object] | Wait]
     if form == "blocking":
-        held, middle = _Nothing(), [partial(getattr(comm, method), *positional)]
+        held, middle = _EmptyNative(), [partial(getattr(comm, method), *positional)]
     elif form == "persistent":
-        held = _Bound(_initialised(comm, method, positional))
+        held = _PersistentNative(_initialised(comm, method, positional))
         middle = [held.request.Start, Wait(held.request.Wait, held.request.Test)]
     else:
-        held = _Begun(partial(getattr(comm, f"I{method[0].lower()}{method[1:]}"), *positional))
+        held = _NonblockingNative(partial(getattr(comm, f"I{method[0].lower()}{method[1:]}"), *positional))
         middle = [held.start, Wait(held.wait, held.test)]
     steps = [*first, *middle, *last]
     calls = [step.wait if isinstance(step, Wait) else step for step in steps]
     tests = [step.test if isinstance(step, Wait) else None for step in steps]
-    made = (_Blocking if form == "blocking" else Program)(calls, tests, held, 0, keep)
-    if form == "blocking" and not first and not last and not call.uneven:
-        made.swap = Straight(getattr(comm, method), call)
+    made = Program(calls, tests, held, 0, keep)
+    made.waits_in_mpi = form == "blocking"
+    if form == "blocking" and not first and not last and not call.v_form:
+        made.swap = InPlaceAdapter(getattr(comm, method), call)
     return made
 
 

@@ -1,4 +1,4 @@
-"""What a reduction does to two vectors: ``out = left op right``, element by element, left before right.
+"""Reduction kernels: ``out = left op right``, element by element, in rank order.
 
 MPI's own operations become NumPy's ufuncs, on the element types that MPI allows for them and also on float16,
 bfloat16 and their small relatives. Operations of the user, and types that only MPI can describe, go through
@@ -27,17 +27,18 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from collectives.buffers import element_of, kind, vector
+from collectives.buffers.arguments import vector
+from collectives.buffers.datatypes import element_of, kind
+from collectives.buffers.staging import DeviceMemory, HostStaging, PackedStaging
 from collectives.errors import InvalidArgument, InvalidType
-from collectives.buffers.staging import Device, Owned, Packed
 
-__all__ = ["Combine", "combine", "is_commutative", "on_device"]
+__all__ = ["Combiner", "combine", "is_commutative", "on_device"]
 
 Vector = np.ndarray
 Bind = Callable[[Vector, Vector, Vector], Callable[[], object]]
 
 
-class Combine:
+class Combiner:
     """A reduction of two vectors, ready for one element type.
 
     The vectors are one-dimensional NumPy views of equal length with the `dtype` that `combine` was given, or
@@ -65,14 +66,14 @@ class Combine:
         self.bind(left, right, out)()
 
 
-class _Rule(NamedTuple):
+class _OpRule(NamedTuple):
     name: str
     kinds: str  # of NumPy dtypes, as `buffers.kind` gives them
     ufunc: Callable[..., Any]
 
 
 _RULES = {
-    getattr(MPI, name).handle: _Rule(name, kinds, ufunc)
+    getattr(MPI, name).handle: _OpRule(name, kinds, ufunc)
     for name, kinds, ufunc in (
         ("SUM", "iufcb", np.add),
         ("PROD", "iufcb", np.multiply),
@@ -91,7 +92,7 @@ _SELECTIONS = {MPI.REPLACE.handle: 1, MPI.NO_OP.handle: 0}
 
 
 def is_commutative(op: MPI.Op) -> bool:
-    """Whether ``x op y == y op x``, so that ranks may be combined in any order.
+    """True if ``x op y == y op x``, so that ranks may be combined in any order.
 
     >>> is_commutative(MPI.SUM), is_commutative(MPI.REPLACE)
     (True, False)
@@ -101,7 +102,7 @@ def is_commutative(op: MPI.Op) -> bool:
     return op.Is_commutative()
 
 
-def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Combine:
+def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Combiner:
     """Find the kernel for an operation on elements of a type.
 
     Parameters
@@ -109,7 +110,7 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
     op
         Predefined or made by ``MPI.Op.Create``.
     dtype, datatype
-        As a `collectives.buffers.Buffer` has them; one of the two may be None.
+        As a `collectives.buffers.arguments.Buffer` has them; one of the two may be None.
 
     Raises
     ------
@@ -124,19 +125,19 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
         raise InvalidArgument(MPI.ERR_OP, "op: MPI.OP_NULL (never made, or freed)")
     handle = op.handle
     if handle in _SELECTIONS:
-        return Combine(partial(_select, _SELECTIONS[handle]), False)
+        return Combiner(partial(_select, _SELECTIONS[handle]), False)
     if handle in _LOCATIONS:
         name, better = _LOCATIONS[handle]
         if dtype is None or dtype.names != ("val", "loc"):
             _refuse(name, dtype, datatype)
-        return Combine(partial(_locate, better), True)
+        return Combiner(partial(_locate, better), True)
     if handle in _RULES:
         ufunc = _ufunc(_RULES[handle], dtype, datatype)
-        return Combine(partial(_bind, ufunc), True, ufunc)
-    return Combine(_local(op, dtype, datatype), is_commutative(op))
+        return Combiner(partial(_bind, ufunc), True, ufunc)
+    return Combiner(_local(op, dtype, datatype), is_commutative(op))
 
 
-def _ufunc(rule: _Rule, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Callable[..., Any]:
+def _ufunc(rule: _OpRule, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Callable[..., Any]:
     if dtype is None or kind(dtype) not in rule.kinds:
         _refuse(rule.name, dtype, datatype)
     if datatype is not None and datatype in (MPI.BYTE, MPI.PACKED) and rule.name not in ("BAND", "BOR", "BXOR"):
@@ -155,7 +156,7 @@ def _bind(ufunc: Callable[..., Any], left: Vector, right: Vector, out: Vector) -
     return partial(ufunc, left, right, out)  # 0.2 us less a call
 
 
-def on_device(kernel: Combine, dtype: np.dtype[Any], device: Device) -> Combine | None:
+def on_device(kernel: Combiner, dtype: np.dtype[Any], device: DeviceMemory) -> Combiner | None:
     """The same reduction of a device's arrays, or None where the device's library cannot do it.
 
     Parameters
@@ -171,13 +172,13 @@ def on_device(kernel: Combine, dtype: np.dtype[Any], device: Device) -> Combine 
     known = ufunc, dtype
     if known not in _tried:
         _tried[known] = _works(ufunc, dtype, device)
-    return Combine(partial(_bind_on_device, ufunc), kernel.commutative) if _tried[known] else None
+    return Combiner(partial(_bind_on_device, ufunc), kernel.commutative) if _tried[known] else None
 
 
 _tried: dict[tuple[Callable[..., Any], np.dtype[Any]], bool] = {}
 
 
-def _works(ufunc: Callable[..., Any], dtype: np.dtype[Any], device: Device) -> bool:
+def _works(ufunc: Callable[..., Any], dtype: np.dtype[Any], device: DeviceMemory) -> bool:
     try:
         probe = device.empty(1, dtype)
         device.working(partial(ufunc, probe, probe, out=probe))()
@@ -229,7 +230,7 @@ def _local(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | Non
         return partial(_dense, op, _bytes(dtype.itemsize), dtype.itemsize)
     element = element_of(datatype, "op")
     if not datatype.is_predefined:  # the user may free it while a call is under way
-        datatype = Owned(MPI.Datatype(datatype).Dup())
+        datatype = HostStaging(MPI.Datatype(datatype).Dup())
     return partial(_dense if element.dense else _spread, op, datatype, element.itemsize)
 
 
@@ -268,9 +269,9 @@ def _spread(
     nbytes = (before + n - 1) * element.extent + max(element.high, element.extent)
     places = [[np.zeros(nbytes, np.uint8), (n, before), datatype] for _ in range(2)]
     a, b = (vector(place, "op", writable=True) for place in places)
-    first = Packed(a, load=False, store=True, host=left.view(np.uint8))
-    second = Packed(b, load=False, store=True, host=right.view(np.uint8))
-    result = Packed(b, load=True, store=False, host=out.view(np.uint8))
+    first = PackedStaging(a, load=False, store=True, host=left.view(np.uint8))
+    second = PackedStaging(b, load=False, store=True, host=right.view(np.uint8))
+    result = PackedStaging(b, load=True, store=False, host=out.view(np.uint8))
 
     def run() -> None:
         first.store()
@@ -292,5 +293,5 @@ atexit.register(_widths.clear)  # before MPI ends
 def _bytes(width: int) -> MPI.Datatype:
     """Give a datatype of `width` bytes, for elements that MPI has no name for."""
     if width not in _widths:
-        _widths[width] = Owned(MPI.BYTE.Create_contiguous(width).Commit())
+        _widths[width] = HostStaging(MPI.BYTE.Create_contiguous(width).Commit())
     return _widths[width]

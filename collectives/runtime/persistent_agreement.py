@@ -1,4 +1,4 @@
-"""What ranks agree on when a request is bound: a channel for it, and what they see of each other's arrays."""
+"""Agreement when binding a persistent request: channel, and whether buffers are in shared memory."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.binding import reaches
+from collectives.runtime.binding import buffer_spans
 from collectives.runtime.call import Call, staged
-from collectives.runtime.requests import until
+from collectives.runtime.requests import progress_until
 from collectives.selection.select import relays
-from collectives.transport.mailbox import CHANNELS, Node
+from collectives.transport.mailbox import CHANNELS, NodeMemory
 
 
 def common(comm: MPI.Intracomm, bits: int) -> int:
     """The bits that all ranks have set. Collective."""
-    mine, everyone_s = np.array([bits]), np.zeros(1, np.int64)
-    until(comm.Iallreduce(mine, everyone_s, MPI.BAND).Test)  # others may wait for what is under way here
-    return int(everyone_s[0])
+    mine, common_bits = np.array([bits]), np.zeros(1, np.int64)
+    progress_until(comm.Iallreduce(mine, common_bits, MPI.BAND).Test)  # others may wait for what is under way here
+    return int(common_bits[0])
 
 
-class Sight(NamedTuple):
-    """What all ranks know of a call's memory.
+class MemoryVisibility(NamedTuple):
+    """Memory properties of a call that hold on all ranks.
 
     Attributes
     ----------
@@ -31,28 +31,28 @@ class Sight(NamedTuple):
     in_place : bool
     """
 
-    seen: bool = False
+    shared: bool = False
     in_place: bool = False
 
 
-BLIND = Sight()
+UNKNOWN = MemoryVisibility()
 """Where nobody asked, or nobody sees anything."""
 
 
-def sight(comm: MPI.Intracomm, node: Node | None, call: Call) -> Sight:
-    """What all ranks know of the memory of a call that is to be bound. Collective."""
+def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) -> MemoryVisibility:
+    """Memory properties of a call that hold on all ranks. Collective."""
     size = comm.Get_size()
     if node is None or size == 1:
-        return BLIND
-    both = common(comm, _shows(node, call, size) | (call.source is call.target) << 1)
-    return Sight(bool(both & 1), bool(both & 2))
+        return UNKNOWN
+    bits = common(comm, _is_shared(node, call, size) | call.in_place << 1)
+    return MemoryVisibility(bool(bits & 1), bool(bits & 2))
 
 
-def _shows(node: Node, call: Call, size: int) -> bool:
-    """Whether neighbours see all that this rank will send of a call, and may read what little they do not."""
-    if not node.reads or call.snapshot or relays(call.collective, size):
+def _is_shared(node: NodeMemory, call: Call, size: int) -> bool:
+    """True if peers can read all memory that this rank sends from."""
+    if not node.reads or call.copy_input or relays(call.collective, size):
         return False
-    ends = zip((call.source, call.target), reaches(call), strict=True)
+    ends = zip((call.source, call.target), buffer_spans(call), strict=True)
     return all(
         not staged(buffer) and node.heap.shows(buffer.address, span * call.unit.itemsize)
         for buffer, span in ends
@@ -60,7 +60,7 @@ def _shows(node: Node, call: Call, size: int) -> bool:
     )
 
 
-class Channels:
+class ChannelAllocator:
     """The channels of the node's mailboxes that requests may have: all but the first, which blocking calls share.
 
     Parameters
@@ -83,8 +83,8 @@ class Channels:
         if self._used < CHANNELS - 1:
             self._used += 1
             return self._used
-        everyone_s = common(self._comm, sum(1 << channel for channel in self._returned))
-        lowest = everyone_s & -everyone_s
+        common_bits = common(self._comm, sum(1 << channel for channel in self._returned))
+        lowest = common_bits & -common_bits
         if not lowest:
             return None
         channel = lowest.bit_length() - 1

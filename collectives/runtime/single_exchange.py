@@ -1,4 +1,4 @@
-"""What a task comes to that is no more than a message out, a message in, and a copy: all that short calls mostly do."""
+"""Recognises schedules that are one send, one receive and one copy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import NamedTuple
 
-from collectives.schedule.chunks import Place, joined
-from collectives.runtime.binder import Task
+from collectives.runtime.program import Task
+from collectives.schedule.chunks import MemorySpan, joined
 from collectives.schedule.steps import Recv, RecvReduce, Send, Side, numbers
 
 
-class Short(NamedTuple):
+class SingleExchange(NamedTuple):
     """One rank's part of a short call with one peer, in runs of elements (first, count); a count of 0 is none.
 
     Attributes
@@ -38,8 +38,8 @@ class Short(NamedTuple):
     copy: tuple[int, int, int]
 
 
-def shorten(task: Task) -> Short | None:
-    """The task as a short one; None if it is more than that."""
+def as_single_exchange(task: Task) -> SingleExchange | None:
+    """The task as a single exchange; None if it is more."""
     rounds = [steps for steps in task.schedule if steps]
     steps = list(chain.from_iterable(rounds))
     sends = [step for step in steps if isinstance(step, Send)]
@@ -61,14 +61,14 @@ def shorten(task: Task) -> Short | None:
     peer = next(step.peer for step in (*sends, *comes))
     first = mine[0] if summed else None
     side: Side = summed[0].side if summed else "right"
-    return Short(peer, out, into, first, side, (origin[0], goal[0], origin[1]))
+    return SingleExchange(peer, out, into, first, side, (origin[0], goal[0], origin[1]))
 
 
 def _chunks(steps: Iterable[Send | Recv | RecvReduce]) -> list[int]:
     return [chunk for step in steps for chunk in numbers(step.chunks)]
 
 
-def _run(places: Mapping[int, Place], chunks: Iterable[int]) -> tuple[int, int] | None:
+def _run(places: Mapping[int, MemorySpan], chunks: Iterable[int]) -> tuple[int, int] | None:
     """The chunks as one run (first element, count); None if they are several, or not all there."""
     found = [places.get(chunk) for chunk in chunks]
     whole = joined(place for place in found if place is not None)

@@ -1,4 +1,4 @@
-"""Where chunks lie: n elements in uneven parts, and chunk numbers turned to places in memory."""
+"""Chunk layout: lengths and offsets of chunks, and memory spans of chunk numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collectives.schedule.steps import Chunks
 
 
 def even(elements: int, parts: int, grain: int = 1) -> tuple[int, ...]:
-    """Lengths of `parts` consecutive pieces of `elements`, as equal as can be, the longer ones first.
+    """Lengths of `parts` consecutive pieces of `elements`, equal up to one grain, the longer ones first.
 
-    Pieces are whole multiples of `grain` elements except for the last that is not empty, so that large pieces
-    start on cache lines. A grain too coarse to give every part something is not used.
+    All pieces but the last non-empty one are multiples of `grain` elements, so that large pieces start on cache lines.
+    With fewer than `parts * grain` elements the grain is ignored.
 
     >>> even(10, 4)
     (3, 3, 2, 2)
@@ -29,29 +29,29 @@ def even(elements: int, parts: int, grain: int = 1) -> tuple[int, ...]:
     return (quotient + 1,) * remainder + (quotient,) * (parts - remainder)
 
 
-class Layout(NamedTuple):
-    """Lengths and places of chunks 0 .. C-1 in a buffer, both in elements."""
+class ChunkLayout(NamedTuple):
+    """Lengths and offsets of chunks 0 .. C-1 in a buffer, in elements."""
 
     lengths: tuple[int, ...]
     offsets: tuple[int, ...]
 
     @classmethod
-    def packed(cls, lengths: Sequence[int]) -> Layout:
-        """Chunks one after another."""
+    def packed(cls, lengths: Sequence[int]) -> ChunkLayout:
+        """Layout of contiguous chunks."""
         return cls(tuple(lengths), tuple(accumulate(lengths[:-1], initial=0)) if lengths else ())
 
     @property
     def elements(self) -> int:
-        """Elements in all chunks together."""
+        """Total number of elements."""
         return sum(self.lengths)
 
     def length(self, chunks: Chunks) -> int:
-        """Elements in `chunks`, scratch ones included."""
+        """Number of elements in `chunks`; scratch chunks count too."""
         count = len(self.lengths)
         return sum(self.lengths[chunk % count] for part in chunks for chunk in part)
 
-    def cut(self, segments: int) -> Layout:
-        """Every chunk cut in `segments` pieces: chunk ``c`` becomes chunks ``c * segments ...``."""
+    def cut(self, segments: int) -> ChunkLayout:
+        """Layout with every chunk cut in `segments` pieces: chunk ``c`` becomes chunks ``c * segments ...``."""
         lengths: list[int] = []
         offsets: list[int] = []
         for length, offset in zip(self.lengths, self.offsets, strict=True):
@@ -59,54 +59,54 @@ class Layout(NamedTuple):
                 lengths.append(piece)
                 offsets.append(offset)
                 offset += piece
-        return Layout(tuple(lengths), tuple(offsets))
+        return ChunkLayout(tuple(lengths), tuple(offsets))
 
 
-class Place(NamedTuple):
-    """A run of elements in one of the memories that a program knows."""
+class MemorySpan(NamedTuple):
+    """A range of elements in one of the numbered memories of a program."""
 
     memory: int
     start: int
     stop: int
 
 
-def joined(places: Iterable[Place]) -> list[Place]:
-    """Neighbouring places made one, empty ones left out, order kept."""
-    runs: list[Place] = []
+def joined(places: Iterable[MemorySpan]) -> list[MemorySpan]:
+    """Merge adjacent spans and drop empty ones; the order is kept."""
+    runs: list[MemorySpan] = []
     for place in places:
         if place.start == place.stop:
             continue
         if runs and runs[-1].memory == place.memory and runs[-1].stop == place.start:
-            runs[-1] = Place(place.memory, runs[-1].start, place.stop)
+            runs[-1] = MemorySpan(place.memory, runs[-1].start, place.stop)
         else:
             runs.append(place)
     return runs
 
 
-def aligned(*columns: Iterable[Place]) -> Iterator[tuple[Place, ...]]:
-    """Rows of runs of the same length, one from each column; the columns are equally long all in all."""
+def aligned(*columns: Iterable[MemorySpan]) -> Iterator[tuple[MemorySpan, ...]]:
+    """Split columns of equal total length into rows of spans of equal length."""
     stacks = [joined(column)[::-1] for column in columns]
     while stacks[0]:
         length = min(stack[-1].stop - stack[-1].start for stack in stacks)
         row = []
         for stack in stacks:
             memory, start, stop = stack.pop()
-            row.append(Place(memory, start, start + length))
+            row.append(MemorySpan(memory, start, start + length))
             if start + length < stop:
-                stack.append(Place(memory, start + length, stop))
+                stack.append(MemorySpan(memory, start + length, stop))
         yield tuple(row)
 
 
-def split(rows: Iterable[tuple[Place, ...]], lengths: Iterable[int]) -> Iterator[list[tuple[Place, ...]]]:
-    """The rows in portions of the given lengths."""
+def split(rows: Iterable[tuple[MemorySpan, ...]], lengths: Iterable[int]) -> Iterator[list[tuple[MemorySpan, ...]]]:
+    """Split the rows into groups of the given lengths."""
     queue = list(rows)[::-1]
     for length in lengths:
         portion = []
         while length:
             row = queue.pop()
             taken = min(length, row[0].stop - row[0].start)
-            portion.append(tuple(Place(memory, start, start + taken) for memory, start, _ in row))
+            portion.append(tuple(MemorySpan(memory, start, start + taken) for memory, start, _ in row))
             if row[0].start + taken < row[0].stop:
-                queue.append(tuple(Place(memory, start + taken, stop) for memory, start, stop in row))
+                queue.append(tuple(MemorySpan(memory, start + taken, stop) for memory, start, stop in row))
             length -= taken
         yield portion

@@ -1,11 +1,11 @@
-"""What each collective means, as data: who holds which chunk before, and what must lie where after.
+"""Semantics of each collective as data: the chunks of every rank before, and the values it must hold after.
 
-A value is a tuple of terms in the order in which they were combined; a term ``(rank, chunk)`` is what `rank`
-brought as `chunk`. A broadcast value is one term, a sum over all ranks is p of them.
+A value is a tuple of terms in the order in which they were combined; a term ``(rank, chunk)`` is the
+input of `rank` in `chunk`. A broadcast value has one term, a sum over all ranks has p.
 
-A vector (broadcast, reduce, allreduce, scan) may be cut in any number of chunks. Where every rank owns a block
-(scatter, gather, allgather, reduce-scatter) chunk r is the block of rank r; where every pair of ranks has one
-(alltoall) chunk ``s * p + d`` travels from s to d. Cut in segments, a vector has chunks segment by segment, and a
+A vector (broadcast, reduce, allreduce, scan) may be cut in any number of chunks. In collectives with a block per rank
+(scatter, gather, allgather, reduce-scatter) chunk r is the block of rank r; in alltoall, with a block per pair of
+ranks, chunk ``s * p + d`` travels from s to d. Cut in segments, a vector has chunks segment by segment, and a
 block ``b`` becomes the chunks from ``b * parts`` on.
 """
 
@@ -19,22 +19,22 @@ Value: TypeAlias = tuple[Term, ...]
 
 
 class Meaning(NamedTuple):
-    """One collective: its blocks, and what a rank has before and after.
+    """Semantics of one collective: number of blocks, input and output of a rank.
 
     Attributes
     ----------
     blocks : size -> int
-        How many blocks the data has. A vector may be cut in another number, by the algorithm's choice.
+        Number of blocks of the data. An algorithm may cut a vector in another number.
     before : (rank, size, root, blocks) -> block numbers
-        The blocks that the rank brings.
+        Input blocks of the rank.
     after : (rank, size, root, blocks) -> {block: ranks whose terms it holds}
-        The blocks that the rank must end with. All others may hold anything.
+        Output blocks of the rank. All other blocks are undefined.
     rooted, reduces : bool
-        Whether it has a root; whether it combines, so that an operation is needed.
+        Whether there is a root, and whether there is a reduction operation.
     synchronises : bool
-        Whether nobody may leave before everybody came, which is all that a barrier means.
+        Whether no rank may leave before all ranks have entered, as in a barrier.
     vector : bool
-        Whether the data is one vector that may be cut anywhere, not blocks with owners.
+        Whether the data is one vector that may be cut anywhere, instead of blocks with owners.
     """
 
     blocks: Callable[[int], int]
@@ -75,7 +75,7 @@ MEANINGS: dict[str, Meaning] = {
     "broadcast": Meaning(
         _per_rank,
         _at_root,
-        lambda rank, size, root, blocks: {c: (root,) for c in range(blocks)},
+        lambda rank, size, root, blocks: dict.fromkeys(range(blocks), (root,)),
         rooted=True,
         vector=True,
     ),
@@ -123,11 +123,11 @@ MEANINGS: dict[str, Meaning] = {
         vector=True,
     ),
 }
-"""Every collective by name. The keys are the names used everywhere else."""
+"""Every collective by name; all packages use these names."""
 
 
 def vector(collective: str, size: int, blocks: int) -> int:
-    """How many of the blocks one rank can hold of its own: what n means in costs, and in sizes told to users."""
+    """Largest number of blocks that one rank holds: the size n of cost formulas and of reported sizes."""
     meaning = MEANINGS[collective]
     held = [len(list(meaning.before(0, size, 0, blocks))), len(meaning.after(0, size, 0, blocks))]
     return max(1, *held)
@@ -136,9 +136,9 @@ def vector(collective: str, size: int, blocks: int) -> int:
 def before(
     collective: str, rank: int, size: int, root: int = 0, parts: int = 1, blocks: int | None = None
 ) -> list[int]:
-    """Chunk numbers that `rank` brings when every block is cut in `parts` chunks.
+    """Input chunks of `rank` when every block is cut in `parts` chunks.
 
-    `blocks` is the number of blocks that a vector is first cut in; other collectives have a number of their own.
+    `blocks` is the number of blocks of a vector; for other collectives `Meaning.blocks` gives it.
     """
     meaning = MEANINGS[collective]
     held = meaning.before(rank, size, root, blocks or meaning.blocks(size))
@@ -148,7 +148,7 @@ def before(
 def after(
     collective: str, rank: int, size: int, root: int = 0, parts: int = 1, blocks: int | None = None
 ) -> dict[int, Value]:
-    """The value that each chunk must have at `rank` in the end, terms in rank order. Arguments as in `before`."""
+    """Required value of each output chunk of `rank`, terms in rank order. Arguments as in `before`."""
     meaning = MEANINGS[collective]
     wanted = meaning.after(rank, size, root, blocks or meaning.blocks(size))
     return {

@@ -1,9 +1,9 @@
-"""The whole language: five steps on numbered chunks, gathered in rounds.
+"""Schedule language: five kinds of steps on numbered chunks, grouped in rounds.
 
-An algorithm is a generator of rounds; a round is a list of steps. Within a round all messages fly at once: every
-`Send` reads, and every receive lands, before any local work; then `RecvReduce`, `Reduce` and `Copy` take effect in
-the order in which they are listed. A round ends when its own messages have arrived and left; rounds of different
-ranks are not in lockstep. Messages between two ranks match in the order in which they were sent, as MPI's do.
+An algorithm is a generator of rounds; a round is a list of steps. The messages of a round are concurrent: every
+`Send` reads and every receive completes before any local work; then `RecvReduce`, `Reduce` and `Copy` take effect in
+the order in which they are listed. A round ends for a rank when its own messages are complete; the ranks are not
+synchronised. Messages between two ranks match in the order in which they were sent, as in MPI.
 
 A chunk is a number, never bytes: chunk ``c`` of ``C`` is the c-th part of the vector. Numbers from ``C`` on are
 scratch: chunk ``k * C + c`` lies in the k-th spare copy of the vector and is as long as chunk ``c``.
@@ -65,14 +65,14 @@ Step: TypeAlias = Send | Recv | RecvReduce | Reduce | Copy
 Round: TypeAlias = list[Step]
 Rounds: TypeAlias = Iterator[Round]
 Schedule: TypeAlias = tuple[tuple[Step, ...], ...]
-"""What one rank does: the rounds of a generator, as data."""
+"""The rounds of one rank, as data."""
 
 NOTHING: Chunks = ()
-"""No chunks: a message that carries only the news that its sender got here."""
+"""No chunks: an empty message, which synchronises only."""
 
 
 def one(chunk: int) -> Chunks:
-    """Just this chunk."""
+    """A single chunk."""
     return (range(chunk, chunk + 1),)
 
 
@@ -82,14 +82,14 @@ def span(start: int, stop: int) -> Chunks:
 
 
 def cyclic(start: int, count: int, size: int) -> Chunks:
-    """`count` chunks from `start` on, around the circle of `size`: at most two ranges."""
+    """`count` chunks from `start` on, modulo `size`: at most two ranges."""
     start %= size
     tail = min(count, size - start)
     return span(start, start + tail) + span(0, count - tail)
 
 
 def scattered(chunks: Iterable[int]) -> Chunks:
-    """Any chunk numbers in the given order, consecutive ones joined to ranges."""
+    """Chunk numbers in the given order, with consecutive ones merged into ranges."""
     ranges: list[range] = []
     for chunk in chunks:
         if ranges and ranges[-1].stop == chunk:
@@ -106,11 +106,11 @@ def numbers(chunks: Chunks) -> Iterator[int]:
 
 
 def freeze(rounds: Iterable[Iterable[Step]]) -> Schedule:
-    """A generator's rounds as data."""
+    """Convert the rounds of a generator to a tuple of tuples."""
     return tuple(tuple(steps) for steps in rounds)
 
 
 def show(chunks: Chunks) -> str:
-    """Chunks for people: ``3``, ``0-4``, ``6-7,0-1``, ``nothing``."""
+    """Format chunks: ``3``, ``0-4``, ``6-7,0-1``, ``nothing``."""
     parts = (str(part.start) if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in chunks)
     return ",".join(parts) or "nothing"

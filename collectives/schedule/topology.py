@@ -1,4 +1,4 @@
-"""Which ranks share a node: a placement is the node number of every rank, nodes numbered as they first appear."""
+"""Placement of ranks on nodes: the node number of every rank, nodes numbered in order of first appearance."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Hashable, Iterable
 from typing import TypeAlias
 
 Nodes: TypeAlias = tuple[int, ...]
-"""The node of every rank; rank 0 is on node 0. Where all ranks share one node, or nothing is known, it is None."""
+"""The node of every rank; rank 0 is on node 0. None stands for one shared node or an unknown placement."""
 
 
 def numbered(nodes: Iterable[Hashable]) -> Nodes | None:
-    """The placement of ranks on nodes that go by any names; None if there is only one.
+    """Number the nodes of ranks given by name; None if there is only one node.
 
     >>> numbered(["b", "a", "b"])
     (0, 1, 0)
@@ -23,7 +23,7 @@ def numbered(nodes: Iterable[Hashable]) -> Nodes | None:
 
 
 def regular(size: int, per_node: int) -> Nodes:
-    """The placement of ranks that fill one node after another.
+    """Placement of consecutive ranks on nodes of `per_node` ranks.
 
     >>> regular(5, 2)
     (0, 0, 1, 1, 2)
@@ -31,8 +31,8 @@ def regular(size: int, per_node: int) -> Nodes:
     return tuple(rank // per_node for rank in range(size))
 
 
-class Lasting(tuple[int, ...]):
-    """A placement whose hash is worked out once: for tens of thousands of ranks that look something up by it."""
+class HashedTuple(tuple[int, ...]):
+    """A placement with a cached hash: the key of many lookups, with tens of thousands of entries."""
 
     def __hash__(self) -> int:
         known = self.__dict__
@@ -42,7 +42,7 @@ class Lasting(tuple[int, ...]):
 
 
 def contiguous(nodes: Nodes | None) -> bool:
-    """Whether the ranks of every node are neighbours.
+    """True if the ranks of every node are consecutive.
 
     >>> contiguous((0, 0, 1)), contiguous((0, 1, 0)), contiguous(None)
     (True, False, True)

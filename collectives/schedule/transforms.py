@@ -1,4 +1,4 @@
-"""Schedules made from schedules: run backwards, in segments, among some ranks only."""
+"""Transforms of schedules: reversal, segmentation with pipelining, embedding in a subset of ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from collectives.schedule.steps import (
 
 
 def reverse(rounds: Iterable[Round], rank: int, reducing: bool) -> Rounds:
-    """Every message flies back: a scatter becomes a gather and, when `reducing`, a broadcast becomes a reduce.
+    """Reverse the direction of every message: scatter to gather and, when `reducing`, broadcast to reduce.
 
-    Where a schedule sends to ranks that stand together on one side of the sender, as all trees here do, the reversed
-    one keeps rank order: what comes back from a higher rank joins on the right.
+    The result keeps rank order if every subtree is a range of ranks on one side of the sender, as in all trees here:
+    an operand from a higher rank is combined on the right.
     """
     for steps in reversed(list(rounds)):
         backwards: Round = []
@@ -60,7 +60,7 @@ def on(
     rounds: Iterable[Round],
     chunks: Callable[[Chunks], Chunks] = lambda chunks: chunks,
 ) -> Rounds:
-    """The schedule played by `ranks`: peer i is ``ranks[i]`` or ``ranks(i)``, its chunks what `chunks` gives."""
+    """Map a schedule to other ranks: peer i becomes ``ranks[i]`` or ``ranks(i)``, and `chunks` maps its chunks."""
     peer = ranks if callable(ranks) else ranks.__getitem__
     for steps in rounds:
         yield [_renamed(step, peer, chunks) for step in steps]
@@ -69,10 +69,10 @@ def on(
 def pipelined(
     rounds: Iterable[Round], segments: int, chunks: Callable[[Chunks, int], Chunks], period: int = 1
 ) -> Rounds:
-    """The schedule once per segment, each a `period` of rounds behind the one before, so that they overlap.
+    """Overlap one copy of the schedule per segment, each starting `period` rounds after the one before.
 
-    Rounds must be aligned over the ranks: a rank that waits has empty rounds. `chunks(chunks, segment)` names the
-    part of the chunks that lies in the segment.
+    Rounds must be aligned over the ranks: a waiting rank has empty rounds. `chunks(chunks, segment)` gives the chunk
+    numbers of the segment.
     """
     once = list(rounds)
     for time in range(len(once) + (segments - 1) * period):
@@ -85,10 +85,10 @@ def pipelined(
 
 
 def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) -> Rounds:
-    """The schedule pipelined over `segments` of its data, which has `count` chunks uncut.
+    """Pipeline the schedule over `segments` of its data, which has `count` chunks before segmentation.
 
-    A vector is cut first, so that a segment is a run of memory: chunk c of segment s is ``s * count + c``. Blocks
-    are cut one by one, because each has its own place: chunk c becomes ``c * segments + s``.
+    Segments of a vector are contiguous in memory: chunk c of segment s is ``s * count + c``. Blocks lie at places of
+    their own and are cut one by one: chunk c of segment s is ``c * segments + s``.
     """
 
     def of_vector(chunks: Chunks, segment: int) -> Chunks:
@@ -108,7 +108,7 @@ def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) 
 
 
 def _laps(part: range, count: int) -> list[tuple[int, int, int]]:
-    """A range of chunks by copies of the vector: (copy, first chunk in it, end in it); copy 0 is the data itself."""
+    """Split a range of chunks by copies of the vector: (copy, first chunk, end); copy 0 is the data itself."""
     laps = []
     start = part.start
     while start < part.stop:

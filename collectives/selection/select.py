@@ -1,4 +1,4 @@
-"""Which algorithm a call runs, in how many segments: as measured, else as the model says; equal on all ranks.
+"""Selection of algorithm and segments of a call: measured times, else the cost model; equal on all ranks.
 
 A choice is made from what all ranks know alike: collective, form, ranks, placement, bytes, the operation's order, and
 a table that all of them got from one.
@@ -13,14 +13,15 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from collectives.algorithms import catalog
-from collectives.schedule.chunks import Layout, even
-from collectives.selection.cost_model import BUILT_IN, Costs, alike, network
+from collectives.analysis.cost_functions import UniformNetwork
+from collectives.analysis.prove import price
 from collectives.errors import InvalidArgument
-from collectives.selection.timing_table import BLOCKING, NATIVE, Choice, Table, interpolate
-from collectives.schedule.topology import Nodes
+from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
+from collectives.schedule.topology import Nodes
+from collectives.selection.cost_model import BUILT_IN, Costs, alike, network
+from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
 from collectives.transport.compiled_exchange import SEEN
-from collectives.analysis.prove import Uniform, price
 
 MOST_SEGMENTS = 64
 """Each segment has messages of its own, which must be bound."""
@@ -35,8 +36,8 @@ NATIVE_BYTES = 1 << 31
 """Bytes from which counts are too large for some MPIs."""
 
 
-class Decision(NamedTuple):
-    """What ``algorithm="auto"`` takes, and why.
+class Selection(NamedTuple):
+    """Choice of ``algorithm="auto"``, with the reason.
 
     Attributes
     ----------
@@ -54,8 +55,44 @@ class Decision(NamedTuple):
     source: str
 
 
+class CallTraits(NamedTuple):
+    """Properties of a call that decide its algorithm, equal on all ranks.
+
+    Attributes
+    ----------
+    collective : str
+        Name in the catalogue.
+    nbytes : int
+        Bytes of the whole vector, or of all blocks together. Ignored with `local_counts`.
+    ordered : bool
+        The operation needs rank order.
+    local_counts : bool
+        Ranks know only their own block's length.
+    native : bool
+        The MPI's own collective may be taken, if it was measured to be the fastest.
+    form : str
+        "blocking", "nonblocking" or "persistent".
+    v_form : bool
+        Blocks may have any length.
+    shared : bool
+        All buffers of all ranks are in shared memory. The model then decides, as tables measure ordinary memory.
+    in_place : bool
+        The shared buffers are used in place on all ranks.
+    """
+
+    collective: str
+    nbytes: int
+    ordered: bool = False
+    local_counts: bool = False
+    native: bool = False
+    form: str = BLOCKING
+    v_form: bool = False
+    shared: bool = False
+    in_place: bool = False
+
+
 class Selector:
-    """What ``algorithm="auto"`` takes on one communicator; each choice is made once.
+    """Selector of ``algorithm="auto"`` for one communicator, with a cache of choices.
 
     Parameters
     ----------
@@ -67,75 +104,33 @@ class Selector:
         What was measured, the same on all ranks. Without one the model decides, at built-in costs.
     """
 
-    def __init__(self, size: int, nodes: Nodes | None = None, table: Table | None = None) -> None:
+    def __init__(self, size: int, nodes: Nodes | None = None, table: TimingTable | None = None) -> None:
         self.size, self.nodes, self.table = size, nodes, table
         self.costs = BUILT_IN if table is None else table.costs
-        self._chosen: dict[tuple[object, ...], Choice] = {}
+        self._chosen: dict[CallTraits, AlgorithmChoice] = {}
 
-    def choose(
-        self,
-        collective: str,
-        nbytes: int,
-        ordered: bool = False,
-        private: bool = False,
-        native: bool = False,
-        form: str = BLOCKING,
-        uneven: bool = False,
-        seen: bool = False,
-        in_place: bool = False,
-    ) -> Choice:
-        """The fastest that can do it, at a size near this one; arguments as in `decide`."""
-        key = (collective, graded(nbytes), ordered, private, native, form, uneven, seen, in_place)
-        choice = self._chosen.get(key)
+    def choose(self, traits: CallTraits) -> AlgorithmChoice:
+        """Algorithm of `decide` for the size class of the call, from a cache."""
+        nbytes = graded(traits.nbytes)
+        if nbytes != traits.nbytes:
+            traits = traits._replace(nbytes=nbytes)
+        choice = self._chosen.get(traits)
         if choice is None:
-            choice = self._chosen[key] = Choice(*self.decide(*key)[:2])
+            choice = self._chosen[traits] = AlgorithmChoice(*self.decide(traits)[:2])
         return choice
 
-    def decide(
-        self,
-        collective: str,
-        nbytes: int,
-        ordered: bool = False,
-        private: bool = False,
-        native: bool = False,
-        form: str = BLOCKING,
-        uneven: bool = False,
-        seen: bool = False,
-        in_place: bool = False,
-    ) -> Decision:
-        """The fastest that can do it and gives all ranks the same bits.
-
-        Parameters
-        ----------
-        collective : str
-            A name in the catalogue.
-        nbytes : int
-            Bytes of the whole vector, or of all blocks together.
-        ordered : bool
-            Whether the operation needs rank order.
-        private : bool
-            Whether ranks know only their own block's length; `nbytes` must then not matter and is not looked at.
-        native : bool
-            Whether the MPI's own collective may be taken, if it was measured to be the fastest.
-        form : str
-            "blocking", "nonblocking" or "persistent".
-        uneven : bool
-            Whether blocks may be of any length.
-        seen : bool
-            Whether all of it lies in memory that neighbours see, on all ranks: then the model decides where that
-            matters, since tables tell of ordinary memory.
-        in_place : bool
-            Whether it is then also in place, on all ranks.
-        """
-        if seen and not private and nbytes >= SEEN and not relays(collective, self.size):
-            costs = self.costs.seen(in_place)
+    def decide(self, traits: CallTraits) -> Selection:
+        """Fastest algorithm that can do the call and gives all ranks the same bits."""
+        collective, nbytes, ordered, private = traits.collective, traits.nbytes, traits.ordered, traits.local_counts
+        if traits.shared and not private and nbytes >= SEEN and not relays(collective, self.size):
+            costs = self.costs.seen(traits.in_place)
             choice, seconds = _cheapest(collective, self.size, nbytes, ordered, private, self.nodes, costs)
-            return Decision(*choice, seconds, "model")
+            return Selection(*choice, seconds, "model")
         if private:
             nbytes = TYPICAL * self.size
-        native = native and not private and nbytes < NATIVE_BYTES
+        native = traits.native and not private and nbytes < NATIVE_BYTES
         if self.table is not None:
-            for rows, trusted in self.table.rows(collective, form, uneven, self.size, self.nodes):
+            for rows, trusted in self.table.rows(collective, traits.form, traits.v_form, self.size, self.nodes):
                 measured = interpolate(rows, nbytes)
                 able = {
                     choice: seconds
@@ -144,12 +139,12 @@ class Selector:
                 }
                 if able:
                     best = min(able, key=able.__getitem__)
-                    return Decision(*best, able[best], "measured")
+                    return Selection(*best, able[best], "measured")
         choice, seconds = _cheapest(collective, self.size, nbytes, ordered, private, self.nodes, self.costs)
-        return Decision(*choice, seconds, "model")
+        return Selection(*choice, seconds, "model")
 
-    def _may(self, collective: str, choice: Choice, ordered: bool, private: bool, native: bool) -> bool:
-        """Whether a measured algorithm may be taken; the catalogue may have changed since."""
+    def _may(self, collective: str, choice: AlgorithmChoice, ordered: bool, private: bool, native: bool) -> bool:
+        """True if a measured algorithm is suitable; the catalogue may have changed since the measurement."""
         if choice.algorithm == NATIVE:
             return native
         entry = catalog.CATALOG[collective].get(choice.algorithm)
@@ -159,7 +154,7 @@ class Selector:
 
 
 def relays(collective: str, size: int) -> bool:
-    """Whether a rank may pass on what it does not take, blocks or sums of them: in between that lies in scratch.
+    """True if ranks may forward blocks, or sums of blocks, that they do not keep: these need scratch memory.
 
     >>> relays("reduce", 2), relays("gather", 2), relays("gather", 3), relays("allreduce", 3)
     (True, False, True, False)
@@ -188,8 +183,8 @@ def choose(
     private: bool = False,
     nodes: Nodes | None = None,
     costs: Costs = BUILT_IN,
-) -> Choice:
-    """What the model takes: the cheapest that can do it, and that gives all ranks the same bits."""
+) -> AlgorithmChoice:
+    """Choice of the cost model: the cheapest suitable algorithm that gives all ranks the same bits."""
     if private:
         nbytes = TYPICAL * size
     return _cheapest(collective, size, nbytes, ordered, private, nodes, costs)[0]
@@ -216,7 +211,7 @@ def _fits(entry: catalog.Algorithm, ordered: bool, nodes: Nodes | None) -> bool:
 
 def _cheapest(
     collective: str, size: int, nbytes: int, ordered: bool, private: bool, nodes: Nodes | None, costs: Costs
-) -> tuple[Choice, float]:
+) -> tuple[AlgorithmChoice, float]:
     """By the catalogue's formulas where all edges are alike; else those that look at the placement are walked.
 
     All others are then taken to send over the slower wire all the time.
@@ -226,10 +221,10 @@ def _cheapest(
     able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, nodes)}
     if private:
         name = _blindly({name: entry for name, entry in able.items() if not entry.placed}, size)
-        return Choice(name), formula(collective, name, size, nbytes, 1, wire or costs.network)
+        return AlgorithmChoice(name), formula(collective, name, size, nbytes, 1, wire or costs.network)
     part = nodes if nodes is None or wire is not None else sample(nodes, WALKED)
     ranks = size if part is None else len(part)
-    found: dict[Choice, float] = {}
+    found: dict[AlgorithmChoice, float] = {}
     for name, entry in able.items():
         told = collective, name, ranks, nbytes
         if not entry.placed:
@@ -238,7 +233,7 @@ def _cheapest(
             segments, seconds = _in_segments(partial(predict, *told, nodes=part, costs=costs))
         else:
             continue
-        found[Choice(name, segments)] = seconds
+        found[AlgorithmChoice(name, segments)] = seconds
     best = min(found, key=found.__getitem__)
     return best, found[best]
 
@@ -290,7 +285,7 @@ def _factors(entry: catalog.Algorithm, size: int, segments: int) -> _Factors:
     return _Factors(*(float(catalog.evaluate(each, size, segments)) for each in of))
 
 
-def formula(collective: str, name: str, size: int, nbytes: int, segments: int, wire: Uniform) -> float:
+def formula(collective: str, name: str, size: int, nbytes: int, segments: int, wire: UniformNetwork) -> float:
     """Seconds by the catalogue's formulas, where all edges are alike.
 
     Those of an algorithm that cuts the data itself count segments. In all others segments follow one another through
@@ -351,6 +346,6 @@ def predict(
     """
     blocks = catalog.blocks(collective, algorithm, size)
     held_by_all = nbytes * blocks // vector(collective, size, blocks)
-    layout = Layout.packed(even(held_by_all, blocks * segments))
+    layout = ChunkLayout.packed(even(held_by_all, blocks * segments))
     schedules = catalog.build_all(collective, algorithm, size, 0, segments, nodes)
     return price(schedules, layout, 1, network(nodes, costs)).seconds

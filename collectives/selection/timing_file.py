@@ -20,16 +20,16 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.selection.cost_model import Costs
+from collectives.analysis.cost_functions import UniformNetwork
 from collectives.errors import InvalidType
-from collectives.selection.timing_table import Key, Table, parse
-from collectives.analysis.prove import Uniform
+from collectives.selection.cost_model import Costs
+from collectives.selection.timing_table import TimingKey, TimingTable, parse
 
 FORMAT, VERSION = "chorus tuning", 1
 
 
 class TableError(ValueError):
-    """A file that holds no table that can be used here; the message says which and why."""
+    """A file without a usable table; the message names the file and the reason."""
 
 
 class DamagedTable(TableError):
@@ -53,14 +53,14 @@ def machine() -> str:
 
 
 def default_path() -> Path:
-    """Where this user keeps the table of this kind of machine and this MPI."""
+    """Default path of the table of this user, machine type and MPI."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = re.sub(r"[^a-z0-9.]+", "-", f"{mpi_name()} {machine()}".lower()).strip("-")
     return Path(home) / "chorus" / f"tuning-{name}.json"
 
 
-def to_json(table: Table) -> dict[str, Any]:
-    """What the file holds."""
+def to_json(table: TimingTable) -> dict[str, Any]:
+    """Content of the file."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -80,7 +80,7 @@ def to_json(table: Table) -> dict[str, Any]:
     }
 
 
-def from_json(said: Any) -> Table:
+def from_json(said: Any) -> TimingTable:
     """The table that a file holds.
 
     Raises
@@ -96,9 +96,9 @@ def from_json(said: Any) -> Table:
         if said.get(what) != here:
             raise TableError(f"was measured with another {what}: {said.get(what)!r} instead of {here!r}")
     try:
-        costs = Costs(**{name: Uniform(**_positive(wire)) for name, wire in said["costs"].items()})
+        costs = Costs(**{name: UniformNetwork(**_positive(wire)) for name, wire in said["costs"].items()})
         entries = {
-            Key(str(entry["collective"]), str(entry["form"]), int(entry["ranks"]), str(entry["placement"])): {
+            TimingKey(str(entry["collective"]), str(entry["form"]), int(entry["ranks"]), str(entry["placement"])): {
                 int(row["bytes"]): {parse(label): s for label, s in _positive(row["seconds"]).items()}
                 for row in sorted(entry["rows"], key=lambda row: row["bytes"])
             }
@@ -106,7 +106,7 @@ def from_json(said: Any) -> Table:
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedTable(f"is damaged: {type(error).__name__}: {error}") from None
-    return Table(costs, entries)
+    return TimingTable(costs, entries)
 
 
 def _positive(numbers: Mapping[str, Any]) -> dict[str, float]:
@@ -116,7 +116,7 @@ def _positive(numbers: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}
 
 
-def read(path: str | os.PathLike[str]) -> Table:
+def read(path: str | os.PathLike[str]) -> TimingTable:
     """The table in a file.
 
     Raises
@@ -134,7 +134,7 @@ def read(path: str | os.PathLike[str]) -> Table:
         raise type(error)(f"{path} {error}") from None
 
 
-def write(path: str | os.PathLike[str], table: Table) -> None:
+def write(path: str | os.PathLike[str], table: TimingTable) -> None:
     """Put the table into a file, whole or not at all, so that nobody ever reads a half."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,8 +148,8 @@ def write(path: str | os.PathLike[str], table: Table) -> None:
         raise
 
 
-def agreed(comm: MPI.Intracomm, wanted: Any) -> Table | None:
-    """The table that rank 0 finds, on all ranks, whatever their file systems hold. Collective.
+def agreed(comm: MPI.Intracomm, wanted: Any) -> TimingTable | None:
+    """Table of rank 0's file system, broadcast to all ranks. Collective.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def agreed(comm: MPI.Intracomm, wanted: Any) -> Table | None:
     UserWarning
         On rank 0, if there is a file that cannot be used, or none where a path was given.
     """
-    if not isinstance(wanted, (bool, str, os.PathLike, Table, type(None))):
+    if not isinstance(wanted, (bool, str, os.PathLike, TimingTable, type(None))):
         raise InvalidType(MPI.ERR_ARG, f"tuning: expected a path, True, False or None, found {wanted!r}")
     table = None
     if comm.Get_rank() == 0:
@@ -170,8 +170,8 @@ def agreed(comm: MPI.Intracomm, wanted: Any) -> Table | None:
     return comm.bcast(table)
 
 
-def _found(wanted: bool | str | os.PathLike[str] | Table | None) -> Table | None:
-    if wanted is None or wanted is False or isinstance(wanted, Table):
+def _found(wanted: bool | str | os.PathLike[str] | TimingTable | None) -> TimingTable | None:
+    if wanted is None or wanted is False or isinstance(wanted, TimingTable):
         return wanted or None
     try:
         return read(default_path() if wanted is True else wanted)
@@ -186,7 +186,7 @@ def _found(wanted: bool | str | os.PathLike[str] | Table | None) -> Table | None
 
 
 def _outside() -> int:
-    """How far up the stack the user's own line is that made the communicator."""
+    """Stack level of the user's line that created the communicator."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("collectives."):
         level, frame = level + 1, frame.f_back

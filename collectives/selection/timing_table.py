@@ -1,4 +1,4 @@
-"""What was measured on a machine: times by collective, form, ranks, placement and size, and what lies between them."""
+"""Table of measured times by collective, form, ranks, placement and size, with interpolation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
-from collectives.selection.cost_model import BUILT_IN, Costs
 from collectives.schedule.topology import Nodes
+from collectives.selection.cost_model import BUILT_IN, Costs
 
 NATIVE = "native"
 """The name of the MPI's own collective among the algorithms."""
@@ -26,7 +26,7 @@ FAR = 4.0
 """By which factor a size may lie outside of those that were measured."""
 
 
-class Choice(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """An algorithm's name, and in how many segments the data is pipelined through it."""
 
     algorithm: str
@@ -36,25 +36,25 @@ class Choice(NamedTuple):
         return self.algorithm if self.segments == 1 else f"{self.algorithm} x{self.segments}"
 
 
-def parse(label: str) -> Choice:
+def parse(label: str) -> AlgorithmChoice:
     """A choice from its text.
 
-    >>> parse("chain x16"), str(Choice("ring"))
-    (Choice(algorithm='chain', segments=16), 'ring')
+    >>> parse("chain x16"), str(AlgorithmChoice("ring"))
+    (AlgorithmChoice(algorithm='chain', segments=16), 'ring')
     """
     name, _, segments = label.partition(" x")
-    return Choice(name, int(segments or 1))
+    return AlgorithmChoice(name, int(segments or 1))
 
 
-Row: TypeAlias = Mapping[Choice, float]
+Row: TypeAlias = Mapping[AlgorithmChoice, float]
 """Seconds of everything that was measured at one size."""
 
 Rows: TypeAlias = Mapping[int, Row]
 """Rows by bytes, in ascending order."""
 
 
-class Key(NamedTuple):
-    """What a series of rows was measured for: `placement` as `shape` gives it."""
+class TimingKey(NamedTuple):
+    """Key of a series of rows; `placement` as returned by `shape`."""
 
     collective: str
     form: str
@@ -62,7 +62,7 @@ class Key(NamedTuple):
     placement: str
 
 
-class Table(NamedTuple):
+class TimingTable(NamedTuple):
     """All that is known of a machine.
 
     Attributes
@@ -73,7 +73,7 @@ class Table(NamedTuple):
     """
 
     costs: Costs = BUILT_IN
-    entries: Mapping[Key, Rows] = {}
+    entries: Mapping[TimingKey, Rows] = {}
 
     def rows(
         self, collective: str, form: str, uneven: bool, ranks: int, nodes: Nodes | None
@@ -92,7 +92,7 @@ class Table(NamedTuple):
 
     def _nearest(self, collective: str, form: str, ranks: int, nodes: Nodes | None) -> Rows | None:
         placement = shape(nodes, ranks)
-        exact = self.entries.get(Key(collective, form, ranks, placement))
+        exact = self.entries.get(TimingKey(collective, form, ranks, placement))
         if exact is not None:
             return exact
         near = {
@@ -103,13 +103,13 @@ class Table(NamedTuple):
         closest = min(near, default=math.inf)
         return near[closest] if closest <= NEAR and ranks > 1 else None
 
-    def merged(self, other: Table) -> Table:
+    def merged(self, other: TimingTable) -> TimingTable:
         """Both; where they tell of the same thing, the other."""
         entries = dict(self.entries)
         for key, rows in other.entries.items():
             both = {**entries.get(key, {}), **rows}
             entries[key] = {nbytes: both[nbytes] for nbytes in sorted(both)}
-        return Table(other.costs, entries)
+        return TimingTable(other.costs, entries)
 
 
 def shape(nodes: Nodes | None, ranks: int) -> str:
@@ -127,11 +127,11 @@ def shape(nodes: Nodes | None, ranks: int) -> str:
 
 
 def _kind(placement: str) -> object:
-    """What placements of different numbers of ranks must have in common: one node, or equally full ones."""
+    """Comparable property of placements of different sizes: one node, or equally filled nodes."""
     return "one node" if placement.isdigit() else re.sub(r"^\d+x(?=\d+$)", "x", placement)
 
 
-def interpolate(rows: Rows, nbytes: int) -> dict[Choice, float]:
+def interpolate(rows: Rows, nbytes: int) -> dict[AlgorithmChoice, float]:
     """Seconds at a size, on straight lines in log-log between the measured ones; empty too far outside of these."""
     sizes = list(rows)
     at = bisect_left(sizes, nbytes)

@@ -20,10 +20,11 @@ SEEN = 1 << 13
 """Bytes from which a message out of memory that the receiver sees is told by its address: it need not be copied."""
 
 SEND_BYTES, RECV_BYTES, OUT, OUT_COUNT, INTO, INTO_COUNT, MINE, OPERATION, MINE_FIRST, FROM, TO, COPIED, ONE = range(13)
+OUT_LABEL, INTO_LABEL, TOLD_LABEL = range(13, 16)
 """What a compiled swap does, as numbers, by place: the bytes of its two arrays; what it sends, out of sendbuf, and
 where what comes goes, in recvbuf (first element and count; a count of 0 for none); the first element of sendbuf that is
 combined with it, with which operation, and whether one's own stands on the left; what is copied from sendbuf to
-recvbuf; and whether the two are one array."""
+recvbuf; whether the two are one array; and the labels of its messages."""
 
 OPERATIONS = (None, np.add, np.multiply, np.maximum, np.minimum)
 """What joins the message that comes with sendbuf, by number; None where it just arrives."""
@@ -34,7 +35,7 @@ DTYPES = frozenset(np.dtype(name) for name in ("float32", "float64", "int32", "i
 
 @cache
 def available() -> bool:
-    """Whether there is numba."""
+    """True if numba is installed."""
     return find_spec("numba") is not None
 
 
@@ -46,6 +47,6 @@ def swap(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
     ``end`` with the same arguments goes on when the message has come. `numbers` are those of the edge, `plan`
     says what to do. Other arrays than contiguous and writeable ones of this dtype raise TypeError.
     """
-    from collectives.transport import kernels  # needs numba, which takes a while to load
+    from collectives.transport import exchange_kernels  # needs numba, which takes a while to load
 
-    return kernels.compiled(dtype)
+    return exchange_kernels.compiled(dtype)

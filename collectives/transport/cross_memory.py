@@ -1,4 +1,4 @@
-"""Reading the memory of another process of the node: one copy, and no help from the process that owns it."""
+"""Cross-memory attach: read the memory of another process of the node with one copy (process_vm_readv)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from typing import Any
 
 
-class _Run(ctypes.Structure):
-    """A run of memory as the kernel takes it (struct iovec)."""
+class _ContiguousRun(ctypes.Structure):
+    """struct iovec of the kernel."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 def _system_call() -> Any:
-    """The C library's process_vm_readv, or None where there is none."""
+    """process_vm_readv of the C library, or None if it is missing."""
     try:
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except (OSError, AttributeError):
@@ -24,8 +24,8 @@ def _system_call() -> Any:
     return function
 
 
-class Reader:
-    """Reads one process's memory, if the kernel lets this one do so (Linux; for the same user, as far as Yama allows).
+class CrossMemoryAttach:
+    """Reader of the memory of one process (Linux; same user, and Yama must permit it).
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Reader:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._call = _system_call()
-        self._here, self._there = _Run(), _Run()
+        self._here, self._there = _ContiguousRun(), _ContiguousRun()
         self._at = ctypes.addressof(self._here), ctypes.addressof(self._there)
 
     def read(self, into: int, origin: int, nbytes: int) -> None:
@@ -58,7 +58,7 @@ class Reader:
             into, origin, nbytes = into + got, origin + got, nbytes - got
 
     def able(self, into: int, origin: int, nbytes: int) -> bool:
-        """Whether such a read is possible, by trying it."""
+        """Try a read; True if the kernel permits it."""
         if self._call is None:
             return False
         try:

@@ -1,7 +1,7 @@
-"""Whether the MPI underneath takes device memory: asked of the library itself, believed only if clear.
+"""Detection of CUDA-aware MPI libraries.
 
-There is no standard question. Open MPI and MPICH (and what derives from them) answer ``MPIX_Query_cuda_support``, MPICH
-also ``MPIX_GPU_query_support``. mpi4py exports neither in its wheels, so the library that it has loaded is asked.
+MPI has no standard query. Open MPI, MPICH and their derivatives have ``MPIX_Query_cuda_support``, MPICH also
+``MPIX_GPU_query_support``. The wheels of mpi4py export neither, so the loaded MPI library is called through ctypes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 @cache
 def cuda_aware() -> bool:
-    """Whether messages may be sent from and received in CUDA device memory.
+    """True if messages may be sent from and received in CUDA device memory.
 
-    False where this cannot be found out: no Linux, no such library, libraries that disagree.
+    False if unknown: no Linux, no such library, or contradicting libraries.
     """
     answers = [answer for path in loaded(Path("/proc/self/maps")) for answer in ask(path)]
     return bool(answers) and all(answers)
@@ -37,7 +37,7 @@ def loaded(maps: Path) -> list[str]:
 
 
 def ask(path: str) -> list[bool]:
-    """What a library that is loaded already says to the questions that it understands."""
+    """Results of the queries that a loaded library supports."""
     try:
         library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except (OSError, AttributeError):  # mapped but not loaded as a library; a system without RTLD_NOLOAD

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from platform import machine
-from typing import Any
+from threading import Lock
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, from_dtype, njit, types
+from numba import carray, from_dtype, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from collectives.transport import compiled_exchange as places
+from collectives.transport import mailbox
 from collectives.transport.compiled_exchange import (
     COPIED,
     DONE,
@@ -22,6 +24,7 @@ from collectives.transport.compiled_exchange import (
     FROM,
     INTO,
     INTO_COUNT,
+    INTO_LABEL,
     LATE,
     MINE,
     MINE_FIRST,
@@ -30,10 +33,12 @@ from collectives.transport.compiled_exchange import (
     OPERATION,
     OUT,
     OUT_COUNT,
+    OUT_LABEL,
     RECV_BYTES,
     SEEN,
     SEND_BYTES,
     TO,
+    TOLD_LABEL,
     UNTAKEN,
 )
 from collectives.transport.mailbox import (
@@ -58,14 +63,9 @@ from collectives.transport.mailbox import (
     THEIR_ACK,
     TOLD,
 )
+from quant.kernels.jit import compiler
 
-
-def _compile(function: Callable[..., Any]) -> Any:
-    """Compiled, and kept on disk for the next process where there is a place to keep it."""
-    try:
-        return njit(cache=True)(function)
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        return njit(function)
+_compile = compiler(places, mailbox)
 
 
 @intrinsic
@@ -116,9 +116,9 @@ def _end(sendbuf, recvbuf, numbers, plan):
     if flag < number * KIND:
         return LATE
     data = at + 8 if nbytes <= INLINE else numbers[CELLS_IN + slot % CELLS]
-    if flag != number * KIND:
+    if flag != number * KIND + plan[INTO_LABEL]:
         data, told = 0, _load(at + 8)
-        if flag != number * KIND + 1:
+        if flag != number * KIND + plan[TOLD_LABEL] or _load(at + 16) != nbytes:
             return ELSEWHERE
         for index in range(numbers[SEEN_SEGMENTS]):
             segment = SEEN_SEGMENTS + 1 + 3 * index
@@ -126,6 +126,8 @@ def _end(sendbuf, recvbuf, numbers, plan):
                 data = numbers[segment + 2] + told - numbers[segment]
         if not data:
             return ELSEWHERE
+    elif nbytes > INLINE and _load(at + 8) != nbytes:
+        return ELSEWHERE
     numbers[GOT] = number
     came = carray(_pointer(data), (count,), recvbuf.dtype)
     out = recvbuf[plan[INTO] : plan[INTO] + count]
@@ -161,7 +163,6 @@ def _shown(address, nbytes, numbers):
     return False
 
 
-@_compile
 def _begin(sendbuf, recvbuf, numbers, plan):
     size, length = sendbuf.size * sendbuf.itemsize, recvbuf.size * recvbuf.itemsize
     if size != plan[SEND_BYTES] or length != plan[RECV_BYTES]:
@@ -189,13 +190,15 @@ def _begin(sendbuf, recvbuf, numbers, plan):
             numbers[TOLD] = number
             _store(at + 8, address)
             _store(at + 16, nbytes)
-            _store(at, number * KIND + 1)
+            _store(at, number * KIND + plan[TOLD_LABEL])
         else:
             data = at + 8 if nbytes <= INLINE else numbers[CELLS_OUT + slot % CELLS]
             cell = carray(_pointer(data), (leaving.size,), sendbuf.dtype)
             for i in range(leaving.size):
                 cell[i] = leaving[i]
-            _store(at, number * KIND)
+            if nbytes > INLINE:
+                _store(at + 8, nbytes)
+            _store(at, number * KIND + plan[OUT_LABEL])
     if plan[COPIED]:
         mine = sendbuf[plan[FROM] : plan[FROM] + plan[COPIED]]
         home = recvbuf[plan[TO] : plan[TO] + plan[COPIED]]
@@ -223,11 +226,20 @@ def _begin(sendbuf, recvbuf, numbers, plan):
     return DONE
 
 
+_one_at_a_time = Lock()
+"""Held while functions are compiled: two threads would write the same files."""
+
+
 def compiled(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
-    """(begin, end) for arrays of the dtype: see `compiled.swap`."""
+    """(begin, end) for arrays of the dtype: see `compiled.swap`.
+
+    Each dtype has functions of its own, which are never changed: another thread may be calling those of another dtype.
+    """
     array, numbers = types.Array(from_dtype(dtype), 1, "C"), types.Array(types.int64, 1, "C")
-    for function in (_end, _begin):
-        function.disable_compile(False)
-        function.compile((array, array, numbers, numbers))
-        function.disable_compile()
-    return _begin, _end
+    signature = (array, array, numbers, numbers)
+    with _one_at_a_time:
+        begin, end = _compile(_begin), _compile(_end.py_func)
+        for function in (begin, end):
+            function.compile(signature)
+            function.disable_compile()
+        return begin, end

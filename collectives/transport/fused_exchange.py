@@ -10,31 +10,49 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.transport import compiled_exchange as compiled
-from collectives.transport.mailbox import ACKED, CELLS, GOT, INLINE, KIND, MASK, SENT, SLOTS, TOLD, WORDS, Edge
-from collectives.transport.wire import Wait
+from collectives.transport.mailbox import (
+    ACKED,
+    CELLS,
+    GOT,
+    INLINE,
+    KIND,
+    LENGTHS,
+    MASK,
+    SENT,
+    SLOTS,
+    TOLD,
+    WORDS,
+    MailboxEdge,
+    label,
+    told_label,
+)
+from collectives.types import Wait
 
 
-class Leaving(Protocol):
+class ExchangeSend(Protocol):
     """A message that is copied into its slot."""
 
-    edge: Edge
+    edge: MailboxEdge
     flags: list[int]
+    label: int
 
     def outgoing(self, source: np.ndarray, like: np.ndarray) -> list[np.ndarray] | None:
-        """What the message fills in each slot, as arrays like the given one; None if it is not all of `source`."""
+        """Arrays over the data of the outgoing message in each slot; None if it is not all of `source`."""
         ...
 
 
-class Arriving(Protocol):
+class ExchangeRecv(Protocol):
     """A message that is taken out of its slot."""
 
-    edge: Edge
+    edge: MailboxEdge
     flags: list[int]
+    label: int
+    nbytes: int
 
     def incoming(
         self, source: np.ndarray, target: np.ndarray, like: np.ndarray
     ) -> tuple[list[np.ndarray], Any, bool] | None:
-        """What arrives in each slot, as arrays like the given one; the ufunc that joins it to all of `source`, or None
+        """Arrays over the incoming data in each slot, and the ufunc that combines it with all of `source`, or None
         if it is copied; and whether it stands on the right. None if not all of `target` is written, and at once."""
         ...
 
@@ -43,12 +61,12 @@ class Arriving(Protocol):
         ...
 
     def wait(self) -> None:
-        """Take it, in whatever way it comes."""
+        """Receive the message, eager or by address."""
         ...
 
 
-class Parts(NamedTuple):
-    """A swap in parts: `leave` sends and says so, or says that there is no room; `end` takes what comes."""
+class SplitExchange(NamedTuple):
+    """A split exchange: `leave` sends and returns True, or False if the slot is full; `end` receives."""
 
     leave: Callable[[], int]
     end: Wait
@@ -59,8 +77,8 @@ Halves = tuple[Callable[[], object] | None, Wait]
 _NOTHING = Wait(lambda: None, lambda: True)
 
 
-def _waiting_for_room(edge: Edge, parts: Parts) -> Halves:
-    """What begins a swap and never waits, and what ends it: there the message leaves if there was no room for it."""
+def _waiting_for_room(edge: MailboxEdge, parts: SplitExchange) -> Halves:
+    """Non-blocking start and the wait of an exchange; the wait sends the message if the slot was full at the start."""
     leave, (end, ended) = parts
     left = True
 
@@ -87,16 +105,16 @@ def _join(ufunc: np.ufunc, left: np.ndarray, right: np.ndarray, out: np.ndarray)
     ufunc(left, right, out=out)  # NumPy 2.4 deprecates the third position of some
 
 
-class Swap:
+class FusedExchange:
     """At most one short message out and one in, which is all that some programs do.
 
     `alone` says that no other messages travel between the two, and `compiles` that it is done often enough.
     """
 
-    def __init__(self, out: Leaving | None, into: Arriving | None, alone: bool, compiles: bool) -> None:
+    def __init__(self, out: ExchangeSend | None, into: ExchangeRecv | None, alone: bool, compiles: bool) -> None:
         self._out, self._into, self._alone, self._compiles = out, into, alone, compiles
 
-    def between(
+    def bind_arrays(
         self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
     ) -> Callable[[np.ndarray, np.ndarray], None] | None:
         """The swap straight between the user's arrays, in place of the program's own memory.
@@ -130,8 +148,8 @@ class Swap:
 
         return swap
 
-    def halves(self, source: np.ndarray, target: np.ndarray) -> Halves | None:
-        """What begins the swap of the program's own memory, and what ends it; None if it is no such swap."""
+    def split(self, source: np.ndarray, target: np.ndarray) -> Halves | None:
+        """Start and wait functions of the exchange on the program's memory; None if it is not supported."""
         ends = self._ends(source, target, source, target)
         if ends is None:
             return None
@@ -147,21 +165,23 @@ class Swap:
             return parts.leave, parts.end
         return _waiting_for_room(self._out.edge, parts)
 
-    def _ends(self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray) -> _Ends | None:
+    def _ends(
+        self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
+    ) -> _ExchangeEnds | None:
         if (self._out is None and self._into is None) or sent.shape != received.shape:
             return None
         outgoing = None if self._out is None else self._out.outgoing(source, sent)
         incoming = None if self._into is None else self._into.incoming(source, target, received)
         if (self._out is not None and outgoing is None) or (self._into is not None and incoming is None):
             return None
-        told = None if self._into is None else _Told(self._into, source, target)
-        return _Ends(self._out, outgoing, self._into, incoming, told)
+        told = None if self._into is None else _AddressMessage(self._into, source, target)
+        return _ExchangeEnds(self._out, outgoing, self._into, incoming, told)
 
 
-class _Told(NamedTuple):
+class _AddressMessage(NamedTuple):
     """A message that came by its address and not in the slot: it is taken by way of the program's own memory."""
 
-    message: Arriving
+    message: ExchangeRecv
     source: np.ndarray
     target: np.ndarray
 
@@ -174,7 +194,7 @@ class _Told(NamedTuple):
         recvbuf[...] = target.view(recvbuf.dtype).reshape(recvbuf.shape)
 
 
-class Compiled(NamedTuple):
+class CompiledExchange(NamedTuple):
     """A swap as a compiled call: ``begin(sendbuf, recvbuf, numbers, plan)``, and `finish` for what that leaves.
 
     `told(sendbuf, recvbuf)` takes what comes in a way that only Python knows.
@@ -183,12 +203,12 @@ class Compiled(NamedTuple):
     begin: Callable[..., int]
     numbers: np.ndarray
     plan: np.ndarray
-    edge: Edge
+    edge: MailboxEdge
     end: Callable[..., int]
     told: Callable[[np.ndarray, np.ndarray], None] | None
 
     def finish(self, said: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-        """Do what is left after `begin` has said anything but DONE and NO."""
+        """Complete an exchange for which `begin` returned neither DONE nor NO."""
         edge, counts = self.edge, self.edge.counts
         if said != compiled.UNTAKEN:
             number = counts[GOT] + 1
@@ -199,7 +219,7 @@ class Compiled(NamedTuple):
         if counts[TOLD] > counts[ACKED]:
             edge.acknowledged(counts[TOLD])
 
-    def parts(self, source: np.ndarray, target: np.ndarray) -> Parts:
+    def parts(self, source: np.ndarray, target: np.ndarray) -> SplitExchange:
         """Its parts between these arrays."""
         sends, receives = self.plan.copy(), self.plan.copy()
         sends[compiled.INTO_COUNT] = receives[compiled.OUT_COUNT] = receives[compiled.COPIED] = 0
@@ -218,30 +238,42 @@ class Compiled(NamedTuple):
             finish(compiled.LATE, source, target)
             return True
 
-        return Parts(begin, Wait(wait, test) if self.plan[compiled.INTO_COUNT] else _NOTHING)
+        return SplitExchange(begin, Wait(wait, test) if self.plan[compiled.INTO_COUNT] else _NOTHING)
 
 
 def compile_swap(
-    edge: Edge, dtype: np.dtype, numbers: Mapping[int, int], told: Callable[[np.ndarray, np.ndarray], None] | None
-) -> Compiled:
+    edge: MailboxEdge,
+    dtype: np.dtype,
+    numbers: Mapping[int, int],
+    told: Callable[[np.ndarray, np.ndarray], None] | None,
+    mark: int,
+) -> CompiledExchange:
     """The swap that the numbers describe, by their places in a plan (see `compiled`); those left out are 0."""
-    plan = np.zeros(compiled.ONE + 1, np.int64)
+    plan = np.zeros(compiled.TOLD_LABEL + 1, np.int64)
     for place, number in numbers.items():
         plan[place] = number
+    plan[compiled.OUT_LABEL] = label(int(plan[compiled.OUT_COUNT]) * dtype.itemsize, mark)
+    plan[compiled.INTO_LABEL] = label(int(plan[compiled.INTO_COUNT]) * dtype.itemsize, mark)
+    plan[compiled.TOLD_LABEL] = told_label(1, mark)
     begin, end = compiled.swap(dtype)
-    return Compiled(begin, edge.numbers, plan, edge, end, told)
+    return CompiledExchange(begin, edge.numbers, plan, edge, end, told)
 
 
-class _Ends:
+class _ExchangeEnds:
     """Both ends of a swap with everything at hand that they need: the same steps as `start` and `wait` of messages."""
 
     def __init__(
-        self, out: Leaving | None, outgoing: Any, into: Arriving | None, incoming: Any, told: _Told | None
+        self,
+        out: ExchangeSend | None,
+        outgoing: Any,
+        into: ExchangeRecv | None,
+        incoming: Any,
+        told: _AddressMessage | None,
     ) -> None:
         self._out, self._outgoing = out, outgoing
         self._into, self._incoming, self._told = into, incoming, told
 
-    def compiled(self, sent: np.ndarray, received: np.ndarray) -> Compiled | None:
+    def compiled(self, sent: np.ndarray, received: np.ndarray) -> CompiledExchange | None:
         """All of it in one compiled call, between such arrays."""
         edges = {message.edge for message in (self._out, self._into) if message is not None}
         _, ufunc, mine_first = ([], None, False) if self._into is None else self._incoming
@@ -260,9 +292,10 @@ class _Ends:
             compiled.MINE_FIRST: int(mine_first),
             compiled.ONE: int(MPI.Get_address(sent) == MPI.Get_address(received)),
         }
-        return compile_swap(edge, sent.dtype, numbers, None if self._told is None else self._told.take)
+        (mark,) = {message.label // LENGTHS for message in (self._out, self._into) if message is not None}
+        return compile_swap(edge, sent.dtype, numbers, None if self._told is None else self._told.take, mark)
 
-    def parts(self, source: np.ndarray, target: np.ndarray) -> Parts:
+    def parts(self, source: np.ndarray, target: np.ndarray) -> SplitExchange:
         """Its parts between these arrays."""
         begin, last = self.begin(), self.end()
 
@@ -273,7 +306,7 @@ class _Ends:
             return True
 
         if last is None:
-            return Parts(leave, _NOTHING)
+            return SplitExchange(leave, _NOTHING)
         end, there = last
 
         def test() -> bool:
@@ -282,14 +315,15 @@ class _Ends:
             end(source, target)
             return True
 
-        return Parts(leave, Wait(partial(end, source, target), test))
+        return SplitExchange(leave, Wait(partial(end, source, target), test))
 
     def begin(self) -> Callable[[np.ndarray], None] | None:
         """``begin(sendbuf)`` sends."""
         if self._out is None:
             return None
         edge, flags, outgoing = self._out.edge, self._out.flags, self._outgoing
-        counts, mine, ahead = edge.counts, edge.mine, SLOTS if outgoing[0].nbytes <= INLINE else CELLS
+        counts, mine, nbytes, tag = edge.counts, edge.mine, outgoing[0].nbytes, self._out.label
+        ahead = SLOTS if nbytes <= INLINE else CELLS
 
         def begin(sendbuf: np.ndarray) -> None:
             number = counts[SENT] = counts[SENT] + 1
@@ -297,15 +331,17 @@ class _Ends:
                 edge.acknowledged(number - ahead)
             slot = number & MASK
             outgoing[slot][...] = sendbuf
-            mine[flags[slot]] = number * KIND
+            if nbytes > INLINE:
+                mine[flags[slot] + 1] = nbytes
+            mine[flags[slot]] = number * KIND + tag
 
         return begin
 
     def end(self) -> tuple[Callable[[np.ndarray, np.ndarray], None], Callable[[], bool]] | None:
-        """``end(sendbuf, recvbuf)`` waits and takes what comes; the other says whether it is there."""
+        """``end(sendbuf, recvbuf)`` waits and receives; the second function tests for arrival."""
         if self._into is None:
             return None
-        edge, flags = self._into.edge, self._into.flags
+        edge, flags, tag, nbytes = self._into.edge, self._into.flags, self._into.label, self._into.nbytes
         (arrays, ufunc, mine_first), told = self._incoming, self._told
         join = ufunc if ufunc not in (np.maximum, np.minimum) else partial(_join, ufunc)
         counts, mine, theirs, my_ack = edge.counts, edge.mine, edge.theirs, edge.my_ack
@@ -316,7 +352,7 @@ class _Ends:
             at, wanted = flags[slot], number * KIND
             if theirs[at] < wanted:
                 edge.arrived(at, wanted)
-            if theirs[at] != wanted:
+            if theirs[at] != wanted + tag or (nbytes > INLINE and theirs[at + 1] != nbytes):
                 assert told is not None
                 told.take(sendbuf, recvbuf)
                 return

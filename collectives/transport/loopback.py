@@ -1,4 +1,4 @@
-"""All ranks in one process: the wire that tests and teaching use. A send waits for its receiver, the strictest way."""
+"""Transport between threads of one process, for tests and teaching. Sends are synchronous, the strictest mode."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from collectives.transport.wire import Apart, Piece, Wait
+from collectives.transport.wire import Iovec, NoSharedMemory
+from collectives.types import Wait
 
 
-class _Message:
-    """One bound message; `done` while it is not under way."""
+class _LoopbackMessage:
+    """A bound message; `done` is False while it is in progress."""
 
-    def __init__(self, source: int, target: int, pieces: Sequence[Piece], sends: bool) -> None:
+    def __init__(self, source: int, target: int, pieces: Sequence[Iovec], sends: bool) -> None:
         self.pair = (source, target)
         self.pieces = list(pieces)
         self.sends = sends
@@ -25,25 +26,25 @@ class _Message:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-class Hub:
-    """Where the ranks of one process meet. `patience` seconds without the awaited message are a deadlock."""
+class LoopbackHub:
+    """Message matching for the ranks of one process. A wait of more than `patience` seconds counts as a deadlock."""
 
     def __init__(self, size: int, patience: float = 30.0) -> None:
         self.size = size
         self.patience = patience
         self.changed = threading.Condition()
-        self._sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
-        self._receives: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
+        self._sends: dict[tuple[int, int], deque[_LoopbackMessage]] = defaultdict(deque)
+        self._receives: dict[tuple[int, int], deque[_LoopbackMessage]] = defaultdict(deque)
 
     def wire(self, rank: int) -> Loopback:
-        """The wire of one rank."""
+        """Transport of one rank."""
         return Loopback(self, rank)
 
-    def copy(self, source: _Message, target: _Message) -> None:
-        """Bring a message over; a hub for another kind of memory does it in another way."""
+    def copy(self, source: _LoopbackMessage, target: _LoopbackMessage) -> None:
+        """Copy a message; subclasses for other kinds of memory override it."""
         _copy(source, target)
 
-    def start(self, message: _Message) -> None:
+    def start(self, message: _LoopbackMessage) -> None:
         with self.changed:
             message.done = False
             mine, others = (self._sends, self._receives) if message.sends else (self._receives, self._sends)
@@ -57,32 +58,32 @@ class Hub:
             self.changed.notify_all()
 
 
-def _copy(source: _Message, target: _Message) -> None:
+def _copy(source: _LoopbackMessage, target: _LoopbackMessage) -> None:
     if source.nbytes != target.nbytes:
-        raise ValueError(f"a message of {source.nbytes} bytes met room for {target.nbytes}, pair {source.pair}")
+        raise ValueError(f"expected a message of {target.nbytes} bytes, found {source.nbytes}, pair {source.pair}")
     data = b"".join(ctypes.string_at(*piece) for piece in source.pieces)
     for address, nbytes in target.pieces:
         ctypes.memmove(address, data, nbytes)
         data = data[nbytes:]
 
 
-class Loopback(Apart):
-    """One rank's end of the hub."""
+class Loopback(NoSharedMemory):
+    """Transport of one rank on a hub."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: LoopbackHub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
 
-    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> _Message:
-        return _Message(self._rank, peer, pieces, sends=True)
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> _LoopbackMessage:
+        return _LoopbackMessage(self._rank, peer, pieces, sends=True)
 
-    def receive(self, peer: int, pieces: Sequence[Piece]) -> _Message:
-        return _Message(peer, self._rank, pieces, sends=False)
+    def receive(self, peer: int, pieces: Sequence[Iovec]) -> _LoopbackMessage:
+        return _LoopbackMessage(peer, self._rank, pieces, sends=False)
 
-    def starting(self, messages: Sequence[_Message]) -> Sequence[Callable[[], object]]:
+    def start_calls(self, messages: Sequence[_LoopbackMessage]) -> Sequence[Callable[[], object]]:
         return [partial(self._hub.start, message) for message in messages]
 
-    def waiting(self, messages: Sequence[_Message]) -> Sequence[Wait]:
+    def wait_calls(self, messages: Sequence[_LoopbackMessage]) -> Sequence[Wait]:
         def test() -> bool:
             return all(message.done for message in messages)
 
@@ -95,4 +96,4 @@ class Loopback(Apart):
         return [Wait(wait, test)]
 
     def free(self) -> None:
-        """Nothing is held."""
+        """No resources to free."""

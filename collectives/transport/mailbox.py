@@ -1,8 +1,12 @@
-"""Where the ranks of a node leave messages for each other: slots with flags in one shared window.
+"""Mailboxes between the ranks of a node: message slots with flags in shared memory.
 
 Every ordered pair of ranks has a mailbox of a few slots. To send, a rank fills the next slot and then sets the slot's
 flag to the number of the message; the receiver watches the flag, takes what is there, and writes the number to its
 acknowledgement, which frees the slot.
+
+A flag also carries a label: the length of the message and a mark of the call that sent it. A message whose label is not
+the expected one belongs to another call, and the receiver raises `Mismatch`. The label of either end is computed when
+the message is bound, so that the check is the comparison of the flag that is made anyway.
 
 Flags are 8-byte words that Python stores and loads whole. Processors of the x86 family keep stores in order and loads
 in order, so the flag needs no fence there; on others `MPI.Win.Sync` is called before a flag is set, after one is seen,
@@ -12,17 +16,18 @@ and before it is acknowledged.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.transport.shared_heap import Heap
-from collectives.transport.cross_memory import Reader
+from collectives.errors import Mismatch, mismatch
+from collectives.transport.cross_memory import CrossMemoryAttach
+from collectives.transport.memories import Memories
+from collectives.transport.reduced import reduced
+from collectives.transport.shared_heap import SharedHeap
 from collectives.transport.wire import pause
 
 LINE = 64
@@ -33,11 +38,19 @@ INLINE = 56
 
 WORDS = LINE // 8
 MASK = SLOTS - 1
-KIND = 8
-"""Flags are the message's number times this, plus how many addresses the slot holds (0: the data itself)."""
-
 ADDRESSES = 3
 """Pieces of memory that fit in a slot as (address, bytes)."""
+
+LENGTHS = 64
+IN_CELL = INLINE + 1
+"""A label is a mark times `LENGTHS`, plus the bytes of a message that lies beside the flag, `IN_CELL` for one in the
+cell, whose length is then the word after the flag, or `IN_CELL` plus the number of addresses."""
+
+MARKS = 1 << 12
+"""Marks are below this number."""
+
+KIND = LENGTHS * MARKS
+"""Flags are the message's number times this, plus its label. Numbers have 45 bits: enough for a year of messages."""
 
 SENT, ACKED, GOT, TOLD, AWAKE, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, CELLS_OUT = range(11)
 """What an edge keeps as numbers, by place: messages to the peer, begun and known to be taken; messages from it that are
@@ -78,8 +91,18 @@ def _shared_memory() -> int:
         return 4 * BUDGET  # not a system where that can be told
 
 
-class Node:
-    """The shared memory of the ranks of a communicator that are on one node. Making and `free` are collective.
+def label(nbytes: int, mark: int) -> int:
+    """The label of a message whose data lies in the slot."""
+    return mark * LENGTHS + (nbytes if nbytes <= INLINE else IN_CELL)
+
+
+def told_label(addresses: int, mark: int) -> int:
+    """The label of a message of which the slot holds so many addresses."""
+    return mark * LENGTHS + IN_CELL + addresses
+
+
+class NodeMemory:
+    """The shared memory of the ranks of a communicator that are on one node. Making it is collective.
 
     Parameters
     ----------
@@ -91,14 +114,14 @@ class Node:
         The arrays of these ranks that all of them see.
     """
 
-    def __init__(self, comm: MPI.Intracomm, rank: int, heap: Heap) -> None:
+    def __init__(self, comm: MPI.Intracomm, rank: int, heap: SharedHeap) -> None:
         self.comm, self.heap = comm, heap
         self.place, self.size = self.comm.Get_rank(), self.comm.Get_size()
         neighbours = self.comm.allgather((rank, os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
-        self.readers = [Reader(pid) for _, pid in neighbours]
+        self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
         self.spins = SPINS if _cores() >= self.size else 30
-        budget = self.comm.allreduce(min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
+        budget = reduced(self.comm, min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
         self.cells = [min(CELL, max(256, budget // (CELLS * self.size) // LINE * LINE))]
         self.cells += [max(256, budget // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
         self.box = LINE * (SLOTS + 1)
@@ -106,29 +129,23 @@ class Node:
         for cell in self.cells:
             offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell))
         self.offsets = offsets
-        self.window = MPI.Win.Allocate_shared(offsets[-1], 1, comm=self.comm)
-        memories: list[Any] = [self.window.Shared_query(place)[0] for place in range(self.size)]
-        self.addresses = [MPI.Get_address(memory) for memory in memories]
-        self.words = [memoryview(memory).cast("B").cast("q") for memory in memories]
-        self.bytes = [np.frombuffer(memory, np.uint8) for memory in memories]
-        self.bytes[self.place][: offsets[1]] = 0
+        self._memories = Memories(self.comm, offsets[-1])
+        self.bytes, self.fence = self._memories.views, self._memories.fence
+        self.addresses = [MPI.Get_address(memory) for memory in self.bytes]
+        self.words = [memory.data.cast("B").cast("q") for memory in self.bytes]
         for channel in range(CHANNELS):  # flags and acknowledgements only: cells stay untouched until they are used
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
-        self.fence: Callable[[], object] | None = None
-        if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
-            self.fence = self.window.Sync
-        self.window.Lock_all(MPI.MODE_NOCHECK)
-        self.backlog: set[Edge] = set()
+        self.backlog: set[MailboxEdge] = set()
         self.reads = self._reads()
 
     def _reads(self) -> bool:
-        """Whether ranks may read each other's memory: all of them or none."""
+        """True if all ranks may read each other's memory."""
         mine, found = np.array([self.place + 1], np.int64), np.zeros(1, np.int64)
         addresses = self.comm.allgather(MPI.Get_address(mine))
         peer = (self.place + 1) % self.size
         able = self.readers[peer].able(MPI.Get_address(found), addresses[peer], 8) and found[0] == peer + 1
-        return bool(self.comm.allreduce(bool(able), MPI.LAND))  # also a barrier: all flags are clean, `mine` was read
+        return bool(reduced(self.comm, bool(able), MPI.LAND))  # also a barrier: all flags are clean, `mine` was read
 
     def yielding(self) -> None:
         """Let other processes run, and let MPI go on: others may hang on what this rank gave it to send."""
@@ -141,20 +158,19 @@ class Node:
             edge.flush()
 
     def reaches(self, rank: int) -> bool:
-        """Whether the rank is on this node."""
+        """True if the rank is on this node."""
         return rank in self.places
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Give the memory back. No rank waits for another."""
         for words in self.words:
             words.release()
         self.words, self.bytes = [], []
-        self.window.Unlock_all()
-        self.window.Free()
+        self._memories.free()
         self.comm.Free()
 
 
-class Edge:
+class MailboxEdge:
     """Both directions between this rank and a neighbour on one channel: where their words lie, and how far they are."""
 
     __slots__ = (
@@ -175,7 +191,7 @@ class Edge:
         *("queue", "spins", "their_ack", "theirs"),
     )
 
-    def __init__(self, node: Node, channel: int, peer: int) -> None:
+    def __init__(self, node: NodeMemory, channel: int, peer: int) -> None:
         place, self.node = node.place, node
         base, box, cell = node.offsets[channel], node.box, node.cells[channel]
         cells = base + node.size * box
@@ -213,8 +229,15 @@ class Edge:
             at = SEEN_SEGMENTS + 1 + 3 * index
             self.numbers[at : at + 3] = base, base + memory.size, MPI.Get_address(memory)
 
+    def mismatch(self, at: int, expected: int) -> Mismatch:
+        """The error for the message whose flag is at `at`, where one of `expected` bytes was due."""
+        kind, words = self.theirs[at] % LENGTHS, self.theirs[at + 1 : at + 1 + 2 * ADDRESSES].tolist()
+        found = kind if kind <= INLINE else words[0] if kind == IN_CELL else sum(words[1 : 2 * (kind - IN_CELL) : 2])
+        ranks = {place: rank for rank, place in self.node.places.items()}
+        return mismatch(ranks[self.node.place], ranks[self.place], expected, found)
+
     def has_room(self) -> bool:
-        """Whether the slot and the cell of the next message are free."""
+        """True if the slot and the eager buffer of the next message are free."""
         counts = self.counts
         if counts[SENT] - counts[ACKED] < CELLS:
             return True
@@ -270,13 +293,13 @@ class Edge:
         self.counts[ACKED] = acked
 
     def slot_out(self, slot: int, nbytes: int) -> int:
-        """Where in this rank's memory the data of a message goes."""
+        """Offset of an outgoing message's data in this rank's memory."""
         return (self.outbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_out[slot]
 
     def holds(self, array: np.ndarray) -> bool:
-        """Whether the array is what arrives in the first slot."""
+        """True if the array is the incoming data of the first slot."""
         return bool(MPI.Get_address(array) == self.node.addresses[self.place] + self.slot_in(0, array.nbytes))
 
     def slot_in(self, slot: int, nbytes: int) -> int:
-        """Where in the peer's memory the data of a message lies."""
+        """Offset of an incoming message's data in the peer's memory."""
         return (self.inbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_in[slot]

@@ -7,6 +7,7 @@ such thing, or ranks may not map each other's, the heap gives ordinary memory: a
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -20,6 +21,10 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import OutOfMemory
+from collectives.transport.reduced import reduced
+
+MOST = 1 << 48
+"""Bytes that no node has, and that add up to a 64-bit number on any number of ranks."""
 
 LINE = 128
 """Arrays begin at multiples of this many bytes: no two of them share a cache line, or a pair that is fetched as one."""
@@ -30,11 +35,15 @@ PAGE = 1 << 21
 AHEAD = 1 << 28
 """Bytes up to which a new segment may be as large as all before it, so that there are few."""
 
+F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+SEALS = 1 | 2 | 4
+"""Linux's F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the length of a segment."""
+
 POPULATE = 23
 """Linux's MADV_POPULATE_WRITE: get all pages now, or say that there are not enough."""
 
 
-class Segment(NamedTuple):
+class HeapSegment(NamedTuple):
     """A run of a rank's shared memory as this process sees it: where it begins in its owner's address space, and it."""
 
     base: int
@@ -46,8 +55,8 @@ class Segment(NamedTuple):
         return self.memory[start : start + nbytes] if 0 <= start <= self.memory.size - nbytes else None
 
 
-class _Gaps:
-    """What is free of a segment, as sorted runs (start, stop): first fit, and neighbours grow together again."""
+class _FreeList:
+    """Free list of a segment: sorted ranges (start, stop), first fit, adjacent ranges merged."""
 
     def __init__(self, nbytes: int) -> None:
         self._runs = [(0, nbytes)]
@@ -103,7 +112,7 @@ def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
 
 
-class Heap:
+class SharedHeap:
     """The shared memory that arrays of this rank lie in, and its neighbours' as this rank sees it.
 
     Parameters
@@ -117,26 +126,26 @@ class Heap:
     def __init__(self, comm: MPI.Intracomm, neighbours: MPI.Intracomm | None) -> None:
         self._comm, self._neighbours = comm, neighbours
         self._place = 0 if neighbours is None else neighbours.Get_rank()
-        self._mine: list[Segment] = []
-        self._gaps: list[_Gaps] = []
-        self._seen: list[list[Segment]] = [[] for _ in range(1 if neighbours is None else neighbours.Get_size())]
+        self._mine: list[HeapSegment] = []
+        self._gaps: list[_FreeList] = []
+        self._seen: list[list[HeapSegment]] = [[] for _ in range(1 if neighbours is None else neighbours.Get_size())]
         self._arrays: dict[tuple[int, int], weakref.ref[np.ndarray]] = {}  # by segment and start in it
         self._back: deque[tuple[int, int, int]] = deque()  # what was given back, at any moment, and is not yet free
 
     def seen(self, place: int, address: int, nbytes: int) -> np.ndarray | None:
-        """What the neighbour has at the address, if it lies in memory that this rank sees."""
+        """Local view of a peer's address, or None outside of mapped memory."""
         for segment in self._seen[place]:
             view = segment.view(address, nbytes)
             if view is not None:
                 return view
         return None
 
-    def segments(self, place: int) -> list[Segment]:
-        """What this rank sees of the neighbour's memory, or, for its own place, what the neighbours see of its own."""
+    def segments(self, place: int) -> list[HeapSegment]:
+        """Mapped segments of a peer, or, for this rank, the segments that peers have mapped."""
         return self._seen[place]
 
     def shows(self, address: int, nbytes: int) -> bool:
-        """Whether the neighbours see this memory of this rank."""
+        """True if the peers have this memory of this rank mapped."""
         return self.seen(self._place, address, nbytes) is not None
 
     def allocate(self, nbytes: int) -> np.ndarray:
@@ -154,7 +163,7 @@ class Heap:
             index, start, length = self._back.popleft()
             self._gaps[index].give(start, length)
         found = self._fit(room)
-        if self._comm.allreduce(found is None, MPI.LOR):
+        if reduced(self._comm, found is None, MPI.LOR):
             try:
                 self._grow(room if found is None else 0)
             except OutOfMemory:
@@ -201,8 +210,8 @@ class Heap:
         raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have {nbytes} bytes of shared memory: {trouble}")
 
     def _too_much(self, nbytes: int) -> str | None:
-        """What is wrong with so many bytes for this rank, and as many as its neighbours want for them."""
-        together = nbytes if self._neighbours is None else self._neighbours.allreduce(nbytes)
+        """Error message if the requested bytes of all ranks exceed the limits, else None."""
+        together = nbytes if self._neighbours is None else reduced(self._neighbours, min(nbytes, MOST))
         available = _available()
         if available is None or together <= available or not nbytes:
             return None
@@ -213,16 +222,16 @@ class Heap:
         token, mine = secrets.token_bytes(16), None
         if memory is not None:
             whole: np.ndarray = np.frombuffer(memory, np.uint8)
-            mine = Segment(MPI.Get_address(whole), whole)
+            mine = HeapSegment(MPI.Get_address(whole), whole)
             self._mine.append(mine)
-            self._gaps.append(_Gaps(whole.size))
+            self._gaps.append(_FreeList(whole.size))
             whole[:16] = np.frombuffer(token, np.uint8)
         if self._neighbours is not None:
             base, nbytes = (0, 0) if mine is None else (mine.base, mine.memory.size)
             told = self._neighbours.allgather((os.getpid(), descriptor, base, nbytes, token))
-            theirs = [_segment(*one) if one[3] else None for one in told]
+            theirs = [segment(*one) if one[3] else None for one in told]
             able = all(one is not None or not nbytes for one, (*_, nbytes, _) in zip(theirs, told, strict=True))
-            if self._neighbours.allreduce(able, MPI.LAND):
+            if reduced(self._neighbours, able, MPI.LAND):
                 for seen, other in zip(self._seen, theirs, strict=True):
                     seen.extend([] if other is None else [other])
         if descriptor >= 0:
@@ -237,24 +246,37 @@ class Heap:
 
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap]:
-    """New memory that others can map by the descriptor; -1 where there is no such thing."""
-    if not hasattr(os, "memfd_create"):
-        return -1, mmap.mmap(-1, nbytes)
-    descriptor = os.memfd_create("chorus")
+    """New memory that others can map by the descriptor, all of it there; -1 where there is no such thing."""
+    descriptor, memory = fileless(nbytes)
     try:
-        os.ftruncate(descriptor, nbytes)
-        memory = mmap.mmap(descriptor, nbytes)
-        _populate(memory, descriptor, nbytes)
+        if descriptor >= 0:
+            _populate(memory, descriptor, nbytes)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor, memory
 
 
-def _segment(pid: int, number: int, base: int, nbytes: int, token: bytes) -> Segment | None:
+def fileless(nbytes: int) -> tuple[int, mmap.mmap]:
+    """New memory that others can map by the descriptor; -1 where there is no such thing."""
+    if not hasattr(os, "memfd_create"):
+        return -1, mmap.mmap(-1, nbytes)
+    descriptor = os.memfd_create("chorus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(descriptor, 0o600)  # neighbours open it by /proc, which asks for the file's mode
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, F_ADD_SEALS, SEALS)  # a rank that reads what was cut off would be killed by SIGBUS
+        memory = mmap.mmap(descriptor, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, memory
+
+
+def segment(pid: int, number: int, base: int, nbytes: int, token: bytes) -> HeapSegment | None:
     """Another process's segment, known by the token at its beginning; None if it may not be had."""
     mapped = _map(pid, number, nbytes) if number >= 0 else None
-    return None if mapped is None or mapped[:16].tobytes() != token else Segment(base, mapped)
+    return None if mapped is None or mapped[:16].tobytes() != token else HeapSegment(base, mapped)
 
 
 def _map(pid: int, number: int, nbytes: int) -> np.ndarray | None:

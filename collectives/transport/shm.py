@@ -24,23 +24,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.buffers import view
+from collectives.buffers.memory import view
 from collectives.transport.compiled_exchange import SEEN
+from collectives.transport.fused_exchange import FusedExchange
 from collectives.transport.mailbox import (
     ADDRESSES,
     CELLS,
     GOT,
+    INLINE,
     KIND,
     MASK,
     SENT,
     SLOTS,
     WORDS,
-    Edge,
-    Node,
-)  # fmt: skip
-from collectives.transport.mpi import Persistent
-from collectives.transport.fused_exchange import Swap
-from collectives.transport.wire import Piece, Wait, pause
+    MailboxEdge,
+    NodeMemory,
+    label,
+    told_label,
+)
+from collectives.transport.mpi_transport import PersistentTransport
+from collectives.transport.wire import Iovec, pause
+from collectives.types import Wait
 
 STREAMED = 1 << 19
 """Bytes up to which messages go through cells; longer ones are read where they lie, if ranks may do that."""
@@ -52,18 +56,19 @@ FEW_TOLD = 8
 """Addresses of one message for which the calls are remembered: it mostly comes from the same one."""
 
 
-class _Copied:
+class _EagerSend:
     """A message that is copied into its slot; it has left when it has started."""
 
-    __slots__ = ("_copies", "_fence", "_number", "_pieces", "edge", "flags", "late")
+    __slots__ = ("_copies", "_fence", "_number", "_pieces", "edge", "flags", "label", "late", "nbytes")
 
-    def __init__(self, edge: Edge, place: int, pieces: Sequence[Piece]) -> None:
+    def __init__(self, edge: MailboxEdge, place: int, pieces: Sequence[Iovec], mark: int) -> None:
         nbytes = sum(piece.nbytes for piece in pieces)
         memory = edge.node.bytes[place]
         self.edge, self._fence = edge, edge.node.fence
         self.flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
         self.late = False
         self._number = 0
+        self.nbytes, self.label = nbytes, label(nbytes, mark)
         self._pieces = list(pieces)
         self._copies = []
         for slot in range(SLOTS):
@@ -84,9 +89,11 @@ class _Copied:
         slot = number & MASK
         for target, source in self._copies[slot]:
             target[...] = source
+        if self.nbytes > INLINE:
+            edge.mine[self.flags[slot] + 1] = self.nbytes
         if self._fence is not None:
             self._fence()
-        edge.mine[self.flags[slot]] = number * KIND
+        edge.mine[self.flags[slot]] = number * KIND + self.label
 
     def wait(self) -> None:
         if self._number < 0:
@@ -98,21 +105,21 @@ class _Copied:
         return self._number >= 0
 
     def outgoing(self, source: np.ndarray, like: np.ndarray) -> list[np.ndarray] | None:
-        """What the message fills in each slot, as arrays like the given one; None if it is not all of `source`."""
+        """Arrays over the data of the outgoing message in each slot; None if it is not all of `source`."""
         nbytes = source.nbytes
-        if self._pieces != [Piece(MPI.Get_address(source), nbytes)] or like.nbytes != nbytes or not nbytes:
+        if self._pieces != [Iovec(MPI.Get_address(source), nbytes)] or like.nbytes != nbytes or not nbytes:
             return None
         memory, edge = self.edge.node.bytes[self.edge.node.place], self.edge
         starts = [edge.slot_out(slot, nbytes) for slot in range(SLOTS)]
         return [memory[start : start + nbytes].view(like.dtype).reshape(like.shape) for start in starts]
 
 
-class _Told:
-    """A message of which only the address is told; it has left when the receiver says so."""
+class _RendezvousSend:
+    """Rendezvous send: the receiver reads the data at the given address and acknowledges it."""
 
-    __slots__ = ("_flags", "_number", "_pack", "_pieces", "edge", "late")
+    __slots__ = ("_flags", "_label", "_number", "_pack", "_pieces", "edge", "late")
 
-    def __init__(self, edge: Edge, pieces: Sequence[Piece]) -> None:
+    def __init__(self, edge: MailboxEdge, pieces: Sequence[Iovec], mark: int) -> None:
         self.edge = edge
         self._number = 0
         self.late = False
@@ -124,8 +131,9 @@ class _Told:
             for address, length in pieces:
                 self._pack.append((whole[start : start + length], view(address, length, _BYTE)))
                 start += length
-            pieces = [Piece(MPI.Get_address(whole), whole.nbytes)]
+            pieces = [Iovec(MPI.Get_address(whole), whole.nbytes)]
         self._pieces = list(pieces)
+        self._label = told_label(len(self._pieces), mark)
 
     def start(self) -> None:
         self._number = -1
@@ -145,7 +153,7 @@ class _Told:
             at += 2
         if edge.node.fence is not None:
             edge.node.fence()
-        words[flag] = number * KIND + len(self._pieces)
+        words[flag] = number * KIND + self._label
 
     def wait(self) -> None:
         if self._number < 0:
@@ -162,20 +170,22 @@ class _Told:
         return True
 
 
-class _Arriving:
+class _EagerRecv:
     """A message to come. `takes[slot]` are the calls that take its data out of a slot; `fetch` gives those that take it
     by what was told of it."""
 
-    __slots__ = ("_fence", "_fetch", "_number", "_takes", "combines", "edge", "flags", "nbytes")
+    __slots__ = ("_fence", "_fetch", "_number", "_takes", "_told", "combines", "edge", "flags", "label", "nbytes")
 
     def __init__(
         self,
-        edge: Edge,
+        edge: MailboxEdge,
         takes: Sequence[Sequence[Callable[[], object]]],
-        fetch: _Fetch,
+        fetch: _RendezvousRead,
+        mark: int,
     ) -> None:
         self.edge, self._takes, self._fetch, self._fence = edge, takes, fetch, edge.node.fence
         self.combines, self.nbytes = fetch.combines, fetch.nbytes
+        self.label, self._told = label(self.nbytes, mark), told_label(0, mark)
         self._number = 0
         self.flags = [edge.inbox + slot * WORDS for slot in range(SLOTS)]
 
@@ -196,12 +206,18 @@ class _Arriving:
         return not self._number
 
     def is_there(self) -> bool:
-        """Whether the message can be taken at once."""
+        """True if the message has arrived."""
         number = self._number
         return self.edge.theirs[self.flags[number & MASK]] >= number * KIND
 
     def take(self) -> None:
-        """Wait for the message, which is the next of its edge, and take it."""
+        """Wait for the message, which is the next of its edge, and take it.
+
+        Raises
+        ------
+        Mismatch
+            If another call sent it, or its length is not the expected one.
+        """
         edge, number = self.edge, self._number
         slot = number & MASK
         words, at, wanted = edge.theirs, self.flags[slot], number * KIND
@@ -209,13 +225,24 @@ class _Arriving:
             edge.arrived(at, wanted)
         if self._fence is not None:
             self._fence()
-        flag = words[at]
-        if flag == wanted:
+        found = words[at] - wanted
+        if found == self.label and (self.nbytes <= INLINE or words[at + 1] == self.nbytes):
             for take in self._takes[slot]:
                 take()
         else:
-            for take in self._fetch(tuple(words[at + 1 : at + 1 + 2 * (flag - wanted)])):
+            addresses = found - self._told
+            told = tuple(words[at + 1 : at + 1 + 2 * addresses]) if 1 <= addresses <= ADDRESSES else (0, -1)
+            if sum(told[1::2]) != self.nbytes:
+                error = edge.mismatch(at, self.nbytes)
+                self._acknowledge(number)  # the sender may go on, as one of a message that MPI truncates
+                raise error
+            for take in self._fetch(told):
                 take()
+        self._acknowledge(number)
+
+    def _acknowledge(self, number: int) -> None:
+        """Tell the sender that its message was taken."""
+        edge = self.edge
         if self._fence is not None:
             self._fence()  # all of it was read before the sender learns that it may write there again
         self._number = 0
@@ -227,7 +254,7 @@ class _Arriving:
     def incoming(
         self, source: np.ndarray, target: np.ndarray, like: np.ndarray
     ) -> tuple[list[np.ndarray], Any, bool] | None:
-        """What arrives in each slot, as arrays like the given one; the ufunc that joins it to all of `source`, or None
+        """Arrays over the incoming data in each slot, and the ufunc that combines it with all of `source`, or None
         if it is copied; and whether it stands on the right. None if not all of `target` is written, and at once."""
         arrays: list[np.ndarray] = []
         ufunc, mine_first = None, False
@@ -256,7 +283,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 def _is(array: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays are the same run of memory."""
+    """True if two arrays are the same memory."""
     return array.nbytes == other.nbytes and MPI.Get_address(array) == MPI.Get_address(other)
 
 
@@ -268,26 +295,26 @@ def _words(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 class _Combination(NamedTuple):
-    """What to do with elements that arrive: pairs of (mine, out) one after another, and how a run of them is bound."""
+    """Reduction on arrival: pairs of (mine, out), concatenated, and the function that binds a range of them."""
 
     rows: Sequence[tuple[Any, Any]]
     bind: Callable[[Any, Any, Any], Callable[[], object]]
 
 
-class _Fetch:
+class _RendezvousRead:
     """The calls that take a message of which the address was told: `fetch(told)`, remembered for the next time.
 
     What lies in memory that this rank sees is taken straight from there; all else is read from its owner, in parts
     that are combined while they are in the cache. They are read to where the result goes, unless a term lies there.
     """
 
-    def __init__(self, edge: Edge, targets: Sequence[np.ndarray], combination: _Combination | None) -> None:
+    def __init__(self, edge: MailboxEdge, targets: Sequence[np.ndarray], combination: _Combination | None) -> None:
         self._edge, self._targets, self._combination = edge, targets, combination
         self.combines, self.nbytes = combination is not None, sum(target.nbytes for target in targets)
         self._known: dict[tuple[int, ...], list[Callable[[], object]]] = {}
 
     def __call__(self, told: tuple[int, ...]) -> Sequence[Callable[[], object]]:
-        """What takes the message told as (address, bytes, address, bytes ...)."""
+        """Receive function for a message given as (address, bytes, address, bytes ...)."""
         calls = self._known.get(told)
         if calls is None:
             if len(self._known) >= FEW_TOLD:
@@ -296,9 +323,9 @@ class _Fetch:
         return calls
 
     def _runs(self, told: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
-        """What is a run of memory at both ends: (address, number of the target, its first byte and the one after)."""
-        pieces = [Piece(*told[i : i + 2]) for i in range(0, len(told), 2)]
-        targets = [Piece(0, target.nbytes) for target in self._targets]
+        """Ranges contiguous at both ends: (address, number of the target, first byte, end byte)."""
+        pieces = [Iovec(*told[i : i + 2]) for i in range(0, len(told), 2)]
+        targets = [Iovec(0, target.nbytes) for target in self._targets]
         ends = sorted({*accumulate(piece.nbytes for piece in pieces), *accumulate(t.nbytes for t in targets)})
         piece = target = low = used = filled = 0
         for high in ends:
@@ -337,53 +364,61 @@ class _Fetch:
             yield bind(incoming, mine[first : first + step], part)
 
 
-class Shared:
+class SharedMemoryTransport:
     """One channel of the node's mailboxes, for one rank: the wire between neighbours.
 
     `compiles` says whether its swaps will be done often enough to be compiled; `seen`, the same at both ends of every
-    edge, whether nearly all that is sent lies in memory that the receiver sees. Then no message is cut.
+    edge, whether nearly all that is sent lies in memory that the receiver sees. Then no message is cut. `mark` is a
+    number below `MARKS` that both ends of every edge compute from the call: a message with another mark raises.
     """
 
     def __init__(
-        self, node: Node, channel: int, edges: dict[int, Edge], compiles: bool = False, seen: bool = False
+        self,
+        node: NodeMemory,
+        channel: int,
+        edges: dict[int, MailboxEdge],
+        compiles: bool = False,
+        seen: bool = False,
+        mark: int = 0,
     ) -> None:
         self._node, self._channel, self._edges, self._compiles = node, channel, edges, compiles
+        self.mark = mark
         self._longest = 0 if seen else STREAMED
 
-    def _edge(self, peer: int) -> Edge:
+    def _edge(self, peer: int) -> MailboxEdge:
         edge = self._edges.get(peer)
         if edge is None:
-            edge = self._edges[peer] = Edge(self._node, self._channel, self._node.places[peer])
+            edge = self._edges[peer] = MailboxEdge(self._node, self._channel, self._node.places[peer])
         return edge
 
-    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> _Copied | _Told:
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> _EagerSend | _RendezvousSend:
         edge = self._edge(peer)
         nbytes = sum(piece.nbytes for piece in pieces)
-        if nbytes > edge.cell or (nbytes >= SEEN and stays and self._shown(pieces)):
-            return _Told(edge, pieces)
-        return _Copied(edge, self._node.place, pieces)
+        if nbytes > edge.cell or (nbytes >= SEEN and stable and self._shown(pieces)):
+            return _RendezvousSend(edge, pieces, self.mark)
+        return _EagerSend(edge, self._node.place, pieces, self.mark)
 
-    def _shown(self, pieces: Sequence[Piece]) -> bool:
-        """Whether the neighbours see all of the pieces where they lie."""
+    def _shown(self, pieces: Sequence[Iovec]) -> bool:
+        """True if all pieces are in memory that the peers have mapped."""
         return len(pieces) <= ADDRESSES and all(self._node.heap.shows(*piece) for piece in pieces)
 
-    def receive(self, peer: int, pieces: Sequence[Piece]) -> _Arriving:
+    def receive(self, peer: int, pieces: Sequence[Iovec]) -> _EagerRecv:
         edge = self._edge(peer)
         targets = [view(*piece, _BYTE) for piece in pieces]
         takes = self._takes(edge, targets, lambda index, source: partial(np.copyto, *_words(targets[index], source)))
-        return _Arriving(edge, takes, _Fetch(edge, targets, None))
+        return _EagerRecv(edge, takes, _RendezvousRead(edge, targets, None), self.mark)
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
-    ) -> _Arriving:
+    ) -> _EagerRecv:
         """A message whose elements are combined with `rows` of (mine, out) as they lie, or as they are read."""
         edge, dtype = self._edge(peer), rows[0][0].dtype
         outs = [out for _, out in rows]
         takes = self._takes(edge, outs, lambda index, source: bind(source.view(dtype), *rows[index]))
-        return _Arriving(edge, takes, _Fetch(edge, outs, _Combination(rows, bind)))
+        return _EagerRecv(edge, takes, _RendezvousRead(edge, outs, _Combination(rows, bind)), self.mark)
 
     def _takes(
-        self, edge: Edge, targets: Sequence[np.ndarray], take: Callable[[int, Any], Callable[[], object]]
+        self, edge: MailboxEdge, targets: Sequence[np.ndarray], take: Callable[[int, Any], Callable[[], object]]
     ) -> list[list[Callable[[], object]]]:
         """For every slot the calls ``take(number of the target, its data)``; none if it is longer."""
         takes: list[list[Callable[[], object]]] = [[] for _ in range(SLOTS)]
@@ -397,55 +432,55 @@ class Shared:
                     start += target.nbytes
         return takes
 
-    def grain(self, peer: int, nbytes: int) -> int | None:
+    def split_size(self, peer: int, nbytes: int) -> int | None:
         if not self._node.reaches(peer):
             return None
         cell = self._node.cells[self._channel]
         whole = nbytes <= cell or (nbytes > self._longest and self._node.reads)
         return 0 if whole else cell
 
-    def leaves(self, peer: int, nbytes: int, before: int) -> bool:
+    def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
         return nbytes <= self._node.cells[self._channel] and before < CELLS
 
-    def starting(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        """Of the messages to a peer the first ones find room at once; the others start while all are awaited."""
-        ahead: dict[Edge, int] = defaultdict(int)
+    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
+        """Start functions. The first messages to a peer start at once; the others start during the wait."""
+        ahead: dict[MailboxEdge, int] = defaultdict(int)
         for message in messages:
-            if not isinstance(message, _Arriving):
+            if not isinstance(message, _EagerRecv):
                 message.late = ahead[message.edge] >= CELLS
                 ahead[message.edge] += 1
-        return [message.start for message in messages if isinstance(message, _Arriving) or not message.late]
+        return [message.start for message in messages if isinstance(message, _EagerRecv) or not message.late]
 
-    def waiting(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        arriving = [message for message in messages if isinstance(message, _Arriving)]
-        leaving = [message for message in messages if not isinstance(message, _Arriving)]
+    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
+        arriving = [message for message in messages if isinstance(message, _EagerRecv)]
+        leaving = [message for message in messages if not isinstance(message, _EagerRecv)]
         late = [message for message in leaving if message.late]
         if late:
             return [_streaming(late, arriving, leaving)]
-        copied: list[Any] = [message for message in leaving if isinstance(message, _Copied)]
-        told = [message for message in leaving if isinstance(message, _Told)]
+        copied: list[Any] = [message for message in leaving if isinstance(message, _EagerSend)]
+        told = [message for message in leaving if isinstance(message, _RendezvousSend)]
         if any(message.combines for message in arriving):  # into memory that must have left before
             return [Wait(message.wait, message.test) for message in (*copied, *arriving, *told)]
         return [Wait(message.wait, message.test) for message in (*arriving, *copied, *told)]
 
-    def swap(self, messages: Sequence[Any]) -> Swap | None:
+    def swap(self, messages: Sequence[Any]) -> FusedExchange | None:
         """All of the messages as one swap, if they are no more than that."""
-        out = [message for message in messages if isinstance(message, _Copied)]
-        into = [message for message in messages if isinstance(message, _Arriving)]
+        out = [message for message in messages if isinstance(message, _EagerSend)]
+        into = [message for message in messages if isinstance(message, _EagerRecv)]
         if self._node.fence is not None or len(out) + len(into) < len(messages) or len(out) > 1 or len(into) > 1:
             return None
-        return Swap(out[0] if out else None, into[0] if into else None, self._channel > 0, self._compiles)
+        return FusedExchange(out[0] if out else None, into[0] if into else None, self._channel > 0, self._compiles)
 
     def free(self) -> None:
         """The mailboxes are the node's."""
 
 
 def _streaming(late: Sequence[Any], arriving: Sequence[Any], leaving: Sequence[Any]) -> Wait:
-    """One wait for a stream of parts: whatever finds room starts, and whatever has come is taken, peer by peer."""
+    """One wait for a stream of parts: start sends that fit, receive arrived parts, peer by peer."""
     state: list[list[Any]] = []
 
     def queues(messages: Sequence[Any]) -> list[Any]:
-        by_edge: dict[Edge, list[Any]] = defaultdict(list)
+        by_edge: dict[MailboxEdge, list[Any]] = defaultdict(list)
         for message in reversed(messages):
             by_edge[message.edge].append(message)
         return list(by_edge.values())
@@ -480,26 +515,27 @@ def _streaming(late: Sequence[Any], arriving: Sequence[Any], leaving: Sequence[A
     return Wait(wait, test)
 
 
-class Nearest:
+class NodeAwareTransport:
     """Each edge over the best wire that both of its ends have: shared memory within the node, MPI to other nodes."""
 
-    def __init__(self, shared: Shared, far: Persistent) -> None:
+    def __init__(self, shared: SharedMemoryTransport, far: PersistentTransport) -> None:
         self._shared, self._far = shared, far
+        self.mark = shared.mark
 
-    def _wire(self, peer: int) -> Shared | Persistent:
-        return self._shared if self._shared.grain(peer, 0) is not None else self._far
+    def _wire(self, peer: int) -> SharedMemoryTransport | PersistentTransport:
+        return self._shared if self._shared.split_size(peer, 0) is not None else self._far
 
-    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> Any:
-        return self._wire(peer).send(peer, pieces, stays)
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
+        return self._wire(peer).send(peer, pieces, stable)
 
-    def receive(self, peer: int, pieces: Sequence[Piece]) -> Any:
+    def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
         return self._wire(peer).receive(peer, pieces)
 
-    def grain(self, peer: int, nbytes: int) -> int | None:
-        return self._shared.grain(peer, nbytes)
+    def split_size(self, peer: int, nbytes: int) -> int | None:
+        return self._shared.split_size(peer, nbytes)
 
-    def leaves(self, peer: int, nbytes: int, before: int) -> bool:
-        return self.grain(peer, nbytes) is not None and self._shared.leaves(peer, nbytes, before)
+    def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
+        return self.split_size(peer, nbytes) is not None and self._shared.completes_locally(peer, nbytes, before)
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
@@ -507,20 +543,22 @@ class Nearest:
         return self._shared.combine(peer, rows, bind)
 
     def _split(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        near = [message for message in messages if isinstance(message, (_Copied, _Told, _Arriving))]
-        return near, [message for message in messages if not isinstance(message, (_Copied, _Told, _Arriving))]
+        near = [message for message in messages if isinstance(message, (_EagerSend, _RendezvousSend, _EagerRecv))]
+        return near, [
+            message for message in messages if not isinstance(message, (_EagerSend, _RendezvousSend, _EagerRecv))
+        ]
 
-    def starting(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
+    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
         near, far = self._split(messages)
-        return [*self._far.starting(far), *self._shared.starting(near)] if far else self._shared.starting(near)
+        return [*self._far.start_calls(far), *self._shared.start_calls(near)] if far else self._shared.start_calls(near)
 
-    def waiting(self, messages: Sequence[Any]) -> Sequence[Wait]:
+    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
         near, far = self._split(messages)
         if not (near and far):
-            return self._far.waiting(far) if far else self._shared.waiting(near)
-        return [_together([*self._far.waiting(far), *self._shared.waiting(near)])]
+            return self._far.wait_calls(far) if far else self._shared.wait_calls(near)
+        return [_together([*self._far.wait_calls(far), *self._shared.wait_calls(near)])]
 
-    def swap(self, messages: Sequence[Any]) -> Swap | None:
+    def swap(self, messages: Sequence[Any]) -> FusedExchange | None:
         near, far = self._split(messages)
         return None if far else self._shared.swap(near)
 

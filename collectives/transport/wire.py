@@ -1,4 +1,4 @@
-"""The contract of a wire: bound messages that can be started, waited for, tested and freed, again and again."""
+"""Transport interface: bound messages that are started, completed and finally freed, any number of times."""
 
 from __future__ import annotations
 
@@ -8,108 +8,103 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from collectives.types import Wait
+
 pause: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
-"""Lets another process run: what everyone does who has asked in vain for a while."""
+"""Yield the core to another process, after a spin of unsuccessful polls."""
 
 
-class Piece(NamedTuple):
-    """A run of bytes in memory. A message is a list of pieces, one after another."""
+class Iovec(NamedTuple):
+    """A contiguous range of bytes. The data of a message is a sequence of them, concatenated."""
 
     address: int
     nbytes: int
 
 
-class Wait(NamedTuple):
-    """Two ways to end messages: `wait` returns when they have, `test` says whether they have, and helps them to."""
-
-    wait: Callable[[], object]
-    test: Callable[[], bool]
-
-
 class Wire(Protocol):
-    """What a program needs of a transport, for one rank and one stream of messages.
+    """Transport of one rank for one stream of messages.
 
     Messages between two ranks match in the order in which they start. A message is bound once and started any
-    number of times; it must have ended before it starts again. The verbs take the messages when the program is
-    bound and give back the calls that run every time, so that nothing is looked up on the way.
+    number of times; it must be complete before it starts again. `start_calls` and `wait_calls` run when a program is
+    bound and return the functions that every execution calls, so that nothing is looked up at run time.
     """
 
-    def send(self, peer: int, pieces: Sequence[Piece], stays: bool = True) -> Any:
-        """A message to `peer` out of the pieces; `stays` says whether they stay as they are until it has left."""
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
+        """Bind a message to `peer`. `stable`: the pieces do not change before the message is complete."""
         ...
 
-    def receive(self, peer: int, pieces: Sequence[Piece]) -> Any:
-        """A message from `peer` into the pieces."""
+    def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
+        """Bind a message from `peer` into the pieces."""
         ...
 
-    def starting(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        """The calls that start all the messages."""
+    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
+        """Functions that start all the messages."""
         ...
 
-    def waiting(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        """The calls that return when all the messages have ended, each with one that only asks."""
+    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
+        """Functions that wait for all the messages, each with one that tests."""
         ...
 
-    def grain(self, peer: int, nbytes: int) -> int | None:
-        """In parts of how many bytes a message of so many travels, if the two ranks share memory; 0 for all at once.
+    def split_size(self, peer: int, nbytes: int) -> int | None:
+        """Part size in bytes of a message of `nbytes` between ranks that share memory; 0 for one part.
 
-        None if they do not. What such parts bring to be combined is combined by `combine`, straight from where it is.
+        None if they share no memory. Incoming parts are combined by `combine`, directly from the sender's memory.
         """
         ...
 
-    def leaves(self, peer: int, nbytes: int, before: int) -> bool:
-        """Whether a message has left as soon as it is started, `before` others to the peer ahead of it in its round.
+    def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
+        """True if the send buffer is reusable once the start function returns.
 
-        Its memory may then change at once.
+        `before` is the number of messages to the same peer that start earlier in the round.
         """
         ...
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
     ) -> Any:
-        """A shared message from `peer` whose end is that it was combined.
+        """Bind a shared-memory message from `peer` that is combined on arrival.
 
-        `rows` are pairs of arrays, what the elements are combined with and where the results go, one after another;
-        ``bind(incoming, mine, out)`` gives the call that combines a run of them.
+        `rows` are pairs of arrays (local operand, result), concatenated; ``bind(incoming, mine, out)`` returns the
+        function that combines a contiguous range of them.
         """
         ...
 
-    def swap(self, messages: Sequence[Any]) -> Swapping | None:
-        """The messages as one swap of a message for a message, if the wire has a shorter way for that."""
+    def swap(self, messages: Sequence[Any]) -> ExchangeSupport | None:
+        """One fused exchange for the messages (a send and a receive), or None if the transport has none."""
         ...
 
     def free(self) -> None:
-        """Give back whatever the bound messages hold. None of them may be under way."""
+        """Free the resources of all bound messages, none of which may be in progress."""
         ...
 
 
-class Swapping(Protocol):
-    """A message out and a message in, to be done between arrays that are only known when it is called."""
+class ExchangeSupport(Protocol):
+    """A fused exchange: one message out and one message in, between arrays given at the call."""
 
-    def between(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None] | None:
-        """``swap(sendbuf, recvbuf)`` for arrays like `sent` and `received`, in place of the bound memory; or None."""
+    def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None] | None:
+        """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`; or None if not supported."""
         ...
 
-    def halves(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait] | None:
-        """What begins the swap of the bound memory and what ends it; or None."""
+    def split(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait] | None:
+        """Start and wait functions of the exchange on the bound memory; or None if not supported."""
         ...
 
 
-class Apart:
-    """What wires have in common on which sender and receiver share no memory."""
+class NoSharedMemory:
+    """Base of transports whose ranks share no memory."""
 
-    def grain(self, peer: int, nbytes: int) -> None:
-        """No memory is shared."""
+    def split_size(self, peer: int, nbytes: int) -> None:
+        """None: no shared memory."""
 
-    def leaves(self, peer: int, nbytes: int, before: int) -> bool:
-        """Nobody can tell."""
+    def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
+        """False: the buffer is reusable after the wait only."""
         return False
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
     ) -> Any:
-        """Not here: see `grain`."""
-        raise NotImplementedError("nothing is shared on this wire")
+        """Not supported, see `split_size`."""
+        raise NotImplementedError("this transport has no shared memory")
 
     def swap(self, messages: Sequence[Any]) -> None:
-        """No shorter way."""
+        """None: no fused exchange."""

@@ -1,0 +1,1 @@
+"""Benchmarks of training: workloads, metrics, plots, the PyTorch opponent."""

@@ -1,12 +1,17 @@
-"""A file of metrics: a JSON object a line, written as training goes on, and taken up again after a restart."""
+"""File of metrics: one JSON object per line, written during a training and continued after a restart.
+
+The file has complete lines only: each is one write, and a line cut by a full disk is removed.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 
 class Metrics:
@@ -17,41 +22,46 @@ class Metrics:
     path : Path, optional
         None keeps the lines in memory only.
     step : int
-        Where the training stands. Lines of later steps, of its end, and half a line, are what a run wrote that did not
-        come to its end or will go further now: they go. At 0 nothing is kept.
+        Steps done. Later lines, a summary and an incomplete line of an earlier run are dropped; at 0 all are.
 
     Attributes
     ----------
     lines : list of dict
-        Numbers that are not finite, which JSON has not, are None.
+        Infinities and NaN, which JSON lacks, are None.
     problem : OSError or None
-        Why the file, though not the lines, has ended early.
+        Error of the last write; the next line tries again.
     """
 
     def __init__(self, path: Path | None, step: int):
         before = read(path) if path and step else []
         self.lines = [line for line in before if line.get("step", step + 1) <= step and not line.get("final")]
         self.problem: OSError | None = None
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._waiting: list[bytes] = []
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f".{path.name}.new")
             new.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
             os.replace(new, path)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = path.open("ab", buffering=0)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Write a line. A file that cannot be written any more is no reason to end a training: see `problem`."""
+        """Append a line. An error is kept in `problem`, since a training goes on without it."""
         self.lines.append({name: _plain(value) for name, value in line.items()})
         if self._file is not None:
-            try:
-                self._file.write(json.dumps(self.lines[-1], allow_nan=False) + "\n")
-            except OSError as error:
-                self.problem = error
-                self.close()
+            self._waiting.append(json.dumps(self.lines[-1], allow_nan=False).encode() + b"\n")
+            self._write(self._file)
+
+    def _write(self, file: BinaryIO) -> None:
+        try:
+            while self._waiting:
+                _append(file, self._waiting[0])
+                self._waiting.pop(0)
+            self.problem = None
+        except OSError as error:
+            self.problem = error
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             file, self._file = self._file, None
             try:
@@ -64,9 +74,18 @@ class Metrics:
         path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
 
     def complete(self) -> None:
-        """Raise the `problem`, if there was one."""
+        """Raise the `problem`, if there is one."""
         if self.problem is not None:
             raise self.problem
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    """Append a line or none of it; raise OSError."""
+    about = os.fstat(file.fileno())
+    if file.write(line) != len(line):
+        if stat.S_ISREG(about.st_mode):
+            os.ftruncate(file.fileno(), about.st_size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _plain(value: Any) -> Any:
@@ -74,7 +93,7 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file up to the first that is none; nothing if there is no file."""
+    """Lines of a file up to the first invalid one; empty without a file."""
     lines: list[dict[str, Any]] = []
     if path.is_file():
         for text in path.read_text(encoding="utf-8").splitlines():

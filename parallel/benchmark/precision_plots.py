@@ -1,4 +1,4 @@
-"""Models in few bits as pictures: errors layer by layer, and what widths of their own are worth."""
+"""Pictures of quantised models: errors layer by layer, and loss against bits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from benchlib.plots import NATIVE, OURS, STYLE
-from benchlib.sizes import format_size
-from parallel.ptq.evaluation import Row
+from collectives.benchmark.race_plots import NATIVE, OURS, STYLE
+from collectives.benchmark.size_arguments import format_size
+from parallel.ptq.evaluation import LayerErrorRow
 
 
-class Point(NamedTuple):
-    """A model in few bits, tested.
+class ParetoPoint(NamedTuple):
+    """Score of a quantised model.
 
     Attributes
     ----------
     bits : float
-        Of a weight, scales counted.
+        Per weight, with scales.
     loss : float
     right : float or None
-        The share that is right, where that has a meaning.
+        Share of correct predictions, for classes.
     name : str
     """
 
@@ -38,8 +38,8 @@ class Point(NamedTuple):
 ERRORS = (("weights", "of weights"), ("outputs", "of outputs, the layer alone"), ("arriving", "of outputs, all layers"))
 
 
-def plot_layers(path: str | Path, rows: Sequence[Row], title: str, note: str) -> None:
-    """Relative errors of every layer, and its bytes before and after."""
+def plot_layers(path: str | Path, rows: Sequence[LayerErrorRow], title: str, note: str) -> None:
+    """Draw the relative errors of every layer, and its bytes before and after."""
     with plt.rc_context(STYLE):
         figure, (errors, sizes) = plt.subplots(
             1, 2, figsize=(9.5, 1.9 + 0.42 * len(rows)), sharey=True, layout="constrained", width_ratios=[3, 2]
@@ -69,9 +69,14 @@ def plot_layers(path: str | Path, rows: Sequence[Row], title: str, note: str) ->
 
 
 def plot_pareto(
-    path: str | Path, uniform: Sequence[Point], mixed: Sequence[Point], whole: Point, title: str, note: str
+    path: str | Path,
+    uniform: Sequence[ParetoPoint],
+    mixed: Sequence[ParetoPoint],
+    whole: ParetoPoint,
+    title: str,
+    note: str,
 ) -> None:
-    """Loss, and what is right, against bits: uniform widths as points, the choices of a search as a curve."""
+    """Draw loss and accuracy against bits: uniform widths as points, results of a search as a curve."""
     kinds = ["loss"] + ["right"] * (whole.right is not None)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4.1), layout="constrained", squeeze=False)
@@ -84,7 +89,9 @@ def plot_pareto(
         plt.close(figure)
 
 
-def _pareto(axis: Axes, kind: str, uniform: Sequence[Point], mixed: Sequence[Point], whole: Point) -> None:
+def _pareto(
+    axis: Axes, kind: str, uniform: Sequence[ParetoPoint], mixed: Sequence[ParetoPoint], whole: ParetoPoint
+) -> None:
     scale = 100 if kind == "right" else 1
     axis.axhline(scale * getattr(whole, kind), color=NATIVE, lw=1, ls=":", label="float32")
     points = sorted(mixed)

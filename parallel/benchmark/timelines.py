@@ -1,4 +1,4 @@
-"""Timelines of pipelines: as a picture, to and from traces."""
+"""Timelines of pipelines: pictures, and conversion from and to traces."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel.pipeline.schedule.actions import Action, parse
-from parallel.pipeline.schedule.numeric import Number
 from parallel.pipeline.schedule.activation_memory import peaks, versions
-from parallel.pipeline.schedule.simulator import Event, Timeline
+from parallel.pipeline.schedule.numeric import Number
+from parallel.pipeline.schedule.simulator import PipelineEvent, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,56 +30,55 @@ INK = "#333333"
 WIDTH = 12.0
 
 
-class Band(NamedTuple):
+class TimelineBand(NamedTuple):
     """One timeline of a picture.
 
     Attributes
     ----------
     title : str
-    lines : by stage, its computations
+    lines : computations by stage
     messages : (message, receiving stage)
     unit : str
         Of time.
     """
 
     title: str
-    lines: Sequence[Sequence[Event]]
-    messages: Sequence[tuple[Event, int]] = ()
+    lines: Sequence[Sequence[PipelineEvent]]
+    messages: Sequence[tuple[PipelineEvent, int]] = ()
     unit: str = ""
 
 
-def simulated(timeline: Timeline, title: str) -> Band:
-    """What the simulator says; messages that take no time are left out."""
+def simulated(timeline: Timeline, title: str) -> TimelineBand:
+    """Band of a simulated timeline, without messages that take no time."""
     flying = [event for event in timeline.messages if event.end > event.start]
-    return Band(title, timeline.computed, [(event, timeline.plan.peer(event.action).stage) for event in flying])
+    return TimelineBand(title, timeline.computed, [(event, timeline.plan.peer(event.action).stage) for event in flying])
 
 
-def measured(path: Path, step: int | None = None) -> Band:
-    """A step of a run, out of its trace: whatever there is named like an action, such as ``2F0``.
+def measured(path: Path, step: int | None = None) -> TimelineBand:
+    """Band of one step of a run, from its trace: all spans named like an action, such as ``2F0``.
 
     Parameters
     ----------
     path
-        A trace, as scripts/train.py writes it.
+        Trace, as `chorus train --trace` writes it.
     step
-        Which of the steps in the trace; the last one, if not given. Where several ranks are the same stage, the first
-        of them is shown.
+        Index of a step in the trace; default the last. Of several ranks with the same stage the first is taken.
 
     Raises
     ------
     ValueError
-        If it is no trace, or has no such step of a pipeline in it.
+        If the file is no trace, or has no such step of a pipeline.
     """
     try:
         entries = json.loads(path.read_text())["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a trace ({error})") from None
-    threads: dict[int, dict[tuple[int, int], list[Event]]] = defaultdict(lambda: defaultdict(list))
+    threads: dict[int, dict[tuple[int, int], list[PipelineEvent]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
         action = _action(entry.get("name", "")) if entry.get("ph") == "X" else None
         if action is not None:
             start = entry["ts"] / 1e6
-            event = Event(action, start, start + entry["dur"] / 1e6)
+            event = PipelineEvent(action, start, start + entry["dur"] / 1e6)
             threads[action.stage][entry["pid"], entry["tid"]].append(event)
     if not threads:
         raise ValueError(f"{path}: nothing in this trace is named like an action of a pipeline, such as 2F0")
@@ -90,10 +89,10 @@ def measured(path: Path, step: int | None = None) -> Band:
         raise ValueError(f"{path}: expected one of the {steps} steps in this trace, found {chosen}")
     lines = [_step(line, chosen) for line in lines]
     zero = min(event.start for line in lines for event in line)
-    shifted = [[Event(action, start - zero, end - zero) for action, start, end in line] for line in lines]
+    shifted = [[PipelineEvent(action, start - zero, end - zero) for action, start, end in line] for line in lines]
     end, busy = _extent(shifted)
     idle = 1 - busy / (end * len(shifted))
-    return Band(f"measured: {end * 1e3:.3g} ms, idle {idle:.1%}", shifted, (), "s")
+    return TimelineBand(f"measured: {end * 1e3:.3g} ms, idle {idle:.1%}", shifted, (), "s")
 
 
 def _action(name: str) -> Action | None:
@@ -104,8 +103,8 @@ def _action(name: str) -> Action | None:
     return action if action.kind in NAMES else None
 
 
-def _step(line: Sequence[Event], step: int) -> list[Event]:
-    """Of every action the time that it was done in that step."""
+def _step(line: Sequence[PipelineEvent], step: int) -> list[PipelineEvent]:
+    """The event of every action in one step."""
     seen: Counter[Action] = Counter()
     chosen = []
     for event in line:
@@ -115,14 +114,14 @@ def _step(line: Sequence[Event], step: int) -> list[Event]:
     return chosen
 
 
-def _extent(lines: Sequence[Sequence[Event]]) -> tuple[float, float]:
-    """When the last one ends, and the time that all are busy."""
+def _extent(lines: Sequence[Sequence[PipelineEvent]]) -> tuple[float, float]:
+    """End of the last event, and busy time of all stages."""
     events = [event for line in lines for event in line]
     return max((float(event.end) for event in events), default=1.0), sum(float(e.end - e.start) for e in events)
 
 
-def picture(path: Path, bands: Sequence[Band]) -> None:
-    """Draw timelines below each other: stages as rows, time from left to right, to one scale for each unit."""
+def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
+    """Draw timelines below each other: a row per stage, one time scale per unit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -152,7 +151,7 @@ def _colour(kind: str, chunk: int) -> str:
     return shades[chunk % len(shades)]
 
 
-def _band(axis: Axes, band: Band, end: float) -> None:
+def _band(axis: Axes, band: TimelineBand, end: float) -> None:
     for stage, line in enumerate(band.lines):
         spans = [(float(event.start), float(event.end - event.start)) for event in line]
         colours = [_colour(event.action.kind, event.action.chunk) for event in line]
@@ -175,8 +174,8 @@ def _band(axis: Axes, band: Band, end: float) -> None:
         axis.set_xlabel(band.unit, fontsize=8)
 
 
-def _label(axis: Axes, event: Event, stage: int, end: float) -> None:
-    """The micro-batch, if there is room for it."""
+def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
+    """Write the micro-batch, if there is room."""
     text = str(event.action.microbatch)
     share = float(event.end - event.start) / end * (WIDTH - 1)
     if share > 0.075 * len(text):
@@ -186,17 +185,17 @@ def _label(axis: Axes, event: Event, stage: int, end: float) -> None:
 
 
 def entries(timeline: Timeline, second: Number) -> list[dict[str, Any]]:
-    """A timeline as a trace: a thread for every stage's computations, and as many more as messages fly at once.
+    """A timeline as a trace: a thread for the computations of each stage, and one for each concurrent message.
 
     Parameters
     ----------
     timeline
     second
-        How many units of time there are in a second.
+        Units of time per second.
     """
-    from benchlib import traces
+    from collectives.benchmark import traces
 
-    lanes: list[list[list[Event]]] = [[list(line)] for line in timeline.computed]
+    lanes: list[list[list[PipelineEvent]]] = [[list(line)] for line in timeline.computed]
     for event in sorted(timeline.messages, key=lambda event: event.start):
         if event.end == event.start:
             continue
@@ -218,7 +217,7 @@ def entries(timeline: Timeline, second: Number) -> list[dict[str, Any]]:
 
 
 def summary(timeline: Timeline) -> str:
-    """What there is to say of a simulated step, in a line."""
+    """Costs of a simulated step in one line."""
     plan, bubble = timeline.plan, timeline.bubble
     chunks = plan.placement.chunks
     kept = ", ".join(map(str, peaks(plan)))

@@ -1,8 +1,4 @@
-"""The same model out of PyTorch's parts, trained by its DistributedDataParallel over gloo: whom our training races.
-
-As PyTorch is best used on a CPU: fused attention and AdamW, gradients that are views of the buckets and set to None
-between steps, communication under the backward.
-"""
+"""PyTorch side of a comparison: the same model, trained by DistributedDataParallel over gloo."""
 
 from __future__ import annotations
 
@@ -25,8 +21,8 @@ from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.norm import LayerNorm
 from parallel.nn.operator import Operator, Parameter
-from parallel.optim.optimizers import AdamW
 from parallel.optim.lr_schedules import rate_at
+from parallel.optim.optimizers import AdamW
 
 Array = np.ndarray
 
@@ -74,24 +70,24 @@ class _Unembedding(nn.Module):
         return F.linear(x, self.weight)
 
 
-class Twin:
-    """A module that computes what one of our models does, and which of its parameters is which of ours.
+class TorchModel:
+    """PyTorch module that computes the same as a model of `parallel.nn`, with the pairs of parameters.
 
     Parameters
     ----------
     model : Operator
-        Whose parameters have values.
+        With initialised parameters.
 
     Attributes
     ----------
     module : torch.nn.Module
     pairs : list of (Parameter, torch.nn.Parameter, bool)
-        The bool: whether the second is the first's transpose, as PyTorch keeps the weights of linear maps.
+        True if the second is the transpose of the first (PyTorch's linear maps).
 
     Raises
     ------
     TypeError
-        If the model has an operator that has no counterpart here.
+        If an operator has no counterpart here.
     """
 
     def __init__(self, model: Operator):
@@ -107,7 +103,7 @@ class Twin:
         return COUNTERPARTS[type(operator)](self, operator)
 
     def _same(self, parameter: Parameter, transposed: bool = False) -> nn.Parameter:
-        """PyTorch's parameter with the values of ours; one for one."""
+        """PyTorch parameter with the values of one of `parallel.nn`."""
         if id(parameter) not in self._made:
             values = np.array(parameter.data.T if transposed else parameter.data, order="C")
             self._made[id(parameter)] = nn.Parameter(torch.from_numpy(values))
@@ -138,12 +134,12 @@ class Twin:
         return module
 
 
-COUNTERPARTS: dict[type, Callable[[Twin, Any], nn.Module]] = {
-    Sequential: Twin.sequential,
-    Residual: Twin.residual,
-    Linear: Twin.linear,
-    LayerNorm: Twin.layer_norm,
-    Embedding: Twin.embedding,
+COUNTERPARTS: dict[type, Callable[[TorchModel, Any], nn.Module]] = {
+    Sequential: TorchModel.sequential,
+    Residual: TorchModel.residual,
+    Linear: TorchModel.linear,
+    LayerNorm: TorchModel.layer_norm,
+    Embedding: TorchModel.embedding,
     PositionEmbedding: lambda twin, operator: _Positions(twin._same(operator.weight)),
     Unembedding: lambda twin, operator: _Unembedding(twin._same(operator.weight)),
     CausalAttention: lambda twin, operator: _Attention(operator.heads),
@@ -153,27 +149,27 @@ COUNTERPARTS: dict[type, Callable[[Twin, Any], nn.Module]] = {
 }
 
 
-class Peer:
-    """A model in training by PyTorch. Making one and all that it does is collective.
+class TorchTraining:
+    """Training by PyTorch. The constructor and all methods are collective.
 
     Parameters
     ----------
     model : Operator
-        Of ours, with values, the same on all ranks; they are copied.
+        With the same values on all ranks; they are copied.
     optimizer : AdamW
-        Of ours: the same settings are taken, the rate as it is at the first step.
+        Its settings are copied; the rate is that of the first step.
     comm : Intracomm
-        Over which the ranks find each other; gradients go over gloo.
+        Exchanges addresses; gradients go over gloo.
     threads : int
         Of PyTorch, in this process.
     bucket_mb : float
-        Megabytes of gradients that travel together.
+        Megabytes of a bucket of gradients.
     """
 
     def __init__(self, model: Operator, optimizer: AdamW, comm: MPI.Intracomm, threads: int, bucket_mb: float = 25):
         torch.set_num_threads(threads)
         _meet(comm)
-        self.twin = Twin(model)
+        self.twin = TorchModel(model)
         self.module = nn.parallel.DistributedDataParallel(
             self.twin.module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
         )
@@ -200,13 +196,13 @@ class Peer:
         return loss
 
     def step(self, x: Array, y: Array) -> float:
-        """One update; the mean loss of this rank's samples."""
+        """One update; returns the mean loss of this rank's samples."""
         loss = self._backward(x, y)
         self.optimizer.step()
         return float(loss.item())
 
     def gradients(self, x: Array, y: Array) -> dict[str, Array]:
-        """The gradient of the mean loss over all ranks, by the names of our parameters, without an update."""
+        """Gradient of the mean loss over all ranks, by the names of the Chorus parameters, without an update."""
         self._backward(x, y)
         found = {}
         for ours, theirs, transposed in self.twin.pairs:
@@ -215,12 +211,12 @@ class Peer:
         return found
 
     def close(self) -> None:
-        """Part from the other ranks."""
+        """Leave the process group."""
         dist.destroy_process_group()
 
 
 def _meet(comm: MPI.Intracomm) -> None:
-    """Let PyTorch's ranks be those of the communicator."""
+    """Initialise gloo with the communicator's ranks."""
     rank, size = comm.Get_rank(), comm.Get_size()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     alone = bool(comm.allreduce(node.Get_size() == size, MPI.LAND))

@@ -1,4 +1,4 @@
-"""What programs that train have in common: the bar, lines of metrics, scores in words, and a trace of some steps."""
+"""Output of training programs: texts of scores and speed, exit status, and a trace of some steps."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from typing import Any
 
 from mpi4py import MPI
 
-from benchlib import launch, traces
 from collectives import Communicator
-from parallel.runtime.signals import Interrupt
-from parallel.runtime.throughput import Speed
-from parallel.runtime.profiler import Event
+from collectives.benchmark import traces
+from collectives.cli import launcher
 from parallel.runtime.collective_errors import together
-from parallel.trainer.trainer import Score, Training
+from parallel.runtime.profiler import ProfilerEvent
+from parallel.runtime.signals import InterruptFlag
+from parallel.runtime.throughput import Throughput
+from parallel.trainer.trainer import EvalScore, Training
 
 
-class Unwritten(RuntimeError):
+class OutputError(RuntimeError):
     """A file of results could not be written. Raised on all ranks."""
 
 
 REFRESH = 0.2
-"""Seconds between two looks at the bar."""
+"""Seconds between two updates of the progress bar."""
 
 
-def status(comm: MPI.Intracomm, interrupt: Interrupt) -> int:
-    """The customary exit status of a program that a signal has ended, the same on all ranks. Collective."""
+def status(comm: MPI.Intracomm, interrupt: InterruptFlag) -> int:
+    """Exit status after a signal, 128 + its number on all ranks; 0 without one. Collective."""
     number = int(comm.allreduce(interrupt.number, MPI.MAX))
     return 128 + number if number else 0
 
 
 def tokens(training: Training) -> int:
-    """How many targets a sample has, if these are bytes; else 1."""
+    """Targets per sample: the length of a sequence of bytes, else 1."""
     return training.settings.length if training.task.kind == "bytes" else 1
 
 
 def unit(training: Training) -> str:
-    """What is counted by the second."""
+    """Name of the items that throughput counts."""
     return "tokens" if training.task.kind == "bytes" else "samples"
 
 
@@ -53,20 +54,20 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def speed_in_words(training: Training, speed: Speed) -> str:
-    """Throughput, MFU and communication."""
+def speed_in_words(training: Training, speed: Throughput) -> str:
+    """Throughput, MFU and share of communication, as text."""
     words = f"{short(speed.samples_per_s * tokens(training))} {unit(training)}/s"
     words += "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     return f"{words}, communication {speed.communication_share:.0%}"
 
 
 def loss_in_words(training: Training, loss: float) -> str:
-    """In bits per byte, where bytes are predicted."""
+    """Loss as text, in bits per byte for text."""
     return f"{loss / 0.6931471805599453:.3f} bits/byte" if training.task.kind == "bytes" else f"loss {loss:.4f}"
 
 
-def score_in_words(score: Score) -> str:
-    """The test, in the measure that counts."""
+def score_in_words(score: EvalScore) -> str:
+    """Test score as text."""
     if math.isnan(score.loss):
         return "no samples to test"
     if score.bits_per_byte is not None:
@@ -77,17 +78,17 @@ def score_in_words(score: Score) -> str:
 
 
 def title_of(training: Training) -> str:
-    """What the picture shows."""
+    """Title of a picture."""
     said = training.settings
     return f"{said.model} on {training.task.name}: {said.layout}, {said.precision}, {said.optimizer}"
 
 
 LANES = ("", " under way")
-"""What a rank does, and which exchanges are under way meanwhile."""
+"""Threads of a rank in a trace: its work, and exchanges in flight."""
 
 
-def write_trace(path: Path, comm: Communicator, events: list[Event], ahead: float, **about: Any) -> None:
-    """Write the events of all ranks; `ahead` is how far this rank's clock is. Collective; raises Unwritten."""
+def write_trace(path: Path, comm: Communicator, events: list[ProfilerEvent], ahead: float, **about: Any) -> None:
+    """Write the events of all ranks; `ahead` is the offset of this rank's clock in seconds. Collective."""
     rank, nodes = comm.Get_rank(), comm.nodes or (0,) * comm.Get_size()
     start = comm.allreduce(min((event.start for event in events), default=float("inf")) - ahead, MPI.MIN)
     mine = []
@@ -101,5 +102,5 @@ def write_trace(path: Path, comm: Communicator, events: list[Event], ahead: floa
         path.parent.mkdir(parents=True, exist_ok=True)
         traces.write(path, [*traces.names(nodes, LANES), *(entry for some in everyone for entry in some)], **about)
 
-    together(comm, write, f"{path} was not written", Unwritten, root=0)
-    launch.say(f"{path} written; ui.perfetto.dev opens it")
+    together(comm, write, f"{path} was not written", OutputError, root=0)
+    launcher.say(f"{path} written; ui.perfetto.dev opens it")

@@ -1,26 +1,23 @@
-"""What the races of trainings have in common: which model on which data, the batches of every step, medians, a file."""
+"""Workload of a benchmark of trainings: options, data, and the batches of every step."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchlib import launch
 from collectives import Communicator
+from collectives.cli import launcher
+from parallel.data.datasets import LearningTask, load
 from parallel.data.sampler import Batch, Sampler
-from parallel.data.datasets import Task, load
 
 DATA = {"gpt": "pydoc", "mlp": "digits"}
-COUNT = launch.at_least(1, int)
+COUNT = launcher.at_least(1, int)
 
 
 def add_options(parser: argparse.ArgumentParser, model: str) -> None:
-    """The options that say what is trained; `model` is the default."""
+    """Add the options of the workload; `model` is the default."""
     add = parser.add_argument
     add("--model", default=model, metavar="NAME[:SIZE]", help=f"gpt or mlp, with a size (default {model})")
     add("--data", metavar="NAME|FILE", help="what train.py understands (default pydoc for gpt, digits for mlp)")
@@ -32,23 +29,23 @@ def add_options(parser: argparse.ArgumentParser, model: str) -> None:
 
 
 def settle(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Give the model its data, or end with an error."""
+    """Set the data of the model, or end with an error."""
     family = options.model.partition(":")[0]
     if family not in DATA:
         parser.error(f"argument --model: expected one of {', '.join(DATA)}, found {options.model!r}")
     options.data = options.data or DATA[family]
 
 
-def task_of(options: argparse.Namespace) -> Task:
-    """The data; raises ValueError if there is nothing in it that these models learn."""
+def task_of(options: argparse.Namespace) -> LearningTask:
+    """The data; ValueError if it has no classes or bytes."""
     task = load(options.data, seed=options.seed, length=options.length)
     if task.kind == "values":
         raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
     return task
 
 
-def batches(task: Task, options: argparse.Namespace, comm: Communicator) -> Iterator[Batch]:
-    """This rank's micro-batch of each step: full ones only, so that every step is the same work."""
+def batches(task: LearningTask, options: argparse.Namespace, comm: Communicator) -> Iterator[Batch]:
+    """This rank's micro-batch of each step. All are full, so that every step is the same work."""
     rank, size = comm.Get_rank(), comm.Get_size()
     together = size * options.micro_batch
     if len(task.train) < together:
@@ -59,18 +56,6 @@ def batches(task: Task, options: argparse.Namespace, comm: Communicator) -> Iter
             yield next(step.batches(task.train, [rank]))
 
 
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """The median and the quartiles."""
-    return dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist(), strict=True))
-
-
 def plain(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as a file of results has them."""
+    """The options as JSON values."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-
-
-def write(path: Path | None, report: dict[str, Any]) -> None:
-    """Write all results, if asked for."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")

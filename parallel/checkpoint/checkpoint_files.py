@@ -1,4 +1,4 @@
-"""Checkpoints without a layout: whole tensors by name, whoever held which part of them, and whoever will.
+"""Checkpoints without a layout: whole tensors by name, for any number of ranks and any sharding.
 
 A checkpoint is a folder:
 
@@ -7,21 +7,22 @@ A checkpoint is a folder:
         model.safetensors.index.json               in which file each of them is
         optimizer-00001-of-00002.safetensors  ...  the optimiser's state, ``m/<parameter>`` and so on
         optimizer.safetensors.index.json
-        feedback-...                               what compressing gradients still owes, where they are compressed
+        feedback-...                               residuals of gradient compression
         state.json                                 all that is no tensor; size and SHA-256 of every other file
 
 All ranks write it, each its own share of whole tensors, which it gathers one at a time, into a folder with another
-name. When everything is on the disk, rank 0 renames that folder. So whatever has the name of a checkpoint is a whole
-one, and a crash leaves at most a folder that begins with a dot, which the next checkpoint clears away.
+name. When everything is on the disk, rank 0 renames that folder. So a folder with the name of a checkpoint is
+complete, and a crash leaves at most a folder that begins with a dot, which the next checkpoint clears away
+(`parallel.checkpoint.step_folders`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,42 +33,60 @@ import numpy as np
 from array_api_compat import array_namespace
 from mpi4py import MPI
 
+from parallel.checkpoint.safetensors_writer import SafetensorsReader, SafetensorsWriter, TensorEntry, digest_of
+from parallel.checkpoint.step_folders import (
+    FAMILIES,
+    FILE,
+    FORMAT,
+    STATE,
+    CheckpointError,
+    NotRemoved,
+    all_in,
+    clear_unfinished,
+    name_of,
+    remove_old,
+    step_of,
+    unfinished,
+)
+from parallel.runtime.collective_errors import agree, together
 from parallel.runtime.validation import whole
 from parallel.runtime.vector_memory import to_host
-from parallel.checkpoint.safetensors_writer import Entry, Reader, Writer, digest_of
-from parallel.runtime.collective_errors import agree, together
 
-FORMAT = "chorus checkpoint 1"
-FAMILIES = ("model", "optimizer", "feedback")
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "NotRemoved",
+    "TensorSliceLike",
+    "all_in",
+    "latest",
+    "name_of",
+    "plan",
+    "save",
+    "step_of",
+    "tensors_in",
+]
+
 OPTIONAL = "feedback"
-"""Tensors that a training may do without: it then starts as if new, and leaves alone what it has no use for."""
-STATE = "state.json"
-NAME = re.compile(r"step-(\d{9,})")
-FILE = re.compile(rf"({'|'.join(FAMILIES)})(-\d{{5,}}-of-\d{{5,}}\.safetensors|\.safetensors\.index\.json)")
+"""Family of tensors that a training may lack, or ignore."""
 KINDS = {"step": int, "facts": dict, "files": dict}
-"""What must be in it besides the format and its checksum."""
-PARTIAL = ".partial"
+"""Required fields of the state file, besides the format and its checksum."""
 TAG = 1
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be used. Raised on all ranks."""
-
-
-class Stretch(Protocol):
-    """Elements of a logical tensor in this rank's memory: what `parallel.engine.data_parallel_engine.Engine.stretches` gives."""
+class TensorSliceLike(Protocol):
+    """Elements of a logical tensor in this rank's memory, as `Engine.stretches` yields them."""
 
     @property
     def name(self) -> str:
-        """Of the tensor: ``model/...`` or ``optimizer/...``."""
+        """Tensor name: ``model/...`` or ``optimizer/...``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
 
     @property
     def start(self) -> int:
-        """Where in the flattened tensor the stretch begins."""
+        """First element in the flattened tensor."""
 
     @property
     def array(self) -> Any:
@@ -75,29 +94,10 @@ class Stretch(Protocol):
 
     @property
     def mine(self) -> bool:
-        """Whether this rank writes it."""
+        """True if this rank writes it."""
 
 
 # ---------------------------------------------------------------------------------------------- by name
-
-
-def name_of(step: int) -> str:
-    """What the checkpoint after so many steps is called."""
-    return f"step-{step:09d}"
-
-
-def step_of(path: Path) -> int:
-    """How many steps were made when a checkpoint was written, by its name."""
-    match = NAME.fullmatch(path.name)
-    if match is None:
-        raise CheckpointError(f"{path}: a checkpoint is called {name_of(0)} or the like")
-    return int(match[1])
-
-
-def all_in(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, oldest first."""
-    found = [path for path in directory.iterdir() if NAME.fullmatch(path.name)] if directory.is_dir() else []
-    return sorted(found, key=step_of)
 
 
 def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
@@ -109,8 +109,8 @@ def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-class Part(NamedTuple):
-    """Elements of a tensor that a rank brings."""
+class SlicePart(NamedTuple):
+    """Elements of a tensor that a rank contributes."""
 
     rank: int
     start: int
@@ -118,12 +118,12 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A tensor, who brings what of it, and which rank writes it."""
+class CheckpointPlan:
+    """A tensor, the ranks that hold its elements, and the rank that writes it."""
 
     name: str
-    entry: Entry
-    parts: tuple[Part, ...]
+    entry: TensorEntry
+    parts: tuple[SlicePart, ...]
     writer: int
 
 
@@ -131,7 +131,7 @@ def save(
     comm: MPI.Intracomm,
     directory: Path,
     step: int,
-    stretches: Iterable[Stretch],
+    stretches: Iterable[TensorSliceLike],
     facts: Mapping[str, Any],
     *,
     keep: int = 3,
@@ -161,17 +161,17 @@ def save(
     Raises
     ------
     CheckpointError
-        On all ranks, if any of them cannot do its part; those that were there still are.
+        On all ranks, if any of them cannot do its part; those that were there still are. `NotRemoved`, if the new one
+        is there as well.
     """
     if keep < 1:
         raise ValueError(f"keep: expected 1 or more, found {keep}")
     held = [stretch for stretch in stretches if stretch.mine and len(stretch.array)]
     target = directory / name_of(step)
-    folder = directory / f".{target.name}{PARTIAL}"
     trouble = f"checkpoint {target} was not written"
 
-    try:
-        together(comm, lambda: _begin(target, folder), trouble, CheckpointError, 0)
+    with contextlib.ExitStack() as stack:
+        folder = together(comm, lambda: _begin(target, stack), trouble, CheckpointError, 0)
         together(comm, lambda: _see(folder), trouble, CheckpointError)
         tensors = plan(comm, held)
         files: dict[str, list[Any]] = {}
@@ -180,32 +180,28 @@ def save(
             agree(comm, problem, trouble, CheckpointError)
             files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
         together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
-    except CheckpointError:
-        if comm.Get_rank() == 0:  # a full disk should have the room again
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
     trouble = f"{target} is there, but older ones cannot be removed"
-    together(comm, lambda: _clear(directory, keep), trouble, CheckpointError, 0)
+    together(comm, lambda: remove_old(directory, keep), trouble, NotRemoved, 0)
     return target
 
 
-def plan(comm: MPI.Intracomm, held: Sequence[Stretch]) -> dict[str, list[Planned]]:
-    """Who writes which tensor: by family, the same on all ranks, and about as many bytes for each. Collective.
+def plan(comm: MPI.Intracomm, held: Sequence[TensorSliceLike]) -> dict[str, list[CheckpointPlan]]:
+    """Assign tensors to writing ranks, by family and with about equal bytes for each rank. Collective.
 
     Raises
     ------
     CheckpointError
         If ranks do not agree on a tensor, or some of its elements are nobody's.
     """
-    parts: dict[str, list[Part]] = {}
-    entries: dict[str, Entry] = {}
+    parts: dict[str, list[SlicePart]] = {}
+    entries: dict[str, TensorEntry] = {}
     mine = [(one.name, tuple(one.shape), np.dtype(one.array.dtype).str, one.start, len(one.array)) for one in held]
     for rank, some in enumerate(comm.allgather(mine)):
         for name, shape, dtype, start, size in some:
-            parts.setdefault(name, []).append(Part(rank, start, size))
-            if entries.setdefault(name, Entry(shape, np.dtype(dtype))) != Entry(shape, np.dtype(dtype)):
+            parts.setdefault(name, []).append(SlicePart(rank, start, size))
+            if entries.setdefault(name, TensorEntry(shape, np.dtype(dtype))) != TensorEntry(shape, np.dtype(dtype)):
                 raise CheckpointError(f"{name}: rank {rank} has {dtype} {shape}, another rank {entries[name]}")
-    families: dict[str, list[Planned]] = {family: [] for family in FAMILIES}
+    families: dict[str, list[CheckpointPlan]] = {family: [] for family in FAMILIES}
     load = [0] * comm.Get_size()
     for name in sorted(entries, key=_natural):
         pieces, end = sorted(parts[name], key=lambda part: part.start), 0
@@ -217,23 +213,20 @@ def plan(comm: MPI.Intracomm, held: Sequence[Stretch]) -> dict[str, list[Planned
             raise CheckpointError(f"{name}: elements from {end} on are on no rank")
         writer = load.index(min(load))
         load[writer] += entries[name].nbytes
-        families[name.partition("/")[0]].append(Planned(name, entries[name], tuple(pieces), writer))
+        families[name.partition("/")[0]].append(CheckpointPlan(name, entries[name], tuple(pieces), writer))
     return {family: some for family, some in families.items() if some or family != OPTIONAL}
 
 
 def _natural(name: str) -> list[Any]:
-    """So that 10 comes after 9."""
+    """Sort key that puts 10 after 9."""
     return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
 
 
-def _begin(target: Path, folder: Path) -> None:
-    """Make an empty folder under another name; what crashes have left goes."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        raise FileExistsError(f"{target} exists")
-    for left in target.parent.glob(f".*{PARTIAL}"):
-        shutil.rmtree(left)
-    folder.mkdir()
+def _begin(target: Path, stack: contextlib.ExitStack) -> Path:
+    """Make an empty folder under a temporary name, and remove those of crashed runs."""
+    folder = stack.enter_context(unfinished(target))
+    clear_unfinished(target.parent)
+    return folder
 
 
 def _see(folder: Path) -> None:
@@ -241,8 +234,8 @@ def _see(folder: Path) -> None:
         raise FileNotFoundError(f"{folder} is not there, which rank 0 has made: all ranks must share the directory")
 
 
-def _file_names(family: str, tensors: Sequence[Planned]) -> dict[int, str]:
-    """Of each rank that writes one."""
+def _file_names(family: str, tensors: Sequence[CheckpointPlan]) -> dict[int, str]:
+    """File name of each rank that writes one."""
     writers = sorted({tensor.writer for tensor in tensors})
     count = len(writers)
     return {writer: f"{family}-{at:05d}-of-{count:05d}.safetensors" for at, writer in enumerate(writers, 1)}
@@ -254,7 +247,7 @@ def _inner(name: str) -> str:
 
 
 def _write(
-    comm: MPI.Intracomm, folder: Path, family: str, tensors: Sequence[Planned], held: Sequence[Stretch]
+    comm: MPI.Intracomm, folder: Path, family: str, tensors: Sequence[CheckpointPlan], held: Sequence[TensorSliceLike]
 ) -> tuple[dict[str, list[Any]], Exception | None]:
     """Gather this rank's tensors one after another and write them: {file: (bytes, SHA-256)}, and what went wrong.
 
@@ -266,7 +259,7 @@ def _write(
     if rank in names:
         entries = {_inner(tensor.name): tensor.entry for tensor in tensors if tensor.writer == rank}
         try:
-            writer = Writer(folder / names[rank], entries)
+            writer = SafetensorsWriter(folder / names[rank], entries)
         except OSError as error:
             problem = error
     for tensor in tensors:
@@ -300,11 +293,11 @@ def _finish(
     folder: Path,
     target: Path,
     step: int,
-    tensors: Mapping[str, Sequence[Planned]],
+    tensors: Mapping[str, Sequence[CheckpointPlan]],
     files: dict[str, list[Any]],
     facts: Mapping[str, Any],
 ) -> None:
-    """What is no tensor, and the name. After the rename the checkpoint is there."""
+    """Write indices and the state file, and rename the folder: then the checkpoint exists."""
     for family, some in tensors.items():
         names = _file_names(family, some)
         index = {
@@ -323,7 +316,7 @@ def _finish(
 
 
 def _seal(state: Mapping[str, Any]) -> str:
-    """A checksum of all of state.json but itself."""
+    """Checksum of state.json without the checksum."""
     rest = {name: value for name, value in state.items() if name != "sha256"}
     return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -336,20 +329,12 @@ def _put(path: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Let names in a folder be on the disk."""
+    """Flush a folder's names to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _clear(directory: Path, keep: int) -> None:
-    """Remove all but the newest; each loses its name before its files."""
-    for old in all_in(directory)[:-keep]:
-        hidden = old.with_name(f".{old.name}{PARTIAL}")
-        old.rename(hidden)
-        shutil.rmtree(hidden)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -393,14 +378,14 @@ class Checkpoint:
             trouble,
             CheckpointError,
         )
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._file_of: dict[str, str] = {}
         for file, entries in sorted(item for some in comm.allgather(found) for item in some.items()):
             family = file.partition("-")[0]
             self.entries |= {f"{family}/{name}": entry for name, entry in entries.items()}
             self._file_of |= {f"{family}/{name}": file for name in entries}
 
-    def fit(self, stretches: Iterable[Stretch]) -> None:
+    def fit(self, stretches: Iterable[TensorSliceLike]) -> None:
         """See whether it holds exactly the tensors that these are stretches of. Collective.
 
         Raises
@@ -408,10 +393,10 @@ class Checkpoint:
         CheckpointError
             On all ranks; it names tensors that differ.
         """
-        wanted: dict[str, Entry] = {}
+        wanted: dict[str, TensorEntry] = {}
         for stretch in stretches:
             if len(stretch.array):
-                wanted[stretch.name] = Entry(tuple(stretch.shape), np.dtype(stretch.array.dtype))
+                wanted[stretch.name] = TensorEntry(tuple(stretch.shape), np.dtype(stretch.array.dtype))
         for others in self._comm.allgather(wanted):
             wanted |= others
         told = []
@@ -423,7 +408,7 @@ class Checkpoint:
             more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
             raise CheckpointError(f"{self.path} is of another model or optimiser: {'; '.join(told[:3])}{more}")
 
-    def restore(self, stretches: Iterable[Stretch]) -> None:
+    def restore(self, stretches: Iterable[TensorSliceLike]) -> None:
         """Copy what it holds into the stretches, once it is known to `fit` all ranks. Collective.
 
         Stretches of the family `OPTIONAL` that it does not hold stay as they are.
@@ -435,37 +420,37 @@ class Checkpoint:
         together(self._comm, lambda: self._copy(stretches), f"{self.path} can no longer be read", CheckpointError)
 
     def tensor(self, name: str) -> np.ndarray:
-        """All of a tensor of `entries`, on the rank that asks."""
+        """A whole tensor of `entries`, on the calling rank."""
         entry = self.entries[name]
-        values = Reader(self.path / self._file_of[name]).read(_inner(name), 0, math.prod(entry.shape))
+        values = SafetensorsReader(self.path / self._file_of[name]).read(_inner(name), 0, math.prod(entry.shape))
         return values.reshape(entry.shape)
 
-    def _copy(self, stretches: Iterable[Stretch]) -> None:
-        readers: dict[str, Reader] = {}
+    def _copy(self, stretches: Iterable[TensorSliceLike]) -> None:
+        readers: dict[str, SafetensorsReader] = {}
         for stretch in stretches:
             size = len(stretch.array)
             if size and stretch.name in self._file_of:
                 file = self._file_of[stretch.name]
-                reader = readers.get(file) or readers.setdefault(file, Reader(self.path / file))
+                reader = readers.get(file) or readers.setdefault(file, SafetensorsReader(self.path / file))
                 values = reader.read(_inner(stretch.name), stretch.start, size)
                 stretch.array[...] = array_namespace(stretch.array).asarray(values)
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """All tensors of a checkpoint by name, in their order, one at a time; as they are, unchecked."""
-    readers = [(file.name.partition("-")[0], Reader(file)) for file in path.glob("*.safetensors")]
+    readers = [(file.name.partition("-")[0], SafetensorsReader(file)) for file in path.glob("*.safetensors")]
     everything = {f"{family}/{name}": reader for family, reader in readers for name in reader.entries}
     for name in sorted(everything, key=_natural):
         entry = everything[name].entries[_inner(name)]
         yield name, everything[name].read(_inner(name), 0, math.prod(entry.shape)).reshape(entry.shape)
 
 
-def _described(entry: Entry | None) -> str:
+def _described(entry: TensorEntry | None) -> str:
     return "missing" if entry is None else f"{entry.dtype} of shape {entry.shape}"
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """What state.json says, if it is one."""
+    """Validated contents of state.json."""
     if not path.is_dir():
         raise ValueError("there is no such folder")
     if not (path / STATE).is_file():
@@ -490,8 +475,8 @@ def _state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _verified(path: Path, size: int, digest: str) -> dict[str, Entry]:
-    """The tensors in a file, if it is as it was written."""
+def _verified(path: Path, size: int, digest: str) -> dict[str, TensorEntry]:
+    """Tensors of a file whose size and checksum are verified."""
     if not path.is_file():
         raise ValueError(f"{path.name} is missing")
     found = path.stat().st_size
@@ -499,4 +484,4 @@ def _verified(path: Path, size: int, digest: str) -> dict[str, Entry]:
         raise ValueError(f"{path.name} has {found} bytes instead of {size}")
     if digest_of(path) != (size, digest):
         raise ValueError(f"{path.name} is damaged: its checksum is wrong")
-    return Reader(path).entries if path.suffix == ".safetensors" else {}
+    return SafetensorsReader(path).entries if path.suffix == ".safetensors" else {}

@@ -22,8 +22,8 @@ CODES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "
 CODE_OF = {np.dtype(name): code for code, name in CODES.items()}
 
 
-class Entry(NamedTuple):
-    """What a file says of a tensor."""
+class TensorEntry(NamedTuple):
+    """Type, shape and byte range of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Writer:
+class SafetensorsWriter:
     """A new file.
 
     Parameters
@@ -55,14 +55,14 @@ class Writer:
     >>> from safetensors.numpy import load_file
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "a.safetensors")
-    ...     writer = Writer(path, {"x": Entry((2,), np.dtype(np.float32))})
+    ...     writer = SafetensorsWriter(path, {"x": TensorEntry((2,), np.dtype(np.float32))})
     ...     writer.add(np.ones(2, np.float32))
     ...     writer.close()
     ...     load_file(path)
     {'x': array([1., 1.], dtype=float32)}
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry]):
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry]):
         header, place = {}, 0
         for name, entry in entries.items():
             header[name] = {
@@ -112,8 +112,8 @@ def digest_of(path: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-class Reader:
-    """A file that is there, through the `safetensors` package. `entries` says what is in it.
+class SafetensorsReader:
+    """Reader of a file by the `safetensors` package; `entries` lists its tensors.
 
     Raises
     ------
@@ -132,12 +132,12 @@ class Reader:
             self._file = safe_open(path, framework="np")
         except SafetensorError as error:
             raise ValueError(f"{path.name} is no safetensors file: {error}") from error
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         for name in self._file.keys():  # noqa: SIM118 (not a dictionary)
             found = self._file.get_slice(name)
             if found.get_dtype() not in CODES:
                 raise ValueError(f"{path.name}: {name} has elements of type {found.get_dtype()}")
-            self.entries[name] = Entry(tuple(found.get_shape()), np.dtype(CODES[found.get_dtype()]))
+            self.entries[name] = TensorEntry(tuple(found.get_shape()), np.dtype(CODES[found.get_dtype()]))
 
     def read(self, name: str, start: int, size: int) -> np.ndarray:
         """Some elements of a flattened tensor; no more rows than these lie in are read."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from parallel.nn.flat_params import Place, Span
-from parallel.nn.operator import Array
-from parallel.optim.optimizers import Piece
+from parallel.nn.flat_params import ParamSpan, Span
+from parallel.optim.optimizers import OptimizerSpan
+from quant.types import Array
 
 
-class Stretch(NamedTuple):
+class TensorSlice(NamedTuple):
     """Elements of a logical tensor that this rank holds: what checkpoints read and write.
 
     Attributes
@@ -35,7 +35,7 @@ class Stretch(NamedTuple):
     mine: bool
 
 
-def stretches(pieces: Sequence[Piece], mine: Sequence[Span]) -> Iterator[Stretch]:
+def stretches(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iterator[TensorSlice]:
     """All that a rank holds in its pieces; `mine` are the spans that it is to write."""
     for piece in pieces:
         vectors = {"model": piece.weights, **{f"optimizer/{name}": view for name, view in piece.state.items()}}
@@ -44,17 +44,17 @@ def stretches(pieces: Sequence[Piece], mine: Sequence[Span]) -> Iterator[Stretch
                 for start, stop, write in _divided(_common(piece.span, place), mine):
                     array = vector[start - piece.span.start : stop - piece.span.start]
                     name, shape = f"{kind}/{place.parameter.name}", place.parameter.shape
-                    yield Stretch(name, shape, start - place.span.start, array, write)
+                    yield TensorSlice(name, shape, start - place.span.start, array, write)
 
 
-def _common(span: Span, place: Place) -> Span:
-    """The elements of a tensor, without its filling, that lie in a span; of no size if there are none."""
+def _common(span: Span, place: ParamSpan) -> Span:
+    """Elements of a tensor, without padding, that lie in a span; empty if there are none."""
     start = max(span.start, place.span.start)
     return Span(start, max(start, min(span.stop, place.span.start + place.size)))
 
 
 def _divided(span: Span, mine: Sequence[Span]) -> Iterator[tuple[int, int, bool]]:
-    """A span cut where one of `mine` begins or ends: (start, stop, whether it is in one of them)."""
+    """Pieces of a span, cut at the bounds of `mine`: (start, stop, True if in one of them)."""
     cuts = {span.start, span.stop} | {cut for part in mine for cut in part if span.start < cut < span.stop}
     for start, stop in pairwise(sorted(cuts)):
         yield start, stop, any(part.start <= start and stop <= part.stop for part in mine)

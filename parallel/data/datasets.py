@@ -1,6 +1,6 @@
-"""Data sets that need no download, and a user's own files: tasks by name or path.
+"""Built-in data sets without downloads, and users' own files: learning tasks by name or path.
 
-Everything follows from the name, the seed and the files on disk, so all ranks have the same data without a word.
+Data follow from the name, the seed and the files on disk, so all ranks have the same data without communication.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ import numpy as np
 from parallel.data.sampler import Dataset
 
 HELD_OUT = 10
-"""One sample (document, character) in so many is for the test."""
+"""One in so many samples (documents, characters) belongs to the test set."""
 
 
 @dataclass(frozen=True)
-class Arrays:
-    """Samples that lie in two arrays, one sample at each place of the first axis.
+class ArrayDataset:
+    """Samples in two arrays along the first axis.
 
-    Attributes
-    ----------
-    x : array, shape (samples, ...)
-    y : array, shape (samples, ...)
-        Integers are classes, numbers below 0 none; floats are values to be met.
+    `y` has integer classes (negative: none) or float targets.
     """
 
     x: np.ndarray
@@ -40,26 +36,25 @@ class Arrays:
         return len(self.x)
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of some samples."""
+        """Copies of the samples at these indices."""
         return self.x[indices], self.y[indices]
 
-    def flat(self) -> Arrays:
-        """The same samples, each input in one axis."""
-        return Arrays(self.x.reshape(len(self.x), int(np.prod(self.x.shape[1:]))), self.y)
+    def flat(self) -> ArrayDataset:
+        """Same samples, each input flattened."""
+        return ArrayDataset(self.x.reshape(len(self.x), int(np.prod(self.x.shape[1:]))), self.y)
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Windows of a text, to be continued byte by byte: the targets are the inputs one byte later.
+class TokenWindows:
+    """Windows of a byte sequence; targets are the inputs shifted by one byte.
 
     Attributes
     ----------
     text : array of uint8
     length : int
-        Bytes that a model sees at once; a window has one more.
+        Bytes of context; a window has one more.
     stride : int
-        From window to window. `length` (which 0 stands for) cuts the text into parts, so that each byte but the first
-        is a target once an epoch; 1 has a window at every place, which a sampler draws in random order.
+        Distance of windows; 0 stands for `length`, so each byte but the first is a target once per epoch.
     """
 
     text: np.ndarray
@@ -86,20 +81,20 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is to be learned.
+class LearningTask:
+    """Training and test data with their shapes.
 
     Attributes
     ----------
     name : str
     train, test : Dataset
-        No sample is in both.
+        Disjoint.
     kind : {"classes", "bytes", "values"}
-        y holds a class for each sample, the next byte at each place, or float32 values.
+        y holds a class per sample, the next byte at each position, or float32 values.
     inputs : tuple of int
-        Shape of one sample of x: float32, or integers where x goes into an embedding.
+        Shape of a sample of x: float32, or integers for embeddings.
     outputs : int
-        Classes, different bytes, or values of a sample: what a model has to put out (at each place).
+        Classes, distinct bytes, or values per sample: the size of a model's output (per position).
     """
 
     name: str
@@ -110,28 +105,28 @@ class Task:
     outputs: int
 
 
-def digits(seed: int = 0, length: int = 0) -> Task:
-    """Scikit-learn's 1797 handwritten digits: images of 8 x 8 from 0 to 1, ten classes, a fifth for the test."""
+def digits(seed: int = 0, length: int = 0) -> LearningTask:
+    """Scikit-learn's 1797 handwritten digits: 8 x 8 images from 0 to 1, ten classes, a fifth for the test."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError("the digits come with scikit-learn: pip install 'chorus-mpi[train]'") from error
     images, labels = load_digits(return_X_y=True)
     x, y = (images / 16).astype(np.float32).reshape(-1, 8, 8), labels.astype(np.int64)
-    return _classes("digits", *_split(Arrays(x, y), seed, 5))
+    return _classes("digits", *_split(ArrayDataset(x, y), seed, 5))
 
 
-def teacher(seed: int = 0, length: int = 0) -> Task:
-    """Regression: 4 values that a random network of two layers makes of 32 numbers; 4096 samples, 512 for the test."""
+def teacher(seed: int = 0, length: int = 0) -> LearningTask:
+    """Regression on a random two-layer network: 32 inputs, 4 outputs; 4096 samples, 512 for the test."""
     x, values = _teach(seed, 4)
-    whole = Arrays(x, values.astype(np.float32))
-    return Task("teacher", *_cut(whole, 4096), "values", (32,), 4)
+    whole = ArrayDataset(x, values.astype(np.float32))
+    return LearningTask("teacher", *_cut(whole, 4096), "values", (32,), 4)
 
 
-def teacher_classes(seed: int = 0, length: int = 0) -> Task:
-    """The same with 8 outputs, of which the largest is the sample's class."""
+def teacher_classes(seed: int = 0, length: int = 0) -> LearningTask:
+    """Classification by the largest of 8 outputs of a random two-layer network."""
     x, values = _teach(seed, 8)
-    return _classes("teacher_classes", *_cut(Arrays(x, values.argmax(1).astype(np.int64)), 4096), outputs=8)
+    return _classes("teacher_classes", *_cut(ArrayDataset(x, values.argmax(1).astype(np.int64)), 4096), outputs=8)
 
 
 def _teach(seed: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,14 +137,14 @@ def _teach(seed: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 LONGEST = 1 << 12
-"""Of the sequences that are made up: all of them are in memory."""
+"""Largest length of generated sequences, which are all in memory."""
 
 
-def copy(seed: int = 0, length: int = 64) -> Task:
-    """Sequences whose second half is the first again; only there is a target. 4096 of them, 512 to test.
+def copy(seed: int = 0, length: int = 64) -> LearningTask:
+    """Sequences that repeat their first half; targets exist only there. 4096 samples, 512 for the test.
 
-    A sequence has `length` + 1 places: half of `length` random bytes, a zero, the same bytes. y is x one place on, and
-    -1 where nothing can be known.
+    A sequence has `length` + 1 positions: half of `length` random bytes, a zero, the same bytes. y is x shifted by one,
+    and -1 where it cannot be predicted.
     """
     half = length // 2
     if half < 1 or length % 2 or length > LONGEST:
@@ -159,14 +154,14 @@ def copy(seed: int = 0, length: int = 64) -> Task:
     whole = np.concatenate([words, np.zeros_like(words[:, :1]), words], axis=1)
     x, y = whole[:, :-1].copy(), whole[:, 1:].copy()
     y[:, :half] = -1
-    return Task("copy", *_cut(Arrays(x, y), 4096), "bytes", (length,), 256)
+    return LearningTask("copy", *_cut(ArrayDataset(x, y), 4096), "bytes", (length,), 256)
 
 
-def pydoc(seed: int = 0, length: int = 128) -> Task:
-    """The documentation of Python's standard library, byte by byte: docstrings, comments and the reference's topics.
+def pydoc(seed: int = 0, length: int = 128) -> LearningTask:
+    """Documentation of Python's standard library as bytes: docstrings, comments and reference topics.
 
-    Modules and topics that fall to a tenth by a checksum of their names are for the test. A paragraph that several of
-    them have is in the first only, so that none but short phrases is in both texts.
+    A tenth of the modules and topics, by a checksum of their names, is for the test. Repeated paragraphs are kept once,
+    so only short phrases occur in both texts.
     """
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for name, text in library():
@@ -177,10 +172,9 @@ def pydoc(seed: int = 0, length: int = 128) -> Task:
 
 @lru_cache(maxsize=1)
 def library() -> tuple[tuple[str, str], ...]:
-    """(name, text) of every documented module and topic of the standard library, in order of names.
+    """(name, text) of every documented module and topic of the standard library, by name.
 
-    Sources are read, not imported; tests and what is installed besides are left out. Some 3 MB, made in two seconds or
-    so and then kept in memory.
+    Sources are read, not imported, without tests and installed packages. About 3 MB, made in two seconds and cached.
     """
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for path in sorted(root.rglob("*.py")):
@@ -205,10 +199,10 @@ def library() -> tuple[tuple[str, str], ...]:
 
 
 PHRASE = 60
-"""Characters up to which a paragraph may come again and again."""
+"""Longest paragraph in characters that may occur repeatedly."""
 
 OUTSIDE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-"""Folders of the library that are not its own documentation; topics are taken out of `pydoc_data` in another way."""
+"""Folders of the library that are skipped; topics are imported from `pydoc_data`."""
 
 LITERAL = re.compile(
     r'"""(?P<long>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""'
@@ -217,13 +211,13 @@ LITERAL = re.compile(
     r"|#(?P<comment>[^\n]*(?:\n[ \t]*#[^\n]*)*)",
     re.DOTALL,
 )
-"""Whatever in a Python source may hold a quote or a hash: long strings, short strings, runs of comments."""
+"""Parts of a Python source that may contain quotes or hashes: long strings, short strings, runs of comments."""
 
 PREFIX = re.compile(r"\s*[rRuU]?")
 
 
 def documentation(source: str) -> Iterator[str]:
-    """Docstrings and comments of a Python source, without their indentation; those on lines of their own only.
+    """Docstrings and comments of a Python source on lines of their own, without indentation.
 
     >>> list(documentation("# one\\n# two\\nx = '#'  # three\\ndef f():\\n    '''Four.\\n\\n    Five.'''\\n"))
     ['one\\ntwo', 'Four.\\n\\nFive.']
@@ -238,16 +232,11 @@ def documentation(source: str) -> Iterator[str]:
                 yield text
 
 
-def from_npz(path: Path, seed: int = 0, length: int = 0) -> Task:
-    """A user's arrays: `x` and `y` for training; `x_test` and `y_test`, or else a tenth of them is for the test.
+def from_npz(path: Path, seed: int = 0, length: int = 0) -> LearningTask:
+    """Task of a user's arrays `x` and `y`, with `x_test` and `y_test`, or else a tenth for the test.
 
-    Floats are taken as float32, and integers as int64: in x they are for an embedding, and in y, where there is one for
-    each sample, classes.
-
-    Raises
-    ------
-    ValueError
-        If the file is no such archive, or arrays are missing, of unequal lengths, not of numbers, or empty.
+    Floats become float32, integers int64: in x for embeddings, in y classes, one per sample. ValueError if the file is
+    no archive, or arrays are missing, of unequal lengths, not of numbers, or empty.
     """
     held = _arrays(path)
     names = {"x", "y"} | ({"x_test", "y_test"} & set(held) and {"x_test", "y_test"})
@@ -273,7 +262,7 @@ def from_npz(path: Path, seed: int = 0, length: int = 0) -> Task:
                 )
     if whole.y.dtype == np.int64:
         return _classes(path.stem, train, test)
-    return Task(path.stem, train, test, "values", whole.x.shape[1:], int(np.prod(whole.y.shape[1:])))
+    return LearningTask(path.stem, train, test, "values", whole.x.shape[1:], int(np.prod(whole.y.shape[1:])))
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -287,7 +276,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
             raise ValueError(f"{path}: not an archive of plain arrays (.npz): {error}") from error
 
 
-def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> Arrays:
+def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> ArrayDataset:
     for name, array in ((f"x{end}", x), (f"y{end}", y)):
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{path}: {name}: expected real numbers, found {array.dtype}")
@@ -304,35 +293,34 @@ def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> Arrays:
     for name, array in (("x", pair[0]), ("y", pair[1])):
         if not np.isfinite(array).all():
             raise ValueError(f"{path}: {name}{end}: not all values are finite in {array.dtype}")
-    return Arrays(*pair)
+    return ArrayDataset(*pair)
 
 
-def from_text(path: Path, seed: int = 0, length: int = 128) -> Task:
-    """A user's file, byte by byte; its last tenth is for the test."""
+def from_text(path: Path, seed: int = 0, length: int = 128) -> LearningTask:
+    """Task of a user's file as bytes; the last tenth is for the test."""
     text = np.frombuffer(path.read_bytes(), np.uint8)
     cut = len(text) - len(text) // HELD_OUT
     return _text(path.name, text[:cut], text[cut:], length)
 
 
-TASKS: dict[str, Callable[[int, int], Task]] = {
+TASKS: dict[str, Callable[[int, int], LearningTask]] = {
     "digits": digits,
     "pydoc": pydoc,
     "teacher": teacher,
     "teacher_classes": teacher_classes,
     "copy": copy,
 }
-"""By name."""
 
 
-def load(source: str, *, seed: int = 0, length: int = 128) -> Task:
-    """A task by name, or of a user's file: arrays from a path that ends in .npz, text from any other.
+def load(source: str, *, seed: int = 0, length: int = 128) -> LearningTask:
+    """Task by name, or of a file: arrays for paths that end in .npz, else text.
 
     Parameters
     ----------
     source : str
         A key of `TASKS`, or a path.
     seed : int
-        Of the split, and of what is made up.
+        Seed of the split and of generated data.
     length : int
         Places of a sequence, in tasks that have sequences.
     """
@@ -344,27 +332,27 @@ def load(source: str, *, seed: int = 0, length: int = 128) -> Task:
     return (from_npz if path.suffix == ".npz" else from_text)(path, seed, length)
 
 
-def _split(whole: Arrays, seed: int, share: int) -> tuple[Arrays, Arrays]:
-    """A part of 1 / share, drawn at random, for the test; never all."""
+def _split(whole: ArrayDataset, seed: int, share: int) -> tuple[ArrayDataset, ArrayDataset]:
+    """Random split with 1 / share (never all) for the test."""
     order = np.random.default_rng(seed).permutation(len(whole))
     cut = len(whole) - len(whole) // share
-    return Arrays(*whole.take(order[:cut])), Arrays(*whole.take(order[cut:]))
+    return ArrayDataset(*whole.take(order[:cut])), ArrayDataset(*whole.take(order[cut:]))
 
 
-def _cut(whole: Arrays, at: int) -> tuple[Arrays, Arrays]:
-    return Arrays(whole.x[:at], whole.y[:at]), Arrays(whole.x[at:], whole.y[at:])
+def _cut(whole: ArrayDataset, at: int) -> tuple[ArrayDataset, ArrayDataset]:
+    return ArrayDataset(whole.x[:at], whole.y[:at]), ArrayDataset(whole.x[at:], whole.y[at:])
 
 
-def _classes(name: str, train: Arrays, test: Arrays, outputs: int = 0) -> Task:
+def _classes(name: str, train: ArrayDataset, test: ArrayDataset, outputs: int = 0) -> LearningTask:
     outputs = max([outputs, *(int(part.y.max()) + 1 for part in (train, test) if len(part))])
-    return Task(name, train, test, "classes", train.x.shape[1:], outputs)
+    return LearningTask(name, train, test, "classes", train.x.shape[1:], outputs)
 
 
-def _text(name: str, train: np.ndarray, test: np.ndarray, length: int) -> Task:
-    parts = Windows(train, length), Windows(test, length)
+def _text(name: str, train: np.ndarray, test: np.ndarray, length: int) -> LearningTask:
+    parts = TokenWindows(train, length), TokenWindows(test, length)
     if not len(parts[0]):
         raise ValueError(
             f"{name}: {len(train)} bytes for training are too few for one window of {length} + 1; "
             "a shorter length may do"
         )
-    return Task(name, *parts, "bytes", (length,), 256)
+    return LearningTask(name, *parts, "bytes", (length,), 256)

@@ -1,8 +1,8 @@
-"""Which samples a step trains on: one seeded order for all ranks, cut into global batches, cut into micro-batches.
+"""Sampler: one seeded order for all ranks, cut into global batches and micro-batches.
 
-The order of an epoch, and with it the numbers of its micro-batches, knows nothing of ranks. A layout takes some of the
-numbers (`contiguous`, `interleaved`), or ranks draw them as they get ready (`parallel.data.work_queue`): the same samples meet in
-the same step in any case, each exactly once an epoch.
+The order of an epoch and the numbers of its micro-batches do not depend on ranks. A layout assigns the numbers
+(`contiguous`, `interleaved`), or ranks draw them as they become ready (`WorkQueue`): each step has the same samples in
+any case, each exactly once per epoch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from queue import SimpleQueue
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -21,17 +23,17 @@ Item = TypeVar("Item")
 
 
 class Dataset(Protocol):
-    """Numbered samples in memory: what batches are made from."""
+    """Indexed samples in memory."""
 
     def __len__(self) -> int:
         """Samples."""
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(x, y) of some samples: new arrays, whose first axes are as long as `indices`."""
+        """(x, y) of the samples at `indices`: new arrays."""
 
 
 class Batch(NamedTuple):
-    """A micro-batch.
+    """Micro-batch.
 
     Attributes
     ----------
@@ -49,8 +51,42 @@ class Batch(NamedTuple):
     samples: np.ndarray
 
 
-class Step(NamedTuple):
-    """What one step trains on.
+def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
+    """Batch (or tuple like one) with inputs and targets as arrays of `xp`.
+
+    Parameters
+    ----------
+    some : Batch or sequence of four
+    at : int
+        Which of the rank's micro-batches it is, for errors.
+
+    Raises
+    ------
+    ValueError
+        If it is something else; it says what was expected and found.
+    """
+    parts = tuple(some) if isinstance(some, tuple | list) else ()
+    if len(parts) != len(Batch._fields):
+        found = f"a {type(some).__name__} of {len(parts)}" if isinstance(some, tuple | list) else type(some).__name__
+        raise ValueError(f"micro-batch at {at}: expected (number, inputs, targets, sample numbers), found {found}")
+    number, *arrays = parts
+    try:
+        number = index(number)
+    except TypeError:
+        raise ValueError(f"micro-batch at {at}: expected an integer as its number, found {number!r}") from None
+    for what, array in zip(("inputs", "targets", "sample numbers"), arrays):
+        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", np.dtype(float))
+        if shape == () or not (shape or hasattr(array, "__len__")) or dtype.kind == "O":
+            kind = type(array).__name__ if shape is None else f"{dtype} of shape {shape}"
+            raise ValueError(f"micro-batch {number}: expected {what} as an array with an axis of samples, found {kind}")
+    try:
+        return Batch(number, xp.asarray(arrays[0]), xp.asarray(arrays[1]), arrays[2])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"micro-batch {number}: inputs and targets make no arrays: {error}") from error
+
+
+class StepBatches(NamedTuple):
+    """Micro-batches of one step.
 
     Attributes
     ----------
@@ -67,17 +103,17 @@ class Step(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Samples of all micro-batches: the global batch."""
+        """Number of samples of the global batch."""
         return sum(len(part) for part in self.parts)
 
     def batches(self, data: Dataset, numbers: Iterable[int]) -> Iterator[Batch]:
-        """The micro-batches of these numbers, each made when it is asked for."""
+        """Micro-batches of these numbers, made lazily."""
         for number in numbers:
             yield Batch(number, *data.take(self.parts[number]), self.parts[number])
 
 
-class OnDemand(Sequence[Batch]):
-    """A step's micro-batches by number, each made when it is taken: for ranks that do not know which they will get.
+class OnDemandSampler(Sequence[Batch]):
+    """Micro-batches of a step by number, made when taken: for ranks that draw their work.
 
     Parameters
     ----------
@@ -85,7 +121,7 @@ class OnDemand(Sequence[Batch]):
     data : Dataset
     """
 
-    def __init__(self, step: Step, data: Dataset):
+    def __init__(self, step: StepBatches, data: Dataset):
         self._step, self._data = step, data
 
     def __len__(self) -> int:
@@ -98,7 +134,7 @@ class OnDemand(Sequence[Batch]):
 
 
 class Sampler:
-    """Every sample once an epoch, in an order that seed and epoch decide; a position that can be saved.
+    """Sampler without replacement, ordered by seed and epoch, with a position that can be saved.
 
     Equal on all ranks, without a word between them. The order comes from NumPy's `default_rng([seed, epoch])`; that of
     the epoch in use is kept, 8 bytes a sample.
@@ -148,7 +184,7 @@ class Sampler:
         self._order = (-1, np.zeros(0, np.int64))
 
     def order(self, epoch: int) -> np.ndarray:
-        """All samples' numbers, int64, in the order of an epoch. Not to be written into."""
+        """Sample numbers of an epoch in order: int64, read-only."""
         kept, order = self._order
         if kept != epoch:
             everything = np.arange(self.count, dtype=np.int64)
@@ -158,26 +194,36 @@ class Sampler:
             self._order = (epoch, order := everything)
         return order
 
-    def at(self, epoch: int, step: int) -> Step:
-        """One step of one epoch, wherever the position is."""
+    def at(self, epoch: int, step: int) -> StepBatches:
+        """One step of any epoch; the position is unchanged."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step}: an epoch of {self.count} samples has {self.steps_per_epoch} steps")
         start = step * self.global_batch
         chosen = self.order(epoch)[start : start + self.global_batch]
         cuts = range(0, len(chosen), self.micro_batch)
-        return Step(epoch, step, tuple(chosen[cut : cut + self.micro_batch] for cut in cuts))
+        return StepBatches(epoch, step, tuple(chosen[cut : cut + self.micro_batch] for cut in cuts))
 
     def micro_batches(self, step: int, epoch: int | None = None) -> list[np.ndarray]:
-        """The parts of one step, by default of the epoch that the position is in."""
+        """Micro-batches of one step, by default of the current epoch."""
         return list(self.at(self.epoch if epoch is None else epoch, step).parts)
 
-    def steps(self, epoch: int, start: int = 0) -> Iterator[Step]:
-        """The steps of one epoch, from `start` on. The position stays where it is."""
+    def sizes(self, steps: int) -> list[tuple[int, ...]]:
+        """Samples of each micro-batch, for every kind of step in so many steps from an epoch's start.
+
+        >>> Sampler(5, global_batch=4, micro_batch=2).sizes(3), Sampler(5, global_batch=4, micro_batch=2).sizes(1)
+        ([(2, 2), (1,)], [(2, 2)])
+        """
+        starts, micro = range(0, self.count, self.global_batch)[:steps], self.micro_batch
+        batches = (min(self.global_batch, self.count - start) for start in (*starts[:1], *starts[-1:]))
+        return [tuple(min(micro, batch - at) for at in range(0, batch, micro)) for batch in dict.fromkeys(batches)]
+
+    def steps(self, epoch: int, start: int = 0) -> Iterator[StepBatches]:
+        """Steps of one epoch from `start` on; the position is unchanged."""
         for step in range(start, self.steps_per_epoch):
             yield self.at(epoch, step)
 
-    def ahead(self) -> Iterator[Step]:
-        """All steps from the position on, epoch after epoch without end; nothing if there are no samples.
+    def ahead(self) -> Iterator[StepBatches]:
+        """Endless steps from the position on, epoch after epoch; none without samples.
 
         The position stays where it is until `done`, however far somebody who prefetches has looked ahead.
         """
@@ -186,18 +232,18 @@ class Sampler:
             yield from self.steps(epoch, start)
             epoch, start = epoch + 1, 0
 
-    def done(self, step: Step) -> None:
-        """Move the position behind a step that has been trained on."""
+    def done(self, step: StepBatches) -> None:
+        """Move the position behind a finished step."""
         self.epoch, self.step = step.epoch, step.number + 1
         if self.step >= self.steps_per_epoch:
             self.epoch, self.step = step.epoch + 1, 0
 
     def position(self) -> dict[str, int]:
-        """The position, and what must be the same for it to mean the same: integers, for a checkpoint."""
+        """Position and the settings it depends on: integers, for a checkpoint."""
         return {"epoch": self.epoch, "step": self.step} | self._fixed()
 
     def load(self, position: dict[str, int]) -> None:
-        """Go where `position` was taken.
+        """Restore a saved position.
 
         The micro-batch may differ, since it does not touch the order.
 
@@ -230,7 +276,7 @@ class Sampler:
 
 
 def contiguous(count: int, rank: int, size: int) -> range:
-    """A rank's share of micro-batches 0 .. count-1 in one run: ranks get equal numbers, or one more.
+    """Contiguous share of micro-batches 0 .. count-1; shares differ by at most one.
 
     >>> [list(contiguous(5, rank, 3)) for rank in range(3)]
     [[0], [1, 2], [3, 4]]
@@ -239,7 +285,7 @@ def contiguous(count: int, rank: int, size: int) -> range:
 
 
 def interleaved(count: int, rank: int, size: int) -> range:
-    """A rank's share of micro-batches 0 .. count-1, one of every round of `size`.
+    """Share of micro-batches 0 .. count-1 with stride `size`.
 
     >>> [list(interleaved(5, rank, 3)) for rank in range(3)]
     [[0, 3], [1, 4], [2]]
@@ -248,9 +294,9 @@ def interleaved(count: int, rank: int, size: int) -> range:
 
 
 def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
-    """The items of `source`, up to `depth` of which a thread has made in advance.
+    """Items of `source`, up to `depth` of them made in advance by a thread.
 
-    What the source raises is raised here, where its item would have come. The thread starts with the first item that is
+    Exceptions of the source are raised here, in place of the item. The thread starts with the first item that is
     asked for, and has ended when the iteration has: after the last item, an exception, Ctrl-C, or an early
     `close` (which Python does by itself when nobody holds the iterator any more). A source that is a generator is then
     closed as well.

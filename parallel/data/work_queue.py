@@ -1,8 +1,7 @@
-"""Work for ranks of unequal speed: whoever is ready draws the next number, from one counter that all of them see.
+"""Shared counter from which ranks of unequal speed draw work.
 
-A draw is one `Fetch_and_op` on a window of rank 0, without rank 0's help where the MPI can reach its memory, as
-within a node. Elsewhere it may be answered only when rank 0 next enters MPI, which it does with every draw of its own.
-So place the pool's rank 0 on a quick node.
+A draw is one `Fetch_and_op` on a window of rank 0. Within a node it needs no help of rank 0; elsewhere it may complete
+only when rank 0 next enters MPI, which it does with each draw of its own: place rank 0 on a fast node.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import numpy as np
 from mpi4py import MPI
 
 COUNTERS = 2
-"""Rounds take turns: the counter of the next round is set back when all have begun this one, and so left the last."""
+"""Counters used in turn: the next round's counter is reset once all ranks have begun this round and left the last."""
 
 
-class Pool:
-    """Numbers that ranks draw, each number by one of them. Making and freeing it are collective.
+class WorkQueue:
+    """Numbers drawn by ranks, each by exactly one. Creating and freeing are collective.
 
     Which rank gets which number depends on time. Results that belong to a number (its predictions, its gradient as a
     leaf of a canonical tree) do not; sums that a rank makes of what it happened to draw differ in their last digits
@@ -31,7 +30,7 @@ class Pool:
 
     Examples
     --------
-    >>> with Pool(MPI.COMM_SELF) as pool:
+    >>> with WorkQueue(MPI.COMM_SELF) as pool:
     ...     [number for number in pool.draw(3)]
     [0, 1, 2]
     """
@@ -48,7 +47,7 @@ class Pool:
                 self._add(0, counter, MPI.REPLACE)
 
     def draw(self, count: int) -> Iterator[int]:
-        """Numbers 0 .. count-1 in rising order, shared with all ranks; ends for each when none is left.
+        """Numbers 0 .. count-1 in increasing order, shared by all ranks, until none is left.
 
         To begin is collective: ranks wait for each other here, not when they run out. A rank may leave off early, and
         the others then have what it did not draw; but what it left behind is over when the next round begins.
@@ -83,7 +82,7 @@ class Pool:
             yield number
 
     def _add(self, value: int, counter: int, op: MPI.Op) -> int:
-        """Change a counter at once for all, and tell what it was."""
+        """Add to a counter atomically; returns the old value."""
         given, was = np.array([value], np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op([given, MPI.INT64_T], [was, MPI.INT64_T], 0, counter, op)
         self._window.Flush(0)
@@ -94,12 +93,12 @@ class Pool:
             raise RuntimeError("pool: it has been closed")
 
     def close(self) -> None:
-        """Give the counters back. Collective."""
+        """Free the counters. Collective."""
         if self._window != MPI.WIN_NULL:
             self._window.Unlock_all()
             self._window.Free()
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> WorkQueue:
         return self
 
     def __exit__(

@@ -1,29 +1,32 @@
 """Data parallelism: all ranks have all weights, and one sum of gradients over the ranks a step.
 
 Each layout is a sink of gradients: what it does when a bucket is complete in the last micro-batch of the step is all
-that they differ in. No communication in between. (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training", VLDB 2020.)
+that they differ in. No communication in between. A bucket is complete when the backward has left all units that use
+it: within a unit a parameter may be handed in any number of times. (Li et al., "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training", VLDB 2020.)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from parallel.data_parallel.grad_bucket import buckets_of
-from parallel.data_parallel.run_context import Context
-from parallel.data_parallel.error_feedback import Compressed
-from parallel.nn.flat_params import Place, Span
-from parallel.nn.operator import Array, Parameter
-from parallel.data_parallel.partition_spec import Plan
-from parallel.data_parallel.reducers import START, Canonical, Moment, Numbers, Plain
+from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
+from parallel.data_parallel.grad_bucket import buckets_of, of, users_of
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.data_parallel.reducers import START, CanonicalReducer, Numbers, PlainReducer, StepScale
+from parallel.data_parallel.run_context import RunContext
+from parallel.nn.flat_params import ParamSpan, Span
+from parallel.nn.operator import Parameter
+from quant.types import Array
 
 MOST_REQUESTS = 24
 """Buckets that have a request each: a communicator has shared memory for 31 persistent ones."""
 
 
-class Naive:
-    """One bucket, and one allreduce when the last backward is over. What all others are compared with.
+class NaiveDDP:
+    """One bucket and one allreduce after the last backward.
 
     Attributes
     ----------
@@ -35,15 +38,18 @@ class Naive:
         How many micro-batches a rank takes part in.
     """
 
-    def __init__(self, context: Context):
+    def __init__(self, context: RunContext):
         self._context = context
         self.buckets = buckets_of(self.cut(context.plan), context.plan)
         self.vector = context.memory.seen("gradients", context.flat.length, context.wide)
         scratch = context.memory.own("buffers", context.plan.scratch(adds=True), context.wide)
         part = self.part()
-        kind = Canonical if context.plan.reproducible else Compressed if context.plan.compress else Plain
-        self.sums = [kind(context, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]
-        self._of = {id(place.parameter): sum_ for sum_ in self.sums for place in sum_.bucket.places}
+        reducer: Any = PlainReducer if context.plan.compress is None else ErrorFeedbackReducer
+        if context.plan.reproducible:
+            reducer = CanonicalReducer
+        self.sums = [reducer(context, bucket, self._view(bucket.span), scratch, part) for bucket in self.buckets]
+        self._bucket_of = {id(place.parameter): bucket for bucket in self.buckets for place in bucket.places}
+        self._last_units = [units[0] for units in users_of(self.buckets, context.plan)]
         self.own = [(span, self._view(span)) for span in self.spans()]
         self.started = 0
         self._next = 0
@@ -53,23 +59,23 @@ class Naive:
     # ------------------------------------------------------------------------------------ what layouts differ in
 
     @staticmethod
-    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
-        """The buckets' places."""
+    def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
+        """Parameters of each bucket."""
         return [plan.flat.places]
 
     def part(self) -> Array:
-        """Memory for a part of a reduce-scatter."""
+        """Memory for the received part of a reduce-scatter."""
         return None
 
     def spans(self) -> list[Span]:
-        """What this rank updates."""
+        """Spans that this rank updates."""
         return [self._context.flat.span] if self._context.flat.length else []
 
-    def ready(self, sum_: Plain | Canonical) -> None:
-        """The next bucket in line has its last gradient."""
+    def ready(self, sum_: PlainReducer | CanonicalReducer) -> None:
+        """Exchange the next bucket, which has its last gradient."""
 
-    def settle(self) -> None:
-        """All backwards are over."""
+    def finalize(self) -> None:
+        """Exchange what is left after the last backward."""
         for sum_ in self.sums:
             self._blocking("allreduce", sum_)
 
@@ -77,62 +83,60 @@ class Naive:
 
     @staticmethod
     def rounds(everyone: Numbers, rank: int) -> int:
-        """Ranks take part in their own micro-batches only."""
+        """Backwards that a rank takes part in: those of its own micro-batches."""
         return len(everyone[rank])
 
-    def begin(self, everyone: Numbers | None, moment: Moment = START) -> None:
-        """A step begins; None if ranks draw its micro-batches, so that none is known to be the last until `tell`."""
+    def begin(self, everyone: Numbers | None, step_scale: StepScale = START) -> None:
+        """Begin a step; `everyone` is None if ranks draw micro-batches, so that `assign` comes after the last one."""
         self.started = self._next = 0
         self._left = -1 if everyone is None else len(everyone[self._context.plan.rank])
         for sum_ in self.sums:
             sum_.begin()
         if everyone is not None:
-            self.tell(everyone, moment)
+            self.assign(everyone, step_scale)
 
-    def tell(self, everyone: Numbers, moment: Moment = START) -> None:
-        """Who has, or had, which micro-batches, and of what step."""
+    def assign(self, everyone: Numbers, step_scale: StepScale = START) -> None:
+        """Set the micro-batches of every rank, and the step's scale."""
         for sum_ in self.sums:
-            sum_.tell(everyone, moment)
+            sum_.assign(everyone, step_scale)
 
-    def open(self, turn: int, number: int | None) -> None:
-        """A backward begins."""
+    def begin_backward(self, turn: int, number: int | None) -> None:
         assert number is not None
         self._number, self._left = number, self._left - 1
         self._open = set(range(len(self.sums)))
         for sum_ in self.sums:
-            sum_.open(number)
+            sum_.begin_backward(number)
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
-        """Take a gradient."""
-        sum_ = self._of[id(parameter)]
-        sum_.put(parameter, compute)
-        if sum_.complete:
-            self._shut(sum_)
+        """Accumulate a gradient."""
+        of(self._bucket_of, parameter).accumulate(parameter, compute)
 
     def left(self, unit: int) -> None:
-        """The backward has left a unit."""
+        """Complete the buckets whose last unit the backward has left."""
+        for number, last in enumerate(self._last_units):
+            if last == unit and number in self._open:
+                self._shut(self.sums[number])
 
-    def shut(self) -> None:
-        """The backward is over; what it did not hand in is zero."""
+    def end_backward(self) -> None:
+        """Complete the other buckets; gradients that did not come are zero."""
         for number in sorted(self._open):
             self._shut(self.sums[number])
 
     def bind(self) -> None:
-        """Make sure that nobody waits for others when an exchange is started in the midst of a step. Collective."""
+        """Create persistent requests now, so that starting an exchange in a step is not collective. Collective."""
 
     def finish(self) -> None:
         """Complete the gradients in `own`."""
-        self.settle()
+        self.finalize()
 
     def close(self) -> None:
-        """Give requests back."""
         for sum_ in self.sums:
             sum_.close()
 
-    def _shut(self, sum_: Plain | Canonical) -> None:
+    def _shut(self, sum_: PlainReducer | CanonicalReducer) -> None:
         assert self._number is not None
         self._open.remove(sum_.bucket.number)
-        sum_.shut(self._number)
+        sum_.end_backward(self._number)
         while not self._left and self._next < len(self.sums) and self._next not in self._open:
             self._next += 1
             self.ready(self.sums[self._next - 1])
@@ -140,31 +144,31 @@ class Naive:
     def _view(self, span: Span) -> Array:
         return self.vector[self._context.flat.within(span)]
 
-    def _blocking(self, what: str, sum_: Plain | Canonical) -> None:
+    def _blocking(self, what: str, sum_: PlainReducer | CanonicalReducer) -> None:
         self.started += 1
         with self._context.recorder("communication", what, bucket=sum_.bucket.number):
             getattr(sum_, what)()
 
 
-class Bucketed(Naive):
-    """An allreduce for each bucket as soon as it is complete; the backward waits for it."""
+class BucketedDDP(NaiveDDP):
+    """A blocking allreduce for each bucket as soon as it is complete."""
 
     @staticmethod
-    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
+    def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
         return plan.buckets(MOST_REQUESTS)
 
-    def ready(self, sum_: Plain | Canonical) -> None:
+    def ready(self, sum_: PlainReducer | CanonicalReducer) -> None:
         self._blocking("allreduce", sum_)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         for sum_ in self.sums[self._next :]:  # of a rank without micro-batches
             self._blocking("allreduce", sum_)
 
 
-class Overlapped(Bucketed):
-    """An allreduce for each bucket, which goes on while the backward does; moved on with every gradient handed in."""
+class OverlappedDDP(BucketedDDP):
+    """A non-blocking allreduce for each bucket, which overlaps the backward; every gradient drives progress."""
 
-    def __init__(self, context: Context):
+    def __init__(self, context: RunContext):
         super().__init__(context)
         self._flying: dict[int, float] = {}
 
@@ -178,7 +182,7 @@ class Overlapped(Bucketed):
         for sum_ in self.sums:
             sum_.bind()
 
-    def ready(self, sum_: Plain | Canonical) -> None:
+    def ready(self, sum_: PlainReducer | CanonicalReducer) -> None:
         number = sum_.bucket.number
         if sum_.alone and number:
             self._land(self.sums[number - 1])
@@ -187,19 +191,19 @@ class Overlapped(Bucketed):
         self.started += 1
         self._flying[number] = time.perf_counter()
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         for sum_ in self.sums[self._next :]:
             self.ready(sum_)
         for sum_ in self.sums:
             self._land(sum_)
 
-    def _land(self, sum_: Plain | Canonical) -> None:
+    def _land(self, sum_: PlainReducer | CanonicalReducer) -> None:
         with self._context.recorder("communication", "finish", bucket=sum_.bucket.number):
             sum_.finish()
         self._landed(sum_.bucket.number)
 
     def _move(self) -> None:
-        """Go on with all that is under way, which a single test does; buckets end in the order in which they began."""
+        """Test the active exchanges, oldest first: one test drives all, and they complete in order."""
         for number in list(self._flying):
             if not self.sums[number].test():
                 break

@@ -1,22 +1,28 @@
-"""Neighbouring parameters whose gradients travel together, and how a backward fills them in. Knows no MPI."""
+"""Gradient buckets: neighbouring parameters whose gradients are exchanged together. Imports no MPI."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from parallel.nn.flat_params import Flat, Place, Span, shards
-from parallel.nn.operator import Array, Parameter
-from parallel.data_parallel.partition_spec import Plan
+from array_api_compat import array_namespace
+
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.nn.flat_params import FlatParams, ParamSpan, Span, shards
+from parallel.nn.operator import Parameter
+from quant.types import Array
+
+T = TypeVar("T")
 
 
-class Bucket:
-    """A run of the flat vector, cut in a part for every rank.
+class GradBucket:
+    """A run of the flat vector, divided among the ranks, and its gradient while a backward accumulates it.
 
     Parameters
     ----------
     number : int
         Buckets are exchanged in this order, on all ranks.
-    places : sequence of Place
+    places : sequence of ParamSpan
         Neighbours, in ascending order.
     ranks, rank : int
 
@@ -29,72 +35,98 @@ class Bucket:
         This rank's part.
     counts : list of int
         Elements of the parts.
-    uses : int
-        Gradients that a backward hands in.
+    vector : array or None
+        Memory that the gradient is accumulated in.
     """
 
-    def __init__(self, number: int, places: Sequence[Place], ranks: int, rank: int):
+    def __init__(self, number: int, places: Sequence[ParamSpan], ranks: int, rank: int):
         self.number, self.places = number, tuple(places)
         self.span = Span(places[0].span.start, places[-1].span.stop)
         self.parts = shards(self.span, ranks)
         self.own = self.parts[rank]
         self.counts = [part.size for part in self.parts]
-        self.uses = sum(place.parameter.uses for place in places)
+        self._starts = {id(place.parameter): place.span.start - self.span.start for place in places}
+        self._written: set[int] = set()
+        self._accepts = False
+        self._scratch: Array = ()
+        self.vector: Array = None
 
     def within(self, span: Span) -> slice:
-        """Where a part of the bucket lies in a vector that holds the bucket."""
+        """Slice of a part of the bucket in a vector that holds the bucket."""
         return slice(span.start - self.span.start, span.stop - self.span.start)
 
+    def use_scratch(self, scratch: Array) -> None:
+        """Set memory for all gradients of a tensor but the first, until they are added; see `PartitionSpec.scratch`.
 
-def buckets_of(cut: Iterable[Sequence[Place]], plan: Plan) -> list[Bucket]:
-    """Numbered buckets of these places; without those that have none."""
-    return [Bucket(number, places, plan.ranks, plan.rank) for number, places in enumerate(filter(None, cut))]
+        A longer tensor, with one use that nevertheless comes twice, gets memory for the moment.
+        """
+        self._scratch = scratch
 
-
-class Filling:
-    """The gradient of a bucket while a backward hands it in, tensor by tensor, in any order.
-
-    Parameters
-    ----------
-    bucket : Bucket
-    scratch : array
-        As long as `Plan.scratch` says: for all gradients of a tensor but the first, until they are added.
-    """
-
-    def __init__(self, bucket: Bucket, scratch: Array):
-        self.bucket, self._scratch = bucket, scratch
-        self._starts = {id(place.parameter): place.span.start - bucket.span.start for place in bucket.places}
-        self._written: set[int] = set()
-        self.vector: Array = None
-        self.missing = 0
-
-    def fresh(self, vector: Array) -> None:
-        """Fill this vector from now on; what it holds means nothing."""
+    def reset(self, vector: Array) -> None:
+        """Accumulate into this vector from now on; its contents are ignored."""
         self.vector = vector
         self._written.clear()
 
-    def expect(self) -> None:
-        """A backward begins: as many gradients are to come as there are uses."""
-        self.missing = self.bucket.uses
+    def begin_backward(self) -> None:
+        """Accept gradients."""
+        self._accepts = True
 
-    def put(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
+    def end_backward(self) -> None:
+        """Refuse gradients: the backward has left the units that use the bucket."""
+        self._accepts = False
+
+    def accumulate(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
         """Write the first gradient of a tensor, add the others."""
-        self.missing -= 1
-        view = Flat.view(self.vector, parameter, self._starts[id(parameter)])
-        if id(parameter) in self._written:
-            more = Flat.view(self._scratch, parameter, 0)
-            compute(more)
-            view += more
-        else:
+        if not self._accepts:
+            raise ValueError(
+                f"the gradient of {parameter.name} came after the backward had left the units that hold it; expected "
+                "gradients of the operator's own parameters"
+            )
+        view = FlatParams.view(self.vector, parameter, self._starts[id(parameter)])
+        if id(parameter) not in self._written:
             compute(view)
             self._written.add(id(parameter))
+            return
+        fits = len(self._scratch) >= parameter.size
+        more = FlatParams.view(self._scratch, parameter, 0) if fits else array_namespace(view).empty_like(view)
+        compute(more)
+        view += more
 
     def complete(self, gaps: bool = False) -> None:
-        """Zeros for tensors that got nothing, and, if asked for, between the tensors."""
-        for place in self.bucket.places:
+        """Zero tensors that got no gradient and, with `gaps`, the padding between tensors."""
+        for place in self.places:
             start = self._starts[id(place.parameter)]
             if id(place.parameter) not in self._written:
                 self.vector[start : start + place.span.size] = 0
                 self._written.add(id(place.parameter))
             elif gaps:
                 self.vector[start + place.size : start + place.span.size] = 0
+
+
+def users_of(buckets: Sequence[GradBucket], plan: PartitionSpec) -> list[tuple[int, ...]]:
+    """For every bucket the units that use it, ascending."""
+    return [
+        tuple(sorted({unit for place in bucket.places for unit in plan.users[id(place.parameter)]}))
+        for bucket in buckets
+    ]
+
+
+def buckets_of(cut: Iterable[Sequence[ParamSpan]], plan: PartitionSpec) -> list[GradBucket]:
+    """Numbered buckets of these places; without those that have none."""
+    return [GradBucket(number, places, plan.ranks, plan.rank) for number, places in enumerate(filter(None, cut))]
+
+
+def of(table: Mapping[int, T], parameter: Parameter) -> T:
+    """The entry of a table by parameters' identities.
+
+    Raises
+    ------
+    ValueError
+        If the parameter has none, since no operator of these units holds it.
+    """
+    if id(parameter) not in table:
+        name = parameter.name or f"a parameter of shape {parameter.shape}"
+        raise ValueError(
+            f"the gradient of {name}: expected a parameter that the operator holds as an attribute, in a list or tuple"
+        )
+    return table[id(parameter)]

@@ -1,4 +1,4 @@
-"""Sums of squares of a vector's blocks, of all ranks, in one order: what norms and clipping are made from."""
+"""Gradient norm: sums of squares of all blocks, gathered from all ranks in one order."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from itertools import accumulate
 
 import numpy as np
 
-from parallel.data_parallel.run_context import Context
+from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import BLOCK, Span
 
 
-class Blocks:
-    """Which blocks of the flat vector each rank knows, so that all get those of all.
+class SquaredBlocks:
+    """Gather of per-block sums: each rank knows the blocks of its spans.
 
     Parameters
     ----------
-    context : Context
+    context : RunContext
     spans : sequence of sequence of Span
         Rank by rank; together they make up the vector.
     """
 
-    def __init__(self, context: Context, spans: Sequence[Sequence[Span]]):
+    def __init__(self, context: RunContext, spans: Sequence[Sequence[Span]]):
         self._context = context
         self._order = numbers_of(span for some in spans for span in some)
         self._counts = [sum(span.size for span in some) // BLOCK for some in spans]
@@ -35,8 +35,8 @@ class Blocks:
         return in_order(self._arriving, self._order)
 
 
-class Everything:
-    """As `Blocks`, where every rank knows all blocks.
+class AllBlocks:
+    """Local counterpart of `SquaredBlocks`, for ranks that know all blocks.
 
     Parameters
     ----------

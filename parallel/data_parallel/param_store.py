@@ -1,4 +1,4 @@
-"""Where a rank has the weights that operators see: all of them, or a part, and the rest just in time."""
+"""Parameter storage: replicated, or sharded and gathered on use."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from parallel.data_parallel.grad_bucket import Bucket
-from parallel.data_parallel.run_context import Context
+from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import Span
-from parallel.nn.operator import Array
+from quant.types import Array
 
 
-class Whole:
+class ReplicatedParams:
     """All weights on every rank, all of the time.
 
     Parameters
     ----------
-    context : Context
+    context : RunContext
     spans : sequence of Span
         What this rank updates.
-    buckets : sequence of Bucket
-        What `publish` tells everyone, bucket by bucket; empty where every rank updates everything.
+    buckets : sequence of GradBucket
+        Gathered by `allgather_updates`; empty where every rank updates everything.
 
     Attributes
     ----------
@@ -31,33 +31,33 @@ class Whole:
 
     replicated = True
 
-    def __init__(self, context: Context, spans: Sequence[Span], buckets: Sequence[Bucket] = ()):
+    def __init__(self, context: RunContext, spans: Sequence[Span], buckets: Sequence[GradBucket] = ()):
         self._context, self._buckets = context, buckets
         self.vector = context.memory.seen("parameters", context.flat.length, context.storage)
         context.flat.bind(self.vector)
         self.own = [(span, self.vector[context.flat.within(span)]) for span in spans]
 
     def begin(self, path: Sequence[int]) -> None:
-        """A way through the units begins."""
+        """No-op."""
 
-    def enter(self) -> None:
-        """The next unit of the way is about to be used."""
+    def unshard(self) -> None:
+        """No-op: all weights are here."""
 
-    def leave(self) -> None:
-        """It was used."""
+    def reshard(self) -> None:
+        """No-op."""
 
-    def publish(self) -> None:
-        """Everyone's own weights have changed."""
+    def allgather_updates(self) -> None:
+        """Gather the weights that the ranks have updated. Collective."""
         for bucket in self._buckets:
             with self._context.recorder("communication", "allgather", bucket=bucket.number):
                 run = self.vector[self._context.flat.within(bucket.span)]
                 self._context.comm.Allgatherv(MPI.IN_PLACE, [run, bucket.counts])
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """No-op."""
 
 
-class Gathered:
+class ShardedParams:
     """A part of the weights on every rank; a unit's are gathered before its use, while the unit before it computes.
 
     A bucket has a slot in memory, which it shares with buckets of other units: units with even numbers and those with
@@ -66,8 +66,8 @@ class Gathered:
 
     Parameters
     ----------
-    context : Context
-    buckets : sequence of Bucket
+    context : RunContext
+    buckets : sequence of GradBucket
         No bucket has parameters of two units, unless all of its parameters have both.
     users : sequence of tuple of int
         For every bucket the units that use it, ascending.
@@ -80,7 +80,7 @@ class Gathered:
 
     replicated = False
 
-    def __init__(self, context: Context, buckets: Sequence[Bucket], users: Sequence[tuple[int, ...]]):
+    def __init__(self, context: RunContext, buckets: Sequence[GradBucket], users: Sequence[tuple[int, ...]]):
         self._context, self._buckets, self._users = context, buckets, users
         self.vector = context.memory.seen("parameters", sum(bucket.own.size for bucket in buckets), context.storage)
         self.own, at = [], 0
@@ -101,11 +101,11 @@ class Gathered:
         self._at = -1
 
     def begin(self, path: Sequence[int]) -> None:
-        """A way through the units begins: these, one after another."""
+        """Set the order in which units will be used."""
         self._path, self._at = path, -1
 
-    def enter(self) -> None:
-        """Have the next unit's weights at hand, and begin to gather those of the one after it."""
+    def unshard(self) -> None:
+        """Complete the next unit's weights, and prefetch those of the unit after it."""
         self._at += 1
         here = self._needs(self._at)
         for number in here:
@@ -121,18 +121,17 @@ class Gathered:
             if self._slot[number] not in busy:
                 self._fetch(number)
 
-    def leave(self) -> None:
-        """Whoever uses the unit's weights from now on gets an error."""
+    def reshard(self) -> None:
+        """Release the unit's weights: their use is an error from now on."""
         for number in self._needs(self._at):
             for place in self._buckets[number].places:
                 place.parameter.data = None
 
-    def publish(self) -> None:
-        """Everyone's own weights have changed: what was gathered is old."""
+    def allgather_updates(self) -> None:
+        """Invalidate gathered weights, since the ranks have updated theirs."""
         self._held.clear()
 
     def close(self) -> None:
-        """Give the requests back."""
         for request in self._requests:
             request.Free()
         self._requests = []
@@ -143,7 +142,7 @@ class Gathered:
         return [number for number, users in enumerate(self._users) if self._path[at] in users]
 
     def _fetch(self, number: int) -> None:
-        """Begin to gather, unless it is here or on its way."""
+        """Start the gather of a bucket unless it is complete or in flight."""
         slot = self._slot[number]
         if self._held.get(slot) != number:
             self._held[slot] = number
@@ -153,7 +152,7 @@ class Gathered:
 
 
 def resident_slots(users: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """A slot for each bucket: of one unit's, its unit's parity and which of its unit's it is; else one of its own."""
+    """Buffer slot per bucket: by unit parity and index; shared buckets get their own."""
     slots: list[tuple[int, ...]] = []
     seen: dict[int, int] = {}
     for number, units in enumerate(users):
@@ -165,8 +164,8 @@ def resident_slots(users: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return slots
 
 
-def slot_sizes(slots: Sequence[object], buckets: Sequence[Bucket]) -> dict[object, int]:
-    """Elements of each slot: those of the largest bucket that it is for."""
+def slot_sizes(slots: Sequence[object], buckets: Sequence[GradBucket]) -> dict[object, int]:
+    """Elements of each slot: those of its largest bucket."""
     sizes: dict[object, int] = {}
     for slot, bucket in zip(slots, buckets):
         sizes[slot] = max(sizes.get(slot, 0), bucket.span.size)

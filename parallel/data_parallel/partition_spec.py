@@ -1,4 +1,4 @@
-"""How a model's vector is divided: what follows from shapes and settings alone. Knows no MPI and no memory."""
+"""Division of a model's flat vector, from shapes and settings alone. Imports no MPI and allocates nothing."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from parallel.nn.flat_params import Flat, Place, buckets
+from parallel.engine.settings import Settings
+from parallel.nn.compose import Sequential
+from parallel.nn.flat_params import FlatParams, ParamSpan, buckets
 from parallel.nn.operator import Operator
-from parallel.optim.precision import Precision
+from parallel.optim.precision import PRECISIONS, Precision
 
 
 @dataclass(frozen=True)
-class Plan:
+class PartitionSpec:
     """The model and its vector, the ranks, the types of numbers.
 
     Attributes
     ----------
     units : tuple of Operator
-        What weights come and go with.
+        Items of the model, whose weights are gathered and released together.
     precision : Precision
         `storage` is the type of weights as operators see them and of activations, `wide` that of gradients, master
         weights and moments.
@@ -28,12 +30,12 @@ class Plan:
         A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first. None
         has fewer than that, unless there is only one.
     seed : int
-    compress : parallel.grad_compression.Maker, optional
+    compress : parallel.grad_compression.CompressorFactory, optional
         What becomes of a bucket between ranks.
     """
 
     units: tuple[Operator, ...]
-    flat: Flat
+    flat: FlatParams
     ranks: int
     rank: int
     precision: Precision
@@ -51,7 +53,7 @@ class Plan:
         adds = adds and not self.reproducible
         return max((place.size for place in self.flat.places if adds or place.parameter.uses > 1), default=0)
 
-    def buckets(self, most: int | None = None) -> tuple[tuple[Place, ...], ...]:
+    def buckets(self, most: int | None = None) -> tuple[tuple[ParamSpan, ...], ...]:
         """The places of every bucket, at most so many of them and one."""
         itemsize = self.precision.wide.itemsize
         least = 0 if most is None else -(-self.flat.length * itemsize // most)
@@ -65,3 +67,35 @@ class Plan:
             for parameter in unit.parameters():
                 users[id(parameter)] = (*users.get(id(parameter), ()), number)
         return users
+
+
+def plan_of(model: Operator, ranks: int, rank: int, settings: Settings, compress: Any = None) -> PartitionSpec:
+    """Division of a model's vector by an engine's settings, used by the engine and by its forecast.
+
+    Parameters
+    ----------
+    model : Operator
+        Its parameters are named, and get the type in which they are stored: outlines go by it.
+    settings : Settings
+    compress : parallel.grad_compression.CompressorFactory, optional
+    """
+    flat, precision = FlatParams(model), PRECISIONS[settings.precision]
+    for place in flat.places:
+        place.parameter.dtype = precision.storage
+    return PartitionSpec(
+        units=units_of(model),
+        flat=flat,
+        ranks=ranks,
+        rank=rank,
+        precision=precision,
+        reproducible=settings.reproducible,
+        bucket_bytes=settings.bucket_bytes,
+        first_bytes=settings.first_bytes,
+        seed=settings.seed,
+        compress=compress,
+    )
+
+
+def units_of(model: Operator) -> tuple[Operator, ...]:
+    """Units of a model: a `Sequential`'s items; any other operator is one unit."""
+    return tuple(model.items) if isinstance(model, Sequential) else (model,)

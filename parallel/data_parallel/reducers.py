@@ -1,10 +1,12 @@
-"""The sum of a bucket's gradients over the micro-batches of a step, exchanged between ranks once, at its end.
+"""Sums of a bucket's gradients over micro-batches and ranks: plain or in canonical order, whole or sharded.
 
-`Plain` adds into one vector and leaves the ranks' sums to MPI's reductions; `Canonical` keeps nodes of the canonical
-tree and lets every part's owner add those of all ranks. Both have the same motions:
+Whole reducers sum the micro-batches of a rank and exchange once per step:
 
-    begin, (open, put ..., shut) for each micro-batch, then allreduce or reduce_scatter, and before that tell;
-    or instead start, test until it is done, finish: an allreduce that goes on beside the backward.
+    begin; begin_backward, end_backward for each micro-batch; assign; then allreduce or reduce_scatter, or start, test
+    until it is done, finish: an allreduce that overlaps the backward.
+
+Sharded reducers exchange after every micro-batch and keep this rank's part of the sum, so that the bucket's memory can
+be reused: begin; begin_backward, exchange for each turn; finalize.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives.runtime.requests import Request, wait_all
-from parallel.data_parallel.grad_bucket import Bucket, Filling
-from parallel.runtime.tree_sum import Counter, Node, Pool, played
-from parallel.data_parallel.run_context import Context
-from parallel.nn.operator import Array, Parameter
+from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.data_parallel.run_context import RunContext
+from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, played
+from quant.types import Array
 
 Numbers = Sequence[tuple[int, ...]]
 """The micro-batches of every rank."""
 
 
-class Moment(NamedTuple):
-    """Which step it is, how many targets all ranks have in it, and what the loss is multiplied with."""
+class StepScale(NamedTuple):
+    """Number of a step, its targets over all ranks, and its loss scale."""
 
     step: int
     targets: int
@@ -34,20 +36,20 @@ class Moment(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """What a mean gradient is multiplied with in its sums."""
+        """Factor between the mean gradient and the sums."""
         return self.targets * self.scale
 
 
-START = Moment(0, 1, 1.0)
+START = StepScale(0, 1, 1.0)
 
 
-class Plain:
-    """Every micro-batch adds to one vector; the order of terms between ranks is MPI's.
+class PlainReducer:
+    """Sum in one vector per rank; the order of terms between ranks is MPI's.
 
     Parameters
     ----------
-    context : Context
-    bucket : Bucket
+    context : RunContext
+    bucket : GradBucket
     vector : array
         The bucket's gradient.
     scratch, part : array
@@ -55,157 +57,131 @@ class Plain:
     """
 
     alone = False
-    """Whether no other bucket may be under way beside it."""
+    """True if no other bucket may be in flight at the same time."""
 
-    def __init__(self, context: Context, bucket: Bucket, vector: Array, scratch: Array, part: Array):
+    def __init__(self, context: RunContext, bucket: GradBucket, vector: Array, scratch: Array, part: Array):
         self.bucket, self.vector = bucket, vector
         self._comm, self._part = context.comm, part
-        self._filling = Filling(bucket, scratch)
+        bucket.use_scratch(scratch)
         self._request: Request | None = None
 
-    @property
-    def complete(self) -> bool:
-        """Whether this backward has handed in all of the bucket."""
-        return not self._filling.missing
-
     def begin(self) -> None:
-        """A step begins."""
-        self._filling.fresh(self.vector)
+        self.bucket.reset(self.vector)
 
-    def tell(self, everyone: Numbers, moment: Moment = START) -> None:
-        """Who has which micro-batches: it is no matter."""
+    def assign(self, everyone: Numbers, step_scale: StepScale = START) -> None:
+        """No-op: the sum does not depend on the micro-batches' numbers."""
 
-    def open(self, number: int) -> None:
-        """A backward begins."""
-        self._filling.expect()
+    def begin_backward(self, number: int) -> None:
+        self.bucket.begin_backward()
 
-    def put(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
-        """Add a gradient."""
-        self._filling.put(parameter, compute)
-
-    def shut(self, number: int) -> None:
-        """The backward has handed in all that it has."""
+    def end_backward(self, number: int) -> None:
+        self.bucket.end_backward()
 
     def allreduce(self) -> None:
-        """Leave the sum over the ranks on all of them."""
+        """Sum over the ranks, on all of them."""
         self.start()
         self.finish()
 
     def reduce_scatter(self) -> None:
-        """Leave this rank's part of the sum where it belongs in the vector; the rest of the vector is of no use."""
-        self._filling.complete()
+        """Write this rank's part of the sum to its place in the vector; the rest becomes undefined."""
+        self.bucket.complete()
         part = self._part[: self.bucket.own.size]
         self._comm.Reduce_scatter(self.vector, part, self.bucket.counts)
         self.vector[self.bucket.within(self.bucket.own)] = part
 
     def bind(self) -> None:
-        """Bind the request of `start`, unless it is. Collective, which `start` is not from then on."""
+        """Create the persistent request of `start` (collective, once)."""
         if self._request is None:
             self._request = self._comm.Allreduce_init(MPI.IN_PLACE, self.vector)
 
     def start(self) -> None:
-        """Begin `allreduce`, by a request that is bound once."""
-        self._filling.complete()
+        """Start the allreduce."""
+        self.bucket.complete()
         self.bind()
         assert self._request is not None
         self._request.Start()
 
     def test(self) -> bool:
-        """Whether what was started is over, but for `finish`."""
+        """True if the exchange is complete and `finish` will not wait."""
         assert self._request is not None
         return self._request.Test()
 
     def finish(self) -> None:
-        """Wait for what was started."""
+        """Wait for the exchange."""
         assert self._request is not None
         self._request.Wait()
 
     def close(self) -> None:
-        """Give the request back."""
         if self._request is not None:
             self._request.Free()
             self._request = None
 
 
-class Canonical:
-    """Every micro-batch's gradient is a leaf of the canonical tree; the owner of a part adds the nodes of all ranks.
+class CanonicalReducer:
+    """Sum in canonical order: micro-batches are leaves of the tree, and a part's owner adds the nodes of all ranks.
 
-    Parameters
-    ----------
-    As of `Plain`; the last one is not used.
+    Parameters are those of `PlainReducer`; `part` is not used.
     """
 
     alone = False
 
-    def __init__(self, context: Context, bucket: Bucket, vector: Array, scratch: Array, part: Array):
+    def __init__(self, context: RunContext, bucket: GradBucket, vector: Array, scratch: Array, part: Array):
         self.bucket, self.vector = bucket, vector
         self._context, self._comm = context, context.comm
-        self._filling = Filling(bucket, scratch)
-        self._counter = Counter(Pool(lambda: context.memory.own("gradients", bucket.span.size, context.wide)))
+        bucket.use_scratch(scratch)
+        self._counter = TreeSum(VectorPool(lambda: context.memory.own("gradients", bucket.span.size, context.wide)))
         self._arriving = context.memory.own("buffers", 0, context.wide)
-        self._nodes: list[tuple[Node, ...]] = []
+        self._nodes: list[tuple[TreeNode, ...]] = []
         self._requests: list[Request] = []
 
-    @property
-    def complete(self) -> bool:
-        """Whether this backward has handed in all of the bucket."""
-        return not self._filling.missing
-
     def begin(self) -> None:
-        """A step begins; one before it may have been broken off."""
         self._counter.clear()
 
-    def tell(self, everyone: Numbers, moment: Moment = START) -> None:
-        """Who has which micro-batches, and so which nodes."""
+    def assign(self, everyone: Numbers, step_scale: StepScale = START) -> None:
+        """Set the micro-batches of every rank, and so the nodes that it has."""
         self._nodes = [played(numbers).nodes for numbers in everyone]
 
-    def open(self, number: int) -> None:
-        """A backward begins, in a vector of its own."""
-        self._filling.fresh(self._counter.pool.take())
-        self._filling.expect()
+    def begin_backward(self, number: int) -> None:
+        self.bucket.reset(self._counter.pool.take())
+        self.bucket.begin_backward()
 
-    def put(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
-        """Add a gradient."""
-        self._filling.put(parameter, compute)
-
-    def shut(self, number: int) -> None:
-        """The backward has handed in all that it has: a leaf."""
-        self._filling.complete()
-        self._counter.push(Node(0, number), self._filling.vector, ours=True)
+    def end_backward(self, number: int) -> None:
+        self.bucket.end_backward()
+        self.bucket.complete()
+        self._counter.push(TreeNode(0, number), self.bucket.vector, ours=True)
 
     def allreduce(self) -> None:
-        """Leave the sum over the ranks on all of them."""
+        """Sum over the ranks, on all of them."""
         self._exchange(self._comm.Alltoallv)
         self.finish()
 
     def reduce_scatter(self) -> None:
-        """Leave this rank's part of the sum where it belongs in the vector; the rest of the vector is of no use."""
+        """Write this rank's part of the sum to its place in the vector; the rest becomes undefined."""
         self._exchange(self._comm.Alltoallv)
         self._add()
 
     def bind(self) -> None:
-        """Nothing is bound."""
+        """No-op: the exchange has no persistent request."""
 
     def start(self) -> None:
-        """Begin the exchange of `allreduce`."""
         self._requests = self._exchange(self._comm.Ialltoallv)
 
     def test(self) -> bool:
-        """Whether what was started is over, but for `finish`."""
+        """True if the exchange is complete and `finish` will not wait."""
         return all([request.Test() for request in self._requests])
 
     def finish(self) -> None:
-        """Wait for what was started; add, and tell everyone."""
+        """Wait for the nodes, add them and gather the parts."""
         wait_all(self._requests)
         self._requests = []
         self._add()
         self._comm.Allgatherv(MPI.IN_PLACE, [self.vector, self.bucket.counts])
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """No-op."""
 
     def _exchange(self, alltoallv: Callable[[Any, Any], Any]) -> list[Any]:
-        """Send everyone its part of this rank's nodes: the k-th ones of all ranks in the k-th call."""
+        """Send each rank its part of this rank's nodes, the k-th nodes of all ranks in the k-th call."""
         size, ranks = self.bucket.own.size, len(self._nodes)
         nodes = sum(map(len, self._nodes))
         if len(self._arriving) < nodes * size:
@@ -213,26 +189,109 @@ class Canonical:
             self._arriving = self._context.memory.own("buffers", nodes * size, self._context.wide)
         starts = [part.start - self.bucket.span.start for part in self.bucket.parts]
         calls, at = [], 0
-        for turn in range(max(map(len, self._nodes))):
+        for progress_lock in range(max(map(len, self._nodes))):
             mine = self._nodes[self._context.plan.rank]
-            here = turn < len(mine)
-            node = self._counter.sums[mine[turn]] if here else self.vector
+            here = progress_lock < len(mine)
+            node = self._counter.sums[mine[progress_lock]] if here else self.vector
             sent = [node, self.bucket.counts if here else [0] * ranks, starts, None]
-            counts = [size if turn < len(nodes) else 0 for nodes in self._nodes]
+            counts = [size if progress_lock < len(nodes) else 0 for nodes in self._nodes]
             places = list(accumulate(counts[:-1], initial=at))
             calls.append(alltoallv(sent, [self._arriving, counts, places, None]))
             at += sum(counts)
         return calls
 
     def _add(self) -> None:
-        """Add what has arrived, as the tree wants it."""
+        """Add the received nodes in the order of the tree."""
         size, at = self.bucket.own.size, 0
-        sums = Counter(Pool(list))  # in place: nothing is taken from the pool
-        for turn in range(max(map(len, self._nodes))):
+        sums = TreeSum(VectorPool(list))  # in place: nothing is taken from the pool
+        for progress_lock in range(max(map(len, self._nodes))):
             for nodes in self._nodes:
-                if turn < len(nodes):
-                    sums.push(nodes[turn], self._arriving[at : at + size], ours=True)
+                if progress_lock < len(nodes):
+                    sums.push(nodes[progress_lock], self._arriving[at : at + size], ours=True)
                     at += size
         total = sums.total()
         self.vector[self.bucket.within(self.bucket.own)] = 0 if total is None else total
         self._counter.clear()
+
+
+class ShardedPlainReducer:
+    """Sum of this rank's part, in the order of the reduce-scatter.
+
+    Parameters
+    ----------
+    context : RunContext
+    bucket : GradBucket
+    memory : array
+        For the whole bucket during a backward; other buckets may use it at other times.
+    own : array
+        Sum of this rank's part.
+    scratch, arriving : array
+        As long as the longest tensor; as the longest of this rank's parts, in `ShardedCanonicalReducer` from every
+        rank.
+    """
+
+    def __init__(
+        self, context: RunContext, bucket: GradBucket, memory: Array, own: Array, scratch: Array, arriving: Array
+    ):
+        self.bucket = bucket
+        self._comm, self._memory, self._own, self._arriving = context.comm, memory, own, arriving
+        bucket.use_scratch(scratch)
+        self._empty = True
+
+    def begin(self, everyone: Numbers) -> None:
+        self._empty = True
+
+    def begin_backward(self) -> None:
+        self.bucket.reset(self._memory)
+        self.bucket.begin_backward()
+
+    def exchange(self, turn: int) -> None:
+        """Add the gradients of all ranks of this turn."""
+        self.bucket.end_backward()
+        self.bucket.complete(gaps=True)
+        into = self._own if self._empty else self._arriving[: self._own.size]
+        self._comm.Reduce_scatter(self._memory, into, self.bucket.counts)
+        if not self._empty:
+            self._own += into
+        self._empty = False
+
+    def finalize(self) -> None:
+        if self._empty:
+            self._own[...] = 0
+
+
+class ShardedCanonicalReducer(ShardedPlainReducer):
+    """Sum of this rank's part in canonical order. Parameters are those of `ShardedPlainReducer`."""
+
+    def __init__(
+        self, context: RunContext, bucket: GradBucket, memory: Array, own: Array, scratch: Array, arriving: Array
+    ):
+        super().__init__(context, bucket, memory, own, scratch, arriving)
+        self._rank = context.plan.rank
+        self._counter = TreeSum(VectorPool(lambda: context.memory.own("gradients", bucket.own.size, context.wide)))
+        self._everyone: Numbers = ()
+
+    def begin(self, everyone: Numbers) -> None:
+        self._everyone = everyone
+
+    def exchange(self, turn: int) -> None:
+        """Receive the leaves of all ranks that have one in this turn, for this rank's part."""
+        leaves = [numbers[turn] if turn < len(numbers) else None for numbers in self._everyone]
+        self.bucket.end_backward()
+        size, here = self._own.size, leaves[self._rank] is not None
+        if here:
+            self.bucket.complete(gaps=True)
+        starts = [part.start - self.bucket.span.start for part in self.bucket.parts]
+        sent = self.bucket.counts if here else [0] * len(leaves)
+        counts = [0 if leaf is None else size for leaf in leaves]
+        places = list(accumulate(counts[:-1], initial=0))
+        self._comm.Alltoallv([self._memory, sent, starts, None], [self._arriving, counts, places, None])
+        for leaf, place in zip(leaves, places):
+            if leaf is not None:
+                self._counter.push(TreeNode(0, leaf), self._arriving[place : place + size], ours=False)
+
+    def finalize(self) -> None:
+        total = self._counter.total()
+        self._own[...] = 0 if total is None else total
+        if total is not None:
+            self._counter.pool.give(total)

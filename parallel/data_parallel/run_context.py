@@ -1,4 +1,4 @@
-"""What all parts of an engine share."""
+"""Context of an engine's parts: partition, communicator, allocator, profiler."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from collectives import Communicator
-from parallel.nn.flat_params import Flat
-from parallel.runtime.vector_memory import Memory
-from parallel.data_parallel.partition_spec import Plan
-from parallel.runtime.profiler import Recorder
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.nn.flat_params import FlatParams
+from parallel.runtime.profiler import Profiler
+from parallel.runtime.vector_memory import VectorAllocator
 
 
 @dataclass(frozen=True)
-class Context:
-    """The plan, the ranks, the memory, the clock."""
+class RunContext:
+    """Partition of the model, communicator, allocator and profiler."""
 
-    plan: Plan
+    plan: PartitionSpec
     comm: Communicator
-    memory: Memory
-    recorder: Recorder
+    memory: VectorAllocator
+    recorder: Profiler
 
     @property
-    def flat(self) -> Flat:
+    def flat(self) -> FlatParams:
         """The vector of parameters."""
         return self.plan.flat
 

@@ -1,4 +1,4 @@
-"""What this rank updates, in how many parts it may come: the gradient's norm over all ranks, clipping, the update.
+"""Sharded optimizer: gradient norm, clipping and update of this rank's shards.
 
 A part is a run of the flat vector whose gradients are summed over some of the ranks; a rank of a pipeline has several.
 """
@@ -11,45 +11,45 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.data_parallel.grad_norm import Blocks, Everything, blocks_of, numbers_of
-from parallel.data_parallel.run_context import Context
+from parallel.checkpoint.tensor_slices import TensorSlice, stretches
+from parallel.data_parallel.grad_norm import AllBlocks, SquaredBlocks, blocks_of, numbers_of
+from parallel.data_parallel.layouts import DataParallelLayout
+from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
+from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import Span
-from parallel.runtime.consistency_check import NOTHING, StepFailed
-from parallel.layouts import Layout
 from parallel.nn.kernels.storage import narrow
-from parallel.nn.operator import Array
-from parallel.optim.optimizers import Optimizer, Piece, block_squares, clip_factor
-from parallel.checkpoint.tensor_slices import Stretch, stretches
-from parallel.data_parallel.param_store import Gathered, Whole
+from parallel.optim.optimizers import Optimizer, OptimizerSpan, block_squares, clip_factor
+from parallel.runtime.consistency_check import NOTHING, StepFailed
+from quant.types import Array
 
 
-class Part(NamedTuple):
-    """A run of the vector, and the ranks that have it.
+class ParamShard(NamedTuple):
+    """A run of the vector, its gradients and weights, and the ranks that have it.
 
     Attributes
     ----------
-    context : Context
+    context : RunContext
         Of these ranks and this run.
     gradients : sink of gradients
-    weights : Whole or Gathered
+    weights : ReplicatedParams or ShardedParams
     spans : sequence of sequence of Span
-        Rank by rank, what each looks after for all of them: adds to norms, and writes to checkpoints.
+        Spans of each rank that it alone adds to norms and writes to checkpoints.
     """
 
-    context: Context
+    context: RunContext
     gradients: Any
-    weights: Whole | Gathered
+    weights: ReplicatedParams | ShardedParams
     spans: Sequence[Sequence[Span]]
 
     @classmethod
-    def make(cls, context: Context, layout: Layout) -> Part:
-        """A layout's sink and weights for a run. Collective over its ranks."""
+    def make(cls, context: RunContext, layout: DataParallelLayout) -> ParamShard:
+        """The layout's gradient sink and parameter store. Collective over the context's ranks."""
         gradients = layout.gradients(context)
         return cls(context, gradients, layout.weights(context, gradients), layout.spans(context, gradients))
 
     @property
     def mine(self) -> Sequence[Span]:
-        """What this rank looks after."""
+        """Spans that this rank adds to norms and writes to checkpoints."""
         return self.spans[self.context.plan.rank]
 
     def close(self) -> None:
@@ -60,16 +60,16 @@ class Part(NamedTuple):
             place.parameter.data = None
 
 
-class Holdings:
-    """The parts of a rank, and their update.
+class ShardedOptimizer:
+    """This rank's shards, and their update.
 
     Parameters
     ----------
-    context : Context
+    context : RunContext
         Of the whole vector and all ranks.
-    parts : sequence of Part
+    parts : sequence of ParamShard
     spans : sequence of sequence of Span
-        Rank by rank, what each looks after; together they make up the vector.
+        Rank by rank; together they make up the vector.
     optimizer : Optimizer
     seed : int
         Of first values.
@@ -78,14 +78,14 @@ class Holdings:
 
     Attributes
     ----------
-    pieces : list of Piece
+    pieces : list of OptimizerSpan
     scaling : LossScale
     """
 
     def __init__(
         self,
-        context: Context,
-        parts: Sequence[Part],
+        context: RunContext,
+        parts: Sequence[ParamShard],
         spans: Sequence[Sequence[Span]],
         optimizer: Optimizer,
         seed: int,
@@ -96,15 +96,15 @@ class Holdings:
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
         self.pieces = [piece for part in parts for piece in self._pieces_of(part, seed)]
         self._mine = [span for part in parts for span in part.mine]
-        self._blocks = Blocks(context, spans)
+        self._blocks = SquaredBlocks(context, spans)
         held = [piece.span for piece in self.pieces]
         everything = sum(span.size for span in held) == context.flat.length
-        self._everything = Everything(held) if everything else None
+        self._everything = AllBlocks(held) if everything else None
         place = {number: at for at, number in enumerate(numbers_of(held).tolist())}
         self._chosen = np.array([place[number] for number in numbers_of(self._mine).tolist()], np.int64)
 
-    def _pieces_of(self, part: Part, seed: int) -> Iterator[Piece]:
-        """What a rank updates of a part, with first values."""
+    def _pieces_of(self, part: ParamShard, seed: int) -> Iterator[OptimizerSpan]:
+        """Spans of a shard that this rank updates, with initial values."""
         memory, wide, flat, own = part.context.memory, part.context.wide, part.context.flat, part.weights.own
         size = sum(span.size for span, _ in own)
         vectors = {name: memory.own("optimizer", size, wide) for name in self._optimizer.states()}
@@ -119,7 +119,7 @@ class Holdings:
             if first is not weights:
                 weights[...] = memory.xp.asarray(first)
             state = {name: vector[here] for name, vector in vectors.items()}
-            yield Piece(span, weights, gradient, state, flat.places, None if master is None else stored)
+            yield OptimizerSpan(span, weights, gradient, state, flat.places, None if master is None else stored)
 
     # ------------------------------------------------------------------------------------------ a step's end
 
@@ -160,12 +160,12 @@ class Holdings:
         self.publish()
 
     def publish(self) -> None:
-        """Tell the others what has changed. Collective."""
+        """Gather updated weights on all ranks that need them. Collective."""
         for part in self._parts:
-            part.weights.publish()
+            part.weights.allgather_updates()
 
     def _squares(self) -> np.ndarray:
-        """The block squares of the gradient that this rank looks after."""
+        """Block squares of the gradient in this rank's spans."""
         held = [own for part in self._parts for own in part.gradients.own]
         return np.concatenate([np.zeros(0), *(block_squares(run) for span in self._mine for run in _runs(held, span))])
 
@@ -176,12 +176,12 @@ class Holdings:
 
     # ------------------------------------------------------------------------------------------ the state
 
-    def stretches(self) -> Iterator[Stretch]:
-        """All that a checkpoint has of parameters and optimiser, as far as this rank holds it; in a fixed order."""
+    def stretches(self) -> Iterator[TensorSlice]:
+        """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
         yield from stretches(self.pieces, self._mine)
 
     def refresh(self) -> None:
-        """Make what was assigned to the stretches count. Collective."""
+        """Apply values that were assigned to the slices. Collective."""
         for piece in self.pieces:
             if piece.stored is not None:
                 narrow(piece.weights, piece.stored.dtype, out=piece.stored)

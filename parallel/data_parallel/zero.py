@@ -9,22 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from parallel import shares
-from parallel.data_parallel.grad_bucket import Bucket, buckets_of
-from parallel.data_parallel.run_context import Context
-from parallel.data_parallel.ddp import Naive
-from parallel.nn.flat_params import Place, Span
-from parallel.nn.operator import Array, Parameter
-from parallel.data_parallel.partition_spec import Plan
-from parallel.data_parallel.reducers import START, Moment, Numbers
+from parallel.data_parallel.ddp import NaiveDDP
+from parallel.data_parallel.grad_bucket import buckets_of, of, users_of
 from parallel.data_parallel.param_store import resident_slots, slot_sizes
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.data_parallel.reducers import (
+    START,
+    Numbers,
+    ShardedCanonicalReducer,
+    ShardedPlainReducer,
+    StepScale,
+)
+from parallel.data_parallel.run_context import RunContext
+from parallel.nn.flat_params import ParamSpan, Span
+from parallel.nn.operator import Parameter
+from quant.types import Array
 
 
-class Stage1(Naive):
-    """Gradients of all micro-batches are added up on every rank; in the end each gets the sum of its part."""
+class Zero1(NaiveDDP):
+    """Sums of all gradients on every rank; a reduce-scatter at the end of the step (ZeRO stage 1)."""
 
     @staticmethod
-    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
+    def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
         return plan.buckets()
 
     def part(self) -> Array:
@@ -34,21 +40,21 @@ class Stage1(Naive):
     def spans(self) -> list[Span]:
         return [bucket.own for bucket in self.buckets]
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         for sum_ in self.sums:
             self._blocking("reduce_scatter", sum_)
 
 
-class Stage2:
-    """A bucket is reduced to everyone's part as soon as a backward has left it, and its memory used again.
+class Zero2:
+    """A reduce-scatter of each bucket after each backward, whose memory is then reused (ZeRO stage 2).
 
     Attributes
     ----------
     own, started
-        As of `Naive`.
+        As of `NaiveDDP`.
     """
 
-    def __init__(self, context: Context):
+    def __init__(self, context: RunContext):
         self._context = context
         self.buckets = buckets_of(self.cut(context.plan), context.plan)
         self.users = users_of(self.buckets, context.plan)
@@ -67,84 +73,75 @@ class Stage2:
         parts = context.plan.ranks if context.plan.reproducible else 1
         longest = parts * max((bucket.own.size for bucket in self.buckets), default=0)
         arriving = context.memory.own("buffers", longest, context.wide)
-        kind = shares.Canonical if context.plan.reproducible else shares.Plain
+        reducer = ShardedCanonicalReducer if context.plan.reproducible else ShardedPlainReducer
         self.shares = [
-            kind(context, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)
+            reducer(context, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)
             for bucket, (_, own) in zip(self.buckets, self.own)
         ]
-        self._of = {id(place.parameter): share for share in self.shares for place in share.bucket.places}
+        self._bucket_of = {id(place.parameter): bucket for bucket in self.buckets for place in bucket.places}
         self.started = 0
         self._turn = 0
 
     @staticmethod
-    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
-        """The buckets' places."""
+    def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
+        """Parameters of each bucket."""
         return plan.buckets()
 
-    def weights(self, plan: Plan) -> list[int]:
-        """Elements of the vectors of weights that the neighbours will see."""
+    def weights(self, plan: PartitionSpec) -> list[int]:
+        """Elements of the weight vectors in shared memory."""
         return [plan.flat.length]
 
     @staticmethod
     def rounds(everyone: Numbers, rank: int) -> int:
-        """Every rank takes part in as many micro-batches as any has."""
+        """Backwards that a rank takes part in: as many as any rank has micro-batches."""
         return max(map(len, everyone))
 
-    def begin(self, everyone: Numbers, moment: Moment = START) -> None:
-        """A step begins."""
+    def begin(self, everyone: Numbers, step_scale: StepScale = START) -> None:
         self.started = 0
         for share in self.shares:
             share.begin(everyone)
 
-    def open(self, turn: int, number: int | None) -> None:
-        """A backward begins, if only on other ranks."""
+    def begin_backward(self, turn: int, number: int | None) -> None:
+        """Begin a backward, of this rank or only of others."""
         self._turn = turn
         for share in self.shares:
-            share.open()
+            share.begin_backward()
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
-        """Take a gradient."""
-        self._of[id(parameter)].put(parameter, compute)
+        """Accumulate a gradient."""
+        of(self._bucket_of, parameter).accumulate(parameter, compute)
 
     def left(self, unit: int) -> None:
-        """The backward has left a unit: exchange the buckets that no other unit will add to."""
+        """Exchange the buckets whose last unit the backward has left."""
         for share, units in zip(self.shares, self.users):
             if units[0] == unit:
                 self.started += 1
                 with self._context.recorder("communication", "reduce_scatter", bucket=share.bucket.number):
                     share.exchange(self._turn)
 
-    def shut(self) -> None:
-        """The backward is over."""
+    def end_backward(self) -> None:
+        """No-op: all buckets were exchanged when the backward left their units."""
 
     def finish(self) -> None:
         """Complete the gradients in `own`."""
         for share in self.shares:
-            share.settle()
+            share.finalize()
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """No-op."""
 
 
-class Stage3(Stage2):
+class Zero3(Zero2):
     """As stage 2, with a bucket for each unit, whose weights come and go with it (`weights.Gathered`)."""
 
     @staticmethod
-    def cut(plan: Plan) -> Sequence[Sequence[Place]]:
+    def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
         runs = groupby(plan.flat.places, lambda place: plan.users[id(place.parameter)])
         return [list(run) for _, run in runs][::-1]
 
-    def weights(self, plan: Plan) -> list[int]:
+    def weights(self, plan: PartitionSpec) -> list[int]:
         own = sum(bucket.own.size for bucket in self.buckets)
         return [own, *slot_sizes(resident_slots(self.users), self.buckets).values()]
-
-
-def users_of(buckets: Sequence[Bucket], plan: Plan) -> list[tuple[int, ...]]:
-    """For every bucket the units that use it, ascending."""
-    return [
-        tuple(sorted({unit for place in bucket.places for unit in plan.users[id(place.parameter)]}))
-        for bucket in buckets
-    ]
 
 
 def slots(users: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[list[int], list[int]]:

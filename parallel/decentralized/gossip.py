@@ -1,9 +1,9 @@
-"""Stochastic gradient push: every rank hands half of its mass on, to a rank twice as far away each time.
+"""Stochastic gradient push: every rank passes half of its mass on, at distances that double with every step.
 
-After its own update a rank sends half of x and w to rank + 2^i, and adds what comes from rank - 2^i; operators then see
-z = x / w (`parallel.decentralized.push_sum`). The exponents i take turns, so news reach all ranks in ceil(log2 p) steps; where
-p is a power of two, so does the mean. (Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep
-Learning", ICML 2019: algorithm 1, one peer; with `tau` algorithm 2, in which messages may be late.)
+After its own update a rank sends half of x and w to rank + 2^i and adds the message of rank - 2^i; operators then use
+z = x / w (`push_sum`). The exponents i take turns, so information reaches all ranks in ceil(log2 p) steps, and so does
+the mean if p is a power of two. (Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep
+Learning", ICML 2019: algorithm 1 with one peer; with `tau` algorithm 2, in which messages may be late.)
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.requests import until
-from parallel.data_parallel.run_context import Context
-from parallel.runtime.vector_memory import Memory
-from parallel.nn.operator import Array
-from parallel.decentralized.push_sum import Mass
-from parallel.replicas.style import Seen, Style
+from collectives.runtime.requests import progress_until
+from parallel.data_parallel.run_context import RunContext
+from parallel.decentralized.averaging_style import AveragingStyle, ReplicaSums
+from parallel.decentralized.push_sum import PushSumMass
+from parallel.runtime.vector_memory import VectorAllocator
+from quant.types import Array
 
 HALF = 0.5
 HEAD = 128
-"""Bytes before the vector in a message: the weight and the last step, and room so that the vector is aligned."""
+"""Bytes before the vector in a message: weight and last step, padded so that the vector is aligned."""
 
 
 def turns(size: int) -> int:
-    """After so many steps every rank has sent to all distances: ceil(log2 p).
+    """Number of distances: ceil(log2 p).
 
     >>> [turns(size) for size in (1, 2, 3, 4, 5)]
     [0, 1, 2, 2, 3]
@@ -35,7 +35,7 @@ def turns(size: int) -> int:
 
 
 def peers(rank: int, size: int, step: int) -> tuple[int, int]:
-    """Whom a rank sends to in a step, and from whom it receives; itself, if it is alone.
+    """Destination and source of a rank's messages in a step; itself if there is one rank.
 
     >>> [peers(1, 6, step) for step in range(4)]
     [(2, 0), (3, 5), (5, 3), (2, 0)]
@@ -45,9 +45,9 @@ def peers(rank: int, size: int, step: int) -> tuple[int, int]:
 
 
 def reach(size: int, tau: int) -> int:
-    """After so many steps all ranks have heard what one of them says in a step before it sends.
+    """Number of steps after which all ranks know a value that one rank has before its send.
 
-    On time every distance has its turn at once; when late each takes a round at most, and `tau` steps.
+    On time every distance follows at once; late messages take up to one round and `tau` steps per distance.
 
     >>> reach(8, tau=0), reach(8, tau=1)
     (2, 12)
@@ -55,67 +55,67 @@ def reach(size: int, tau: int) -> int:
     return max(0, turns(size) - 1) if tau == 0 else turns(size) * (turns(size) + tau)
 
 
-class _Message:
-    """Memory for a weight, the last step and a vector, and for what MPI knows of them."""
+class _GossipMessage:
+    """Buffer of a message (weight, last step, vector) and its request."""
 
-    def __init__(self, memory: Memory, like: Array):
+    def __init__(self, memory: VectorAllocator, like: Array):
         self.bytes = memory.own("buffers", HEAD + like.nbytes, np.uint8)
         self.head = self.bytes[: 2 * 8].view(np.float64)
         self.x = self.bytes[HEAD:].view(like.dtype)
         self.request: Any = MPI.REQUEST_NULL
 
 
-class Gossip(Style):
-    """One message of n bytes out, and one in, a step.
+class Gossip(AveragingStyle):
+    """Stochastic gradient push: one message of n bytes out and one in per step.
 
     Parameters
     ----------
     context, vector
-        As of `Style`; on the host.
+        As of `AveragingStyle`; on the host.
     tau : int
-        How many steps late a message may be taken; a rank waits for those that are later. With 0, the default, a rank
-        waits for this step's message; with more its step goes on while messages are under way.
+        Steps that a message may be late. With 0 a rank waits for the message of the same step; otherwise training
+        continues while messages are in flight.
 
     Attributes
     ----------
-    mass : Mass
-        Messages under way have the rest.
+    mass : PushSumMass
+        Messages in flight hold the rest.
     """
 
-    def __init__(self, context: Context, vector: Array, tau: int = 0):
+    def __init__(self, context: RunContext, vector: Array, tau: int = 0):
         super().__init__(context, vector)
-        self.mass = Mass(vector, self.memory.own("buffers", vector.size, vector.dtype))
+        self.mass = PushSumMass(vector, self.memory.own("buffers", vector.size, vector.dtype))
         self.part, self._tau = self.mass.x, tau
-        self._out = [_Message(self.memory, vector) for _ in range(tau + 1)]
-        self._in = [_Message(self.memory, vector) for _ in range(tau + 1)]
-        self._coming: dict[int, _Message] = {}  # by step
-        self._wire = MPI.Intracomm(self.comm).Dup()  # what a training that failed has sent is found by no other one
+        self._out = [_GossipMessage(self.memory, vector) for _ in range(tau + 1)]
+        self._in = [_GossipMessage(self.memory, vector) for _ in range(tau + 1)]
+        self._coming: dict[int, _GossipMessage] = {}  # by step
+        self._wire = MPI.Intracomm(self.comm).Dup()  # isolates messages of a failed training
 
     def reach(self, step: int) -> int:
         return reach(self.size, self._tau)
 
-    def mix(self, step: int, seen: Seen) -> Seen:
-        self.mass.moved()
+    def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
+        self.mass.absorb_update()
         if self.size > 1:
             self._push(step)
         for sent in list(self._coming):
             self._take(sent, wait=sent <= step - self._tau)
-        self.mass.settle()
-        return seen
+        self.mass.update_estimate()
+        return sums
 
     def drain(self) -> None:
         for sent in list(self._coming):
             self._take(sent, wait=True)
         for message in self._out:
-            until(message.request.Test)
-        self.mass.settle()
+            progress_until(message.request.Test)
+        self.mass.update_estimate()
 
     def begin(self) -> None:
         self.mass.begin()
 
-    def rest(self) -> None:
-        self.drain()  # messages under way still say when it was to end
-        super().rest()
+    def finish(self) -> None:
+        self.drain()  # messages in flight still carry the last step
+        super().finish()
 
     def close(self) -> None:
         self.drain()
@@ -124,12 +124,12 @@ class Gossip(Style):
     def abandon(self) -> None:
         for message in self._coming.values():
             message.request.Cancel()
-            message.request.Wait()  # its memory is free
+            message.request.Wait()  # MPI no longer accesses the buffer
 
     def _push(self, step: int) -> None:
         to, source = peers(self.rank, self.size, step)
         out, into = self._out[step % len(self._out)], self._in[step % len(self._in)]
-        until(out.request.Test)
+        progress_until(out.request.Test)
         self.mass.keep(HALF)  # the other half is as large
         out.x[...] = self.mass.x
         out.head[...] = self.mass.w, self.last
@@ -138,10 +138,10 @@ class Gossip(Style):
         self._coming[step] = into
 
     def _take(self, sent: int, wait: bool) -> None:
-        """Add a message, if it is there."""
+        """Add a message, if it has arrived."""
         message = self._coming[sent]
         if wait:
-            until(message.request.Test)
+            progress_until(message.request.Test)
         elif not message.request.Test():
             return
         del self._coming[sent]

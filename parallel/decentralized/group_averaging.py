@@ -1,14 +1,13 @@
-"""Group averaging: in every step small groups of replicas become their mean, and other groups in the next.
+"""Group averaging: replicas average in small groups that change with every step.
 
-The ranks are laid on a grid of up to S places along each axis, and step t averages along axis t mod k: so after k
-steps everyone has the mean of all, as long as nobody learns in between. Every `tau` steps all of them meet. This is the
-mixing of wait-avoiding group averaging (Li et al., "Breaking (Global) Barriers in Parallel Stochastic Optimization with
-Wait-Avoiding Group Averaging", TPDS 2021): who is late keeps its group waiting, and not all. In that paper a late rank
-does not even do that, as an old copy of its weights takes its place; here its group waits.
+The ranks lie on a grid of up to S places per axis, and step t averages along axis t mod k, so k steps without updates
+yield the global mean. Every `tau` steps all ranks average. This is the mixing of Li et al., "Breaking (Global) Barriers
+in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging", TPDS 2021: a late rank delays its group only.
+(In the paper an old copy of its weights replaces a late rank; here its group waits.)
 
-A grid of S^k places, or d S^k, takes as many ranks. With any other number of ranks some places are shared by two ranks
-(*twins*), who belong to the same groups; then masses instead of plain means (`parallel.decentralized.push_sum`) see to it that
-every rank's step counts as much as any other's: places have equal shares of their group's mass, and twins have halves.
+A grid of S^k or d S^k places holds as many ranks. For other numbers some places are shared by two ranks (*twins*) of
+the same groups. Then push-sum masses (`push_sum`) give every rank's step equal weight: places have equal shares of
+their group's mass, and twins have halves.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from math import prod
 
 from mpi4py import MPI
 
-from parallel.data_parallel.run_context import Context
-from parallel.nn.operator import Array
-from parallel.decentralized.push_sum import Mass
-from parallel.replicas.style import Seen, Style
+from parallel.data_parallel.run_context import RunContext
+from parallel.decentralized.averaging_style import AveragingStyle, ReplicaSums
+from parallel.decentralized.push_sum import PushSumMass
+from quant.types import Array
 
 TAU = 10
 
 
-def usual(size: int) -> int:
-    """The groups' size if nobody says one: the root of the number of ranks, as in the paper, but no less than 2.
+def default_size(size: int) -> int:
+    """Default group size: the square root of the number of ranks, as in the paper, but at least 2.
 
-    >>> [usual(size) for size in (1, 4, 7, 16, 64)]
+    >>> [default_size(size) for size in (1, 4, 7, 16, 64)]
     [2, 2, 3, 4, 8]
     """
     return max(2, round(size**0.5))
 
 
 def grid(size: int, most: int) -> tuple[int, ...]:
-    """Places along each axis: `most` of them as often as that goes, then what is left; the product is over size / 2.
+    """Places per axis: `most` as often as possible, then the remainder; the product exceeds size / 2.
 
     >>> grid(8, 2), grid(12, 4), grid(7, 2)
     ((2, 2, 2), (4, 3), (2, 2))
@@ -48,9 +47,9 @@ def grid(size: int, most: int) -> tuple[int, ...]:
 
 
 def group(rank: int, size: int, most: int, step: int) -> tuple[int, ...]:
-    """The ranks that this one averages with in a step, itself among them, ascending.
+    """Ranks that average with this one in a step, itself included, ascending.
 
-    Every axis has its turn in k successive steps, whichever is the first of them.
+    Any k successive steps use every axis once.
 
     >>> [group(5, 8, 2, step) for step in range(3)], [group(0, 5, 2, step) for step in range(2)]
     ([(4, 5), (5, 7), (1, 5)], [(0, 1, 4), (0, 2, 4)])
@@ -70,7 +69,7 @@ def group(rank: int, size: int, most: int, step: int) -> tuple[int, ...]:
 
 
 def share(rank: int, size: int, most: int, step: int) -> float:
-    """What of its group's mass a rank has after a step.
+    """Share of its group's mass that a rank has after a step.
 
     >>> [share(rank, 5, 2, 0) for rank in range(5)]
     [0.25, 0.5, 0.5, 0.5, 0.25]
@@ -83,47 +82,49 @@ def share(rank: int, size: int, most: int, step: int) -> float:
     return 1 / (axes[step % len(axes)] * twins)
 
 
-class Groups(Style):
-    """One allreduce in a group a step: about 2 (S-1)/S n bytes a rank.
+class GroupAveraging(AveragingStyle):
+    """Group averaging: one allreduce in a group per step, about 2 (S-1)/S n bytes per rank.
 
     Parameters
     ----------
     context, vector
-        As of `Style`.
+        As of `AveragingStyle`.
     most : int
-        S, 2 or more.
+        Group size S, at least 2.
     tau : int
-        Steps from one meeting of all to the next.
+        Steps between global averages.
     """
 
-    def __init__(self, context: Context, vector: Array, most: int, tau: int = TAU):
+    def __init__(self, context: RunContext, vector: Array, most: int, tau: int = TAU):
         super().__init__(context, vector)
         self._most, self._tau = most, tau
-        self._mass = Mass(vector, self.memory.seen("buffers", vector.size, vector.dtype))
+        self._mass = PushSumMass(vector, self.memory.seen("buffers", vector.size, vector.dtype))
         self.part = self._mass.x
         turns = range(len(grid(self.size, most)))
-        self._circles = [self.comm.Split(group(self.rank, self.size, most, turn)[0], self.rank) for turn in turns]
+        self._groups_by_axis = [
+            self.comm.Split(group(self.rank, self.size, most, turn)[0], self.rank) for turn in turns
+        ]
 
     def reach(self, step: int) -> int:
-        return min(max(0, len(self._circles) - 1), self._tau - 1 - step % self._tau)
+        return min(max(0, len(self._groups_by_axis) - 1), self._tau - 1 - step % self._tau)
 
-    def mix(self, step: int, seen: Seen) -> Seen:
-        self._mass.moved()
+    def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
+        self._mass.absorb_update()
         if (step + 1) % self._tau == 0:
-            return self.meet(seen)
-        if self._circles:
-            circle = self._circles[step % len(self._circles)]
-            weight, seen = self.tell(circle, seen, self._mass.w)
-            circle.Allreduce(MPI.IN_PLACE, self._mass.x)
+            return self.average_all(sums)
+        if self._groups_by_axis:
+            members = self._groups_by_axis[step % len(self._groups_by_axis)]
+            weight, sums = self.exchange_status(members, sums, self._mass.w)
+            members.Allreduce(MPI.IN_PLACE, self._mass.x)
             self._mass.w = weight
             self._mass.keep(share(self.rank, self.size, self._most, step))
-        self._mass.settle()
-        return seen
+        self._mass.update_estimate()
+        return sums
 
     def begin(self) -> None:
         self._mass.begin()
 
     def close(self) -> None:
-        for circle in self._circles:
-            circle.Free()
-        self._circles = []
+        for members in self._groups_by_axis:
+            members.Free()
+        self._groups_by_axis = []

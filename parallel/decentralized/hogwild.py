@@ -1,8 +1,8 @@
-"""Hogwild!: all ranks of a node update the same weights, in one shared window, without a lock.
+"""Hogwild!: all ranks of a node update the same weights in one shared window, without locks.
 
-There is one vector of weights. A rank reads it while others write, and adds its own updates to what it finds; where two
-write the same element at once, one update is lost. (Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to
-Parallelizing Stochastic Gradient Descent", NIPS 2011.) No rank waits for another but to test, to save, and to end.
+A rank reads the weights while others write, and adds its own updates; of two concurrent writes of an element one is
+lost. (Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS
+2011.) Ranks synchronise only to evaluate, to save and to end.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.data_parallel.run_context import Context
-from parallel.runtime.vector_memory import Memory
-from parallel.nn.operator import Array
-from parallel.replicas.style import Seen, Style
+from parallel.data_parallel.run_context import RunContext
+from parallel.decentralized.averaging_style import AveragingStyle, ReplicaSums
+from parallel.runtime.vector_memory import VectorAllocator
+from quant.types import Array
 
 LINE = 128
-"""Bytes before the weights in the window: one counter, in cache lines of its own."""
+"""Bytes before the weights in the window: one counter, in separate cache lines."""
 ENDS = 1 << 48
-"""What is added to the counter by whoever wants to end: more than there are steps."""
+"""Value that a request to end adds to the counter: larger than any number of steps."""
 
 
-class Window(Memory):
-    """Memory in which all ranks have the same parameters.
+class SharedWindow(VectorAllocator):
+    """Allocator whose parameters are shared by all ranks.
 
     Raises
     ------
@@ -58,34 +58,34 @@ class Window(Memory):
         return self._count(kind, whole[LINE:].view(dtype))
 
 
-class Hogwild(Style):
-    """Nothing is exchanged; what each rank updates is the same vector.
+class Hogwild(AveragingStyle):
+    """Hogwild: nothing is exchanged, as all ranks update the same vector.
 
-    Ranks may be in different steps. The counter in the window has the number of steps that the furthest of them has
-    made. Whoever wants to end adds `ENDS` once, which stops it: all then end with the step after that.
+    Ranks may be in different steps. The counter in the window holds the largest number of steps of any rank. The first
+    request to end adds `ENDS`, which freezes it: all ranks end with the following step.
 
     Parameters
     ----------
-    context : Context
-        Its memory is a `Window`.
+    context : RunContext
+        Its memory is a `SharedWindow`.
     vector
-        As of `Style`, in the window.
+        As of `AveragingStyle`, in the window.
     """
 
-    def __init__(self, context: Context, vector: Array):
+    def __init__(self, context: RunContext, vector: Array):
         super().__init__(context, vector)
-        assert isinstance(context.memory, Window)
+        assert isinstance(context.memory, SharedWindow)
         self._window = context.memory.window
         self._window.Lock_all()
 
-    def wish(self, step: int) -> None:
+    def request_stop(self, step: int) -> None:
         if self._count(MPI.MAX, step) < ENDS:
             self._count(MPI.SUM, ENDS)
         self._look(step)
 
-    def mix(self, step: int, seen: Seen) -> Seen:
+    def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
         self._look(step + 1)
-        return seen
+        return sums
 
     def drain(self) -> None:
         self.comm.Barrier()
@@ -96,8 +96,8 @@ class Hogwild(Style):
     def begin(self) -> None:
         self.comm.Barrier()
 
-    def rest(self) -> None:
-        super().rest()
+    def finish(self) -> None:
+        super().finish()
         self.comm.Barrier()
         if self.rank == 0:
             self._count(MPI.REPLACE, 0)
@@ -108,13 +108,13 @@ class Hogwild(Style):
         self._window.Free()
 
     def _look(self, made: int) -> None:
-        """So many steps were made here: how far are the others, and does anyone want to end?"""
+        """Publish the number of steps made here, and read requests to end."""
         count = max(self._count(MPI.MAX, made), made)
         if count >= ENDS:
             self.last = count % ENDS
 
     def _count(self, op: MPI.Op, value: int) -> int:
-        """Change the counter, at once for all; what it was."""
+        """Change the counter atomically; returns the previous value."""
         given, was = np.array([value], np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op([given, MPI.INT64_T], [was, MPI.INT64_T], 0, 0, op)
         self._window.Flush(0)

@@ -1,21 +1,21 @@
-"""Push-sum: replicas as masses that may be cut up and handed on, so that whatever the way, their sum stays what it was.
+"""Push-sum: weighted replicas whose shares may be passed on in any pattern without changing the total.
 
-A rank holds a vector x and a weight w; the estimate that operators work with is z = x / w. Whoever hands on a share of
-x hands on the same share of w. So the sum of all x changes only where an optimiser moves a replica, that of all w stays
-the number of ranks, and each z is a mean of replicas, whatever the shares. (Kempe, Dobra, Gehrke, "Gossip-based
-Computation of Aggregate Information", FOCS 2003; with gradients: Nedic and Olshevsky, "Stochastic Gradient-Push for
-Strongly Convex Functions on Time-Varying Directed Graphs", TAC 2016.)
+A rank holds a vector x and a weight w; operators use the estimate z = x / w. A share of x is passed on together with
+the same share of w. So the sum of all x changes by optimizer steps only, the sum of all w remains the number of ranks,
+and every z is a weighted mean of replicas. (Kempe, Dobra, Gehrke, "Gossip-based Computation of Aggregate Information",
+FOCS 2003; with gradients: Nedic and Olshevsky, "Stochastic Gradient-Push for Strongly Convex Functions on Time-Varying
+Directed Graphs", TAC 2016.)
 
 >>> import numpy as np
->>> masses = [Mass(np.array([float(rank)]), np.zeros(1)) for rank in range(2)]
->>> masses[0].z += 1.0  # a step of the optimiser
+>>> masses = [PushSumMass(np.array([float(rank)]), np.zeros(1)) for rank in range(2)]
+>>> masses[0].z += 1.0  # a step of the optimizer
 >>> for mass in masses:
-...     mass.moved()
+...     mass.absorb_update()
 >>> share = masses[0].x * 0.25, masses[0].w * 0.25
 >>> masses[0].keep(0.75)
 >>> masses[1].add(*share)
 >>> for mass in masses:
-...     mass.settle()
+...     mass.update_estimate()
 >>> [(mass.w, float(mass.x[0])) for mass in masses], float(masses[1].z[0])
 ([(0.75, 0.75), (1.25, 1.25)], 1.0)
 """
@@ -24,16 +24,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from parallel.nn.operator import Array
+from quant.types import Array
 
 
-class Mass:
-    """A rank's x, w and z.
+class PushSumMass:
+    """Mass of a rank: x, w and the estimate z.
 
     Parameters
     ----------
     z : array
-        The estimate: what operators see, and what the optimiser moves.
+        Estimate, used by operators and changed by the optimizer.
     x : array like z
         Memory.
 
@@ -47,25 +47,25 @@ class Mass:
         self.begin()
 
     def begin(self) -> None:
-        """As much mass as there is on every other rank: x is z."""
+        """Reset to unit weight: x is z."""
         self.x[...] = self.z
         self.w = 1.0
 
-    def moved(self) -> None:
-        """The optimiser has moved z: x moves as far, from w z_before to w z_before + (z - z_before)."""
+    def absorb_update(self) -> None:
+        """Apply the optimizer's change of z to x: from w z_before to w z_before + (z - z_before)."""
         self.x *= 1 - 1 / self.w
         self.x += self.z
 
     def keep(self, share: float) -> None:
-        """The rest goes to others."""
+        """Keep a share; the caller passes on the rest."""
         self.x *= share
         self.w *= share
 
     def add(self, x: Array, w: float) -> None:
-        """Some mass has come."""
+        """Add received mass."""
         self.x += x
         self.w += w
 
-    def settle(self) -> None:
-        """See what z is now."""
+    def update_estimate(self) -> None:
+        """Recompute z from x and w."""
         np.divide(self.x, self.w, out=self.z)

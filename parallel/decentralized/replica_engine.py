@@ -1,10 +1,11 @@
-"""A replica on every rank: an engine of one rank each, and a style in which the replicas meet after each step."""
+"""Training engine with a replica on every rank: a single-rank engine, and an averaging style after each step."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -13,56 +14,54 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.runtime import consistency_check as guard
-from parallel.runtime import collective_errors as together
-from parallel.data.sampler import Batch
+from parallel.checkpoint.tensor_slices import TensorSlice, stretches
+from parallel.data.sampler import Batch, batch_of
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.data_parallel.partition_spec import plan_of
+from parallel.decentralized.averaging_style import ReplicaSums
+from parallel.decentralized.styles import STYLES, StyleOptions, refuse
+from parallel.engine.base import BaseEngine, check, facts_of
 from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.memory_ledger import MemoryLedger, Workload
+from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
-from parallel.layouts import LAYOUTS
-from parallel.nn.operator import Array, Operator
+from parallel.nn.operator import Operator
 from parallel.optim.optimizers import Optimizer
-from parallel.runtime.profiler import Event
-from parallel.replicas.style import Seen
-from parallel.decentralized.styles import STYLES, Options, refuse
-from parallel.runtime.step_report import Evaluation, Report
-from parallel.checkpoint.tensor_slices import Stretch, stretches
+from parallel.runtime import collective_errors, consistency_check
+from parallel.runtime.profiler import ProfilerEvent
+from parallel.runtime.step_report import Evaluation, StepReport
+from quant.types import Array
 
 OWN = "dp-naive"
-"""The layout of an engine of one rank."""
+"""Layout of the single-rank engine."""
 
 
-class Replicas:
-    """A model in training, with a replica on every rank of a communicator. Making one is collective.
+class ReplicaEngine(BaseEngine):
+    """Training engine with a replica on every rank of a communicator. Construction is collective.
 
-    Its methods are those of `parallel.engine.data_parallel_engine.Engine`, so that trainings, checkpoints and meters take either. A step is
-    the rank's own: forward, backward and update with its own micro-batches, then what the style exchanges. Moments and
-    velocities stay with their rank.
+    A step consists of forward, backward and update with the rank's own microbatches, and of the style's exchange.
+    Optimizer state is not exchanged.
 
     Parameters
     ----------
     model, loss, comm, optimizer
-        As `Engine` has them.
-    style : str
-        A name of `parallel.decentralized.styles.STYLES`.
-    options : Options
-        What the style is told.
-    seed, precision, clip, device, trace
-        As `Engine` has them. The norm that `clip` limits is that of the rank's own gradient.
-    reproducible, check_every
-        Refused, unless they are False and 0.
+        As of `Engine`.
+    settings : Settings
+        `layout` is a key of `parallel.decentralized.styles.STYLES`. `clip` limits the norm of the rank's own gradient.
+        `reproducible` and `check_every` are refused.
 
     Attributes
     ----------
-    style : Style
+    style : AveragingStyle
     steps : int
-        That this rank has made.
+        Steps of this rank.
     flat, ledger
-        As `Engine` has them.
+        As of `Engine`.
 
     Raises
     ------
     ValueError
-        On all ranks, if an argument has no meaning, or the style is not for these ranks.
+        On all ranks, if a setting is invalid or the style does not support these ranks.
     Disagreement
         On all ranks, if their models or settings differ.
 
@@ -71,77 +70,79 @@ class Replicas:
     `evaluate`, `state`, `stretches` and `close` are collective. `step` is as collective as the style is.
     """
 
-    remarks: Sequence[str] = ()
-
     def __init__(
         self,
         model: Operator,
         loss: Any,
         comm: Communicator,
         optimizer: Optimizer,
-        *,
-        style: str,
-        options: Options = Options(),  # noqa: B008
-        seed: int = 0,
-        precision: str = "fp32",
-        clip: float | None = None,
-        reproducible: bool = False,
-        check_every: int = 0,
-        device: str = "cpu",
-        trace: bool = False,
+        settings: Settings,
     ) -> None:
-        refuse(style, options, comm.Get_size(), precision, reproducible, check_every)
+        check(comm, settings)
+        refuse(settings, comm.Get_size())
+        style, options = settings.layout, StyleOptions(settings.tau, settings.group)
         line = STYLES[style]
-        if device not in line.devices:
-            raise ValueError(f"device: {style} is for {' and '.join(line.devices)}, found {device}")
-        self._comm = comm
+        self.settings, self._comm = settings, comm
         self._alone = Communicator(MPI.COMM_SELF, shared=False)
-        settings: dict[str, Any] = {"seed": seed, "precision": precision, "clip": clip, "trace": trace}
-        memory = line.memory(comm, device)
-        self._engine = Engine(model, loss, self._alone, optimizer, layout=OWN, memory=memory, **settings)
-        told = [(f"style {style}'s {name}", value) for name, value in options._asdict().items()]
-        guard.agree(comm, [("style", style), *told, *self._engine.facts])
+        memory = line.memory(comm, settings.device)
+        self._engine = Engine(model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory)
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
+        consistency_check.agree(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
         self._recorder = self._engine.context.recorder
         self._piece = next(iter(self._engine.pieces), None)
         vector = memory.own("parameters", 0, self._engine.context.wide) if self._piece is None else self._piece.weights
         self.style = line.make(replace(self._engine.context, comm=comm), vector, options)
-        self.ledger.predicted["buffers"] += line.buffers(vector.nbytes, options)
-        self._stash = vector if self._piece is None else self._piece.gradient  # of use within a step only
+        self.ledger.expect(Counter(buffers=line.buffers(vector.nbytes, options)), part=style)
+        self._stash = vector if self._piece is None else self._piece.gradient  # its content is used within a step only
         self._problem: Exception | None = None
         self.style.begin()
+
+    @classmethod
+    def forecast(
+        cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
+    ) -> MemoryLedger:
+        """Memory forecast: a single-rank `Engine`, and the style's buffers."""
+        style, options = settings.layout, StyleOptions(settings.tau, settings.group)
+        share, (rank, ranks) = LAYOUTS["dp"].share, workload[:2]
+        own = [tuple(step[at] for at in share(len(step), rank, ranks)) for step in workload.steps]
+        alone = replace(settings, layout=OWN)
+        ledger = Engine.forecast(model, loss, optimizer, workload._replace(rank=0, ranks=1, steps=own), alone)
+        plan = plan_of(model, 1, 0, alone)
+        vector = plan.flat.length * plan.precision.wide.itemsize
+        ledger.expect(Counter(buffers=STYLES[style].buffers(vector, options)), part=style)
+        return ledger
 
     # ------------------------------------------------------------------------------------------ training
 
     def share(self, micro_batches: int) -> range:
-        """The numbers of this rank's micro-batches, of so many in the step."""
+        """Numbers of this rank's microbatches."""
         return LAYOUTS["dp"].share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
-    def step(self, batches: Sequence[Batch], *, stop: bool = False) -> Report:
-        """An update from this rank's micro-batches, if it has any, and whatever meeting is due.
+    def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
+        """Update from this rank's microbatches, if any, followed by the style's exchange.
 
-        Loss, count and norm of the report are this rank's own; where ranks have met, loss and count are of all who did.
-        If a rank wants to stop, `stop` is reported on all ranks after the same step, some steps later.
+        Loss, count and norm of the report are this rank's own; after an exchange, loss and count cover the ranks that
+        exchanged. A request to stop is reported on all ranks after the same step, some steps later.
 
         Raises
         ------
         StepFailed
-            On all ranks after the same step, if one of them has raised an exception some steps ago, or had a loss or a
-            gradient that is no finite number: from then on it has learned nothing.
+            On all ranks after the same step, if one of them raised an exception some steps ago, or had a loss or
+            gradient that is not finite; from then on that rank makes no updates.
         """
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         report = self._own(batches)
         step, self.steps = self.steps, self.steps + 1
         with self._recorder("communication", "mix"):
             if stop or self._problem is not None:
-                self.style.wish(step)
-            seen = self.style.mix(step, Seen(report.loss * report.count if report.count else 0.0, report.count))
+                self.style.request_stop(step)
+            seen = self.style.mix(step, ReplicaSums(report.loss * report.count if report.count else 0.0, report.count))
         ends = self.style.last <= step
         if ends:
-            self.style.rest()
+            self.style.finish()
         self._engine.refresh()
         if ends:
-            self._tell()
+            self._raise_failures()
         return replace(
             report,
             step=step,
@@ -153,21 +154,21 @@ class Replicas:
         )
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Mean loss of the mean of all replicas, which stay as they are.
+        """Mean loss of the mean of all replicas, which are unchanged.
 
         Parameters
         ----------
         batches, measure
             As of `Engine.evaluate`.
         """
-        self._tell()
+        self._raise_failures()
         found, problem = Evaluation(0.0, 0.0, 0), None
         with self._averaged():
             try:
                 found = self._engine.evaluate(_numbered(batches), measure)
             except Exception as error:
                 problem = error
-        together.agree(self._comm, _cause(problem), "the model was not tested", guard.StepFailed)
+        collective_errors.agree(self._comm, _cause(problem), "the model was not tested", consistency_check.StepFailed)
         means = found.loss, found.measure or 0.0
         sums = np.array([mean * found.count if found.count else 0.0 for mean in means] + [float(found.count)])
         self._comm.Allreduce(MPI.IN_PLACE, sums)
@@ -175,20 +176,20 @@ class Replicas:
         return Evaluation(loss, None if measure is None else measured, int(sums[2]))
 
     def consensus(self) -> float:
-        """How far replicas are from each other: the root of the mean square of their distances to their mean."""
+        """Root mean square distance of the replicas to their mean."""
         with self._averaged() as (own, mean):
             squares = float(((own - mean) ** 2).sum(dtype=np.float64))
         return float(np.sqrt(self._comm.allreduce(squares) / self._comm.Get_size()))
 
     # ------------------------------------------------------------------------------------------ its state
 
-    def stretches(self) -> Iterator[Stretch]:
-        """As of `Engine`, after a meeting of all: the mean replica, and the mean of the optimisers' states.
+    def stretches(self) -> Iterator[TensorSlice]:
+        """As of `Engine`, after a global average of replicas and optimizer states.
 
-        All ranks go on from these, so what goes on is what a restart would make of it.
+        All ranks continue from the averages, as after a restart.
         """
-        self._tell()
-        self.style.meet(Seen(0.0, 0))
+        self._raise_failures()
+        self.style.average_all(ReplicaSums(0.0, 0))
         for piece in self._engine.pieces:
             for vector in piece.state.values():
                 self._comm.Allreduce(MPI.IN_PLACE, vector)
@@ -203,28 +204,27 @@ class Replicas:
         self.style.begin()
 
     def state(self) -> dict[str, Any]:
-        """As of `Engine`: that of the rank with the most updates, from which all go on."""
+        """As of `Engine`: the state of the rank with the most updates, from which all ranks continue."""
         everyone = self._comm.allgather(self._engine.state())
         self._engine.load(max(everyone, key=lambda state: state["updates"]))
         return self._engine.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Continue from a `state`."""
         self._engine.load(state)
         self.steps = self._engine.steps
 
     @property
     def updates(self) -> int:
-        """Of this rank's replica."""
+        """Updates of this rank's replica."""
         return self._engine.updates
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[ProfilerEvent]:
         """As of `Engine`."""
         return self._engine.events
 
     def close(self) -> None:
-        """Let go of the memory."""
         if sys.exception() is None:
             self.style.close()
         else:  # a rank that failed does not wait for the others
@@ -240,8 +240,8 @@ class Replicas:
 
     # ------------------------------------------------------------------------------------------ parts
 
-    def _own(self, batches: Sequence[Batch]) -> Report:
-        """The rank's own step; if it has failed, one without micro-batches, for the others' sake."""
+    def _own(self, batches: Sequence[Batch]) -> StepReport:
+        """Step of this rank; after a failure a step without microbatches, so that the exchanges continue."""
         if self._problem is None:
             try:
                 return self._engine.step(_numbered(batches))
@@ -249,14 +249,14 @@ class Replicas:
                 self._problem = error
         return self._engine.step(())
 
-    def _tell(self) -> None:
+    def _raise_failures(self) -> None:
         """Raise on all ranks if one of them has failed."""
         problem, self._problem = self._problem, None
-        together.agree(self._comm, _cause(problem), "a rank has failed", guard.StepFailed)
+        collective_errors.agree(self._comm, _cause(problem), "a rank has failed", consistency_check.StepFailed)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[tuple[Array, Array]]:
-        """Meanwhile the mean of all replicas is in the place of this rank's; (this rank's, the mean)."""
+        """Context in which the mean replaces this rank's replica; yields (replica, mean)."""
         self.style.drain()
         vector = self.style.vector
         self._stash[...] = vector
@@ -270,14 +270,14 @@ class Replicas:
 
 
 def _numbered(batches: Sequence[Batch]) -> list[Batch]:
-    """The same micro-batches, by the numbers that they have on this rank."""
-    ordered = sorted(batches, key=lambda batch: batch[0])
+    """Copies of the microbatches with consecutive numbers."""
+    ordered = sorted((batch_of(some, at) for at, some in enumerate(batches)), key=lambda batch: batch.number)
     return [Batch(number, *rest) for number, (_, *rest) in enumerate(ordered)]
 
 
 def _cause(problem: Exception | None) -> Exception | None:
-    """What an engine's `StepFailed` came from, with its kind."""
+    """Cause of an engine's `StepFailed`, with its type."""
     if problem is None:
         return None
-    cause = problem.__cause__ if isinstance(problem, guard.StepFailed) and problem.__cause__ else problem
-    return RuntimeError(f"{type(cause).__name__}: {cause}")
+    cause = problem.__cause__ if isinstance(problem, consistency_check.StepFailed) and problem.__cause__ else problem
+    return RuntimeError(f"{type(cause).__name__}: {collective_errors.in_words(cause)}")

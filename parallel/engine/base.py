@@ -1,6 +1,6 @@
-"""A step as all engines make it: ranks meet, go through the micro-batches, add up, and update together.
+"""Training step of all synchronous engines: exchange step headers, forward and backward, sum, update.
 
-How micro-batches go through the model is what engines differ in.
+Engines differ in how micro-batches pass through the model.
 """
 
 from __future__ import annotations
@@ -8,35 +8,37 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.runtime import consistency_check as guard
-from parallel.data_parallel.run_context import Context
+from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data.sampler import Batch
-from parallel.runtime.validation import named, whole
-from parallel.nn.flat_params import Flat, Span
-from parallel.data_parallel.sharded_optimizer import Holdings, Part
-from parallel.engine.step_sync import Losses, Meeting, checked
-from parallel.nn.compose import Sequential
-from parallel.nn.operator import Array, Operator, Run
-from parallel.optim.optimizers import Optimizer, Piece
-from parallel.optim.precision import PRECISIONS
-from parallel.runtime.profiler import Event
-from parallel.runtime.step_report import Evaluation, Report
+from parallel.data_parallel.reducers import Numbers, StepScale
+from parallel.data_parallel.run_context import RunContext
+from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer
+from parallel.engine.settings import Settings
+from parallel.engine.step_sync import Losses, StepSync, checked
+from parallel.nn.flat_params import FlatParams, Span
+from parallel.nn.operator import PassMode
 from parallel.optim.loss_scaling import LossScale
 from parallel.optim.lr_schedules import rate_at
-from parallel.checkpoint.tensor_slices import Stretch
-from parallel.data_parallel.reducers import Moment, Numbers
+from parallel.optim.optimizers import Optimizer, OptimizerSpan
+from parallel.optim.precision import PRECISIONS
+from parallel.runtime import consistency_check
+from parallel.runtime.profiler import ProfilerEvent
+from parallel.runtime.step_report import Evaluation, StepReport
+from parallel.runtime.validation import named, whole
+from quant.types import Array
 
 Measure = Callable[[Array, Array], float]
 """From scores and targets."""
 
 
-class Passed(NamedTuple):
-    """What has come of the forwards and backwards.
+class ForwardBackward(NamedTuple):
+    """Result of the forward and backward passes of a step.
 
     Attributes
     ----------
@@ -52,96 +54,123 @@ class Passed(NamedTuple):
     problem: Exception | None
 
 
-class Scored(NamedTuple):
-    """What has come of forwards alone; `measured` is the sum of what was measured."""
+class EvalSums(NamedTuple):
+    """Result of forward passes; `measured` is the sum of the measure."""
 
     losses: Losses
     measured: float
     problem: Exception | None
 
 
-class Stepping:
-    """What engines have in common.
+class BaseEngine:
+    """Base class of all engines: properties that a training loop uses.
+
+    Attributes
+    ----------
+    pulls_work : bool
+        Each rank takes the micro-batches of a step as it gets ready, so that it must be able to make any of them.
+    survives_failures : bool
+        Training goes on after the death of a rank, if the MPI does.
+    settings : Settings
+    remarks : sequence of str
+        Choices made when the engine was built, for the log.
+    """
+
+    pulls_work: ClassVar[bool] = False
+    survives_failures: ClassVar[bool] = False
+    settings: Settings
+    remarks: Sequence[str] = ()
+    _comm: Communicator
+
+    def stretches(self) -> Iterator[TensorSlice]:
+        """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
+        raise NotImplementedError
+
+    def save(self, write: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any:
+        """Have a checkpoint written by ``write(ranks that hold state, slices of this rank)``. Collective."""
+        return write(self._comm, self.stretches())
+
+    def quiesce(self) -> None:
+        """Wait until all ranks have made as many steps: a no-op where they make them together."""
+
+    @property
+    def is_reporter(self) -> bool:
+        """True on the rank that reports progress."""
+        return self._comm.Get_rank() == 0
+
+
+class TrainEngine(BaseEngine):
+    """Base class of engines whose ranks make their steps together.
 
     Parameters
     ----------
-    context : Context
+    context : RunContext
         Of the whole vector and all ranks.
-    parts : sequence of Part
-        What this rank has of the vector.
+    parts : sequence of ParamShard
+        Shards of the vector on this rank.
     spans : sequence of sequence of Span
-        Rank by rank, what each looks after; together they make up the vector.
+        Rank by rank, spans for norms and checkpoints; together they make up the vector.
     loss : loss operator
     optimizer : Optimizer
+    settings : Settings
     teams : sequence of sequence of int, optional
         Ranks that have the same micro-batches; by default each rank has its own.
-    seed : int
-        Of first values and of dropout.
-    clip : float or None
-    check_every : int
-        Compare the parameters of ranks that should have the same after every so many steps; 0 for never.
 
     Attributes
     ----------
     steps, updates : int
         Steps that were made, skipped ones included; those that changed the weights.
-    remarks : sequence of str
-        What was decided when the engine was made and is worth telling.
     """
 
-    remarks: Sequence[str] = ()
-    _left = guard.NOTHING
+    _left = consistency_check.NOTHING
 
     def __init__(
         self,
-        context: Context,
-        parts: Sequence[Part],
+        context: RunContext,
+        parts: Sequence[ParamShard],
         spans: Sequence[Sequence[Span]],
         loss: Any,
         optimizer: Optimizer,
-        *,
+        settings: Settings,
         teams: Sequence[Sequence[int]] | None = None,
-        seed: int = 0,
-        clip: float | None = None,
-        check_every: int = 0,
     ):
         teams = [[rank] for rank in range(context.plan.ranks)] if teams is None else teams
         self._context, self._comm, self._recorder = context, context.comm, context.recorder
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
-        self._seed, self._check_every = seed, check_every
-        self._meeting = Meeting(context, loss, teams)
-        self._holdings = Holdings(context, parts, spans, optimizer, seed, clip)
+        self.settings, self._seed, self._check_every = settings, settings.seed, settings.check_every
+        self._sync = StepSync(context, loss, teams)
+        self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, settings.clip or None)
         self.steps = self.updates = 0
 
-    # ------------------------------------------------------------------------------------------ what engines differ in
+    # ------------------------------------------------------------------------------------------ methods of each engine
 
     def _foresee(self, mine: list[Batch]) -> None:
-        """Raise what is wrong with micro-batches, as far as it shows before ranks meet."""
+        """Raise an error for micro-batches that cannot be trained, before ranks synchronise."""
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, moment: Moment) -> Passed:
-        """All forwards and backwards, and the sum of gradients."""
+    def _passes(self, mine: list[Batch], everyone: Numbers, step_scale: StepScale) -> ForwardBackward:
+        """Forward and backward passes, and the sum of gradients."""
         raise NotImplementedError
 
-    def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> Scored:
-        """Forwards alone, without dropout."""
+    def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> EvalSums:
+        """Forward passes without dropout."""
         raise NotImplementedError
 
     @property
     def _clock(self) -> int:
-        """What learning rates go by."""
+        """Step count used by the learning-rate schedule."""
         return self.updates
 
     # ------------------------------------------------------------------------------------------ training
 
-    def step(self, batches: Iterable[Batch], *, stop: bool = False) -> Report:
+    def step(self, batches: Iterable[Batch], *, stop: bool = False) -> StepReport:
         """One update from the micro-batches of all ranks.
 
         Parameters
         ----------
         batches : iterable of Batch, or of tuples like it
-            This rank's. It may have none. `share` says which a rank should have.
+            This rank's, perhaps none; `share` gives their numbers.
         stop : bool
-            Whether this rank wants to end, after a Ctrl-C say: all ranks learn it from the report.
+            Stop after this step, for example after Ctrl-C; the reports of all ranks have it.
 
         Raises
         ------
@@ -150,49 +179,49 @@ class Stepping:
         StepFailed
             On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number
             (in fp16 the latter makes a skipped step, unless the loss scale cannot go lower). Nothing was updated then.
-        Diverged
+        ParameterMismatch
             On all ranks, if parameters that should be the same are not.
         """
         return self._step(lambda scale: self._shared(batches, stop, scale))
 
-    def _shared(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, Passed]:
-        """The passes of micro-batches that all ranks know of beforehand, how many targets, and whether to stop."""
+    def _shared(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, ForwardBackward]:
+        """Number of targets, stop flag and passes, of micro-batches that are known before the step."""
         mine, problem = self._checked(batches)
-        everyone, count, stop = self._meeting.begin(mine, stop, problem)
-        return count, stop, self._passes(mine, everyone, Moment(self.steps, count, scale))
+        everyone, count, stop = self._sync.begin(mine, stop, problem)
+        return count, stop, self._passes(mine, everyone, StepScale(self.steps, count, scale))
 
-    def _step(self, go: Callable[[float], tuple[int, bool, Passed]]) -> Report:
-        """A step, whose passes are what `go` makes of the loss scale."""
+    def _step(self, go: Callable[[float], tuple[int, bool, ForwardBackward]]) -> StepReport:
+        """One step; `go(scale)` does forward and backward."""
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
             count, stop, (early, losses, problem) = go(scale)
-        loss = self._meeting.losses(losses, problem, self.steps, self._left) / count if count else math.nan
+        loss = self._sync.losses(losses, problem, self.steps, self._left) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         step, self.steps = self.steps, self.steps + 1
         if self._check_every and self.steps % self._check_every == 0:
             self._compare(step)
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
-        return Report(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, early)
+        return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, early)
 
     def _compare(self, step: int) -> None:
-        """Raise on all ranks if those that should have the same weights do not."""
-        problem: guard.Diverged | None = None
+        """Raise on all ranks if replicas of weights differ."""
+        problem: consistency_check.ParameterMismatch | None = None
         for part in self._parts:
             if part.weights.replicated:
                 try:
-                    guard.compare(part.context.comm, part.context.flat, step, self._comm)
-                except guard.Diverged as error:
+                    consistency_check.compare(part.context.comm, part.context.flat, step, self._comm)
+                except consistency_check.ParameterMismatch as error:
                     problem = problem or error
-        for told in self._comm.allgather(problem and str(problem)):
-            if told is not None:
-                raise guard.Diverged(told) from problem
+        for text in self._comm.allgather(problem and str(problem)):
+            if text is not None:
+                raise consistency_check.ParameterMismatch(text) from problem
 
     def _update(self, count: int) -> tuple[float | None, bool]:
-        """Change the weights: the gradient's norm, and whether it was finite, so that they have changed."""
-        norm, factor, finite = self._holdings.norm(count, self.steps)
+        """Update the weights; the gradient norm, and True if it was finite, else nothing was changed."""
+        norm, factor, finite = self._sharded.norm(count, self.steps)
         if finite:
-            self._holdings.update(self.updates, factor)
+            self._sharded.update(self.updates, factor)
             self.updates += 1
         return norm, finite
 
@@ -204,16 +233,18 @@ class Stepping:
         batches : sequence of Batch
             This rank's, which may be none.
         measure : callable (scores, targets) -> float, optional
-            Summed over all batches: how many are right, say.
+            Summed over all batches, such as the number of correct predictions.
         """
         mine, problem = self._checked(batches)
-        everyone, count, _ = self._meeting.begin(mine, False, problem)
+        everyone, count, _ = self._sync.begin(mine, False, problem)
         losses, measured, problem = self._scores(mine, everyone, measure)
-        loss = self._meeting.losses(losses, problem, self.steps)
+        loss = self._sync.losses(losses, problem, self.steps)
         if measure:
             measured = self._comm.allreduce(measured)
-        mean = 1 / count if count else math.nan
-        return Evaluation(loss * mean, measured * mean if measure else None, count)
+        if not count:
+            return Evaluation(math.nan, math.nan if measure else None, 0)
+        # Divided rather than multiplied by 1 / count, so that all engines round alike.
+        return Evaluation(loss / count, measured / count if measure else None, count)
 
     def _checked(self, batches: Iterable[Batch]) -> tuple[list[Batch], Exception | None]:
         mine, problem = checked(batches, self._context.memory.xp)
@@ -224,11 +255,10 @@ class Stepping:
                 problem = error
         return mine, problem
 
-    def _run(self, batch: Batch, training: bool) -> Run:
-        return Run(training, self._seed, self.steps, np.asarray(batch.samples, np.int64))
+    def _run(self, batch: Batch, training: bool) -> PassMode:
+        return PassMode(training, self._seed, self.steps, np.asarray(batch.samples, np.int64))
 
     def _typed(self, batch: Batch) -> tuple[Array, Array]:
-        """Inputs and targets as the model takes them: integers as they are."""
         precision = self._context.plan.precision
         return tuple(
             array.astype(type_of(array, dtype), copy=False)
@@ -238,90 +268,84 @@ class Stepping:
     # ------------------------------------------------------------------------------------------ its state
 
     @property
-    def context(self) -> Context:
-        """Of the whole vector and all ranks."""
+    def context(self) -> RunContext:
+        """Context of the whole vector and all ranks."""
         return self._context
 
     @property
-    def pieces(self) -> list[Piece]:
-        """What this rank updates."""
-        return self._holdings.pieces
+    def pieces(self) -> list[OptimizerSpan]:
+        """Spans that this rank updates."""
+        return self._sharded.pieces
 
     @property
-    def flat(self) -> Flat:
+    def flat(self) -> FlatParams:
         """The vector of parameters."""
         return self._context.flat
 
     @property
     def scaling(self) -> LossScale:
-        """What the loss is multiplied with; 1 but in fp16."""
-        return self._holdings.scaling
+        """Loss scale; 1 except in fp16."""
+        return self._sharded.scaling
 
     @scaling.setter
     def scaling(self, scaling: LossScale) -> None:
-        self._holdings.scaling = scaling
+        self._sharded.scaling = scaling
 
-    def stretches(self) -> Iterator[Stretch]:
-        """All that a checkpoint has of parameters and optimiser, as far as this rank holds it; in a fixed order."""
-        return self._holdings.stretches()
+    def stretches(self) -> Iterator[TensorSlice]:
+        """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
+        return self._sharded.stretches()
 
     def refresh(self) -> None:
-        """Make what was assigned to the stretches count, after all of them were, on all ranks."""
-        self._holdings.refresh()
+        """Apply values that were assigned to the slices of all ranks. Collective."""
+        self._sharded.refresh()
 
     def state(self) -> dict[str, Any]:
-        """Besides the stretches: steps, updates, the loss scale; numbers that are the same on all ranks."""
+        """State besides the slices, equal on all ranks: steps, updates, loss scale."""
         return {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`; raises ValueError, with nothing changed, if it is none."""
-        said = named(state, "state")
-        steps, updates = whole(said, "steps"), whole(said, "updates")
+        """Restore a `state`; raises ValueError, with nothing changed, if it is invalid."""
+        values = named(state, "state")
+        steps, updates = whole(values, "steps"), whole(values, "updates")
         if updates > steps:
             raise ValueError(f"updates: expected at most {steps}, one for each step, found {updates}")
-        self.scaling.load(said.get("scaling", {}))
+        self.scaling.load(values.get("scaling", {}))
         self.steps, self.updates = steps, updates
 
     @property
-    def events(self) -> list[Event]:
-        """What has happened since the engine was made, or since the list was cleared; empty without `trace`."""
+    def events(self) -> list[ProfilerEvent]:
+        """Profiler events since the list was last cleared; empty without `trace`."""
         return self._recorder.events
 
     def close(self) -> None:
-        """Give back requests and let go of the memory; the engine is of no use afterwards."""
+        """Free requests and memory; the engine cannot be used afterwards."""
         for part in self._parts:
             part.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if consistency_check.left_together(kind):
+            self.close()
 
 
-def check(comm: Any, *, precision: str, clip: float | None, check_every: int) -> None:
-    """Raise what is wrong with the arguments that all engines have."""
+def check(comm: Any, settings: Settings) -> None:
+    """Raise TypeError or ValueError for a communicator, settings or precision that no engine can use."""
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm: expected a collectives.Communicator, found {comm!r}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {precision!r}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip: expected a positive limit, found {clip}")
-    if check_every < 0:
-        raise ValueError(f"check_every: expected a number of steps, or 0 for never; found {check_every}")
+    if not isinstance(settings, Settings):
+        raise TypeError(f"settings: expected parallel.engine.settings.Settings, found {settings!r}")
+    if settings.precision not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}; found {settings.precision!r}")
 
 
-def facts_of(flat: Flat, optimizer: Optimizer) -> list[tuple[str, Any]]:
-    """What ranks must have alike, for `guard.agree`."""
+def facts_of(flat: FlatParams, optimizer: Optimizer) -> list[tuple[str, Any]]:
+    """Model and optimizer description that must be equal on all ranks, for `consistency_check.agree`."""
     tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in flat.places]
     return [*tensors, *((f"optimizer's {what}", value) for what, value in optimizer.describe().items())]
 
 
 def type_of(array: Array, dtype: np.dtype) -> np.dtype:
-    """What an array of a batch is turned to: integers stay."""
+    """Dtype of the batch; integers are not cast."""
     return array.dtype if array.dtype.kind in "iub" else dtype
-
-
-def units_of(model: Operator) -> tuple[Operator, ...]:
-    """What weights come and go with: a `Sequential`'s items; any other operator is one unit."""
-    return tuple(model.items) if isinstance(model, Sequential) else (model,)

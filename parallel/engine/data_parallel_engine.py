@@ -1,6 +1,6 @@
-"""A training step on any layout: forward and backward unit by unit, gradients summed over the ranks, the update.
+"""Data-parallel engine: forward and backward unit by unit, gradients summed over the ranks, the update.
 
-The units' motions are called here, and nowhere else; where gradients go and weights come from is the layout's matter.
+The layout decides where gradients go and where weights come from.
 """
 
 from __future__ import annotations
@@ -8,39 +8,40 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from collectives import Communicator
-from parallel.runtime import consistency_check as guard
-from parallel.grad_compression import AUTO, NONE, Maker, parse
-from parallel.grad_compression.auto_select import choose
-from parallel.data_parallel.run_context import Context
+from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data.sampler import Batch
-from parallel.runtime.validation import named, whole
-from parallel.data_parallel.error_feedback import Compressed
-from parallel.nn.flat_params import Flat
-from parallel.data_parallel.sharded_optimizer import Part
-from parallel.layouts import LAYOUTS
-from parallel.engine.memory_ledger import Ledger, predict, predict_activations
-from parallel.runtime.vector_memory import Memory
-from parallel.engine.microbatch_pass import Motion, nobody
-from parallel.nn.operator import Operator, Spec
+from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.data_parallel.partition_spec import plan_of
+from parallel.data_parallel.reducers import Numbers, StepScale
+from parallel.data_parallel.run_context import RunContext
+from parallel.data_parallel.sharded_optimizer import ParamShard
+from parallel.engine.base import EvalSums, ForwardBackward, Measure, TrainEngine, check, facts_of, type_of
+from parallel.engine.memory_ledger import MemoryLedger, Workload, predict, predict_activations
+from parallel.engine.microbatch_pass import MicrobatchPass, nobody
+from parallel.engine.settings import DEFAULTS, Settings
+from parallel.grad_compression import AUTO, NONE, CompressorFactory, parse
+from parallel.grad_compression.auto_select import choose
+from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizers import Optimizer
-from parallel.data_parallel.partition_spec import Plan
 from parallel.optim.precision import PRECISIONS
-from parallel.runtime.profiler import Recorder
-from parallel.runtime.step_report import Evaluation, Report
-from parallel.engine.base import Measure, Passed, Scored, Stepping, check, facts_of, type_of, units_of
-from parallel.checkpoint.tensor_slices import Stretch
-from parallel.data_parallel.reducers import Moment, Numbers
+from parallel.runtime import consistency_check
+from parallel.runtime.profiler import Profiler
+from parallel.runtime.step_report import Evaluation, StepReport
+from parallel.runtime.validation import named, whole
+from parallel.runtime.vector_memory import VectorAllocator
 
-__all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "Report", "Stretch"]
+__all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "StepReport", "TensorSlice"]
 
 
-class Engine(Stepping):
+class Engine(TrainEngine):
     """A model in training, spread over the ranks of a communicator. Making one is collective.
 
     Parameters
@@ -51,53 +52,32 @@ class Engine(Stepping):
     comm : Communicator
         Of ours. Stays the caller's.
     optimizer : Optimizer
-    layout : str
-        A name of `LAYOUTS`.
-    seed : int
-        Of first values and of dropout.
-    precision : str
-        A name of `PRECISIONS`.
-    reproducible : bool
-        Whether gradients are added in the canonical order, the same for every layout and number of ranks.
-    clip : float, optional
-        Limit of the gradient's norm.
-    bucket_bytes, first_bytes : int
-        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first. None
-        has fewer than that, unless there is only one.
-    check_every : int
-        Compare the parameters of all ranks after every so many steps; 0 for never.
-    compress : str
-        What becomes of gradients between ranks, a name of `parallel.grad_compression.COMPRESSORS` with a number behind it;
-        "none" for nothing; or "auto", which measures and takes what is quicker, plain sums among it.
-    device : "cpu" or "cuda"
-        Where all of it happens. On a GPU the current device.
-    trace : bool
-        Whether to keep `events`.
-    memory : Memory, optional
-        Where vectors come from, in place of `device`; by default the communicator's.
+    settings : Settings, optional
+        `layout` is a name of `LAYOUTS`.
+    memory : VectorAllocator, optional
+        Allocator of vectors; by default that of the communicator and `settings.device`.
 
     Attributes
     ----------
-    facts : list of (what it is, value)
-        What was found to be the same on all ranks.
-    context : Context
+    settings : Settings
+    context : RunContext
         What its parts share.
-    pieces : list of Piece
+    pieces : list of OptimizerSpan
         What this rank updates.
     steps, updates : int
         Steps that were made, skipped ones included; those that changed the weights.
     scaling : LossScale
         What the loss is multiplied with; 1 but in fp16.
-    flat : Flat
+    flat : FlatParams
         The vector of parameters.
-    ledger : Ledger
+    ledger : MemoryLedger
         Bytes by kind.
 
     Raises
     ------
     ValueError
         If an argument has no meaning.
-    Disagreement
+    RankMismatch
         On all ranks, if their models or settings differ; it names the first difference.
 
     Notes
@@ -111,81 +91,84 @@ class Engine(Stepping):
         loss: Any,
         comm: Communicator,
         optimizer: Optimizer,
+        settings: Settings = DEFAULTS,
         *,
-        layout: str = "dp",
-        seed: int = 0,
-        precision: str = "fp32",
-        reproducible: bool = False,
-        clip: float | None = None,
-        bucket_bytes: int = 4 << 20,
-        first_bytes: int = 1 << 20,
-        check_every: int = 0,
-        compress: str = NONE,
-        device: str = "cpu",
-        trace: bool = False,
-        memory: Memory | None = None,
+        memory: VectorAllocator | None = None,
     ) -> None:
-        check(comm, precision=precision, clip=clip, check_every=check_every)
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {layout!r}")
-        if problem := uncompressible(compress, layout, precision, reproducible, device):
+        check(comm, settings)
+        if settings.layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {settings.layout!r}")
+        if problem := uncompressible(settings):
             raise problem
-        self._name, self._layout = layout, LAYOUTS[layout]
-        flat = Flat(model)
-        settings = {"layout": layout, "seed": seed, "precision": precision, "reproducible": reproducible, "clip": clip}
-        settings |= {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "check_every": check_every}
-        settings["compress"] = compress
-        self.facts = [*settings.items(), *facts_of(flat, optimizer)]
-        guard.agree(comm, self.facts)
-        self._units = units_of(model)
-        self._plan = Plan(
-            units=self._units,
-            flat=flat,
-            ranks=comm.Get_size(),
-            rank=comm.Get_rank(),
-            precision=PRECISIONS[precision],
-            reproducible=reproducible,
-            bucket_bytes=bucket_bytes,
-            first_bytes=first_bytes,
-            seed=seed,
-            compress=self._compressor(comm, compress, flat.length),
-        )
-        self._memory = memory or Memory(comm, device)
-        context = Context(self._plan, comm, self._memory, Recorder(trace))
-        part = Part.make(context, LAYOUTS[layout])
+        self._name, self._layout = settings.layout, LAYOUTS[settings.layout]
+        plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
+        consistency_check.agree(comm, [*settings.shared().items(), *facts_of(plan.flat, optimizer)])
+        self._plan = replace(plan, compress=self._compressor(comm, settings.compress, plan.flat.length))
+        self._units = plan.units
+        self._memory = memory or VectorAllocator(comm, settings.device)
+        context = RunContext(self._plan, comm, self._memory, Profiler(settings.trace))
+        part = ParamShard.make(context, self._layout)
         self._gradients, self._weights = part.gradients, part.weights
-        super().__init__(context, [part], part.spans, loss, optimizer, seed=seed, clip=clip, check_every=check_every)
-        self.ledger = Ledger(self._memory.allocated, self._predict([()] * comm.Get_size()))
+        super().__init__(context, [part], part.spans, loss, optimizer, settings)
+        self.ledger = MemoryLedger(self._memory.allocated)
+        self.ledger.expect(self._predict([()] * comm.Get_size()))
         self._looked_at: set[tuple[Any, ...]] = set()
         self._lenders = comm.Get_size()
         self.refresh()
 
-    def _compressor(self, comm: Communicator, said: str, length: int) -> Maker | None:
-        if said == AUTO:
-            said, why = choose(comm, length)
+    def _compressor(self, comm: Communicator, compress: str, length: int) -> CompressorFactory | None:
+        if compress == AUTO:
+            compress, why = choose(comm, length)
             self.remarks = (f"compress {AUTO}: {why}",)
-        return None if said == NONE else parse(said)
+        return compressor_of(compress)
+
+    @classmethod
+    def forecast(
+        cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings = DEFAULTS
+    ) -> MemoryLedger:
+        """Memory ledger of a rank after the steps of a workload, computed before there is an engine.
+
+        Parameters
+        ----------
+        model, loss, optimizer
+            As the engine gets them.
+        workload : Workload
+        settings : Settings
+            As the engine gets them; ``compress="auto"`` must have been replaced by the choice that the ranks made.
+        """
+        layout, states, ledger = settings.layout, len(optimizer.states()), MemoryLedger()
+        rank, ranks = workload.rank, workload.ranks
+        plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))
+        ledger.expect(predict(plan, layout, states, [()] * ranks))
+        for step in workload.steps:
+            everyone = [tuple(LAYOUTS[layout].share(len(step), other, ranks)) for other in range(ranks)]
+            ledger.expect(predict(plan, layout, states, everyone))
+            mine = step if workload.drawn else [step[number] for number in everyone[rank]]
+            for samples in dict.fromkeys(mine):
+                activations, work = predict_activations(plan, loss, *workload.shapes(samples))
+                ledger.expect(Counter(activations=activations), work)
+        return ledger
 
     def share(self, micro_batches: int) -> range:
         """The numbers of this rank's micro-batches, of so many in the step."""
         return self._layout.share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
-    def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> Report:
-        """As of all engines, or of micro-batches that are drawn.
+    def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> StepReport:
+        """One step, of given micro-batches or of those that ranks draw while they work.
 
         Parameters
         ----------
         batches, stop
-            As `Stepping.step` has them.
+            As `TrainEngine.step` has them.
         drawn : bool
-            Whether the next micro-batch is asked for when the one before is through, so that ranks may share them out
-            while they work (`parallel.data.work_queue`), and tell each other afterwards who had which. The same on all ranks;
-            for layouts in which nobody waits for others before the step's end.
+            Take the next micro-batch when the previous one is done, so that ranks share them while they work
+            (`WorkQueue`), and exchange the assignment afterwards. The same on all ranks; for layouts without
+            communication before the step's end.
 
         Raises
         ------
-        ValueError, StepFailed, Diverged
-            As `Stepping.step`; ValueError also if the layout does not let micro-batches be drawn.
+        ValueError, StepFailed, ParameterMismatch
+            As `TrainEngine.step`; ValueError also if the layout does not let micro-batches be drawn.
         """
         if not drawn:
             return super().step(batches, stop=stop)
@@ -196,11 +179,11 @@ class Engine(Stepping):
 
     # ------------------------------------------------------------------------------------------ its state
 
-    def stretches(self) -> Iterator[Stretch]:
-        """As of all engines; what compression owes is shared out evenly first, so that any ranks can go on from it."""
+    def stretches(self) -> Iterator[TensorSlice]:
+        """Slices of state; residuals are averaged first, so that any number of ranks can resume. Collective."""
         yield from super().stretches()
         for sum_ in self._compressed():
-            sum_.share_out()
+            sum_.average_residual()
             yield from sum_.stretches()
 
     def state(self) -> dict[str, Any]:
@@ -215,19 +198,19 @@ class Engine(Stepping):
         self._lenders = ranks
 
     def refresh(self) -> None:
-        """As of all engines; what was owed by the ranks of the checkpoint is now owed by these."""
+        """Apply assigned values; residuals are rescaled to this number of ranks."""
         for sum_ in self._compressed():
-            sum_.owe(self._lenders)
+            sum_.rescale_residual(self._lenders)
         self._lenders = self._comm.Get_size()
         super().refresh()
 
-    def _compressed(self) -> list[Compressed]:
+    def _compressed(self) -> list[ErrorFeedbackReducer]:
         return self._gradients.sums if self._plan.compress is not None else []
 
     # ------------------------------------------------------------------------------------------ the parts of a step
 
-    def _step(self, go: Callable[[float], tuple[int, bool, Passed]]) -> Report:
-        """As of all engines; if it makes no update, nothing was sent in it."""
+    def _step(self, go: Callable[[float], tuple[int, bool, ForwardBackward]]) -> StepReport:
+        """One step; without an update the residuals of compression are restored."""
         updates = self.updates
         try:
             return super()._step(go)
@@ -236,31 +219,30 @@ class Engine(Stepping):
                 for sum_ in self._compressed():
                     sum_.undo()
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, moment: Moment) -> Passed:
-        """All forwards and backwards, and the sum of gradients."""
+    def _passes(self, mine: list[Batch], everyone: Numbers, step_scale: StepScale) -> ForwardBackward:
         self._expect(everyone)
         gradients = self._gradients
         turns = gradients.rounds(everyone, self._plan.rank)
         there = range(len(self._units))
         self._weights.begin([*there, *reversed(there)] * turns)
-        gradients.begin(everyone, moment)
+        gradients.begin(everyone, step_scale)
         early, losses, problem = 0, [], None
         for turn in range(turns):
             batch = mine[turn] if turn < len(mine) else None
             motion = nobody() if batch is None or problem is not None else self._motion(batch, training=True)
-            self._pass(turn, batch, motion, moment.scale)
+            self._pass(turn, batch, motion, step_scale.scale)
             problem = problem or motion.problem
             if batch is not None:
                 losses.append((batch.number, motion.total))
             early = gradients.started
-            gradients.shut()
+            gradients.end_backward()
         gradients.finish()
-        return Passed(early, losses, problem)
+        return ForwardBackward(early, losses, problem)
 
-    def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, Passed]:
-        """The same, but a micro-batch is asked for when the one before is through, and ranks tell then what they had.
+    def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, ForwardBackward]:
+        """Passes of micro-batches that are drawn one by one; ranks exchange the assignment afterwards.
 
-        A rank that has failed asks for no more: the others have what is left, and hear of it when they meet.
+        A rank that has failed draws no more, and the others get the rest; its error is exchanged at the end.
         """
         gradients, source, problem = self._gradients, iter(batches), None
         gradients.begin(None)
@@ -273,75 +255,73 @@ class Engine(Stepping):
             (batch,) = next_one
             motion = self._motion(batch, training=True)
             self._pass(len(mine), batch, motion, scale)
-            gradients.shut()
+            gradients.end_backward()
             mine.append(batch)
             losses.append((batch.number, motion.total))
             problem = motion.problem
-        everyone, count, stop = self._meeting.begin(mine, stop, problem)
+        everyone, count, stop = self._sync.begin(mine, stop, problem)
         self._expect(everyone)
-        gradients.tell(everyone, Moment(self.steps, count, scale))
+        gradients.assign(everyone, StepScale(self.steps, count, scale))
         gradients.finish()
-        return count, stop, Passed(0, losses, None)
+        return count, stop, ForwardBackward(0, losses, None)
 
-    def _pass(self, turn: int, batch: Batch | None, motion: Motion, scale: float) -> None:
-        """Forward and backward of one micro-batch."""
+    def _pass(self, turn: int, batch: Batch | None, motion: MicrobatchPass, scale: float) -> None:
         gradients, weights = self._gradients, self._weights
         with self._recorder("compute", "forward", turn=turn):
             for unit in self._units:
-                weights.enter()
+                weights.unshard()
                 motion.forward(unit)
-                weights.leave()
+                weights.reshard()
             motion.score()
             self._note(batch, motion)
             motion.turn(scale)
-        gradients.open(turn, None if batch is None else batch.number)
+        gradients.begin_backward(turn, None if batch is None else batch.number)
         with self._recorder("compute", "backward", turn=turn):
             for number in reversed(range(len(self._units))):
-                weights.enter()
+                weights.unshard()
                 motion.backward(self._units[number], gradients)
-                weights.leave()
+                weights.reshard()
                 gradients.left(number)
 
-    def _motion(self, batch: Batch, training: bool) -> Motion:
-        return Motion(*self._typed(batch), self._run(batch, training), self._loss)
+    def _motion(self, batch: Batch, training: bool) -> MicrobatchPass:
+        return MicrobatchPass(*self._typed(batch), self._run(batch, training), self._loss)
 
-    def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> Scored:
+    def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> EvalSums:
         turns = self._gradients.rounds(everyone, self._plan.rank)
         self._weights.begin([*range(len(self._units))] * turns)
         totals, measured, problem = [], 0.0, None
         for turn in range(turns):
             motion = self._motion(mine[turn], training=False) if turn < len(mine) else nobody()
             for unit in self._units:
-                self._weights.enter()
+                self._weights.unshard()
                 motion.forward(unit)
                 motion.saved.clear()
-                self._weights.leave()
+                self._weights.reshard()
             motion.score()
             measured += motion.measure(measure) if measure else 0.0
             problem = problem or motion.problem
             if turn < len(mine):
                 totals.append((mine[turn].number, motion.total))
-        return Scored(totals, measured, problem)
+        return EvalSums(totals, measured, problem)
 
-    def _note(self, batch: Batch | None, motion: Motion) -> None:
-        """Enter in the ledger the shapes of a micro-batch that have not been seen before."""
+    def _note(self, batch: Batch | None, motion: MicrobatchPass) -> None:
+        """Enter new shapes of a micro-batch in the ledger."""
         if batch is None or motion.problem is not None or not self._new((batch.x.shape, batch.y.shape)):
             return
         self._memory.at_least("activations", motion.nbytes())
         precision = self._plan.precision
-        x = Spec(batch.x.shape, type_of(batch.x, precision.storage))
-        y = Spec(batch.y.shape, type_of(batch.y, precision.wide))
+        x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
+        y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))
         with contextlib.suppress(NotImplementedError):  # a model of the user's own may have no outlines
             activations, work = predict_activations(self._plan, self._loss, x, y)
             self.ledger.expect(Counter(activations=activations), work)
 
     def _expect(self, everyone: Numbers) -> None:
-        """Enter in the ledger numbers of micro-batches that have not been seen before."""
         if self._new(tuple(everyone)):
-            self.ledger.expect(self._predict(everyone), 0)
+            self.ledger.expect(self._predict(everyone))
 
     def _new(self, kind: tuple[Any, ...]) -> bool:
-        """Whether the ledger has seen nothing of this kind."""
+        """True the first time that the ledger meets this key."""
         known = kind in self._looked_at
         self._looked_at.add(kind)
         return not known
@@ -350,10 +330,14 @@ class Engine(Stepping):
         return predict(self._plan, self._name, len(self._optimizer.states()), everyone)
 
 
-def uncompressible(
-    compress: str, layout: str, precision: str, reproducible: bool, device: str = "cpu"
-) -> Exception | None:
-    """Why gradients cannot be compressed so."""
+def compressor_of(compress: str) -> CompressorFactory | None:
+    """Compressor factory of a name; None for plain sums."""
+    return None if compress == NONE else parse(compress)
+
+
+def uncompressible(settings: Settings) -> Exception | None:
+    """Error for a compression that the other settings do not allow."""
+    compress, layout = settings.compress, settings.layout
     if compress == NONE:
         return None
     try:
@@ -364,12 +348,12 @@ def uncompressible(
     if LAYOUTS[layout].divided:
         whole = ", ".join(name for name, line in LAYOUTS.items() if not line.divided)
         why = f"only where every rank has the whole sum ({whole}) can there be more, and the layout is {layout}"
-    elif reproducible:
+    elif settings.reproducible:
         why = "a reproducible training adds gradients as they are, in canonical order"
-    elif PRECISIONS[precision].wide != np.float32:
-        why = f"gradients are to be float32, and in {precision} they are not"
-    elif device != "cpu":
-        why = f"on {device} there is nothing else so far"
+    elif PRECISIONS[settings.precision].wide != np.float32:
+        why = f"gradients are to be float32, and in {settings.precision} they are not"
+    elif settings.device != "cpu":
+        why = f"on {settings.device} there is nothing else so far"
     else:
         return None
     return ValueError(f"compress: expected {NONE}, since {why}; found {compress}")

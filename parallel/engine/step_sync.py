@@ -1,20 +1,19 @@
-"""Ranks meet twice a step: to hear whose micro-batches are whose, and to add up losses or hear what has gone wrong."""
+"""Two synchronisations per step: assignment of micro-batches, then the sum of losses or the errors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import index
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from parallel.runtime import consistency_check as guard
-from parallel.data_parallel.run_context import Context
-from parallel.data.sampler import Batch
+from parallel.data.sampler import Batch, batch_of
+from parallel.data_parallel.run_context import RunContext
+from parallel.runtime import consistency_check
 
 Losses = list[tuple[int, float]]
 """Micro-batches' numbers and sums of losses."""
@@ -23,30 +22,30 @@ Losses = list[tuple[int, float]]
 def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Exception | None]:
     """Batches, or tuples like them, in order of their numbers and on the device; or none, and why."""
     try:
-        mine = [Batch(index(number), *rest) for number, *rest in batches]
+        mine = [batch_of(some, at, xp) for at, some in enumerate(batches)]
         for batch in mine:
             if len(batch.x) != len(batch.y) or len(batch.x) != len(batch.samples):
                 lengths = f"{len(batch.x)} inputs, {len(batch.y)} targets, {len(batch.samples)} sample numbers"
                 raise ValueError(f"micro-batch {batch.number} has {lengths}")
         mine.sort(key=lambda batch: batch.number)
-        return [batch._replace(x=xp.asarray(batch.x), y=xp.asarray(batch.y)) for batch in mine], None
+        return mine, None
     except Exception as error:
         return [], error
 
 
-class Meeting:
-    """Where ranks meet.
+class StepSync:
+    """Synchronisation of all ranks at the begin and the end of a step.
 
     Parameters
     ----------
-    context : Context
+    context : RunContext
         Of all ranks.
     loss : loss operator
     teams : sequence of sequence of int
         Ranks that have the same micro-batches, in the order in which micro-batches are dealt out.
     """
 
-    def __init__(self, context: Context, loss: Any, teams: Sequence[Sequence[int]]):
+    def __init__(self, context: RunContext, loss: Any, teams: Sequence[Sequence[int]]):
         self._context, self._comm, self._loss = context, context.comm, loss
         self._heads = [team[0] for team in teams]
         self._teams = [list(team) for team in teams if len(team) > 1]
@@ -55,7 +54,7 @@ class Meeting:
     def begin(
         self, mine: Sequence[Batch], stop: bool, problem: Exception | None
     ) -> tuple[list[tuple[int, ...]], int, bool]:
-        """The numbers of all teams' micro-batches, how many targets there are, and whether anyone wants to stop.
+        """Numbers of all teams' micro-batches, number of targets, and True if any rank wants to stop.
 
         Raises
         ------
@@ -72,24 +71,25 @@ class Meeting:
                 problem = error
         with self._context.recorder("communication", "meet"):
             numbers = tuple(batch.number for batch in mine)
-            header = np.array([len(mine), count, stop, problem is not None, guard.mark(numbers)], np.int64)
+            header = np.array([len(mine), count, stop, problem is not None, consistency_check.mark(numbers)], np.int64)
             self._comm.Allgather(header, self._header)
             if self._header[:, 3].any():
-                guard.share_problems(self._comm, problem)
+                consistency_check.share_problems(self._comm, problem)
             self._compare()
             heads = self._header[self._heads]
             lengths = heads[:, 0].tolist()
             everyone = [tuple(range(length)) for length in lengths]
-            if self._context.plan.reproducible or guard.mark(range(sum(lengths))) != guard.joined(heads[:, 4].tolist()):
-                told = self._comm.allgather(numbers)
-                everyone = [told[head] for head in self._heads]
+            if self._context.plan.reproducible or consistency_check.mark(
+                range(sum(lengths))
+            ) != consistency_check.joined(heads[:, 4].tolist()):
+                exchanged = self._comm.allgather(numbers)
+                everyone = [exchanged[head] for head in self._heads]
                 if sorted(chain.from_iterable(everyone)) != list(range(sum(lengths))):
                     wanted = f"each of the numbers 0 to {sum(lengths) - 1} on one rank"
                     raise ValueError(f"micro-batches: expected {wanted}, found {everyone}")
         return everyone, int(heads[:, 1].sum()), bool(self._header[:, 2].any())
 
     def _compare(self) -> None:
-        """What a team has in common."""
         for team in self._teams:
             rows = self._header[team][:, [0, 1, 4]]
             for rank, row in zip(team, rows):
@@ -97,8 +97,10 @@ class Meeting:
                     pair = f"ranks {team[0]} and {rank}"
                     raise ValueError(f"micro-batches: {pair} are stages of one pipeline and must have the same")
 
-    def losses(self, losses: Losses, problem: Exception | None, step: int, left: str = guard.NOTHING) -> float:
-        """The sum of all ranks' losses, the same whoever has which; or what has gone wrong, and is `left` behind."""
+    def losses(
+        self, losses: Losses, problem: Exception | None, step: int, left: str = consistency_check.NOTHING
+    ) -> float:
+        """Sum of all losses, in any assignment the same with `reproducible`; raises the errors of all ranks."""
         odd = [number for number, loss in losses if not math.isfinite(loss)]
         if problem is None and odd:
             numbers = ", ".join(map(str, odd))
@@ -112,5 +114,5 @@ class Meeting:
                 self._comm.Allreduce(MPI.IN_PLACE, pair)
                 total, failed = float(pair[0]), bool(pair[1] != 0)
             if failed:
-                guard.share_problems(self._comm, problem, left)
+                consistency_check.share_problems(self._comm, problem, left)
         return total

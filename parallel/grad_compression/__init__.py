@@ -1,11 +1,11 @@
-"""Gradients in fewer bits: what each way to compress makes of a bucket, in one table.
+"""Gradient compression: the table of compressors.
 
-    compress = parse("topk:0.01")          # a value: what is said on the command line
-    made = compress(comm, bucket, seed)    # bound to a bucket: what does it
+    compress = parse("topk:0.01")          # a value of the command line
+    made = compress(comm, bucket, seed)    # bound to a bucket
     for requests in made.exchange(x, out, lost, step): wait_all(requests)
 
-All of them leave the same sum on all ranks, and say what they have lost here. Added to the next step's gradient, that
-is error feedback, without which the biased ones (signs, the largest elements, low rank) need not converge.
+All of them leave the same sum on all ranks, and compute this rank's residual. Adding it to the next step's gradient is
+error feedback, without which the biased ones (signs, the largest elements, low rank) need not converge.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.compressed import Motion
-from parallel.data_parallel.grad_bucket import Bucket
+from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.grad_compression.powersgd import PowerSGD
-from parallel.grad_compression.quantized import Dithered, nearest
+from parallel.grad_compression.quantized import DitheredQuantizer, nearest
 from parallel.grad_compression.signs import signs
 from parallel.grad_compression.topk import TopK
 
@@ -30,7 +30,7 @@ class Compressor(Protocol):
     Attributes
     ----------
     feedback : bool
-        Whether what is lost has to be added to the next step's gradient.
+        The residual has to be added to the next step's gradient.
     """
 
     feedback: bool
@@ -42,7 +42,7 @@ class Compressor(Protocol):
         """
 
     def state(self) -> dict[str, np.ndarray]:
-        """What else it goes on from, by name, the same on all ranks: views that can be assigned to."""
+        """Further state by name, equal on all ranks: views that can be assigned to."""
 
     def close(self) -> None:
         """Collective."""
@@ -52,11 +52,11 @@ NONE = "none"
 """Nothing: plain sums."""
 
 AUTO = "auto"
-"""What an engine is told to find out: see `parallel.grad_compression.auto_select`."""
+"""Choose by measurement: see `parallel.grad_compression.auto_select`."""
 
 
-class Maker(NamedTuple):
-    """Makes compressors, and says whether what they lose has to be kept.
+class CompressorFactory(NamedTuple):
+    """Factory of compressors, and True if they need error feedback.
 
     Attributes
     ----------
@@ -65,15 +65,15 @@ class Maker(NamedTuple):
     feedback : bool
     """
 
-    make: Callable[[Communicator, Bucket, int], Compressor]
+    make: Callable[[Communicator, GradBucket, int], Compressor]
     feedback: bool
 
-    def __call__(self, comm: Communicator, bucket: Bucket, seed: int) -> Compressor:
+    def __call__(self, comm: Communicator, bucket: GradBucket, seed: int) -> Compressor:
         """A compressor for a bucket. Collective."""
         return self.make(comm, bucket, seed)
 
 
-class Kind(NamedTuple):
+class CompressorEntry(NamedTuple):
     """A line of the table.
 
     Attributes
@@ -89,32 +89,34 @@ class Kind(NamedTuple):
         As its compressors have it.
     """
 
-    make: Callable[[float], Callable[[Communicator, Bucket, int], Compressor]]
+    make: Callable[[float], Callable[[Communicator, GradBucket, int], Compressor]]
     default: float | None = None
     says: str = ""
     fits: Callable[[float], bool] = lambda number: True
     feedback: bool = True
 
 
-COMPRESSORS: dict[str, Kind] = {
-    "int8": Kind(lambda _: lambda comm, bucket, seed: nearest(8, comm, bucket)),
-    "int4": Kind(lambda _: lambda comm, bucket, seed: nearest(4, comm, bucket)),
-    "qsgd": Kind(
-        lambda bits: lambda comm, bucket, seed: Dithered(int(bits), True, comm, bucket, seed),
+COMPRESSORS: dict[str, CompressorEntry] = {
+    "int8": CompressorEntry(lambda _: lambda comm, bucket, seed: nearest(8, comm, bucket)),
+    "int4": CompressorEntry(lambda _: lambda comm, bucket, seed: nearest(4, comm, bucket)),
+    "qsgd": CompressorEntry(
+        lambda bits: lambda comm, bucket, seed: DitheredQuantizer(int(bits), True, comm, bucket, seed),
         4,
         "bits, 2 to 8",
         lambda bits: bits in range(2, 9),
         feedback=False,
     ),
-    "terngrad": Kind(lambda _: lambda comm, bucket, seed: Dithered(2, False, comm, bucket, seed), feedback=False),
-    "sign": Kind(lambda _: signs),
-    "topk": Kind(
+    "terngrad": CompressorEntry(
+        lambda _: lambda comm, bucket, seed: DitheredQuantizer(2, False, comm, bucket, seed), feedback=False
+    ),
+    "sign": CompressorEntry(lambda _: signs),
+    "topk": CompressorEntry(
         lambda share: lambda comm, bucket, seed: TopK(comm, bucket.span.size, share),
         0.01,
         "a share of the elements, above 0 and up to 1",
         lambda share: 0 < share <= 1,
     ),
-    "powersgd": Kind(
+    "powersgd": CompressorEntry(
         lambda rank: lambda comm, bucket, seed: PowerSGD(comm, bucket, int(rank), seed),
         2,
         "a rank, 1 or more",
@@ -123,8 +125,8 @@ COMPRESSORS: dict[str, Kind] = {
 }
 
 
-def parse(text: str) -> Maker:
-    """What a name, or a name and a number, stands for.
+def parse(text: str) -> CompressorFactory:
+    """Compressor factory of ``name`` or ``name:number``.
 
     Raises
     ------
@@ -145,11 +147,11 @@ def parse(text: str) -> Maker:
     if kind.default is None:
         if colon:
             raise ValueError(f"compress: {name} takes no number; found {argument!r}")
-        return Maker(kind.make(0), kind.feedback)
+        return CompressorFactory(kind.make(0), kind.feedback)
     try:
         number = float(argument) if colon else kind.default
     except ValueError:
         number = np.nan
     if not (np.isfinite(number) and kind.fits(number)):
         raise ValueError(f"compress: {name} takes {kind.says}; found {argument!r}")
-    return Maker(kind.make(number), kind.feedback)
+    return CompressorFactory(kind.make(number), kind.feedback)

@@ -1,9 +1,9 @@
-"""Which compressor is quickest here, if any: a decision of all ranks together, from what was measured."""
+"""Choice of the fastest compressor, or none, by all ranks from measurements."""
 
 from __future__ import annotations
 
 from collectives import Communicator
-from collectives.compressed import Quantised
+from collectives.compressed import QuantCodec
 from collectives.compressed.compression_model import fitted, forecast
 from parallel.grad_compression import NONE
 from parallel.nn.flat_params import BLOCK
@@ -22,7 +22,7 @@ def choose(comm: Communicator, count: int) -> tuple[str, str]:
         return NONE, "plain is quicker within a node"
     wire = fitted(comm)
     found = {
-        name: forecast(comm, count, Quantised(grouped(bits, BLOCK, "fp32")), wire, feedback=True)
+        name: forecast(comm, count, QuantCodec(grouped(bits, BLOCK, "fp32")), wire, feedback=True)
         for name, bits in WIDTHS.items()
     }
     best = min(found, key=lambda name: found[name].encoded)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from collectives import Communicator
-from collectives.compressed import Codec, Hierarchical, Motion, Segmented, crowded
+from collectives.compressed import Codec, HierarchicalAllreduce, Motion, SegmentedAllreduce, crowded
 
 
-class Coded:
+class CodecCompressor:
     """Every rank's gradient is encoded, and the sum again, in two shots, segment by segment.
 
     Where there are several nodes with several ranks, that of every node is: a node's ranks share its wire.
@@ -24,7 +24,7 @@ class Coded:
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, feedback: bool = True):
         self.feedback = feedback
-        self._sum = (Hierarchical if crowded(comm) else Segmented)(comm, count, codec)
+        self._sum = (HierarchicalAllreduce if crowded(comm) else SegmentedAllreduce)(comm, count, codec)
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
         """As `parallel.grad_compression.Compressor`."""

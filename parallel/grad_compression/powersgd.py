@@ -11,12 +11,12 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.compressed import Motion
-from parallel.data_parallel.grad_bucket import Bucket
+from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.nn.kernels.philox import key_of
 
 
 class _Matrix(NamedTuple):
-    """Where a tensor lies in the bucket, seen as a matrix, and its two factors in the vectors that are summed."""
+    """Slices of a tensor, seen as a matrix, in the bucket, and of its two factors in the summed vectors."""
 
     name: str
     start: int
@@ -36,7 +36,7 @@ class PowerSGD:
     Parameters
     ----------
     comm : Communicator
-    bucket : Bucket
+    bucket : GradBucket
         A tensor counts as a matrix of its first axis times all others, if two factors are smaller than it is.
     rank : int
         Columns of each factor.
@@ -46,7 +46,7 @@ class PowerSGD:
 
     feedback = True
 
-    def __init__(self, comm: Communicator, bucket: Bucket, rank: int, seed: int):
+    def __init__(self, comm: Communicator, bucket: GradBucket, rank: int, seed: int):
         self.comm = comm
         shapes, rest, at = [], [], 0
         for place in bucket.places:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from collectives import Communicator
-from collectives.compressed import Motion, Quantised
-from parallel.data_parallel.grad_bucket import Bucket
-from parallel.grad_compression.codec_compressor import Coded
+from collectives.compressed import Motion, QuantCodec
+from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.grad_compression.codec_compressor import CodecCompressor
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels.philox import key_of
 from quant import grouped
@@ -21,12 +21,12 @@ SCALES = 2.0**-149, float(np.finfo(np.float32).max)
 """The smallest and the largest there are: blocks of hardly anything, and of next to too much, have one too."""
 
 
-def nearest(bits: int, comm: Communicator, bucket: Bucket) -> Coded:
+def nearest(bits: int, comm: Communicator, bucket: GradBucket) -> CodecCompressor:
     """So many bits, to the nearest."""
-    return Coded(comm, bucket.span.size, Quantised(grouped(bits, BLOCK, "fp32")))
+    return CodecCompressor(comm, bucket.span.size, QuantCodec(grouped(bits, BLOCK, "fp32")))
 
 
-class Dithered(Coded):
+class DitheredQuantizer(CodecCompressor):
     """So many bits, up or down at random: what is read is x in the mean.
 
     Parameters
@@ -37,7 +37,7 @@ class Dithered(Coded):
         Levels reach up to a block's norm, as in QSGD, or to its largest element, as in TernGrad.
     """
 
-    def __init__(self, bits: int, euclidean: bool, comm: Communicator, bucket: Bucket, seed: int):
+    def __init__(self, bits: int, euclidean: bool, comm: Communicator, bucket: GradBucket, seed: int):
         levels = np.float32(2 ** (bits - 1) - 1)
 
         def norms(x: np.ndarray) -> np.ndarray:
@@ -46,7 +46,7 @@ class Dithered(Coded):
             return np.clip(np.sqrt(squares) / levels, *SCALES).astype(np.float32)
 
         spec = grouped(bits, BLOCK, "fp32", rounding="stochastic")
-        self._codec = Quantised(spec, norms if euclidean else None, comm.Get_rank())
+        self._codec = QuantCodec(spec, norms if euclidean else None, comm.Get_rank())
         super().__init__(comm, bucket.span.size, self._codec, feedback=False)
         self._name = f"{bucket.number} {comm.Get_rank()}"
         self._seed = seed

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from collectives import Communicator
-from parallel.data_parallel.grad_bucket import Bucket
-from parallel.grad_compression.codec_compressor import Coded
+from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.grad_compression.codec_compressor import CodecCompressor
 from parallel.nn.flat_params import BLOCK
 
 
-class Signs:
+class SignCompressor:
     """x is written as the mean of |x| over its block, times its sign: 1 + 32/256 bits.
 
     A block is one of the flat vector's, so no two tensors share a scale. Zero counts as positive.
@@ -32,9 +32,9 @@ class Signs:
     def __init__(self, real: np.ndarray | None = None):
         self._real = real
 
-    def within(self, start: int, count: int) -> Signs:
-        """As `collectives.compressed.codec.Placed`."""
-        return self if self._real is None else Signs(self._real[start // BLOCK : -(-(start + count) // BLOCK)])
+    def within(self, start: int, count: int) -> SignCompressor:
+        """As `collectives.compressed.codec.EncodedSlot`."""
+        return self if self._real is None else SignCompressor(self._real[start // BLOCK : -(-(start + count) // BLOCK)])
 
     def nbytes(self, count: int) -> int:
         """Scales, then bits."""
@@ -69,10 +69,10 @@ class Signs:
         return wire[: 4 * blocks].view(np.float32), wire[4 * blocks : self.nbytes(count)]
 
 
-def signs(comm: Communicator, bucket: Bucket, seed: int) -> Coded:
+def signs(comm: Communicator, bucket: GradBucket, seed: int) -> CodecCompressor:
     """Signs for a bucket; only the last block of a tensor may be filled up."""
     real = np.full(bucket.span.size // BLOCK, BLOCK)
     for place in bucket.places:
         last = (place.span.stop - bucket.span.start) // BLOCK - 1
         real[last] -= place.span.size - place.size
-    return Coded(comm, bucket.span.size, Signs(real))
+    return CodecCompressor(comm, bucket.span.size, SignCompressor(real))

@@ -13,7 +13,7 @@ from collectives.compressed import Motion
 
 
 class TopK:
-    """Everyone tells everyone its k largest elements: one allgather of 8 k bytes from each rank.
+    """Sum of every rank's k largest elements: one allgather of 8 k bytes per rank.
 
     Parameters
     ----------

@@ -1,41 +1,73 @@
-"""What operators ask of the arrays that they are given, and how they say that it is not so."""
+"""Checks of operators' inputs and results, and their error messages."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from parallel.nn.operator import Spec
+import numpy as np
+
+from parallel.nn.operator import ArraySpec, Operator
+from quant.types import Array
 
 
 def expect(holds: bool, operator: Any, expected: str, x: Any) -> None:
-    """Raise a ValueError that names the operator, what it expects, and what came, unless `holds`."""
+    """Raise a ValueError that names the operator, the expectation and the array found, unless `holds`."""
     if not holds:
         name = f"{type(operator).__name__} {operator.name}".strip()
         raise ValueError(f"{name}: expected {expected}, found shape {tuple(x.shape)} of {x.dtype}")
 
 
 def expect_last(operator: Any, x: Any, size: int) -> None:
-    """`x` must have at least two axes, the last of that many elements."""
+    """Require at least two axes, the last of `size` elements."""
     expect(len(x.shape) >= 2 and x.shape[-1] == size, operator, f"an array of shape (batch, ..., {size})", x)
 
 
 def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
-    """All `numbers` must be below `limit`."""
+    """Require all `numbers` to be below `limit`."""
     if numbers.size and (largest := int(numbers.max())) >= limit:
         name = f"{type(operator).__name__} {operator.name}".strip()
         raise ValueError(f"{name}: {what} {largest} is not below {limit}")
 
 
-def elements(x: Spec) -> int:
-    """How many elements such an array has."""
+def type_after(unit: Operator, x: Array) -> np.dtype | None:
+    """Required dtype of a unit's result: that of its input, or of its parameters for integer input; None for any."""
+    if x.dtype.kind not in "iub":
+        return x.dtype
+    return next((parameter.dtype for parameter in unit.parameters()), None)
+
+
+def expect_type(operator: Any, what: str, found: Any, dtype: np.dtype | None) -> None:
+    """Raise a TypeError that names the operator if a result or gradient has another dtype; integers are accepted."""
+    if dtype is None or found.dtype == dtype or found.dtype.kind in "iub":
+        return
+    name = f"{type(operator).__name__} {getattr(operator, 'name', '')}".strip()
+    raise TypeError(f"{name}: expected a {what} of {dtype}, found one of {found.dtype}")
+
+
+def named(error: Exception, loss: Any = None) -> Exception:
+    """The exception with a note on the innermost operator (or the loss) in whose method it was raised."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        inner = trace.tb_frame.f_locals.get("self")
+        if isinstance(inner, Operator) or (loss is not None and inner is loss):
+            name = f"{type(inner).__name__} {getattr(inner, 'name', '')}".strip()
+            place = f"in the {trace.tb_frame.f_code.co_name} of {name}"
+        trace = trace.tb_next
+    if place and place.rpartition(" of ")[2] not in str(error):
+        error.add_note(place)
+    return error
+
+
+def elements(x: ArraySpec) -> int:
+    """Number of elements of an array like this."""
     return x.nbytes // x.dtype.itemsize
 
 
-def widened(*specs: Spec) -> int:
-    """Bytes of float32 copies of arrays in a half type; none of wide ones."""
+def widened(*specs: ArraySpec) -> int:
+    """Bytes of float32 copies of arrays in half types; 0 for wide ones."""
     return sum(4 * elements(spec) for spec in specs if spec.dtype.itemsize == 2)
 
 
-def stored(*specs: Spec) -> int:
-    """Bytes that it takes to store float32 results in a half type: the results, and what rounding them takes."""
+def stored(*specs: ArraySpec) -> int:
+    """Bytes of float32 results of arrays in half types, and of the temporaries that round them."""
     return sum(9 * elements(spec) for spec in specs if spec.dtype.itemsize == 2)

@@ -1,4 +1,4 @@
-"""Every position of a sequence looks at those before it: causal attention with several heads."""
+"""Causal multi-head self-attention."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
 from parallel.nn.compose import Sequential
 from parallel.nn.linear import Init, Linear
-from parallel.nn.operator import Array, Operator, Outline, Run, Sink, Spec
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
+from quant.types import Array
 
 QUERIES = 64
-"""Queries of a block: what they cannot see, at its right, is neither computed nor kept, to within a block."""
+"""Queries per block; keys to the right of a block are neither computed nor stored."""
 
 
 class CausalAttention(Operator):
-    """y = softmax(q k^T / sqrt(width of a head), of the keys up to the query's own) v, for each head.
+    """y = softmax(q k^T / sqrt(head width)) v over the keys up to the query's position, for each head.
 
     No parameters. The input has queries, keys and values side by side, as one `Linear` makes them, and in each the
     heads side by side (Vaswani et al., "Attention Is All You Need", 2017).
@@ -35,11 +36,11 @@ class CausalAttention(Operator):
         expect(fits, self, f"an array of shape (batch, length, multiple of 3 times {self.heads} heads)", x)
 
     def _heads(self, x: Array, parts: int) -> Array:
-        """Shape (batch, length, parts * width) seen as (parts, batch, heads, length, width of a head)."""
+        """View of shape (batch, length, parts * width) as (parts, batch, heads, length, head width)."""
         return x.reshape(*x.shape[:2], parts, self.heads, x.shape[2] // (parts * self.heads)).transpose(2, 0, 3, 1, 4)
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves x, and the probabilities block by block."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """Attention block by block; saves x and the probabilities."""
         self._expect(x)
         xp = kernels.array_namespace(x)
         q, k, v = self._heads(x, 3)
@@ -53,8 +54,8 @@ class CausalAttention(Operator):
             kept.append(p)
         return y, (x, tuple(kept))
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """From the last block, which sees all keys, to the first."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        """Gradients from the last block, which attends to all keys, to the first."""
         x, kept = saved
         xp = kernels.array_namespace(x)
         q, k, v = self._heads(x, 3)
@@ -75,33 +76,34 @@ class CausalAttention(Operator):
                     into += kernels.matmul(left, right, out=part)
         return kernels.narrow(gradient, x.dtype)
 
-    def outline(self, x: Spec) -> Outline:
-        """4 times width flops for each query and key that it sees, to within a block."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """4 width flops per attended pair of query and key, in whole blocks."""
         self._expect(x)
         batch, length, width = x.shape[0], x.shape[1], x.shape[2] // 3
         blocks = list(_blocks(length))
-        kept = tuple(Spec((batch, self.heads, last - first, last), x.dtype) for first, last in blocks)
+        kept = tuple(ArraySpec((batch, self.heads, last - first, last), x.dtype) for first, last in blocks)
         pairs = sum((last - first) * last for first, last in blocks)
         block = max((elements(p) for p in kept), default=0) * kernels.wide(x.dtype).itemsize
         half = x.dtype.itemsize == 2
         work = 2 * block + block * half + (elements(x) // 3) * kernels.wide(x.dtype).itemsize * (1 + 3 * half)
         work += 16 * QUERIES * length  # of the mask, and of sums of rows
-        return Outline(Spec((batch, length, width), x.dtype), (x, kept), 4 * batch * pairs * width, work)
+        return OperatorOutline(ArraySpec((batch, length, width), x.dtype), (x, kept), 4 * batch * pairs * width, work)
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    """The first query of each block, and the one after its last."""
+    """(first, end) of each block of queries."""
     for first in range(0, length, QUERIES):
         yield first, min(first + QUERIES, length)
 
 
 def _scale(q: Array) -> float:
-    """1 / sqrt(width of a head)."""
     return 1 / math.sqrt(max(q.shape[-1], 1))
 
 
 def self_attention(width: int, heads: int, *, init: Init | None = None, init_out: Init | None = None) -> Sequential:
-    """Queries, keys and values from x; causal attention; and a last linear map of what the heads found.
+    """Projection to queries, keys and values, causal attention, output projection.
+
+    Maps shape (batch, length, width) to the same shape.
 
     Parameters
     ----------
@@ -109,12 +111,7 @@ def self_attention(width: int, heads: int, *, init: Init | None = None, init_out
         A multiple of `heads`.
     heads : int
     init, init_out : callable, optional
-        First values of the weights of the first and the last map.
-
-    Returns
-    -------
-    Sequential
-        From shape (batch, length, width) to the same.
+        Initial weights of the first and the last projection.
     """
     if heads < 1 or width % heads:
         raise ValueError(f"self_attention: expected a width that is a multiple of the heads, found {width} and {heads}")

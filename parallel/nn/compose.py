@@ -1,30 +1,26 @@
-"""Operators made of operators: one after another, around, and forgotten until they are needed."""
+"""Operators built of operators: sequence, residual connection, recomputation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, nbytes_of
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, nbytes_of
+from quant.types import Array
 
 
 class Sequential(Operator):
-    """One operator after another. As a model, its items are the *units* in which parameters come and go.
-
-    Parameters
-    ----------
-    items : iterable of Operator
-    """
+    """Operators applied in order. As a model, its items are the *units* in which parameters are gathered and freed."""
 
     def __init__(self, items: Iterable[Operator]):
         self.items = list(items)
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """The items by number alone."""
+        """Items, named by their numbers alone."""
         yield from ((str(number), item) for number, item in enumerate(self.items))
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Each item's result is the next one's input; two items may be one pass over memory."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """Apply the items in order; an item may be fused with the next."""
         saved: list[Any] = []
         while (at := len(saved)) < len(self.items):
             after = self.items[at + 1] if at + 1 < len(self.items) else None
@@ -32,21 +28,20 @@ class Sequential(Operator):
             saved += kept
         return x, tuple(saved)
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """The same in reverse."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         for item, kept in zip(reversed(self.items), reversed(saved)):
             dy = item.backward(dy, kept, grads)
         return dy
 
-    def outline(self, x: Spec) -> Outline:
-        """Sums; the worst temporary of any item."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """Sums over the items; the largest temporaries of any item."""
         outlines = []
         for item in self.items:
             outlines.append(item.outline(x))
             x = outlines[-1].y
         saved = tuple(outline.saved for outline in outlines)
         work = max((outline.work for outline in outlines), default=0)
-        return Outline(x, saved, sum(outline.flops for outline in outlines), work)
+        return OperatorOutline(x, saved, sum(outline.flops for outline in outlines), work)
 
 
 class Residual(Operator):
@@ -55,44 +50,36 @@ class Residual(Operator):
     def __init__(self, inner: Operator):
         self.inner = inner
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves what the inner operator saves."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         y, saved = self.inner.forward(x, run)
         return x + y, saved
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """The gradient goes both ways."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return self.inner.backward(dy, saved, grads) + dy
 
-    def outline(self, x: Spec) -> Outline:
-        """dy lives on beside what the inner operator takes."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """dy stays allocated during the inner backward pass."""
         inner = self.inner.outline(x)
-        return inner._replace(y=Spec(*inner.y), work=inner.work + x.nbytes)
+        return inner._replace(y=ArraySpec(*inner.y), work=inner.work + x.nbytes)
 
 
 class Recompute(Operator):
-    """Saves the input only, and computes the inner operator's forward a second time when backward comes.
-
-    Memory for time: a third more computing for a model whose every block is wrapped (Chen et al., "Training Deep
-    Nets with Sublinear Memory Cost", 2016). The second forward gives what the first one gave, bit for bit.
-    """
+    """Activation recomputation: saves the input only and runs the inner forward pass again in the backward pass."""
 
     def __init__(self, inner: Operator):
         self.inner = inner
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Those of the inner operator: wrapped or not, parameters have the same names."""
+        """Members of the inner operator: parameter names are the same with and without the wrapper."""
         yield from self.inner.members()
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Keeps x and which pass it was."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         return self.inner.forward(x, run)[0], (x, run)
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """Forward again, then backward."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return self.inner.backward(dy, self.inner.forward(*saved)[1], grads)
 
-    def outline(self, x: Spec) -> Outline:
-        """What the inner operator saves is a temporary."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """Arrays saved by the inner operator count as temporaries."""
         inner = self.inner.outline(x)
-        return Outline(inner.y, (x,), inner.flops, inner.work + nbytes_of(inner.saved))
+        return OperatorOutline(inner.y, (x,), inner.flops, inner.work + nbytes_of(inner.saved))

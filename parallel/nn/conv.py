@@ -1,4 +1,4 @@
-"""Windows that slide over images: convolution and pooling. Images are (batch, channels, height, width)."""
+"""Convolution and pooling of images of shape (batch, channels, height, width)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect, stored, widened
 from parallel.nn.linear import Init
-from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, constant, normal
+from parallel.nn.operator import (
+    ArraySpec,
+    GradientSink,
+    Operator,
+    OperatorOutline,
+    Parameter,
+    PassMode,
+    constant,
+    normal,
+)
+from quant.types import Array
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -16,13 +26,13 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _positions(x: Any, window: tuple[int, int], stride: int, padding: int) -> tuple[int, int]:
-    """Positions of a window down and across the images x."""
+    """Window positions down and across the images x."""
     down, across = (kernels.positions(length, size, stride, padding) for length, size in zip(x.shape[2:], window))
     return down, across
 
 
 class Conv2d(Operator):
-    """y = the sums over a window of x times a kernel, for each kernel, plus a bias (a cross-correlation).
+    """Two-dimensional convolution (cross-correlation) with bias.
 
     Parameters
     ----------
@@ -63,7 +73,7 @@ class Conv2d(Operator):
         self.bias = Parameter((outputs,), constant(0.0), decay=False) if bias else None
 
     def _over(self, x: Any) -> tuple[int, int]:
-        """Positions of the window, of an array that is as it should be."""
+        """Window positions, after a check of the array."""
         fits = len(x.shape) == 4 and x.shape[1] == self.inputs
         expect(fits, self, f"an array of shape (batch, {self.inputs}, height, width)", x)
         over = _positions(x, self.window, self.stride, self.padding)
@@ -73,16 +83,15 @@ class Conv2d(Operator):
     def _columns(self, x: Array) -> Array:
         return kernels.im2col(x, self.window, self.stride, self.padding)
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """One matrix product. Saves x, from which backward cuts the windows again."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """One matrix product; saves x only, im2col is repeated in the backward pass."""
         over, xp = self._over(x), kernels.array_namespace(x)
         y = kernels.matmul(self.weight.data.reshape(self.outputs, -1), self._columns(x))
         if self.bias is not None:
             y += self.bias.data[:, None]
         return xp.ascontiguousarray(y.reshape(self.outputs, len(x), *over).swapaxes(0, 1)), x
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """Two matrix products, and the columns added back to where they came from."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         xp = kernels.array_namespace(dy)
         upper = xp.ascontiguousarray(dy.swapaxes(0, 1)).reshape(self.outputs, dy.size // self.outputs)
         dx = None
@@ -97,18 +106,18 @@ class Conv2d(Operator):
             grads(self.bias, lambda out: upper.sum(axis=1, dtype=out.dtype, out=out))
         return dx
 
-    def outline(self, x: Spec) -> Outline:
-        """2 flops for each element of each kernel at each position; the columns are a temporary."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """2 flops per element of each kernel and position; the columns are temporaries."""
         over = self._over(x)
         fan, places = self.inputs * math.prod(self.window), x.shape[0] * math.prod(over)
-        y, columns = Spec((x.shape[0], self.outputs, *over), x.dtype), Spec((fan, places), x.dtype)
-        padded = Spec((*x.shape[:2], *(length + 2 * self.padding for length in x.shape[2:])), x.dtype)
+        y, columns = ArraySpec((x.shape[0], self.outputs, *over), x.dtype), ArraySpec((fan, places), x.dtype)
+        padded = ArraySpec((*x.shape[:2], *(length + 2 * self.padding for length in x.shape[2:])), x.dtype)
         work = columns.nbytes + 2 * y.nbytes + padded.nbytes + stored(columns, y) + widened(padded)
-        return Outline(y, x, 2 * fan * places * self.outputs, work)
+        return OperatorOutline(y, x, 2 * fan * places * self.outputs, work)
 
 
 class _Pool2d(Operator):
-    """What both kinds of pooling share.
+    """Base of both kinds of pooling.
 
     Parameters
     ----------
@@ -129,54 +138,41 @@ class _Pool2d(Operator):
 
 
 class MaxPool2d(_Pool2d):
-    """y = the largest element of each window; what does not fill a window at the right and lower edge is left out.
+    """Largest element of each window; incomplete windows at the right and lower edge are dropped.
 
-    Parameters
-    ----------
-    window : int or (rows, columns)
-    stride : int, optional
-        By default the window's rows.
+    `window` is int or (rows, columns); `stride` defaults to the window's rows.
     """
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves which element of each window it was, a byte each, and the shape."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """Saves the index of the maximum per window (one byte) and the shape."""
         self._over(x)
         y, which = kernels.max_pool(x, self.window, self.stride)
         return y, (which, x.shape)
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """dy goes where the largest elements were."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         which, shape = saved
         return kernels.max_pool_backward(dy, which, shape, self.window, self.stride)
 
-    def outline(self, x: Spec) -> Outline:
-        """A few temporaries as large as the result."""
-        y = Spec((*x.shape[:2], *self._over(x)), x.dtype)
-        which = Spec(y.shape, kernels.smallest_type(math.prod(self.window) - 1))
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        y = ArraySpec((*x.shape[:2], *self._over(x)), x.dtype)
+        which = ArraySpec(y.shape, kernels.smallest_type(math.prod(self.window) - 1))
         work = 2 * (y.nbytes + which.nbytes) + 6 * elements(y) + stored(x) + widened(y)
-        return Outline(y, (which, x.shape), 0, work)
+        return OperatorOutline(y, (which, x.shape), 0, work)
 
 
 class AvgPool2d(_Pool2d):
-    """y = the mean of each window; what does not fill a window at the right and lower edge is left out.
+    """Mean of each window; incomplete windows at the right and lower edge are dropped.
 
-    Parameters
-    ----------
-    window : int or (rows, columns)
-    stride : int, optional
-        By default the window's rows.
+    `window` is int or (rows, columns); `stride` defaults to the window's rows.
     """
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves the shape."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         self._over(x)
         return kernels.avg_pool(x, self.window, self.stride), x.shape
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """dy is shared out among the elements of its window."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return kernels.avg_pool_backward(dy, saved, self.window, self.stride)
 
-    def outline(self, x: Spec) -> Outline:
-        """A temporary as large as the result."""
-        y = Spec((*x.shape[:2], *self._over(x)), x.dtype)
-        return Outline(y, (), 0, y.nbytes + stored(x) + widened(y))
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        y = ArraySpec((*x.shape[:2], *self._over(x)), x.dtype)
+        return OperatorOutline(y, (), 0, y.nbytes + stored(x) + widened(y))

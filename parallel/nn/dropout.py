@@ -1,4 +1,4 @@
-"""Elements left out at random, the same ones for a sample wherever and whenever it is looked at."""
+"""Dropout that depends only on seed, step and sample."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
-from parallel.nn.operator import Array, Operator, Outline, Run, Sink, Spec
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
+from quant.types import Array
 
 
 class Dropout(Operator):
@@ -27,8 +28,8 @@ class Dropout(Operator):
             raise ValueError(f"Dropout: expected a rate from 0 to below 1, found {rate}")
         self.rate = rate
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves which elements stay, a byte each; nothing if all do."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """Saves a mask of one byte per element in training."""
         if not run.training or not self.rate:
             return x, None
         expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"
@@ -38,13 +39,11 @@ class Dropout(Operator):
         keep = kernels.keep(samples, math.prod(x.shape[1:]), self.rate, key)
         return kernels.masked(x, keep.reshape(x.shape), 1 / (1 - self.rate)), keep
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """The same elements of dy."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return dy if saved is None else kernels.masked(dy, saved.reshape(dy.shape), 1 / (1 - self.rate))
 
-    def outline(self, x: Spec) -> Outline:
-        """In training."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
         if not self.rate:
-            return Outline(x, None)
-        keep = Spec((x.shape[0], math.prod(x.shape[1:])), kernels.BOOL)
-        return Outline(Spec(x.shape, x.dtype), keep, 0, 40 * elements(x))
+            return OperatorOutline(x, None)
+        keep = ArraySpec((x.shape[0], math.prod(x.shape[1:])), kernels.BOOL)
+        return OperatorOutline(ArraySpec(x.shape, x.dtype), keep, 0, 40 * elements(x))

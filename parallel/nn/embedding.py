@@ -1,4 +1,4 @@
-"""Numbers of tokens become vectors, and vectors scores of tokens, by one table if it is wished."""
+"""Token and position embeddings, and the output projection, optionally tied."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect, expect_last, expect_range, stored, widened
 from parallel.nn.linear import Init
-from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, normal
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, normal
+from quant.types import Array
 
 
 class Embedding(Operator):
-    """y = the rows of a table that the tokens name.
+    """Rows of a table, selected by token ids.
 
     Parameters
     ----------
@@ -28,59 +29,50 @@ class Embedding(Operator):
         self.vocabulary, self.width = vocabulary, width
         self.weight = Parameter((vocabulary, width), init or normal(0.02))
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """x: integers, from 0 to below `vocabulary`, of any shape; y has one axis more. Saves x."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """x: integers in [0, vocabulary), any shape; y has one more axis."""
         expect(x.dtype.kind in "iu", self, "an array of integers", x)
         expect_range(self, x, self.vocabulary, "token")
         if x.size and int(x.min()) < 0:
             raise ValueError(f"Embedding {self.name}: token {int(x.min())} is below 0")
         return self.weight.data[x], x
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """Each row of the table gathers the gradients of its tokens. Tokens have none: dx is None."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        """Sum of each token's gradients; dx is None."""
         tokens, upper = saved.reshape(-1), dy.reshape(-1, self.width)
         grads(self.weight, lambda out: kernels.embedding_gradient(upper, tokens, out))
 
-    def outline(self, x: Spec) -> Outline:
-        """The result is of the type in which the table is stored, float32 until it has values."""
-        y = Spec((*x.shape, self.width), self.weight.dtype)
-        return Outline(y, x, 0, y.nbytes + widened(y))
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """The result has the table's dtype (float32 before it has values)."""
+        y = ArraySpec((*x.shape, self.width), self.weight.dtype)
+        return OperatorOutline(y, x, 0, y.nbytes + widened(y))
 
 
 class Unembedding(Operator):
-    """y = x W^T with the table W of an embedding: scores of all tokens (Press and Wolf, 2017).
-
-    Parameters
-    ----------
-    embedding : Embedding
-        Its weight gathers gradients from both uses.
-    """
+    """y = x W^T with the table W of an embedding: scores of all tokens (Press and Wolf, 2017)."""
 
     def __init__(self, embedding: Embedding):
         self.weight = embedding.weight
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves x."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         vocabulary, width = self.weight.shape
         expect_last(self, x, width)
         y = kernels.matmul(x.reshape(-1, width), self.weight.data.T)
         return y.reshape(*x.shape[:-1], vocabulary), x
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """dx = dy W; dW = dy^T x."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         vocabulary, width = self.weight.shape
         rows, upper = saved.reshape(-1, width), dy.reshape(-1, vocabulary)
         dx = kernels.matmul(upper, self.weight.data).reshape(saved.shape)
         grads(self.weight, lambda out: kernels.matmul(upper.T, rows, out=out))
         return dx
 
-    def outline(self, x: Spec) -> Outline:
-        """As a `Linear` without bias."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
         vocabulary, width = self.weight.shape
         expect_last(self, x, width)
-        y, weight = Spec((*x.shape[:-1], vocabulary), x.dtype), Spec(self.weight.shape, x.dtype)
+        y, weight = ArraySpec((*x.shape[:-1], vocabulary), x.dtype), ArraySpec(self.weight.shape, x.dtype)
         work = max(widened(x) + stored(y), widened(y) + stored(x)) + widened(weight)
-        return Outline(y, x, 2 * elements(x) * vocabulary, work)
+        return OperatorOutline(y, x, 2 * elements(x) * vocabulary, work)
 
 
 class PositionEmbedding(Operator):
@@ -107,13 +99,12 @@ class PositionEmbedding(Operator):
         fits = len(x.shape) == 3 and x.shape[1] <= self.context and x.shape[2] == self.width
         expect(fits, self, f"an array of shape (batch, at most {self.context}, {self.width})", x)
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves nothing."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         self._expect(x)
         return x + self.weight.data[: x.shape[1]], ()
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """dx is dy; a position's vector gets the sum over the batch, those not used 0."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        """Sum over the batch per position; 0 for unused positions."""
 
         def gradient(out: Array) -> None:
             length = dy.shape[1]
@@ -123,7 +114,6 @@ class PositionEmbedding(Operator):
         grads(self.weight, gradient)
         return dy
 
-    def outline(self, x: Spec) -> Outline:
-        """One addition."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
         self._expect(x)
-        return Outline(Spec(x.shape, x.dtype), ())
+        return OperatorOutline(ArraySpec(x.shape, x.dtype), ())

@@ -1,7 +1,7 @@
-"""Where parameters lie: all of them one after another in one vector, each at the start of a block.
+"""Flat parameter vector: all parameters one after another, each at the start of a block.
 
-The vector is the same for every layout. Shards, buckets and units are spans of whole blocks, so a sum of squares that
-is made block by block has the same digits however the vector is divided, and no block holds two tensors.
+The vector is the same for every layout. Shards, buckets and units are spans of whole blocks, and no block holds two
+tensors, so a sum of squares made block by block has the same bits however the vector is divided.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ from collectives.schedule.chunks import even
 from parallel.nn.operator import Operator, Parameter, name_all
 
 BLOCK = 256
-"""Elements: a kilobyte of float32, a multiple of every cache line and vector register."""
+"""Elements per block: 1 KiB of float32, a multiple of every cache line and vector register."""
 
 
 class Span(NamedTuple):
-    """Elements start to stop of the vector, both multiples of BLOCK."""
+    """Elements `start` to `stop` of the vector, both multiples of BLOCK."""
 
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """Elements."""
         return self.stop - self.start
 
 
-class Place(NamedTuple):
-    """Where a parameter lies, and how much of the span it fills."""
+class ParamSpan(NamedTuple):
+    """Parameter, its span of the vector, and its offset."""
 
     parameter: Parameter
     span: Span
 
     @property
     def size(self) -> int:
-        """Elements of the tensor, without the filling behind it."""
+        """Elements of the tensor, without padding."""
         return self.parameter.size
 
 
-class Flat:
+class FlatParams:
     """The vector of a model's parameters.
 
     Parameters
@@ -62,43 +61,45 @@ class Flat:
         place, places = 0, []
         for parameter in name_all(model):
             length = -(-parameter.size // BLOCK) * BLOCK
-            places.append(Place(parameter, Span(place, place + length)))
+            places.append(ParamSpan(parameter, Span(place, place + length)))
             place += length
         self._hold(places)
 
-    def _hold(self, places: Iterable[Place]) -> None:
+    def _hold(self, places: Iterable[ParamSpan]) -> None:
         self.places = tuple(places)
         self.span = Span(self.places[0].span.start, self.places[-1].span.stop) if self.places else Span(0, 0)
         self.by_name = {place.parameter.name: place for place in self.places}
 
     @property
     def length(self) -> int:
-        """Elements, with filling."""
+        """Elements, with padding."""
         return self.span.size
 
-    def part(self, places: Iterable[Place]) -> Flat:
-        """Neighbours as a vector of their own, which begins with the first of them; their spans stay what they are."""
-        part = object.__new__(Flat)
+    def part(self, places: Iterable[ParamSpan]) -> FlatParams:
+        """Neighbouring parameters as a vector of their own, whose first element is the first of them; spans are
+        unchanged.
+        """
+        part = object.__new__(FlatParams)
         part._hold(places)
         return part
 
     def within(self, span: Span) -> slice:
-        """Where a span lies in an array that holds this vector."""
+        """Slice of a span in an array that holds this vector."""
         return slice(span.start - self.span.start, span.stop - self.span.start)
 
-    def bind(self, vector: Any, places: Iterable[Place] | None = None, start: int | None = None) -> None:
-        """Let parameters' values be views of `vector`, which holds the flat vector from element `start` on."""
+    def bind(self, vector: Any, places: Iterable[ParamSpan] | None = None, start: int | None = None) -> None:
+        """Make parameters' values views of `vector`, which holds the flat vector from element `start` on."""
         start = self.span.start if start is None else start
         for parameter, span in self.places if places is None else places:
             parameter.data = self.view(vector, parameter, span.start - start)
 
     @staticmethod
     def view(vector: Any, parameter: Parameter, start: int) -> Any:
-        """The elements of a vector from `start` on, as an array like the parameter."""
+        """Elements of a vector from `start` on, in the parameter's shape."""
         return vector[start : start + parameter.size].reshape(parameter.shape)
 
     def initialise(self, vector: Any, seed: int, span: Span | None = None) -> None:
-        """Write the first values of a span (by default of all) into `vector`, which is as long as the span."""
+        """Write initial values of a span (default: all) into `vector`, which has the span's length."""
         span = self.span if span is None else span
         vector[...] = 0
         for parameter, place in self.places:
@@ -109,7 +110,7 @@ class Flat:
 
 
 def shards(span: Span, ranks: int) -> tuple[Span, ...]:
-    """A span in one part for each rank, of whole blocks, as equal as can be; some may be empty.
+    """Equal parts of a span in whole blocks, one per rank; some may be empty.
 
     >>> shards(Span(256, 1024), 2)
     (Span(start=256, stop=768), Span(start=768, stop=1024))
@@ -119,8 +120,11 @@ def shards(span: Span, ranks: int) -> tuple[Span, ...]:
     return tuple(Span(start, start + length) for start, length in zip(starts, lengths))
 
 
-def buckets(places: Sequence[Place], nbytes: int, first: int, itemsize: int = 4) -> tuple[tuple[Place, ...], ...]:
-    """Neighbouring parameters joined into buckets, in reverse order: the order in which a backward completes them.
+def buckets(
+    places: Sequence[ParamSpan], nbytes: int, first: int, itemsize: int = 4
+) -> tuple[tuple[ParamSpan, ...], ...]:
+    """Neighbouring parameters joined into buckets, in reverse order: the order in which a backward pass completes
+    them.
 
     Parameters
     ----------
@@ -140,8 +144,8 @@ def buckets(places: Sequence[Place], nbytes: int, first: int, itemsize: int = 4)
     tuple of tuple of Place
         Each bucket in ascending order of places.
     """
-    done: list[tuple[Place, ...]] = []
-    open_: list[Place] = []
+    done: list[tuple[ParamSpan, ...]] = []
+    open_: list[ParamSpan] = []
     for place in reversed(places):
         open_.insert(0, place)
         if sum(place.span.size for place in open_) * itemsize >= (nbytes if done else first):

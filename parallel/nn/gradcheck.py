@@ -1,4 +1,4 @@
-"""Is backward the derivative of forward? By differences, in float64, for the operators here and for your own."""
+"""Gradient check by finite differences in float64."""
 
 from __future__ import annotations
 
@@ -7,47 +7,49 @@ from typing import Any
 
 import numpy as np
 
-from parallel.nn.flat_params import Flat
+from parallel.nn.flat_params import FlatParams
+from parallel.nn.gradient_checks import GradientNotWritten, checked, holders_of
 from parallel.nn.loss import Loss
-from parallel.nn.operator import Operator, Parameter, Run, Spec, arrays_of, nbytes_of
+from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode, arrays_of, nbytes_of
 
 STEP = 1e-5
-"""Half the distance of two values whose difference is taken: errors of about 1e-10 for values near 1."""
+"""Half the distance of the difference quotient: errors of about 1e-10 for values near 1."""
 
 
-class Mismatch(AssertionError):
-    """An operator does not keep to what `parallel.nn.operator` asks of it; the message says in what."""
+class GradientMismatch(AssertionError):
+    """Violation of the contract of `parallel.nn.operator`, described by the message."""
 
 
 def check(
     operator: Operator,
     x: np.ndarray,
     *,
-    run: Run | None = None,
+    run: PassMode | None = None,
     tolerance: float = 1e-6,
     directions: int = 3,
     elements: int = 5,
     seed: int = 0,
 ) -> float:
-    """Check an operator at the point `x`, with random values of its parameters.
+    """Check an operator's gradients at the point `x`, with random parameters.
 
     The gradients of sum(y r), with r random, by x and by every parameter are compared with central differences along
     random directions and by single elements. Besides: `forward` twice gives the same bits, neither motion writes into
-    x, dy or what was saved, and `outline` foretells the result and the bytes that are saved.
+    x, dy or what was saved, `outline` foretells the result and the bytes that are saved, and every gradient is written
+    into the array that the sink gives, once for each time that the tree holds its parameter.
 
     Parameters
     ----------
     operator : Operator
         Its parameters are named, and get new values of float64.
     x : array of float64, or of integers (which have no gradient)
-    run : Run, optional
+    run : PassMode, optional
         By default in training, with samples 0, 1, ...
     tolerance : float
         Largest difference allowed, relative to the larger of 1 and the derivative.
     directions, elements : int
         How many of each, for x and for each parameter.
     seed : int
-        Of all that is random.
+        Seed of all random values.
 
     Returns
     -------
@@ -66,8 +68,8 @@ def check(
     True
     """
     random, x = np.random.default_rng(seed), np.array(x)
-    run = run or Run(samples=np.arange(len(x), dtype=np.int64))
-    flat = Flat(operator)
+    run = run or PassMode(samples=np.arange(len(x), dtype=np.int64))
+    flat = FlatParams(operator)
     vector = np.zeros(flat.length)
     flat.initialise(vector, seed)
     for place in flat.places:
@@ -86,7 +88,7 @@ def check(
 def check_loss(
     loss: Loss, y: np.ndarray, targets: np.ndarray, *, tolerance: float = 1e-6, scale: float = 0.5, seed: int = 0
 ) -> float:
-    """The same for a loss: the gradient of `scale` times its sum by y.
+    """Check a loss: the gradient of `scale` times its sum with respect to y.
 
     Parameters
     ----------
@@ -109,7 +111,7 @@ def check_loss(
     y = np.array(y)
     sum_, saved = loss.forward(y, targets)
     if not isinstance(sum_, float):
-        raise Mismatch(f"forward: expected a float, found {type(sum_).__name__}")
+        raise GradientMismatch(f"forward: expected a float, found {type(sum_).__name__}")
     before = _copies(saved)
     dy = loss.backward(scale, saved)
     _unchanged(before, "backward", "what was saved")
@@ -118,18 +120,18 @@ def check_loss(
     return _compare("y", y, dy, lambda: scale * loss.forward(y, targets)[0], random, tolerance, 3, y.size)
 
 
-def _contract(operator: Operator, x: np.ndarray, run: Run, random: np.random.Generator) -> tuple[np.ndarray, dict]:
-    """Run both motions once, with all that they must keep to; dy, and gradients by name."""
+def _contract(operator: Operator, x: np.ndarray, run: PassMode, random: np.random.Generator) -> tuple[np.ndarray, dict]:
+    """Run forward and backward pass and check their contract; return dy and gradients by name."""
     spec, given = _spec(x), _copies((x, [parameter.data for parameter in operator.parameters()]))
     outline = operator.outline(spec)
     y, saved = operator.forward(x, run)
     if (y.shape, y.dtype) != outline.y:
-        raise Mismatch(f"outline: foretold a result {tuple(outline.y)}, found {(y.shape, y.dtype)}")
+        raise GradientMismatch(f"outline: foretold a result {tuple(outline.y)}, found {(y.shape, y.dtype)}")
     _same_bytes(outline.saved, saved)
     if not np.may_share_memory(x, y):  # a view of x is new to the outline, and costs nothing
         _same_bytes((outline.saved, outline.y), (saved, y))
     if not np.array_equal(y, operator.forward(x, run)[0]):
-        raise Mismatch("forward: the same input gave different results")
+        raise GradientMismatch("forward: the same input gave different results")
     dy = random.standard_normal(y.shape)
     gradients = {parameter.name: np.zeros(parameter.shape) for parameter in operator.parameters()}
     uses = dict.fromkeys(gradients, 0)
@@ -141,16 +143,19 @@ def _contract(operator: Operator, x: np.ndarray, run: Run, random: np.random.Gen
         uses[parameter.name] += 1
 
     before = _copies((saved, dy))
-    dx = operator.backward(dy, saved, sink)
+    try:
+        dx = operator.backward(dy, saved, checked(operator, sink))
+    except GradientNotWritten as error:
+        raise GradientMismatch(f"backward: {error}") from error
     _unchanged(before, "backward", "dy or what was saved")
     _unchanged(given, "a motion", "x or a parameter")
     if dx is not None and dx.shape != x.shape:
-        raise Mismatch(f"backward: expected dx of shape {x.shape}, found {dx.shape}")
+        raise GradientMismatch(f"backward: expected dx of shape {x.shape}, found {dx.shape}")
     for parameter in operator.parameters():
         if uses[parameter.name] != parameter.uses:
-            raise Mismatch(
-                f"backward: {parameter.name} is held {parameter.uses} times, and its gradient came "
-                f"{uses[parameter.name]} times"
+            raise GradientMismatch(
+                f"backward of {holders_of(operator, parameter)}: {parameter.name} is held {parameter.uses} times, and "
+                f"its gradient came {uses[parameter.name]} times"
             )
     return dy, {"x": dx, **gradients}
 
@@ -165,7 +170,7 @@ def _compare(
     directions: int,
     elements: int,
 ) -> float:
-    """The gradient by `point`, into which this writes and puts back what was there, against differences of `value`."""
+    """Compare a gradient with differences of `value` at `point`, which is modified and restored."""
     if not point.size:
         return 0.0
     worst, original = 0.0, point.copy()
@@ -188,13 +193,15 @@ def _compare(
         numeric, analytic = (values[0] - values[1]) / (2 * STEP), float((gradient * direction).sum())
         difference = abs(numeric - analytic) / max(1.0, abs(numeric))
         if not difference <= tolerance:
-            raise Mismatch(f"gradient by {name}, {place}: differences give {numeric:.10g}, backward {analytic:.10g}")
+            raise GradientMismatch(
+                f"gradient by {name}, {place}: differences give {numeric:.10g}, backward {analytic:.10g}"
+            )
         worst = max(worst, difference)
     return worst
 
 
-def _spec(x: np.ndarray) -> Spec:
-    return Spec(x.shape, x.dtype)
+def _spec(x: np.ndarray) -> ArraySpec:
+    return ArraySpec(x.shape, x.dtype)
 
 
 def _copies(values: Any) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -203,10 +210,10 @@ def _copies(values: Any) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _unchanged(before: list[tuple[np.ndarray, np.ndarray]], motion: str, what: str) -> None:
     if not all(np.array_equal(array, copy, equal_nan=array.dtype.kind == "f") for array, copy in before):
-        raise Mismatch(f"{motion} wrote into {what}")
+        raise GradientMismatch(f"{motion} wrote into {what}")
 
 
 def _same_bytes(outline: Any, saved: Any) -> None:
     foretold, found = nbytes_of(outline), nbytes_of(saved)
     if foretold != found:
-        raise Mismatch(f"outline: foretold {foretold} bytes saved, found {found}")
+        raise GradientMismatch(f"outline: foretold {foretold} bytes saved, found {found}")

@@ -1,4 +1,4 @@
-"""x W + b, and its kin without parameters: new shapes."""
+"""Linear map and reshaping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import numpy as np
 from parallel.nn import kernels
 from parallel.nn.activation import Activation
 from parallel.nn.array_checks import elements, expect, expect_last, stored, widened
-from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec, constant, normal
+from parallel.nn.operator import (
+    ArraySpec,
+    GradientSink,
+    Operator,
+    OperatorOutline,
+    Parameter,
+    PassMode,
+    constant,
+    normal,
+)
+from quant.types import Array
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -39,8 +49,7 @@ class Linear(Operator):
         self.weight = Parameter((inputs, outputs), init or normal(1 / math.sqrt(max(inputs, 1))))
         self.bias = Parameter((outputs,), constant(0.0), decay=False) if bias else None
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves x."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         expect_last(self, x, self.inputs)
         rows = x.reshape(-1, self.inputs)
         if self.bias is None:
@@ -49,8 +58,8 @@ class Linear(Operator):
             y = kernels.affine(rows, self.weight.data, self.bias.data)
         return y.reshape(*x.shape[:-1], self.outputs), x
 
-    def onward(self, x: Array, run: Run, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
-        """The bias and an activation after it in one pass."""
+    def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
+        """Fuses the bias with an activation after it."""
         own = type(self).forward is Linear.forward  # a subclass may do something else
         if self.bias is None or not isinstance(after, Activation) or not own:
             return super().onward(x, run, after)
@@ -59,8 +68,7 @@ class Linear(Operator):
         y, kept = after.biased(z.reshape(*x.shape[:-1], self.outputs), self.bias.data)
         return y, (x, kept)
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """dx = dy W^T; dW = x^T dy; db = the sum of dy."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         rows, upper = saved.reshape(-1, self.inputs), dy.reshape(-1, self.outputs)
         dx = None if self.first else kernels.matmul(upper, self.weight.data.T).reshape(saved.shape)
         grads(self.weight, lambda out: kernels.matmul(rows.T, upper, out=out))
@@ -68,28 +76,25 @@ class Linear(Operator):
             grads(self.bias, lambda out: kernels.sum_rows(upper, out=out))
         return dx
 
-    def outline(self, x: Spec) -> Outline:
-        """2 inputs outputs flops a row."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
         expect_last(self, x, self.inputs)
-        y = Spec((*x.shape[:-1], self.outputs), x.dtype)
-        weight = Spec(self.weight.shape, x.dtype)
+        y = ArraySpec((*x.shape[:-1], self.outputs), x.dtype)
+        weight = ArraySpec(self.weight.shape, x.dtype)
         work = max(widened(x) + stored(y), widened(y) + stored(x)) + widened(weight)
-        return Outline(y, x, 2 * elements(x) * self.outputs, work)
+        return OperatorOutline(y, x, 2 * elements(x) * self.outputs, work)
 
 
 class Flatten(Operator):
-    """All axes but the first become one."""
+    """Join all axes but the first."""
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves the shape."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         expect(x.ndim >= 1, self, "at least one axis", x)
         return x.reshape(len(x), math.prod(x.shape[1:])), x.shape
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """The shape as it was; None where the next operator is the first that learns."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        """None if no earlier operator has parameters."""
         return None if dy is None else dy.reshape(saved)
 
-    def outline(self, x: Spec) -> Outline:
-        """Nothing is computed."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
         expect(len(x.shape) >= 1, self, "at least one axis", x)
-        return Outline(Spec((x.shape[0], math.prod(x.shape[1:])), x.dtype), ())
+        return OperatorOutline(ArraySpec((x.shape[0], math.prod(x.shape[1:])), x.dtype), ())

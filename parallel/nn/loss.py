@@ -1,4 +1,4 @@
-"""What is to become small: sums over a micro-batch, divided once, by a global count, when all are together."""
+"""Losses: sums over a micro-batch, divided once by the global count."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect, expect_range
-from parallel.nn.operator import Array, Outline, Spec
+from parallel.nn.operator import ArraySpec, OperatorOutline
+from quant.types import Array
 
 
 class Loss(Protocol):
-    """What a loss can do. A loss has no parameters and no name in the model."""
+    """Interface of losses. A loss has no parameters and no name in the model."""
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
-        """The sum of the losses, and what backward needs."""
+        """(sum of losses, saved)."""
         ...
 
     def backward(self, scale: float, saved: Any) -> Array:
-        """The gradient of `scale` times that sum by y."""
+        """Gradient of `scale` times the sum with respect to y."""
         ...
 
     def count(self, targets: Array) -> int:
-        """How many losses the sum has."""
+        """Number of terms of the sum."""
         ...
 
-    def outline(self, y: Spec, targets: Spec) -> Outline:
-        """What is saved, and temporaries; `y` is that of no array."""
+    def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
+        """Saved arrays and temporaries; the outline's `y` is not an array."""
         ...
 
 
-_NOTHING = Spec((), np.dtype(np.float64))
+_NOTHING = ArraySpec((), np.dtype(np.float64))
 
 
 class SoftmaxCrossEntropy:
-    """-log softmax(scores)[target], of all targets that are not negative.
+    """-log softmax(scores)[target], over all non-negative targets.
 
     Scores have shape (..., classes) and targets, integers, the same without the last axis.
     """
@@ -43,7 +44,6 @@ class SoftmaxCrossEntropy:
     name = ""
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
-        """Saves scores, targets, and the logarithm of each row's sum of exponentials."""
         expect(targets.dtype.kind in "iu", self, "targets that are integers", targets)
         expect(y.shape[:-1] == targets.shape, self, f"targets of shape {y.shape[:-1]}", targets)
         expect_range(self, targets, y.shape[-1], "target")
@@ -51,43 +51,36 @@ class SoftmaxCrossEntropy:
         return loss, (y, targets, log_sum)
 
     def backward(self, scale: float, saved: Any) -> Array:
-        """scale (softmax - 1 at the target)."""
         y, targets, log_sum = saved
         rows = y.reshape(-1, y.shape[-1])
         return kernels.softmax_cross_entropy_backward(scale, rows, targets.reshape(-1), log_sum).reshape(y.shape)
 
     def count(self, targets: Array) -> int:
-        """Targets that are not negative."""
         return int((targets >= 0).sum())
 
     def correct(self, y: Array, targets: Array) -> int:
-        """How many of the counted targets have the highest score."""
+        """Number of counted targets with the highest score."""
         return int(((y.argmax(axis=-1) == targets) & (targets >= 0)).sum())
 
-    def outline(self, y: Spec, targets: Spec) -> Outline:
-        """A number a row is saved beside scores and targets."""
-        log_sum = Spec((elements(targets),), kernels.wide(y.dtype))
-        return Outline(_NOTHING, (y, targets, log_sum), 0, 3 * elements(y) * log_sum.dtype.itemsize)
+    def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
+        log_sum = ArraySpec((elements(targets),), kernels.wide(y.dtype))
+        return OperatorOutline(_NOTHING, (y, targets, log_sum), 0, 3 * elements(y) * log_sum.dtype.itemsize)
 
 
 class MSE:
-    """(y - target)^2, of every element."""
+    """Squared error (y - target)^2, summed over all elements."""
 
     name = ""
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
-        """Saves both."""
         expect(y.shape == targets.shape, self, f"targets of shape {y.shape}", targets)
         return kernels.squared_error(y, targets), (y, targets)
 
     def backward(self, scale: float, saved: Any) -> Array:
-        """2 scale (y - target)."""
         return kernels.squared_error_backward(scale, *saved)
 
     def count(self, targets: Array) -> int:
-        """Elements."""
         return int(targets.size)
 
-    def outline(self, y: Spec, targets: Spec) -> Outline:
-        """Nothing new is saved."""
-        return Outline(_NOTHING, (y, targets), 0, 3 * elements(y) * kernels.wide(y.dtype).itemsize)
+    def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
+        return OperatorOutline(_NOTHING, (y, targets), 0, 3 * elements(y) * kernels.wide(y.dtype).itemsize)

@@ -1,6 +1,6 @@
-"""Models to start from: perceptron, small convolutional net, and decoder-only transformer, each a list of units.
+"""Models: perceptron, small convolutional net, decoder-only transformer.
 
-A model is a `Sequential`; its items are the units in which parameters come and go and are recomputed.
+A model is a `Sequential`; its items are the units in which parameters are gathered, freed and recomputed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel.nn.operator import Operator, normal
 
 
 def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False) -> Sequential:
-    """Linear maps with ReLU between them; whatever shape a sample has, it is flattened first.
+    """Multilayer perceptron with ReLU; samples are flattened first.
 
     Parameters
     ----------
@@ -57,15 +57,15 @@ def convnet(
     dropout: float = 0.0,
     recompute: bool = False,
 ) -> Sequential:
-    """Convolutions of 3 x 3, each with ReLU and pooled to half the height and width; then a linear map.
+    """3 x 3 convolutions with ReLU and pooling to half the height and width, then a linear map.
 
     Parameters
     ----------
     shape : (channels, height, width)
-        Of a sample.
+        Shape of a sample.
     classes : int
     channels : sequence of int
-        Of each convolution's result.
+        Channels of each convolution's result.
     dropout : float
         Before the linear map.
     recompute : bool
@@ -98,7 +98,7 @@ def transformer(
     dropout: float = 0.0,
     recompute: bool = False,
 ) -> Sequential:
-    """A decoder in the style of GPT-2: norms before, GELU, learned positions, scores by the embedding's own table.
+    """Decoder in the style of GPT-2: pre-norm, GELU, learned positions, tied output embedding.
 
     Parameters
     ----------
@@ -147,8 +147,8 @@ def _dropouts(rate: float) -> list[Operator]:
 # ------------------------------------------------------------------------------------------ by name
 
 
-class Size(NamedTuple):
-    """Of a transformer."""
+class ModelSize(NamedTuple):
+    """Dimensions of a transformer."""
 
     layers: int
     heads: int
@@ -158,11 +158,11 @@ class Size(NamedTuple):
 MLPS = {"tiny": (32,), "small": (256, 128), "medium": (1024, 1024), "large": (4096, 4096, 4096)}
 CONVNETS = {"tiny": (4, 8), "small": (16, 32), "medium": (32, 64, 128)}
 TRANSFORMERS = {
-    "tiny": Size(2, 2, 64),
-    "mini": Size(4, 4, 128),
-    "small": Size(4, 4, 256),
-    "medium": Size(6, 6, 384),
-    "large": Size(12, 12, 768),
+    "tiny": ModelSize(2, 2, 64),
+    "mini": ModelSize(4, 4, 128),
+    "small": ModelSize(4, 4, 256),
+    "medium": ModelSize(6, 6, 384),
+    "large": ModelSize(12, 12, 768),
 }
 
 
@@ -182,30 +182,30 @@ def _gpt(shape: tuple[int, ...], classes: int, size: str, **options: object) -> 
     return transformer(classes, shape[0], *TRANSFORMERS[size], **options)  # type: ignore[arg-type]
 
 
-class Family(NamedTuple):
-    """Models of one kind: how to make one, and the sizes that have names."""
+class ModelFamily(NamedTuple):
+    """Models of one kind: constructor and named sizes."""
 
     make: Callable[..., Sequential]
     sizes: Sequence[str]
 
 
 MODELS = {
-    "mlp": Family(_mlp, tuple(MLPS)),
-    "convnet": Family(_convnet, tuple(CONVNETS)),
-    "gpt": Family(_gpt, tuple(TRANSFORMERS)),
+    "mlp": ModelFamily(_mlp, tuple(MLPS)),
+    "convnet": ModelFamily(_convnet, tuple(CONVNETS)),
+    "gpt": ModelFamily(_gpt, tuple(TRANSFORMERS)),
 }
 
 
 def build(
     name: str, shape: tuple[int, ...], classes: int, *, dropout: float = 0.0, recompute: bool = False
 ) -> Sequential:
-    """A model by its name, with or without a size: ``"mlp"``, ``"gpt:tiny"``; the size is ``small`` by default.
+    """Build a model by name and optional size: ``"mlp"``, ``"gpt:tiny"``; the default size is ``small``.
 
     Parameters
     ----------
     name : str
     shape : tuple of int
-        Of one sample: any for mlp, (channels, height, width) for convnet, (length,) for gpt.
+        Shape of one sample: any for mlp, (channels, height, width) for convnet, (length,) for gpt.
     classes : int
         For gpt: the vocabulary.
     dropout : float

@@ -1,9 +1,9 @@
-"""What a layer is: parameters, a motion forward, a motion backward, and the outline of both. No tape, no MPI.
+"""Interface of operators: parameters, forward pass, backward pass, and the outline of both.
 
-An operator's `forward` returns its result and, as a plain value, whatever `backward` will want to have back. So any
-number of micro-batches may be under way at once, and to forget what was saved and compute it again is a wrapper of four
-lines. `backward` does not store gradients of parameters: it hands each to a *sink*, as a function that computes it, and
-the sink decides when and into which memory. All kinds of data parallelism differ in the sink alone.
+`forward` returns its result and a plain value with everything `backward` needs (no tape), so any number of
+micro-batches may be active at once and recomputation is a small wrapper. `backward` does not store parameters'
+gradients: it passes each to a *sink* as a function that computes it; the sink decides when and into which memory. The
+kinds of data parallelism differ in the sink alone.
 """
 
 from __future__ import annotations
@@ -16,36 +16,33 @@ from zlib import crc32
 
 import numpy as np
 
-Array = Any
-"""A NumPy or CuPy array."""
+from quant.types import Array
 
 
-class NotAtHand(RuntimeError):
-    """A parameter was used while its values were not in this rank's memory, or before it had any."""
+class ParameterNotGathered(RuntimeError):
+    """A parameter was used without values on this rank."""
 
 
 @dataclass(eq=False)
 class Parameter:
-    """A tensor to be learned: shape, first values, and, while they are at hand, its values.
+    """Trainable tensor: shape, initial values, and its values while they are in memory.
 
     Parameters
     ----------
     shape : tuple of int
     init : callable (random generator, shape) -> array
-        First values. The generator is seeded with the parameter's name, so they depend neither on the layout nor on
-        what else the model contains.
+        Initial values. The generator is seeded with the parameter's name, so they are independent of layout and model.
     decay : bool
-        Whether weight decay applies; by custom not to biases and gains.
+        True if weight decay applies; usually False for biases and gains.
 
     Attributes
     ----------
     name : str
-        Given by `name_all`: the path of attributes and numbers from the model to here, such as ``"3.mlp.0.weight"``.
+        Set by `name_all`: the path of attributes and numbers from the model, such as ``"3.mlp.0.weight"``.
     uses : int
-        How often the model's tree holds it, which is how often a backward hands in a gradient for it; 2 for an
-        embedding that is tied to the output.
+        Occurrences in the model's tree, normally the number of gradients per backward pass; 2 for tied embeddings.
     dtype : dtype
-        In which its values are stored, or were when they were last at hand; float32 before they ever were.
+        Storage dtype of the current or last values; float32 before the first.
     """
 
     shape: tuple[int, ...]
@@ -58,55 +55,61 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     @property
     def data(self) -> Array:
         """The values, an array of `shape`."""
         if self._data is None:
-            raise NotAtHand(
-                f"parameter {self.name or '(without a name)'} of shape {self.shape}: its values are not at hand; "
-                "give the model memory first (materialise), or enter the unit that it belongs to"
+            if not self.name:
+                raise ParameterNotGathered(
+                    f"a parameter of shape {self.shape} has no values, and no name: expected it, or the operator that "
+                    "holds it, as an attribute of an operator of the model, or in a list or tuple that is one"
+                )
+            raise ParameterNotGathered(
+                f"parameter {self.name} of shape {self.shape} has no values here: an engine gives it some, in zero3 "
+                "only while its unit is in use; without an engine, "
+                "`parallel.nn.flat_params.FlatParams(model).bind(vector)` does"
             )
         return self._data
 
     @data.setter
     def data(self, values: Array) -> None:
+        """Values: an array of `shape`."""
         if values is not None and values.shape != self.shape:
             raise ValueError(f"parameter {self.name}: expected an array of shape {self.shape}, found {values.shape}")
         self._data = values
         self.dtype = self.dtype if values is None else values.dtype
 
     def first(self, seed: int) -> np.ndarray:
-        """Its first values for a seed: float64, the same wherever and in whatever order they are asked for."""
+        """Initial values for a seed: float64, independent of the order of calls."""
         values = self.init(np.random.default_rng([seed, crc32(self.name.encode())]), self.shape)
         return np.asarray(values, np.float64).reshape(self.shape)
 
 
 def normal(deviation: float) -> Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]:
-    """First values from a normal distribution around zero."""
+    """Initialiser: normal distribution around zero."""
     return lambda random, shape: random.normal(0.0, deviation, shape)
 
 
 def constant(value: float) -> Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]:
-    """First values that are all the same."""
+    """Initialiser: constant."""
     return lambda random, shape: np.full(shape, value)
 
 
 @dataclass(frozen=True)
-class Run:
-    """Which pass through the model this is, for the operators that want to know.
+class PassMode:
+    """Kind of a pass through the model.
 
     Attributes
     ----------
     training : bool
-        Whether dropout drops.
+        True if dropout is active.
     seed, step : int
-        Together with a sample's number and the operator's name they say what a random operator draws, so that it
-        does not depend on the rank, the micro-batch or the order in which samples are looked at.
+        With a sample's number and the operator's name, the key of random operators, so that results do not depend on
+        rank, micro-batch or order.
     samples : array of int64, shape (batch,)
-        The number of each sample of the micro-batch, in the data set or in the stream.
+        Number of each sample in the data set or stream.
     """
 
     training: bool = True
@@ -115,86 +118,84 @@ class Run:
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-class Sink(Protocol):
-    """Where gradients of parameters go.
+class GradientSink(Protocol):
+    """Receiver of parameters' gradients.
 
-    `compute` writes the gradient of one micro-batch, from one use of the parameter, into the array that it is given
-    (of the parameter's shape; whatever that holds is overwritten). The sink calls it once, now or later.
+    `compute` overwrites the given array (of the parameter's shape) with the gradient of one use of the parameter in one
+    micro-batch; returning it instead is an error (`parallel.nn.gradient_checks`). The sink calls it once, now or later.
+    Several gradients of a parameter in one backward pass of its unit are added.
     """
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None: ...
 
 
-class Spec(NamedTuple):
-    """An array's shape and type, in place of the array. One spec stands for one array: identity counts."""
+class ArraySpec(NamedTuple):
+    """Shape and dtype in place of an array. One spec object stands for one array: identity counts."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of such an array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Outline(NamedTuple):
-    """What a pass through an operator will come to, from shapes alone.
+class OperatorOutline(NamedTuple):
+    """Costs of a pass through an operator, computed from shapes.
 
     Attributes
     ----------
-    y : Spec
-        The result.
-    saved : nested tuples of Spec (and whatever is no array)
-        What `forward` will save. An input that is kept as it is, is the input's own spec, so that what two operators
-        share is counted once.
+    y : ArraySpec
+        Result.
+    saved : nested tuples of ArraySpec (and other values)
+        Outline of what `forward` saves. An input saved as it is appears as its own spec, so shared arrays count once.
     flops : int
-        Of the forward: multiplications and additions of its matrix products and convolutions.
+        Multiplications and additions of the forward pass's matrix products and convolutions.
     work : int
-        Bytes of temporaries at the worst moment of the forward or the backward, besides x, y, dx, dy and `saved`: with
-        the reference kernels; compiled ones take less.
+        Peak bytes of temporaries of either pass with the reference kernels, besides x, y, dx, dy and `saved`.
     """
 
-    y: Spec
+    y: ArraySpec
     saved: Any
     flops: int = 0
     work: int = 0
 
 
 class Operator:
-    """A layer. Parameters and operators that are attributes of it, or in lists that are, belong to it.
+    """Layer. Parameters and operators in its attributes, or in lists that are attributes, belong to it.
 
-    A subclass has three methods. Arrays come and go in the storage type (float32, float64, or a half type); what wants
-    more digits takes them inside.
+    Subclasses implement `forward`, `backward` and `outline`. Arrays have the storage dtype (float32, float64, or a half
+    type); operators compute wider where needed.
     """
 
     name: str = ""
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """(y, saved): the result, and what `backward` needs. Writes into neither x nor itself."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """(y, saved): the result, and the values that `backward` needs. Modifies neither x nor the operator."""
         raise NotImplementedError
 
-    def onward(self, x: Array, run: Run, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
-        """`forward`, and what was saved in a tuple; or, in one pass over memory, the forward of the next one as well.
+    def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
+        """`forward` with `saved` in a tuple; or the fused forward pass of this and the next operator (a tuple of
+        two).
 
-        Then y is the next one's, and the tuple has two items. That what is saved is what both save by themselves is
-        what lets backward know nothing of it.
+        Saved values equal those of separate passes, so `backward` is the same for both.
         """
         y, saved = self.forward(x, run)
         return y, (saved,)
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """dx, from dy: the gradients of the loss by x and by y. Hands parameters' gradients to `grads`.
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        """Gradient dx from dy; passes parameters' gradients to `grads`.
 
-        Neither dy nor what was saved is written into: `grads` may compute from them later.
+        Must not modify dy or saved values: `grads` may compute from them later.
         """
         raise NotImplementedError
 
-    def outline(self, x: Spec) -> Outline:
-        """What `forward` would do to an array like `x`: the shape of the result, and what it costs."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        """Result and costs of `forward` for an array like `x`."""
         raise NotImplementedError
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """The parameters and operators that this one directly holds, with their names here, in order of attributes."""
+        """Parameters and operators held directly, by name, in order of attributes."""
         for name, value in vars(self).items():
             if isinstance(value, Parameter | Operator):
                 yield name, value
@@ -204,7 +205,7 @@ class Operator:
                         yield f"{name}.{number}", item
 
     def walk(self, path: str = "") -> Iterator[tuple[str, Parameter | Operator]]:
-        """Everything in the tree below, with paths; what is held twice comes twice."""
+        """All members of the tree with paths; shared ones appear repeatedly."""
         for name, value in self.members():
             here = f"{path}.{name}" if path else name
             yield here, value
@@ -212,13 +213,20 @@ class Operator:
                 yield from value.walk(here)
 
     def parameters(self) -> list[Parameter]:
-        """All parameters in the tree, each once, in the order of their first place in it."""
+        """All parameters of the tree, once each, in order of first occurrence."""
         found = {id(value): value for _, value in self.walk() if isinstance(value, Parameter)}
         return list(found.values())
 
 
 def name_all(model: Operator) -> list[Parameter]:
-    """Name every operator and parameter by its first path in the tree, count uses, and return the parameters."""
+    """Name every operator and parameter by its first path in the tree, count uses, and return the parameters.
+
+    Raises
+    ------
+    ValueError
+        If an operator holds others, or parameters, where the tree does not have them: in a dictionary, say.
+    """
+    _expect_in_tree(model)
     for parameter in model.parameters():
         parameter.name, parameter.uses = "", 0
     for path, value in model.walk():
@@ -230,9 +238,38 @@ def name_all(model: Operator) -> list[Parameter]:
     return model.parameters()
 
 
+CONTAINERS = (dict, list, tuple, set, frozenset)
+DEPTH = 3
+"""Nesting depth up to which containers are searched."""
+
+
+def _expect_in_tree(model: Operator) -> None:
+    """Raise ValueError for an operator or parameter that an attribute holds outside of the tree."""
+    there = [(path, value) for path, value in model.walk() if isinstance(value, Operator)]
+    known = {id(value) for _, value in model.walk()} | {id(model)}
+    for path, operator in [("", model), *there]:
+        for name, value in vars(operator).items():
+            for item in _nested(value):
+                if id(item) not in known:
+                    raise ValueError(
+                        f"{type(operator).__name__} {path or '(the model)'}: {name} holds a {type(item).__name__} in a "
+                        f"{type(value).__name__}; expected it as an attribute, or in a list or tuple that is one"
+                    )
+
+
+def _nested(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
+    """Operators and parameters in a dictionary or set, or in nested containers."""
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ():
+        if isinstance(item, Parameter | Operator):
+            if depth or not isinstance(value, list | tuple):
+                yield item
+        elif depth < DEPTH:
+            yield from _nested(item, depth + 1)
+
+
 def arrays_of(saved: Any) -> dict[int, Any]:
-    """The distinct arrays (or specs) in nested tuples, by identity: of arrays, the memory that a view looks at."""
-    if isinstance(saved, Spec):
+    """Distinct arrays (or specs) in nested tuples, by identity; views count as their base."""
+    if isinstance(saved, ArraySpec):
         return {id(saved): saved}
     if isinstance(saved, list | tuple):
         return {key: value for item in saved for key, value in arrays_of(item).items()}
@@ -244,5 +281,5 @@ def arrays_of(saved: Any) -> dict[int, Any]:
 
 
 def nbytes_of(saved: Any) -> int:
-    """Bytes of all distinct arrays in what was saved, or of the specs in its outline."""
+    """Bytes of all distinct arrays (or specs) in nested tuples."""
     return sum(value.nbytes for value in arrays_of(saved).values())

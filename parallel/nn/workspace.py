@@ -1,4 +1,4 @@
-"""Memory that arrays have given back is kept for the arrays that come next."""
+"""Reuse of freed memory by the C library's allocator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LARGE = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed, for the whole process; whether it understood.
+    """Make the C library keep freed memory, for the whole process; True if supported.
 
     Large arrays are otherwise mapped anew each time they are made, and every page of theirs costs a fault and is
     cleared by the system: a product of 1024 x 256 and 256 x 1024 numbers takes a quarter less time without. A step of

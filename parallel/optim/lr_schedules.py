@@ -1,9 +1,9 @@
 """Learning rates that change: plain functions from the number of updates made before, to the rate of the next.
 
->>> warm = Schedule("warm_up_cosine", rate=1.0, warm_up=2, steps=6)
+>>> warm = LRSchedule("warm_up_cosine", rate=1.0, warm_up=2, steps=6)
 >>> [round(warm(step), 3) for step in range(7)]
 [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
->>> Schedule(**warm.describe()) == warm
+>>> LRSchedule(**warm.describe()) == warm
 True
 """
 
@@ -43,7 +43,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 }
 
 
-class Schedule:
+class LRSchedule:
     """One of `SCHEDULES` with its settings: a function that a checkpoint can describe.
 
     Parameters
@@ -77,7 +77,7 @@ class Schedule:
         return SCHEDULES[self.name](step, **self.settings)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self.describe() == other.describe()
+        return isinstance(other, LRSchedule) and self.describe() == other.describe()
 
     def __hash__(self) -> int:
         return hash((self.name, *sorted(self.settings.items())))
@@ -86,7 +86,7 @@ class Schedule:
         return f"Schedule({self.name!r}, {', '.join(f'{key}={value}' for key, value in self.settings.items())})"
 
     def describe(self) -> dict[str, Any]:
-        """Name and settings: what `Schedule` takes."""
+        """Name and settings: what `LRSchedule` takes."""
         return {"name": self.name, **self.settings}
 
 
@@ -111,7 +111,7 @@ def rate_at(rate: Rate, step: int) -> float:
 
 
 def describe(rate: Rate) -> Any:
-    """A rate as a checkpoint keeps it: a number, a `Schedule`'s description, or the name of a user's function."""
-    if isinstance(rate, Schedule):
+    """A rate as a checkpoint keeps it: a number, a `LRSchedule`'s description, or the name of a user's function."""
+    if isinstance(rate, LRSchedule):
         return rate.describe()
     return getattr(rate, "__qualname__", type(rate).__qualname__) if callable(rate) else rate

@@ -1,4 +1,4 @@
-"""Optimisers, on whatever pieces of the flat vector a rank owns. They know no MPI.
+"""Optimizers on the spans of the flat vector that a rank owns. Imports no MPI.
 
 An optimiser walks over its pieces in portions that fit into the cache: gradient, state and weights of a portion are
 read once and written once, and half-precision weights are rounded from the master while it is still in the cache. No
@@ -9,11 +9,11 @@ up in the order of the vector.
 Parameters with ``decay=False`` (biases and gains) are left out of weight decay.
 
 >>> import numpy as np
->>> from parallel.nn.flat_params import BLOCK, Place, Span
+>>> from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 >>> from parallel.nn.operator import Parameter, constant
->>> place = Place(Parameter((3,), constant(1.0)), Span(0, BLOCK))
+>>> place = ParamSpan(Parameter((3,), constant(1.0)), Span(0, BLOCK))
 >>> optimizer = SGD(rate=0.5)
->>> piece = Piece(Span(0, BLOCK), np.ones(BLOCK), np.full(BLOCK, 4.0), optimizer.fresh(np.ones(BLOCK)), [place])
+>>> piece = OptimizerSpan(Span(0, BLOCK), np.ones(BLOCK), np.full(BLOCK, 4.0), optimizer.fresh(np.ones(BLOCK)), [place])
 >>> optimizer.update([piece], step=0, scale=0.25)
 >>> piece.weights[:3].tolist()
 [0.5, 0.5, 0.5]
@@ -28,12 +28,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from parallel.nn.flat_params import BLOCK, Place, Span
-from parallel.optim.lr_schedules import Rate, describe, rate_at
+from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.optim.kernels import kernels
-
-Array = Any
-"""A NumPy or CuPy array."""
+from parallel.optim.lr_schedules import Rate, describe, rate_at
+from quant.types import Array
 
 Gather = Callable[[np.ndarray], np.ndarray]
 """From one float64 for each block of this rank's pieces, in their order, to one for each block of the whole vector, in
@@ -44,17 +42,17 @@ PORTION = {"host": 1 << 14, "device": 1 << 24}
 costs more than its memory traffic if it is small."""
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Neighbouring elements of a piece that are treated alike: from `start` to `stop`, counted from its beginning."""
 
     start: int
     stop: int
     decays: bool
-    place: Place
+    place: ParamSpan
 
 
 @dataclass(eq=False)
-class Piece:
+class OptimizerSpan:
     """A span of the flat vector that this rank updates, and what lies there.
 
     Parameters
@@ -66,7 +64,7 @@ class Piece:
         Sum over samples, not yet divided by anything; only read. Zero in the filling between tensors.
     state : dict of arrays like weights
         As `Optimizer.fresh` makes them.
-    places : iterable of Place
+    places : iterable of ParamSpan
         At least those that the span touches; the others are forgotten.
     stored : array, shape (span.size,), of a half type, optional
         The weights as operators see them; written along with the master.
@@ -81,10 +79,10 @@ class Piece:
     weights: Array
     gradient: Array
     state: dict[str, Array]
-    places: Iterable[Place]
+    places: Iterable[ParamSpan]
     stored: Array | None = None
-    runs: tuple[Run, ...] = field(init=False, repr=False)
-    tensors: tuple[Run, ...] = field(init=False, repr=False)
+    runs: tuple[ElementRun, ...] = field(init=False, repr=False)
+    tensors: tuple[ElementRun, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         start, stop = self.span
@@ -100,7 +98,9 @@ class Piece:
             raise ValueError(f"stored: expected shape ({self.span.size},), found {self.stored.shape}")
         self.places = tuple(p for p in self.places if max(p.span.start, start) < min(p.span.stop, stop))
         self.tensors = tuple(
-            Run(max(place.span.start, start) - start, min(place.span.stop, stop) - start, place.parameter.decay, place)
+            ElementRun(
+                max(place.span.start, start) - start, min(place.span.stop, stop) - start, place.parameter.decay, place
+            )
             for place in self.places
         )
         if sum(run.stop - run.start for run in self.tensors) != self.span.size:
@@ -108,9 +108,9 @@ class Piece:
         self.runs = tuple(_joined(self.tensors))
 
 
-def _joined(tensors: Iterable[Run]) -> Iterator[Run]:
+def _joined(tensors: Iterable[ElementRun]) -> Iterator[ElementRun]:
     """Neighbours that decay alike, as one run."""
-    last: Run | None = None
+    last: ElementRun | None = None
     for run in tensors:
         if last is not None and last.decays == run.decays and last.stop == run.start:
             last = last._replace(stop=run.stop)
@@ -124,7 +124,7 @@ def _joined(tensors: Iterable[Run]) -> Iterator[Run]:
 
 @dataclass(kw_only=True, eq=False)
 class Optimizer:
-    """What all optimisers share: a rate, weight decay, and the walk over pieces.
+    """Base class: learning rate, weight decay, and the loop over spans.
 
     Parameters
     ----------
@@ -163,12 +163,12 @@ class Optimizer:
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return {"name": NAMES.get(type(self), type(self).__name__), **settings, "rate": describe(self.rate)}
 
-    def update(self, pieces: Sequence[Piece], step: int, scale: float, gather: Gather | None = None) -> None:
+    def update(self, pieces: Sequence[OptimizerSpan], step: int, scale: float, gather: Gather | None = None) -> None:
         """Make one step: change weights, state and stored weights of these pieces.
 
         Parameters
         ----------
-        pieces : sequence of Piece
+        pieces : sequence of OptimizerSpan
             Of this rank; there may be none, and empty ones.
         step : int
             Updates made before this one.
@@ -185,9 +185,12 @@ class Optimizer:
         """
         rate = rate_at(self.rate, step)
         _check("scale", scale, math.isfinite(scale), "a finite number (leave out a step whose gradient is not)")
-        self._update(pieces, step, float(scale), rate, gather)
+        with np.errstate(over="ignore", invalid="ignore"):  # the next loss is no finite number, which all ranks find
+            self._update(pieces, step, float(scale), rate, gather)
 
-    def _update(self, pieces: Sequence[Piece], step: int, scale: float, rate: float, gather: Gather | None) -> None:
+    def _update(
+        self, pieces: Sequence[OptimizerSpan], step: int, scale: float, rate: float, gather: Gather | None
+    ) -> None:
         for piece in pieces:
             spare = self._workspace(piece.weights)
             for run in piece.runs:
@@ -197,7 +200,7 @@ class Optimizer:
                     _store(piece, part)
 
     def _portion(
-        self, piece: Piece, part: slice, spare: Array, step: int, scale: float, rate: float, decay: float
+        self, piece: OptimizerSpan, part: slice, spare: Array, step: int, scale: float, rate: float, decay: float
     ) -> None:
         """Update the weights and the state of a few elements."""
         raise NotImplementedError
@@ -211,12 +214,12 @@ class Optimizer:
         return self._spare[key]
 
 
-def _portions(run: Run, spare: Array) -> Iterator[slice]:
+def _portions(run: ElementRun, spare: Array) -> Iterator[slice]:
     step = spare.shape[1]
     return (slice(start, min(start + step, run.stop)) for start in range(run.start, run.stop, step))
 
 
-def _store(piece: Piece, part: slice) -> None:
+def _store(piece: OptimizerSpan, part: slice) -> None:
     if piece.stored is not None:
         piece.stored[part] = piece.weights[part]
 
@@ -287,7 +290,7 @@ class Adam(Optimizer):
         _check("eps", self.eps, 1e-30 <= self.eps < math.inf, "a number from 1e-30 on")  # not 0 in float32
 
     def _corrections(self, step: int) -> tuple[float, float]:
-        """What the moments, which began at zero, still lack."""
+        """Bias corrections of the two moments."""
         return 1.0 - self.beta1 ** (step + 1), 1.0 - self.beta2 ** (step + 1)
 
     def _portion(self, piece, part, spare, step, scale, rate, decay):
@@ -350,10 +353,10 @@ class LAMB(Adam):
                     use.lamb(piece.weights[part], m[part], v[part], spare, own, self.eps, decay, *corrections)
                     _store(piece, part)
 
-    def _of(self, piece: Piece) -> tuple[Any, Array, Array, Array]:
+    def _of(self, piece: OptimizerSpan) -> tuple[Any, Array, Array, Array]:
         return kernels(piece.weights), self._workspace(piece.weights), piece.state["m"], piece.state["v"]
 
-    def _trust(self, place: Place, of_weights: np.ndarray, of_directions: np.ndarray) -> float:
+    def _trust(self, place: ParamSpan, of_weights: np.ndarray, of_directions: np.ndarray) -> float:
         blocks = slice(place.span.start // BLOCK, place.span.stop // BLOCK)
         weights, direction = (math.sqrt(total(sums[blocks])) for sums in (of_weights, of_directions))
         if weights == 0 or direction == 0:
@@ -397,8 +400,8 @@ def total(sums: np.ndarray) -> float:
     return float(np.add.reduce(np.ascontiguousarray(sums, np.float64)))
 
 
-class Clip(NamedTuple):
-    """What the gradient's length says about a step.
+class GradClip(NamedTuple):
+    """Gradient norm and clip factor of a step.
 
     Attributes
     ----------
@@ -413,7 +416,7 @@ class Clip(NamedTuple):
     factor: float
 
 
-def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> Clip:
+def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> GradClip:
     """Clipping by the global norm (Pascanu et al., ICML 2013), from the block sums of the whole vector.
 
     Parameters
@@ -428,11 +431,11 @@ def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> Clip:
     Examples
     --------
     >>> clip_factor(np.array([9.0, 16.0]), 1.0, 2.5)
-    Clip(norm=5.0, factor=0.5)
+    GradClip(norm=5.0, factor=0.5)
     """
     _check("limit", limit, limit is None or limit > 0, "a positive number, or None")
     with np.errstate(over="ignore", invalid="ignore"):
         norm = math.sqrt(total(squares)) * scale
     if not math.isfinite(norm):
-        return Clip(norm, 0.0)
-    return Clip(norm, 1.0 if limit is None or norm <= limit else limit / norm)
+        return GradClip(norm, 0.0)
+    return GradClip(norm, 1.0 if limit is None or norm <= limit else limit / norm)

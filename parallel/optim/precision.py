@@ -1,4 +1,4 @@
-"""In which types a model is trained: what is stored, what is computed in, and what that costs.
+"""Mixed precision: types of storage and computation, and their bytes.
 
 >>> PRECISIONS["bf16"].bytes_per_parameter(states=2)
 {'weights': 2, 'gradients': 4, 'master': 4, 'optimizer': 8}
@@ -33,7 +33,7 @@ class Precision(NamedTuple):
 
     @property
     def master(self) -> bool:
-        """Whether the optimiser has master weights apart from those that operators see."""
+        """True if the optimizer keeps master weights of its own."""
         return self.storage != self.wide
 
     def loss_scale(self) -> LossScale:
@@ -41,7 +41,7 @@ class Precision(NamedTuple):
         return LossScale() if self.scaled else LossScale.fixed()
 
     def bytes_per_parameter(self, states: int) -> dict[str, int]:
-        """Bytes by kind, for an optimiser with so many state vectors; divide by the ranks whatever is sharded.
+        """Bytes per parameter by kind, for an optimizer with so many state vectors, unsharded.
 
         18 in all for Adam with half storage: gradients are kept in float32 only. Recipes that keep half gradients have
         16, and those that keep both 20.

@@ -1,4 +1,4 @@
-"""Files in which servers keep the order of what they did, one of each server, written as it goes on. Knows no MPI."""
+"""Files of recorded event orders, one per server, written incrementally. No MPI."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from parallel.server.order import Entry
+from parallel.parameter_server.event_order import EventEntry
 
 FORMAT = "chorus order 1"
 
 
 def file_of(path: Path, server: int) -> Path:
-    """A server's own.
+    """Path of a server's file.
 
     >>> file_of(Path("run.order"), 1).name
     'run.order.1'
@@ -21,15 +21,15 @@ def file_of(path: Path, server: int) -> Path:
     return path.with_name(f"{path.name}.{server}")
 
 
-class Recording:
-    """A file that grows.
+class EventRecording:
+    """Growing record file.
 
     Parameters
     ----------
     path : Path
-        Is overwritten; the folder is made.
+        Overwritten; its folder is created.
     facts : mapping
-        What must be the same for the order to mean the same; plain values.
+        Plain values that must be equal in a replay.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]):
@@ -38,31 +38,30 @@ class Recording:
         self._file.write(json.dumps({"format": FORMAT, **facts}) + "\n")
         self._written = 0
 
-    def write(self, entries: Sequence[Entry]) -> None:
-        """Add what is new in a list that only grows."""
+    def write(self, entries: Sequence[EventEntry]) -> None:
+        """Append the new entries of a growing list."""
         self._file.writelines(" ".join(map(str, entry)) + "\n" for entry in entries[self._written :])
         self._file.flush()
         self._written = len(entries)
 
     def close(self) -> None:
-        """No more comes."""
         self._file.close()
 
 
-def read(path: Path, facts: Mapping[str, Any]) -> list[Entry]:
-    """What a `Recording` has written.
+def read(path: Path, facts: Mapping[str, Any]) -> list[EventEntry]:
+    """Read the file of an `EventRecording`.
 
     Raises
     ------
     OSError
-        If there is no such file.
+        If the file cannot be read.
     ValueError
-        If it is none of ours, or of another training.
+        If it is not a record, or of a training with other facts.
     """
     head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     try:
         there = json.loads(head)
-        entries = [Entry(*map(int, line.split())) for line in lines]
+        entries = [EventEntry(*map(int, line.split())) for line in lines]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no record of an order: {error}") from error
     here = json.loads(json.dumps({"format": FORMAT, **facts}))

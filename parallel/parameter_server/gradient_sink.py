@@ -1,4 +1,4 @@
-"""Where a worker's gradients go: to the servers, bucket by bucket, while the backward goes on."""
+"""Gradient sink of a worker: pushes buckets to the servers during the backward."""
 
 from __future__ import annotations
 
@@ -7,107 +7,118 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from parallel.data_parallel.grad_bucket import Bucket, Filling
-from parallel.nn.operator import Array, Parameter
+from parallel.data_parallel.grad_bucket import GradBucket, of, users_of
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.nn.operator import Parameter
 from parallel.optim.optimizers import block_squares, clip_factor, total
-from parallel.parameter_server.key_assignment import Key
-from parallel.parameter_server.work_assignment import Part
-from parallel.parameter_server.worker_client import Worker
+from parallel.parameter_server.key_assignment import ServerKey
+from parallel.parameter_server.work_assignment import WorkPart
+from parallel.parameter_server.worker_client import WorkerClient
+from quant.types import Array
 
 
-class Gradients:
-    """A sink. A bucket is pushed when its last gradient is there, unless all must be known before the first may go.
+class ServerGradients:
+    """Gradient sink that pushes a bucket once the backward has left its units, or at the end if a norm is needed first.
 
     Parameters
     ----------
-    worker : Worker
-    buckets : sequence of Bucket
-    keys : sequence of Key
+    worker : WorkerClient
+    plan : PartitionSpec
+    buckets : sequence of GradBucket
+    keys : sequence of ServerKey
     vector, scratch : array
-        As long as the vector of parameters; as `parallel.data_parallel.grad_bucket.Filling` wants it.
-    apart : bool
-        Whether what is pushed is an update of its own: then its norm is taken here, and its limit kept.
+        Gradient vector, and scratch memory of `GradBucket`.
+    separate : bool
+        True if every push is an update of its own: its norm is taken and clipped here.
     clip : float, optional
-        That limit.
+        Limit of that norm.
 
     Attributes
     ----------
     early : int
-        Buckets that were pushed before the backward was over.
+        Buckets pushed before the end of the backward.
     """
 
     def __init__(
         self,
-        worker: Worker,
-        buckets: Sequence[Bucket],
-        keys: Sequence[Key],
+        worker: WorkerClient,
+        plan: PartitionSpec,
+        buckets: Sequence[GradBucket],
+        keys: Sequence[ServerKey],
         vector: Array,
         scratch: Array,
-        apart: bool,
+        separate: bool,
         clip: float | None,
     ):
-        self._worker, self._vector, self._apart, self._clip = worker, vector, apart, clip
-        self._fillings = [Filling(bucket, scratch) for bucket in buckets]
-        self._of = {id(place.parameter): filling for filling in self._fillings for place in filling.bucket.places}
+        self._worker, self._vector, self._separate, self._clip = worker, vector, separate, clip
+        self._buckets = list(buckets)
+        for bucket in buckets:
+            bucket.use_scratch(scratch)
+        self._of = {id(place.parameter): bucket for bucket in self._buckets for place in bucket.places}
+        self._last_units = [units[0] for units in users_of(buckets, plan)]
         self._keys = [[key for key in keys if key.bucket == bucket.number] for bucket in buckets]
         self._squares: dict[int, float] = {}
         self._pushed: set[int] = set()
         self.early = 0
 
-    def open(self, part: Part, parts: int, count: int, rows: Array | None) -> None:
-        """A backward begins: of this part of a step of so many, with so many targets, and rows of the table."""
+    def begin_backward(self, part: WorkPart, parts: int, count: int, rows: Array | None) -> None:
+        """Begin the backward of a part of a step of `parts` parts, with `count` targets and these rows of the table."""
         self._part, self._parts, self._count, self._rows = part, parts, count, rows
         self._factor = 1 / count if count else 0.0
         self._squares, self._pushed, self.early = {}, set(), 0
-        for filling in self._fillings:
-            span = filling.bucket.span
-            filling.fresh(self._vector[span.start : span.stop])
-            filling.expect()
+        for bucket in self._buckets:
+            span = bucket.span
+            bucket.reset(self._vector[span.start : span.stop])
+            bucket.begin_backward()
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
-        """Take a gradient."""
-        filling = self._of[id(parameter)]
-        filling.put(parameter, compute)
-        if not filling.missing:
-            self._complete(filling)
-            if not (self._apart and self._clip):
-                self._push(filling)
-                self.early += 1
+        of(self._of, parameter).accumulate(parameter, compute)
         self._worker.poll()
 
-    def shut(self) -> float:
-        """The backward is over, what it did not hand in is zero: push what is left. Gives the norm per target.
+    def left(self, unit: int) -> None:
+        """Push the buckets whose last unit the backward has left."""
+        for bucket, last in zip(self._buckets, self._last_units):
+            if last == unit:
+                self._complete(bucket)
+                if not (self._separate and self._clip):
+                    self._push(bucket)
+                    self.early += 1
+        self._worker.poll()
+
+    def end_backward(self) -> float:
+        """Push the remaining buckets; gradients that were not handed in are zero. Returns the norm per target.
 
         Raises
         ------
         FloatingPointError
             If the gradient is not finite.
         """
-        for filling in self._fillings:
-            if filling.bucket.number not in self._squares:
-                self._complete(filling)
+        for bucket in self._buckets:
+            if bucket.number not in self._squares:
+                self._complete(bucket)
         norm = math.sqrt(math.fsum(self._squares.values())) * self._factor
-        if self._apart and self._clip:
+        if self._separate and self._clip:
             self._factor *= clip_factor(np.array([norm**2]), 1.0, self._clip).factor
-        for filling in self._fillings:
-            if filling.bucket.number not in self._pushed:
-                self._push(filling)
+        for bucket in self._buckets:
+            if bucket.number not in self._pushed:
+                self._push(bucket)
         return norm
 
-    def _complete(self, filling: Filling) -> None:
-        filling.complete()
-        squares = total(block_squares(filling.vector)) if self._apart else 0.0
+    def _complete(self, bucket: GradBucket) -> None:
+        bucket.end_backward()
+        bucket.complete()
+        squares = total(block_squares(bucket.vector)) if self._separate else 0.0
         if not math.isfinite(squares):
             names = ", ".join(
                 place.parameter.name
-                for place in filling.bucket.places
+                for place in bucket.places
                 if not np.isfinite(self._vector[place.span.start : place.span.stop]).all()
             )
             raise FloatingPointError(f"the gradient of {names} is not finite in step {self._part.clock}")
-        self._squares[filling.bucket.number] = squares
+        self._squares[bucket.number] = squares
 
-    def _push(self, filling: Filling) -> None:
-        self._pushed.add(filling.bucket.number)
-        for key in self._keys[filling.bucket.number]:
+    def _push(self, bucket: GradBucket) -> None:
+        self._pushed.add(bucket.number)
+        for key in self._keys[bucket.number]:
             gradient = self._vector[key.span.start : key.span.stop]
             self._worker.push(key.number, self._part, self._parts, self._count, self._factor, gradient, self._rows)

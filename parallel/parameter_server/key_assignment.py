@@ -1,7 +1,7 @@
-"""Keys: ranges of the vector of parameters, the part of a bucket of gradients that a server has. Knows no MPI.
+"""Keys: ranges of the parameter vector, each the intersection of a gradient bucket with a server's shard. No MPI.
 
-The vector is cut into a shard for each server, of equal length to a block. Gradients leave a backward in buckets; what
-of a bucket lies in a shard is a key, and weights come back key by key.
+The vector is cut into one shard per server, equal up to a block. Gradients leave a backward in buckets and weights are
+pulled key by key.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.data_parallel.grad_bucket import Bucket
-from parallel.nn.flat_params import Place, Span, buckets, shards
+from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.data_parallel.partition_spec import PartitionSpec
 from parallel.nn.embedding import Embedding
-from parallel.nn.operator import Array
-from parallel.data_parallel.partition_spec import Plan
+from parallel.nn.flat_params import ParamSpan, Span, buckets, shards
+from quant.types import Array
 
 
-class Table(NamedTuple):
-    """A tensor of which a step uses some rows only.
+class EmbeddingTable(NamedTuple):
+    """Parameter of which a step uses some rows only.
 
     Attributes
     ----------
     start : int
-        Where it begins in the vector of parameters.
+        Offset in the parameter vector.
     width : int
         Elements of a row.
     """
@@ -34,71 +34,82 @@ class Table(NamedTuple):
     width: int
 
     def places(self, rows: Array, span: Span) -> Array:
-        """Where the elements of these rows lie in a span, counted from its beginning; those outside are left out.
+        """Positions of the rows' elements in a span, relative to its start; elements outside are left out.
 
-        >>> Table(0, 100).places(np.array([2, 5]), Span(256, 512)).tolist()[:3]  # of row 2 the last 44
+        >>> EmbeddingTable(0, 100).places(np.array([2, 5]), Span(256, 512)).tolist()[:3]  # of row 2 the last 44
         [0, 1, 2]
         """
         places = (rows[:, None] * self.width + (np.arange(self.width) + self.start - span.start)).reshape(-1)
         return places[(places >= 0) & (places < span.size)]
 
     def within(self, rows: Array, span: Span) -> Array:
-        """The rows that have elements in a span."""
+        """Rows that have elements in a span."""
         first, stop = (span.start - self.start) // self.width, -(-(span.stop - self.start) // self.width)
         return rows[(rows >= first) & (rows < stop)]
 
 
-class Key(NamedTuple):
-    """A range of parameters on one server.
+class ServerKey(NamedTuple):
+    """Range of parameters on one server.
 
     Attributes
     ----------
     number : int
         In order of servers.
     bucket : int
-        With which others its gradient leaves the backward.
+        Bucket whose gradient contains this range.
     server : int
     span : Span
-    table : Table or None
-        If it is part of one that is pushed and pulled by rows.
+    table : EmbeddingTable or None
+        Set if the key is pushed and pulled by rows.
     """
 
     number: int
     bucket: int
     server: int
     span: Span
-    table: Table | None
+    table: EmbeddingTable | None
 
 
-def tables(plan: Plan) -> dict[int, Table]:
-    """By a parameter's identity: tables of which a micro-batch names the rows, since they take it as it comes.
+def tables(plan: PartitionSpec) -> dict[int, EmbeddingTable]:
+    """Tables that are transferred by rows, by identity of the parameter.
 
-    That is the embedding in front of a model, if its table serves nothing else.
+    Only the embedding at the start of a model qualifies, as its rows are named by the input, and only if it is used
+    once.
     """
     first = plan.units[0] if plan.units else None
     if not isinstance(first, Embedding) or first.weight.uses > 1:
         return {}
     place = next(place for place in plan.flat.places if place.parameter is first.weight)
-    return {id(first.weight): Table(place.span.start, first.width)}
+    return {id(first.weight): EmbeddingTable(place.span.start, first.width)}
 
 
-def buckets_of(plan: Plan) -> list[Bucket]:
-    """Buckets in the order in which a backward completes them; a table has one of its own."""
+def buckets_of(plan: PartitionSpec) -> list[GradBucket]:
+    """Buckets in the order in which a backward completes them; a table has a bucket of its own."""
     by_rows, itemsize = tables(plan), plan.precision.wide.itemsize
-    cut: list[tuple[Place, ...]] = []
+    cut: list[tuple[ParamSpan, ...]] = []
     for alone, run in groupby(reversed(plan.flat.places), lambda place: id(place.parameter) in by_rows):
         places = list(run)[::-1]
         cut += [tuple(places)] if alone else buckets(places, plan.bucket_bytes, plan.first_bytes, itemsize)
-    return [Bucket(number, places, 1, 0) for number, places in enumerate(cut)]
+    return [GradBucket(number, places, 1, 0) for number, places in enumerate(cut)]
 
 
-def keys_of(plan: Plan, made: Sequence[Bucket], servers: int) -> tuple[Key, ...]:
-    """All keys of all servers."""
-    by_rows, found = tables(plan), list[Key]()
+def keys_of(plan: PartitionSpec, made: Sequence[GradBucket], servers: int) -> tuple[ServerKey, ...]:
+    """Keys of all servers."""
+    by_rows, found = tables(plan), list[ServerKey]()
     for server, shard in enumerate(shards(Span(0, plan.flat.length), servers)):
         for bucket in made:
             start, stop = max(shard.start, bucket.span.start), min(shard.stop, bucket.span.stop)
             if start < stop:
                 table = by_rows.get(id(bucket.places[0].parameter))
-                found.append(Key(len(found), bucket.number, server, Span(start, stop), table))
+                found.append(ServerKey(len(found), bucket.number, server, Span(start, stop), table))
     return tuple(found)
+
+
+def keys_of_unit(plan: PartitionSpec, keys: Sequence[ServerKey], unit: int) -> list[int]:
+    """Numbers of the keys that contain parameters of a unit."""
+    spans = [place.span for place in plan.flat.places if unit in plan.users[id(place.parameter)]]
+    return [
+        key.number
+        for key in keys
+        if any(max(key.span.start, span.start) < min(key.span.stop, span.stop) for span in spans)
+    ]

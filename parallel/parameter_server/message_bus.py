@@ -1,9 +1,9 @@
-"""All messages between servers and workers go through here: sent from where vectors lie, received to where they belong.
+"""Message bus between servers and workers: non-blocking sends and receives of headers and vectors.
 
-A message is a header of fixed length and the vectors that it announces. Receives for headers are always posted; whoever
-gets one says where its vectors shall land. Nothing blocks, and nothing moves unless somebody polls.
+A message is a header of fixed length and the vectors that it announces. Receives for headers are always posted; the
+receiver provides the buffers of the vectors. Nothing blocks, and progress is made in `poll` only.
 
-Where the MPI goes on after the death of a rank, that is a letter too: LOST, the last from there.
+Under an MPI that survives failures the death of a peer arrives as a LOST message, the last one from that peer.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from parallel.parameter_server.messages import Kind, Letter, Message, Wire
+from parallel.parameter_server.messages import Envelope, MessageFormat, MessageKind, ServerMessage
 
 HEADER, VECTOR = 0, 1
-"""Tags."""
+"""Message tags."""
 
 BUSY_TURNS = 200
-"""Looks in vain before a rank lets others have its core."""
+"""Fruitless polls before a rank sleeps."""
 
-NAP = 5e-5
-"""Seconds that it then sleeps between two looks."""
+SLEEP_SECONDS = 5e-5
+"""Sleep between two polls."""
 
 DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-"""Classes of errors by which an MPI tells that the other rank is dead."""
+"""Error classes that indicate the death of a peer."""
 
 
 def succeeds(act: Callable[[], bool]) -> bool | None:
-    """What a call of MPI says; None if the other rank is dead."""
+    """Result of an MPI call; None if the peer is dead."""
     try:
         return act()
     except MPI.Exception as error:
@@ -43,70 +43,69 @@ def succeeds(act: Callable[[], bool]) -> bool | None:
 
 
 def finished(requests: Sequence[MPI.Request]) -> bool:
-    """As `Testall`, whose error would not tell a death from anything else."""
+    """As `Testall`, whose error does not distinguish a death from other errors."""
     return all([request.Test() for request in requests])
 
 
-class Sent:
-    """A message under way. Its vectors must not change until it is `done`."""
+class SentMessage:
+    """Message in flight. Its vectors must not change until it is `done`."""
 
-    __slots__ = ("_kept", "_peer", "_post", "_requests")
+    __slots__ = ("_bus", "_kept", "_peer", "_requests")
 
-    def __init__(self, post: Post, peer: int, requests: list[MPI.Request], kept: Any):
-        self._post, self._peer, self._requests, self._kept = post, peer, requests, kept
+    def __init__(self, bus: MessageBus, peer: int, requests: list[MPI.Request], kept: Any):
+        self._bus, self._peer, self._requests, self._kept = bus, peer, requests, kept
 
     def done(self) -> bool:
-        """Whether it has left, or there is nobody whom it could reach."""
-        if self._peer in self._post.lost:
+        """True if the message has left, or its receiver is dead."""
+        if self._peer in self._bus.lost:
             return True
         return succeeds(lambda: finished(self._requests)) is not False
 
 
-class Post:
-    """A rank's letters to and from some others.
+class MessageBus:
+    """Messages of a rank to and from its peers.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        Messages travel on a duplicate of it. Making and closing are collective.
+        Duplicated for the messages. Construction and `close` are collective.
     peers : sequence of int
-        The ranks that it has to do with.
     workers : int
 
     Attributes
     ----------
     accept : callable (source, message) -> sequence of arrays
-        Asked when a message comes that announces vectors: where they shall land.
+        Provides the buffers of announced vectors.
     traffic : Counter
         Bytes of vectors by ``("sent" or "received", kind, peer)``.
     lost : set of int
-        Peers that are dead.
+        Dead peers.
     """
 
     def __init__(self, comm: MPI.Intracomm, peers: Sequence[int], workers: int):
         self._comm = MPI.Intracomm(comm).Dup()
-        self._wire = Wire(workers)
+        self._wire = MessageFormat(workers)
         self._peers = list(peers)
         self._headers = [bytearray(self._wire.nbytes) for _ in self._peers]
         self._requests = [
             self._comm.Recv_init([header, MPI.BYTE], peer, HEADER) for peer, header in zip(self._peers, self._headers)
         ]
-        self._arriving: dict[int, tuple[Message, tuple[Any, ...], list[MPI.Request]]] = {}
-        self._arrived: deque[Letter] = deque()
-        self._under_way: list[Sent] = []
-        self._listening = list(range(len(self._peers)))
-        self._in_vain = 0
+        self._arriving: dict[int, tuple[ServerMessage, tuple[Any, ...], list[MPI.Request]]] = {}
+        self._arrived: deque[Envelope] = deque()
+        self._under_way: list[SentMessage] = []
+        self._posted = list(range(len(self._peers)))
+        self._idle_turns = 0
         self.lost: set[int] = set()
-        self.accept: Callable[[int, Message], Sequence[Any]] = lambda source, message: ()
-        self.traffic: Counter[tuple[str, Kind, int]] = Counter()
+        self.accept: Callable[[int, ServerMessage], Sequence[Any]] = lambda source, message: ()
+        self.traffic: Counter[tuple[str, MessageKind, int]] = Counter()
         MPI.Prequest.Startall(self._requests)
 
-    def send(self, peer: int, message: Message, *vectors: Any) -> Sent:
-        """Start to send. Vectors are contiguous arrays, as many and as long as the message says."""
+    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> SentMessage:
+        """Start sending. Vectors are contiguous arrays, of the number and length given in the message."""
         header = self._wire.pack(message)
         parts = [(header, HEADER), *((vector.view(np.uint8), VECTOR) for vector in vectors)]
         requests: list[MPI.Request] = []
-        sent = Sent(self, peer, requests, (header, vectors))
+        sent = SentMessage(self, peer, requests, (header, vectors))
         if peer in self.lost:
             return sent
 
@@ -121,50 +120,49 @@ class Post:
         self._under_way.append(sent)
         return sent
 
-    def poll(self) -> Letter | None:
-        """A letter that is complete, if there is one; letters of one sender come in the order in which they left."""
+    def poll(self) -> Envelope | None:
+        """Next complete message, or None; messages of one sender arrive in order."""
         if not self._arrived:
-            self._move()
+            self._progress()
         if self._arrived:
-            self._in_vain = 0
+            self._idle_turns = 0
             return self._arrived.popleft()
         return None
 
     def idle(self) -> None:
-        """Let other processes run, if there has been nothing to do for a while; what is on its way needs both ends."""
-        self._in_vain += 1
-        if self._in_vain > BUSY_TURNS:
+        """Yield the core after many fruitless polls."""
+        self._idle_turns += 1
+        if self._idle_turns > BUSY_TURNS:
             self._under_way = [sent for sent in self._under_way if not sent.done()]
-            time.sleep(0 if self._arriving or self._under_way else NAP)
+            time.sleep(0 if self._arriving or self._under_way else SLEEP_SECONDS)
 
-    def abandon(self, *kinds: Kind) -> None:
-        """Nothing is kept here until it is answered: see `parallel.server.retry`."""
+    def abandon(self, *kinds: MessageKind) -> None:
+        """No-op: requests are kept by `retry.RetryQueue` only."""
 
     def flush(self) -> None:
-        """Wait until everything sent has left; the peers poll meanwhile."""
+        """Wait until all sends have completed; the peers must poll meanwhile."""
         while not all(sent.done() for sent in self._under_way):
-            self._move()
+            self._progress()
             self.idle()
         self._under_way = []
 
     def close(self) -> None:
-        """Give all back. Collective; nobody may have a letter under way."""
+        """Free requests and communicator. Collective; no message may be in flight."""
         self.flush()
-        for at in self._listening:
+        for at in self._posted:
             self._requests[at].Cancel()
             self._requests[at].Wait()
         for request in self._requests:
             request.Free()
-        self._listening, self._requests = [], []
+        self._posted, self._requests = [], []
         self._comm.Free()
 
     def leave(self) -> None:
-        """Send no more, and hear no more, without a word to the others: some may be dead."""
+        """Leave without synchronising; peers may be dead."""
         self.flush()
-        LEFT.append(self)
+        UNFINISHED.append(self)
 
-    def _move(self) -> None:
-        """Look what has come."""
+    def _progress(self) -> None:
         for at, (message, vectors, requests) in list(self._arriving.items()):
             come = succeeds(partial(finished, requests))
             if come is None:
@@ -172,16 +170,16 @@ class Post:
             elif come:
                 del self._arriving[at]
                 self._complete(at, message, vectors)
-        for at in list(self._listening):
+        for at in list(self._posted):
             come = succeeds(self._requests[at].Test)
             if come is None:
                 self._lose(at)
             elif come:
-                self._listening.remove(at)
-                self._open(at)
+                self._posted.remove(at)
+                self._post_receives(at)
 
-    def _open(self, at: int) -> None:
-        """A header has come: make room for what follows."""
+    def _post_receives(self, at: int) -> None:
+        """Post the receives of the vectors that a header announces."""
         message, peer = self._wire.unpack(self._headers[at]), self._peers[at]
         if not message.elements and message.rows <= 0:
             self._complete(at, message, ())
@@ -196,29 +194,29 @@ class Post:
         if succeeds(start) is None:
             self._lose(at)
 
-    def _complete(self, at: int, message: Message, vectors: tuple[Any, ...]) -> None:
+    def _complete(self, at: int, message: ServerMessage, vectors: tuple[Any, ...]) -> None:
         peer = self._peers[at]
         for vector in vectors:
             self.traffic["received", message.kind, peer] += vector.nbytes
-        self._arrived.append(Letter(peer, message, vectors))
+        self._arrived.append(Envelope(peer, message, vectors))
 
         def listen() -> bool:
             self._requests[at].Start()
             return True
 
         if succeeds(listen):
-            self._listening.append(at)
+            self._posted.append(at)
         else:
             self._lose(at)
 
     def _lose(self, at: int) -> None:
-        """A peer is dead."""
-        LEFT.append((self._arriving.pop(at, None), self._headers[at], self._under_way))
-        if at in self._listening:
-            self._listening.remove(at)
+        """Handle the death of a peer."""
+        UNFINISHED.append((self._arriving.pop(at, None), self._headers[at], self._under_way))
+        if at in self._posted:
+            self._posted.remove(at)
         self.lost.add(self._peers[at])
-        self._arrived.append(Letter(self._peers[at], Message(Kind.LOST)))
+        self._arrived.append(Envelope(self._peers[at], ServerMessage(MessageKind.LOST)))
 
 
-LEFT: list[Any] = []
-"""Memory that MPI may have in its hands until the end, since the other rank will never let go of it."""
+UNFINISHED: list[Any] = []
+"""Buffers of requests that never complete, kept alive because MPI may still access them."""

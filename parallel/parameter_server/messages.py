@@ -1,24 +1,24 @@
-"""What servers and workers say to each other. Knows no MPI.
+"""Messages between servers and workers, and their binary format. No MPI.
 
-| message | from | says | is answered by |
+| message | from, to | meaning | answer |
 | --- | --- | --- | --- |
-| DRAW | worker, to the first server | part `number` of step `before` is done; what is next of `clock`? | WORK |
-| PULL | worker | may I have this key, to work on step `clock`? of a table, these rows | WEIGHTS, once the rule allows |
-| PUSH | worker | the gradient of part `number` of step `clock` by this key; of a table, these rows of it | ACK |
-| TICK | worker, to all servers | I have made `clock` steps, of `parts` parts the last | |
-| READ | worker | this key as it is: for an evaluation; or, by `number`, what a checkpoint keeps of it | COPY |
-| REST | worker, to all servers | I wait for all others | RESTED, once all have said so |
-| SQUARES | server, to all servers | the block sums of squares of my part of the gradient of step `clock` | |
-| PROBLEM | anyone, to all | it is over, and this is my last word | |
-| AGAIN | the first server, to workers | a part waits to be done again: leave what you wait for, and draw | |
-| HELD | server, to the one before it in a chain | the tail has all letters up to number `at` | |
-| GONE | the head of a chain, to all of it | the worker `sender` is dead | |
-| LOST | the post | the sender of this letter is dead, and this is its last | |
-| BYE | anyone, to all servers | I need you no more | |
+| DRAW | worker to first server | part `number` of step `before` is done; request the next part of `clock` | WORK |
+| PULL | worker | request a key for step `clock`; of a table, the given rows | WEIGHTS, once the rule allows |
+| PUSH | worker | gradient of a key from part `number` of step `clock`; of a table, the given rows | ACK |
+| TICK | worker to all servers | the worker has made `clock` steps, the last one of `parts` parts | |
+| READ | worker | request a key as it is; with `number`, a vector of its state for a checkpoint | COPY |
+| REST | worker to all servers | the worker waits for all others | RESTED, once all wait |
+| SQUARES | server to all servers | block sums of squares of its shard's gradient of step `clock` | |
+| PROBLEM | any to all | the training has failed; last message of the sender | |
+| AGAIN | first server to workers | a part must be redone: stop waiting and draw | |
+| HELD | server to its predecessor in a chain | the tail has all messages up to number `at` | |
+| GONE | head of a chain to its members | worker `sender` is dead | |
+| LOST | message bus | the source is dead; its last message | |
+| BYE | any to all servers | the sender needs the server no more | |
 
-All may be said twice. A push is known by its part: (`clock`, `number`) is the sequence number of the work, whoever does
-it, and a server that has it already answers, and does nothing. A worker that draws without having done what it has gets
-the same again. A tick says where a clock stands, not that it moves.
+Every message may be sent twice. A push is identified by its part (`clock`, `number`): a server that has it
+acknowledges and ignores it. A worker that draws without having finished its part gets the same part again. A tick
+carries the absolute clock.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from enum import IntEnum, auto
 from typing import Any, NamedTuple
 
 
-class Kind(IntEnum):
-    """What a message is."""
+class MessageKind(IntEnum):
+    """Kind of a message."""
 
     DRAW = auto()
     WORK = auto()
@@ -51,45 +51,45 @@ class Kind(IntEnum):
     BYE = auto()
 
 
-class Message(NamedTuple):
-    """A message without the vectors that follow it.
+class ServerMessage(NamedTuple):
+    """Header of a message, without the vectors that follow.
 
     Attributes
     ----------
-    kind : Kind
+    kind : MessageKind
     key : int
-        Which range of parameters it is about.
+        Number of a `ServerKey`.
     clock : int
-        Of which step. Of WEIGHTS: how many steps of every worker are in them.
+        Step. Of WEIGHTS: number of steps of every worker in them.
     before : int
-        Of DRAW: of which step the part was that is done.
+        Of DRAW: step of the finished part.
     number : int
-        Of which of its parts; -1 for none.
+        Part of the step; -1 for none.
     parts : int
-        How many parts the step has.
+        Number of parts of the step.
     rows : int
-        How many rows of a table follow; -1 if all of the key does.
+        Number of table rows that follow; -1 for the whole key.
     elements : int
-        Of the vector that follows, behind the numbers of rows.
+        Length of the vector that follows (after the row numbers).
     targets : int
-        Of the part: what its loss is summed over.
+        Number of targets of the part.
     last : int
-        The step after which all end, if anybody wishes to; -1 if nobody does.
+        Step after which the training ends; -1 if it is not set.
     stop : int
-        Whether the sender wishes to end.
+        1 if the sender requests to end.
     ticket : int
-        A worker's number of what it asks, which the answer repeats.
+        Number of the worker's request, repeated in the answer.
     shard, at, sender : int
-        Which server's chain the letter is about, its number there, and who wrote it; for `parallel.parameter_server.replication_chain`.
+        Chain of the message, its number there, and its author (`replication_chain`).
     loss : float
         Summed over the part's targets.
     factor : float
-        What the pushed gradient is to be multiplied with. Of DRAW: the norm of the part's gradient, per target.
+        Scale of the pushed gradient. Of DRAW: norm of the part's gradient, per target.
     clocks : tuple of int
-        What the sender has heard of all workers' clocks.
+        Clocks of all workers, as known to the sender.
     """
 
-    kind: Kind
+    kind: MessageKind
     key: int = -1
     clock: int = 0
     before: int = -1
@@ -109,18 +109,18 @@ class Message(NamedTuple):
     clocks: tuple[int, ...] = ()
 
 
-class Wire:
-    """Messages as bytes of one length.
+class MessageFormat:
+    """Binary format of headers, of fixed length.
 
     Parameters
     ----------
     workers : int
-        How many clocks there are.
+        Number of clocks.
 
     Examples
     --------
-    >>> wire = Wire(2)
-    >>> message = Message(Kind.PUSH, key=3, clock=7, number=1, elements=256, clocks=(7, 6))
+    >>> wire = MessageFormat(2)
+    >>> message = ServerMessage(MessageKind.PUSH, key=3, clock=7, number=1, elements=256, clocks=(7, 6))
     >>> wire.unpack(wire.pack(message)) == message
     True
     """
@@ -130,21 +130,22 @@ class Wire:
         self._struct = struct.Struct(f"=15q2d{workers}q")
         self.nbytes = self._struct.size
 
-    def pack(self, message: Message) -> bytes:
-        """A message without clocks has zeros in their place."""
+    def pack(self, message: ServerMessage) -> bytes:
+        """Pack a header; missing clocks become zeros."""
         *fixed, clocks = message
         return self._struct.pack(*fixed, *(clocks or (0,) * self._workers))
 
-    def unpack(self, data: Any) -> Message:
-        """The message that was packed."""
+    def unpack(self, data: Any) -> ServerMessage:
         values = self._struct.unpack(data)
-        fixed = dict(zip(Message._fields, values))
-        return Message(**{**fixed, "kind": Kind(values[0]), "clocks": values[len(Message._fields) - 1 :]})
+        fixed = dict(zip(ServerMessage._fields, values))
+        return ServerMessage(
+            **{**fixed, "kind": MessageKind(values[0]), "clocks": values[len(ServerMessage._fields) - 1 :]}
+        )
 
 
-class Letter(NamedTuple):
-    """A message that has arrived, from which rank, and the vectors that came with it."""
+class Envelope(NamedTuple):
+    """Received message: rank of the sender, header, and vectors."""
 
     source: int
-    message: Message
+    message: ServerMessage
     vectors: tuple[Any, ...] = ()

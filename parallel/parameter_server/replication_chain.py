@@ -1,25 +1,23 @@
-"""A chain: what comes to a server goes from the head to the tail, in one order, and the tail answers. Knows no MPI.
+"""Chain replication: messages pass from the head to the tail in one order, and the tail answers. No MPI.
 
-Chain replication (van Renesse and Schneider, OSDI 2004), for a server whose state follows from the letters it gets and
-their order:
+van Renesse and Schneider, OSDI 2004, for a server whose state is a function of the ordered messages:
 
-    worker ---> head --at--> member --at--> tail ---> worker      the head gives every letter its number, `at`
+    worker ---> head --at--> member --at--> tail ---> worker      the head numbers every message (`at`)
                 head <-HELD- member <-HELD- tail                  a member keeps what the tail does not have yet
 
-Every member has a server of its own, and all of them act on the same letters in the same order; only the tail's is
-heard. So an answer tells that the whole chain knows what was asked, and what is asked of the tail is what is safe. When
-a member dies,
+Every member runs a server on the same messages in the same order; only the tail's answers are sent. So an answer
+implies that the whole chain has the request. When a member dies,
 
-* the first of those behind it is the head. What the dead one had not passed on was not answered, and is asked again;
-  what is asked twice a server answers twice and does once, since a push is known by its part;
-* the member before it passes on again what the tail does not have; what the next one has it knows by the number;
-* the member before a dead tail is the tail. What may have been answered by nobody, since it came when the tail was dead
-  and this was not known, it asks the head again in the name of who asked.
+* the next member becomes head. Requests that the dead head had not passed on were not answered and are sent again; a
+  duplicate is answered but not applied, since a push is identified by its part;
+* its predecessor resends what the tail does not have; the successor recognises duplicates by their number;
+* the predecessor of a dead tail becomes tail. Messages that may be unanswered it submits to the head again, in the
+  name of their sender.
 
-A worker's death is a letter like others, which the head puts in, so that all members learn of it at the same place.
+The head inserts the death of a worker as a numbered message, so all members handle it at the same position.
 
-All this stands on two things. Letters from one rank to another keep their order. And who is told that a rank is lost
-gets nothing from it any more, and was told the truth: ranks die, and do not come back.
+Assumptions: messages between two ranks keep their order; a rank reported as lost is dead, never returns, and nothing
+arrives from it after the report.
 """
 
 from __future__ import annotations
@@ -28,39 +26,38 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parallel.parameter_server.messages import Kind, Letter, Message
+from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
 
 Send = Callable[..., Any]
-"""(rank, message, *vectors): starts to send; what goes to a dead rank is lost."""
+"""Callable (rank, message, *vectors) that starts a send; sends to dead ranks are dropped."""
 
 
-class Unheard:
-    """What was not sent is done."""
+class UndeliveredMessage:
+    """Handle of a message that was not sent."""
 
     def done(self) -> bool:
-        """At once."""
         return True
 
 
-class ChainLost(RuntimeError):
+class ReplicationChainLost(RuntimeError):
     """All members of a chain are dead."""
 
 
-class Chains:
-    """Which servers are the chain of which shard, as far as this rank knows who lives.
+class ReplicationChains:
+    """Living members of every shard's chain, as known to this rank.
 
-    The shard that server i begins with has its chain on servers i, i+1, ..., around the ring.
+    The chain of shard i initially consists of servers i, i+1, ... around the ring.
 
     Parameters
     ----------
     servers : sequence of int
-        Their ranks.
+        Ranks of the servers.
     replicas : int
         Servers of a chain.
 
     Examples
     --------
-    >>> chains = Chains([0, 1, 2], 2)
+    >>> chains = ReplicationChains([0, 1, 2], 2)
     >>> chains.lose(0)
     [0, 2]
     >>> chains[0], chains[1], chains[2]
@@ -79,140 +76,142 @@ class Chains:
         return len(self._chains)
 
     def of(self, rank: int) -> list[int]:
-        """The shards that a server is a member for, its own first."""
+        """Shards that a server is a member of, its own first."""
         mine = [shard for shard in range(len(self)) if rank in self[shard]]
         return sorted(mine, key=lambda shard: self[shard].index(rank))
 
     def lose(self, rank: int) -> list[int]:
-        """Take a dead server out of all chains; gives the shards concerned.
+        """Remove a dead server from all chains; returns the shards concerned.
 
         Raises
         ------
-        ChainLost
-            If one of them has no other.
+        ReplicationChainLost
+            If a chain becomes empty.
         """
         concerned = self.of(rank)
         for shard in concerned:
             self._chains[shard] = tuple(member for member in self[shard] if member != rank)
         if empty := [shard for shard in concerned if not self[shard]]:
-            raise ChainLost(
+            raise ReplicationChainLost(
                 f"server {empty[0]} of {len(self)} is lost: rank {rank} was the last that had its parameters"
             )
         return sorted(concerned)
 
 
-class Member:
-    """A server's place in one chain: orders letters, or takes them as ordered, and passes them on.
+class ChainMember:
+    """Position of a server in one chain: numbers messages or takes them as numbered, and passes them on.
 
     Parameters
     ----------
     me, shard : int
-        This rank; which chain.
-    chains : Chains
-        Whoever makes this one keeps them up to date.
+        This rank; the chain.
+    chains : ReplicationChains
+        Kept up to date by the caller.
     send : Send
 
     Attributes
     ----------
-    ordered : deque of Letter
-        What the member's server is to act on, in the chain's order: the caller takes it out.
+    ordered : deque of Envelope
+        Messages for the member's server, in the chain's order; the caller removes them.
     """
 
-    def __init__(self, me: int, shard: int, chains: Chains, send: Send):
+    def __init__(self, me: int, shard: int, chains: ReplicationChains, send: Send):
         self._me, self._shard, self._chains, self._send = me, shard, chains, send
         self._chain = chains[shard]
         self._count = self._safe = 0
-        self._log: deque[Letter] = deque()
-        self._asked: deque[Letter] = deque()
+        self._log: deque[Envelope] = deque()
+        self._asked: deque[Envelope] = deque()
         self._dead: set[int] = set()
-        self.ordered: deque[Letter] = deque()
+        self.ordered: deque[Envelope] = deque()
 
     @property
     def is_head(self) -> bool:
-        """Whether it gives letters their numbers."""
+        """True if this member numbers messages."""
         return self._chain[0] == self._me
 
     @property
     def is_tail(self) -> bool:
-        """Whether its server is heard."""
+        """True if this member's answers are sent."""
         return self._chain[-1] == self._me
 
-    def receive(self, letter: Letter) -> None:
-        """Take a letter from a worker, a server of another shard, or a member."""
-        message = letter.message
-        if message.kind is Kind.HELD:
+    def receive(self, envelope: Envelope) -> None:
+        """Take a message from a worker, a server of another shard, or a member."""
+        message = envelope.message
+        if message.kind is MessageKind.HELD:
             self._settle(message.at)
         elif not message.at:
-            self._asked.append(letter)
+            self._asked.append(envelope)
             self._order()
         elif message.at > self._count:
-            assert message.at == self._count + 1, f"letter {message.at} of shard {self._shard} came after {self._count}"
-            self._keep(letter)
+            assert message.at == self._count + 1, (
+                f"envelope {message.at} of shard {self._shard} came after {self._count}"
+            )
+            self._keep(envelope)
         else:
-            self._hold(letter.source)
+            self._hold(envelope.source)
 
     def lost_worker(self, rank: int) -> None:
-        """A worker is dead: all members shall know, from the head."""
+        """Handle the death of a worker."""
         self._dead.add(rank)
         if self.is_head:
-            self._bury([rank])
+            self._handle_death([rank])
 
     def lost_server(self) -> None:
-        """A server is dead, and the chains are up to date: be what the place in the chain is now."""
+        """Take over the new position after the death of a server; `chains` must be up to date."""
         before, behind = self._neighbours()
         self._chain = self._chains[self._shard]
         new_before, new_behind = self._neighbours()
         if new_behind != behind:
-            for letter in self._log:
+            for envelope in self._log:
                 if new_behind is not None:
-                    self._send(new_behind, letter.message, *letter.vectors)
-                elif letter.message.kind is not Kind.GONE:
-                    self._send(self._chain[0], letter.message._replace(at=0), *letter.vectors)
+                    self._send(new_behind, envelope.message, *envelope.vectors)
+                elif envelope.message.kind is not MessageKind.GONE:
+                    self._send(self._chain[0], envelope.message._replace(at=0), *envelope.vectors)
             if new_behind is None:
                 self._settle(self._count)
         if new_before != before:
             if new_before is None:
                 self._order()
-                self._bury(sorted(self._dead))
+                self._handle_death(sorted(self._dead))
             else:
                 self._hold(new_before)
 
     def _neighbours(self) -> tuple[int | None, int | None]:
-        """The members before and behind this one; None where there is nobody."""
+        """Previous and next member; None at the ends."""
         row = (None, *self._chain, None)
         place = row.index(self._me)
         return row[place - 1], row[place + 1]
 
     def _order(self) -> None:
-        """Number what was asked, if this is the head; else it waits: who asks may know of a death before this rank."""
+        """Number pending requests if this is the head; otherwise they wait, as a sender may know of a death earlier."""
         while self.is_head and self._asked:
-            letter = self._asked.popleft()
-            sender = letter.source if letter.message.sender < 0 else letter.message.sender
+            envelope = self._asked.popleft()
+            sender = envelope.source if envelope.message.sender < 0 else envelope.message.sender
             if sender not in self._dead:
-                self._keep(letter._replace(message=letter.message._replace(sender=sender, at=self._count + 1)))
+                self._keep(envelope._replace(message=envelope.message._replace(sender=sender, at=self._count + 1)))
 
-    def _bury(self, workers: Sequence[int]) -> None:
+    def _handle_death(self, workers: Sequence[int]) -> None:
         for worker in workers:
-            message = Message(Kind.GONE, shard=self._shard, sender=worker, at=self._count + 1)
-            self._keep(Letter(self._me, message))
+            message = ServerMessage(MessageKind.GONE, shard=self._shard, sender=worker, at=self._count + 1)
+            self._keep(Envelope(self._me, message))
 
-    def _keep(self, letter: Letter) -> None:
-        """Pass a letter on, and let the server have it."""
-        message = letter.message
+    def _keep(self, envelope: Envelope) -> None:
+        """Pass a message on, and queue it for the server."""
+        message = envelope.message
         self._count = message.at
-        if message.kind is Kind.GONE:
+        if message.kind is MessageKind.GONE:
             self._dead.add(message.sender)
         _, behind = self._neighbours()
         if behind is not None:
-            kept = letter._replace(vectors=tuple(vector.copy() for vector in letter.vectors))
+            kept = envelope._replace(vectors=tuple(vector.copy() for vector in envelope.vectors))
             self._log.append(kept)
             self._send(behind, message, *kept.vectors)
-        self.ordered.append(letter._replace(source=message.sender))
+        self.ordered.append(envelope._replace(source=message.sender))
         if behind is None:
             self._settle(self._count)
 
     def _settle(self, count: int) -> None:
-        """The tail has all up to this number."""
+        """Drop messages up to number `count`, which the tail has."""
         while self._log and self._log[0].message.at <= count:
             self._log.popleft()
         if count > self._safe:
@@ -222,4 +221,4 @@ class Member:
                 self._hold(before)
 
     def _hold(self, rank: int) -> None:
-        self._send(rank, Message(Kind.HELD, shard=self._shard, at=self._safe))
+        self._send(rank, ServerMessage(MessageKind.HELD, shard=self._shard, at=self._safe))

@@ -1,7 +1,4 @@
-"""A server's letters, where it is a member of several chains: its own shard's, and those that it is a replica of.
-
-It stands between servers and the post, and knows no MPI.
-"""
+"""Messages of a server rank that is a member of several chains: its own shard's, and those it replicates. No MPI."""
 
 from __future__ import annotations
 
@@ -9,17 +6,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from parallel.parameter_server.replication_chain import ChainLost, Chains, Member, Unheard
-from parallel.parameter_server.messages import Kind, Letter, Message
-from parallel.parameter_server.server_loop import Mail, Server
+from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
+from parallel.parameter_server.replication_chain import (
+    ChainMember,
+    ReplicationChainLost,
+    ReplicationChains,
+    UndeliveredMessage,
+)
+from parallel.parameter_server.server_loop import ServerLoop, ServerMail
 
 
-class Replicas:
-    """All that a server rank does for the chains that it is in.
+class ServerReplicas:
+    """Servers of all chains that a rank is a member of.
 
     Parameters
     ----------
-    post : Mail
+    bus : ServerMail
     me : int
         This rank.
     servers, workers : sequence of int
@@ -30,66 +32,66 @@ class Replicas:
     Attributes
     ----------
     mails : dict of int to ShardMail
-        By shard: what its server takes for a post. This rank's own comes first.
-    servers : dict of int to Server
-        By shard; the caller puts them in.
+        Message bus of each shard's server, this rank's own shard first.
+    servers : dict of int to ServerLoop
+        By shard; set by the caller.
 
     Raises
     ------
-    ChainLost
-        From a mail's `poll`, if the last server that had some parameters is dead.
+    ReplicationChainLost
+        From a mail's `poll`, if the last server of some parameters is dead.
     """
 
-    def __init__(self, post: Mail, me: int, servers: Sequence[int], workers: Sequence[int], replicas: int):
-        self._post, self.me, self._ranks, self._workers = post, me, list(servers), set(workers)
-        self.chains = Chains(servers, replicas)
+    def __init__(self, bus: ServerMail, me: int, servers: Sequence[int], workers: Sequence[int], replicas: int):
+        self._bus, self.me, self._ranks, self._workers = bus, me, list(servers), set(workers)
+        self.chains = ReplicationChains(servers, replicas)
         self.mails = {shard: ShardMail(self, shard) for shard in self.chains.of(me)}
-        self.servers: dict[int, Server] = {}
-        self._here: list[Letter] = []
+        self.servers: dict[int, ServerLoop] = {}
+        self._here: list[Envelope] = []
         self._left: set[int] = set()
-        post.accept = self._room
+        bus.accept = self._receive_buffers
 
-    def send(self, rank: int, message: Message, *vectors: Any) -> Any:
-        """Send to a rank, which may be this one."""
+    def send(self, rank: int, message: ServerMessage, *vectors: Any) -> Any:
+        """Send to a rank, possibly this one."""
         if rank != self.me:
-            return self._post.send(rank, message, *vectors)
-        self._here.append(Letter(rank, message, tuple(vector.copy() for vector in vectors)))
-        return Unheard()
+            return self._bus.send(rank, message, *vectors)
+        self._here.append(Envelope(rank, message, tuple(vector.copy() for vector in vectors)))
+        return UndeliveredMessage()
 
     def move(self) -> bool:
-        """Take the next letter to where it belongs; whether there was one."""
-        letter = self._here.pop(0) if self._here else self._post.poll()
-        if letter is None:
+        """Dispatch the next message; returns False if there is none."""
+        envelope = self._here.pop(0) if self._here else self._bus.poll()
+        if envelope is None:
             return False
-        kind = letter.message.kind
-        if kind is Kind.LOST:
-            self._lost(letter.source)
-        elif kind is Kind.BYE:
-            self._left.add(letter.source)
-        elif kind is Kind.PROBLEM:
-            self.own.member.ordered.append(letter)
+        kind = envelope.message.kind
+        if kind is MessageKind.LOST:
+            self._lost(envelope.source)
+        elif kind is MessageKind.BYE:
+            self._left.add(envelope.source)
+        elif kind is MessageKind.PROBLEM:
+            self.own.member.ordered.append(envelope)
         else:
-            self.mails[letter.message.shard].member.receive(letter)
+            self.mails[envelope.message.shard].member.receive(envelope)
         for shard, mail in self.mails.items():
             if mail.member.ordered and mail is not self.own:
                 self.servers[shard].catch_up()
         return True
 
     def until(self, enough: Callable[[], bool]) -> None:
-        """Serve all shards until something is so, or no worker needs this rank any more."""
+        """Serve all shards until a condition holds, or no worker needs this rank any more."""
         self._serve(lambda: enough() or self._left >= self._workers)
 
     def until_left(self) -> None:
-        """Serve all shards until nobody needs this rank any more; what is lost then is no loss."""
+        """Serve all shards until no rank needs this one any more; chains lost meanwhile are ignored."""
         others = set(self._ranks) - {self.me}
-        self._see_off(self._workers)
+        self._serve_until_left(self._workers)
         for rank in others:
-            self._post.send(rank, Message(Kind.BYE))
-        self._see_off(others)
+            self._bus.send(rank, ServerMessage(MessageKind.BYE))
+        self._serve_until_left(others)
 
-    def _see_off(self, ranks: set[int]) -> None:
+    def _serve_until_left(self, ranks: set[int]) -> None:
         while not self._left >= ranks:
-            with suppress(ChainLost):
+            with suppress(ReplicationChainLost):
                 self._serve(lambda: self._left >= ranks)
 
     def _serve(self, enough: Callable[[], bool]) -> None:
@@ -99,15 +101,14 @@ class Replicas:
 
     @property
     def own(self) -> ShardMail:
-        """Of the shard that this rank began with."""
+        """Mail of the shard that this rank started with."""
         return next(iter(self.mails.values()))
 
     def idle(self) -> None:
-        """As the post."""
-        self._post.idle()
+        self._bus.idle()
 
     def _lost(self, rank: int) -> None:
-        self.own.member.ordered.append(Letter(rank, Message(Kind.LOST)))
+        self.own.member.ordered.append(Envelope(rank, ServerMessage(MessageKind.LOST)))
         self._left.add(rank)
         if rank in self._workers:
             for mail in self.mails.values():
@@ -117,52 +118,53 @@ class Replicas:
             if shard in self.mails:
                 self.mails[shard].member.lost_server()
         for shard, mail in self.mails.items():
-            mail.say_again()
+            mail.resend()
             self.servers[shard].remind()
 
-    def _room(self, source: int, message: Message) -> Sequence[Any]:
+    def _receive_buffers(self, source: int, message: ServerMessage) -> Sequence[Any]:
         return self.mails[message.shard].accept(source, message)
 
 
 class ShardMail:
-    """A shard's server takes it for a post: letters come in the order of the chain, and only the tail is heard."""
+    """Message bus of one shard's server: messages arrive in the chain's order, and only the tail sends."""
 
-    def __init__(self, replicas: Replicas, shard: int):
+    def __init__(self, replicas: ServerReplicas, shard: int):
         self._replicas, self.shard = replicas, shard
-        self.member = Member(replicas.me, shard, replicas.chains, replicas.send)
-        self.accept: Callable[[int, Message], Sequence[Any]] = lambda source, message: ()
-        self._said: dict[int, tuple[Message, tuple[Any, ...]]] = {}
+        self.member = ChainMember(replicas.me, shard, replicas.chains, replicas.send)
+        self.accept: Callable[[int, ServerMessage], Sequence[Any]] = lambda source, message: ()
+        self._last_sent: dict[int, tuple[ServerMessage, tuple[Any, ...]]] = {}
 
-    def send(self, peer: int, message: Message, *vectors: Any) -> Any:
-        """Answer a worker, or write to the server of another shard, whoever that is now."""
+    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> Any:
+        """Answer a worker, or send to the current head of another shard."""
         replicas = self._replicas
-        if message.kind is Kind.PROBLEM:
+        if message.kind is MessageKind.PROBLEM:
             return replicas.send(peer, message)
         if peer in replicas._ranks:
             shard = replicas._ranks.index(peer)
-            self._said[shard] = message._replace(shard=shard, sender=replicas._ranks[self.shard]), vectors
-            return self._write(shard) if self.member.is_tail else Unheard()
-        return replicas.send(peer, message, *vectors) if self.member.is_tail else Unheard()
+            self._last_sent[shard] = message._replace(shard=shard, sender=replicas._ranks[self.shard]), vectors
+            return self._write(shard) if self.member.is_tail else UndeliveredMessage()
+        return replicas.send(peer, message, *vectors) if self.member.is_tail else UndeliveredMessage()
 
-    def say_again(self) -> None:
-        """Write the last letter to each server again: it may have been lost."""
-        for shard in self._said if self.member.is_tail else ():
+    def resend(self) -> None:
+        """Resend the last message to each shard, as it may have been lost."""
+        for shard in self._last_sent if self.member.is_tail else ():
             self._write(shard)
 
-    def poll(self) -> Letter | None:
-        """The next letter to act on."""
+    def poll(self) -> Envelope | None:
+        """Next message to handle."""
         while not self.member.ordered:
             if self is not self._replicas.own or not self._replicas.move():
                 return None
         return self.member.ordered.popleft()
 
     def idle(self) -> None:
-        """As the post."""
         self._replicas.idle()
 
-    def abandon(self, *kinds: Kind) -> None:
-        """A server asks nothing that it would wait for."""
+    def abandon(self, *kinds: MessageKind) -> None:
+        """No-op: a server awaits no answers."""
 
     def _write(self, shard: int) -> Any:
-        chain, (message, vectors) = self._replicas.chains[shard], self._said[shard]
-        return self._replicas.send(chain[0], message, *vectors) if chain else Unheard()  # lost, and all will end
+        chain, (message, vectors) = self._replicas.chains[shard], self._last_sent[shard]
+        return (
+            self._replicas.send(chain[0], message, *vectors) if chain else UndeliveredMessage()
+        )  # lost, and all will end

@@ -1,61 +1,61 @@
-"""What a server has: for every key weights, the optimiser's state, and what was pushed. Knows no MPI.
+"""State of a server: weights, optimizer state and pushed gradients of every key. No MPI.
 
-`Together` adds up the gradients of a step and makes one update of them, as data parallelism does; `Apart` makes an
-update of every gradient as it comes. Weights leave from where they are: who updates them while they are being sent,
-writes a copy.
+`SyncStore` adds the gradients of a step and makes one update of them, as in data parallelism; `AsyncStore` makes an
+update of every gradient. Weights are sent from where they lie; an update during a send writes to a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from parallel.data_parallel.grad_norm import Everything, blocks_of
-from parallel.runtime.tree_sum import Counter, Node, Pool
+from parallel.data_parallel.grad_norm import AllBlocks, blocks_of
 from parallel.nn.flat_params import BLOCK, Span
 from parallel.nn.kernels.storage import narrow
-from parallel.nn.operator import Array
-from parallel.optim.optimizers import Optimizer, Piece, block_squares, clip_factor
 from parallel.optim.lr_schedules import rate_at
-from parallel.parameter_server.key_assignment import Key
+from parallel.optim.optimizers import Optimizer, OptimizerSpan, block_squares, clip_factor
+from parallel.parameter_server.key_assignment import ServerKey
+from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
+from quant.types import Array
 
 
-class Reader(Protocol):
-    """Who reads weights: a message under way."""
+class PendingRead(Protocol):
+    """Message in flight that reads weights."""
 
     def done(self) -> bool:
-        """Whether it has read."""
+        """True once the message has left."""
 
 
-class Cell:
-    """A key's piece of the vector, and who reads it just now.
+class ShardState:
+    """State of one key, and the messages that are reading it.
 
     Parameters
     ----------
-    key : Key
-    piece : Piece
+    key : ServerKey
+    piece : OptimizerSpan
         Its gradient is replaced before every update.
     """
 
-    def __init__(self, key: Key, piece: Piece):
+    def __init__(self, key: ServerKey, piece: OptimizerSpan):
         self.key, self.piece = key, piece
-        self._readers: list[Reader] = []
+        self._readers: list[PendingRead] = []
 
     @property
     def visible(self) -> Array:
-        """The weights as operators see them."""
+        """Weights in the operators' dtype."""
         return self.piece.weights if self.piece.stored is None else self.piece.stored
 
-    def lend(self, reader: Reader) -> None:
-        """Somebody reads `visible` until it is done."""
+    def lend(self, reader: PendingRead) -> None:
+        """Register a message that reads `visible` until it is done."""
         self._readers = [other for other in self._readers if not other.done()]
         self._readers.append(reader)
 
-    def prepare(self, gradient: Array) -> Piece:
-        """The piece, to be updated with this gradient beside whoever still reads."""
+    def prepare(self, gradient: Array) -> OptimizerSpan:
+        """The piece with this gradient, ready for an update; copied first if a message still reads it."""
         if not all(reader.done() for reader in self._readers):
             self._leave()
         self._readers = []
@@ -63,7 +63,7 @@ class Cell:
         return self.piece
 
     def refresh(self) -> None:
-        """The weights were assigned to."""
+        """Update `visible` after an assignment to the weights."""
         if self.piece.stored is not None:
             narrow(self.piece.weights, self.piece.stored.dtype, out=self.piece.stored)
 
@@ -74,19 +74,19 @@ class Cell:
             self.piece.stored = self.piece.stored.copy()
 
 
-class Pushed(NamedTuple):
-    """A gradient on its way into a store.
+class PushedGradient(NamedTuple):
+    """Gradient passed to a store.
 
     Attributes
     ----------
     clock, number, parts : int
-        Of which step, which part of it, and of how many.
+        Step, part, and number of parts of the step.
     targets : int
-        What it is summed over.
+        Number of targets of the part.
     factor : float
-        What an update of it alone multiplies it with.
+        Scale of an asynchronous update.
     gradient : array
-        From the cell's pool, and the store's from now on.
+        From the key's pool; owned by the store from now on.
     """
 
     clock: int
@@ -97,107 +97,113 @@ class Pushed(NamedTuple):
     gradient: Array
 
 
-class Store:
-    """What both kinds have in common.
+class ShardStore:
+    """Common part of both stores.
 
     Parameters
     ----------
-    cells : sequence of Cell
-        Of one server.
+    cells : sequence of ShardState
+        Keys of one server.
     optimizer : Optimizer
     length : int
-        Elements of the whole vector of parameters, on all servers.
+        Length of the whole parameter vector, over all servers.
     clip : float, optional
         Limit of the gradient's norm.
     reproducible : bool
-        Whether gradients are added in canonical order.
+        True to add gradients in canonical order.
+    make : callable (size, dtype) -> array
+        Allocator of gradients.
 
     Attributes
     ----------
     applied : int
-        Steps whose gradients all are in the weights, as far as that matters.
+        Number of steps whose gradients are all in the weights.
     updates : int
-        Updates that every key has seen, once nobody pushes.
+        Number of updates of every key, after quiescence.
     """
 
     def __init__(
-        self, cells: Sequence[Cell], optimizer: Optimizer, length: int, clip: float | None, reproducible: bool
+        self,
+        key_states: Sequence[ShardState],
+        optimizer: Optimizer,
+        length: int,
+        clip: float | None,
+        reproducible: bool,
+        make: Callable[[int, Any], Array] = np.zeros,
     ):
-        self.cells = {cell.key.number: cell for cell in cells}
+        self.key_states = {key_state.key.number: key_state for key_state in key_states}
         self.applied = self.updates = 0
         self._optimizer, self._length, self._clip, self._reproducible = optimizer, length, clip, reproducible
-        self._pools = {number: Pool(_maker(cell)) for number, cell in self.cells.items()}
+        self._pools = {
+            number: VectorPool(partial(make, key_state.key.span.size, key_state.piece.weights.dtype))
+            for number, key_state in self.key_states.items()
+        }
 
-    def room(self, key: int) -> Array:
+    def gradient_buffer(self, key: int) -> Array:
         """Memory for a gradient that arrives."""
         return self._pools[key].take()
 
-    def push(self, key: int, pushed: Pushed) -> bool:
-        """Take a gradient; False if it was there already."""
+    def push(self, key: int, pushed: PushedGradient) -> bool:
+        """Take a gradient; returns False for a duplicate."""
         raise NotImplementedError
 
 
-def _maker(cell: Cell) -> Callable[[], Array]:
-    return lambda: np.zeros_like(cell.piece.weights)
+class AsyncStore(ShardStore):
+    """Store that makes an update of every gradient at once.
 
-
-class Apart(Store):
-    """Every gradient is an update of its own as soon as it is here.
-
-    The rate is that of the step over the number of its parts, so that weights go as far in a step as if all parts had
-    been one update.
+    The learning rate of a step is divided by its number of parts, so that a step moves the weights as far as one
+    update.
     """
 
-    def __init__(self, cells, optimizer, length, clip, reproducible):
-        super().__init__(cells, replace(optimizer, rate=self._rate), length, clip, reproducible)
+    def __init__(self, key_states, optimizer, length, clip, reproducible, make=np.zeros):
+        super().__init__(key_states, replace(optimizer, rate=self._rate), length, clip, reproducible, make)
         self._scheduled = optimizer.rate
-        self._seen: dict[int, set[tuple[int, int]]] = {number: set() for number in self.cells}
+        self._seen: dict[int, set[tuple[int, int]]] = {number: set() for number in self.key_states}
         self._now = (0, 1)
-        self._settled = 0
-        self._made = dict.fromkeys(self.cells, 0)
+        self._quiesced_at = 0
+        self._made = dict.fromkeys(self.key_states, 0)
 
     def _rate(self, step: int) -> float:
         clock, parts = self._now
         return rate_at(self._scheduled, clock) / parts
 
-    def push(self, key: int, pushed: Pushed) -> bool:
-        """Update the key."""
+    def push(self, key: int, pushed: PushedGradient) -> bool:
         part = pushed.clock, pushed.number
-        new = pushed.clock >= self._settled and part not in self._seen[key]
+        new = pushed.clock >= self._quiesced_at and part not in self._seen[key]
         if new:
             self._seen[key].add(part)
             self._now = pushed.clock, pushed.parts
-            piece = self.cells[key].prepare(pushed.gradient)
+            piece = self.key_states[key].prepare(pushed.gradient)
             self._optimizer.update([piece], self.updates + self._made[key], pushed.factor)
             self._made[key] += 1
         self._pools[key].give(pushed.gradient)
         return new
 
-    def settle(self) -> None:
-        """Nobody pushes just now, but for what comes late and again: all keys have seen all parts of all steps."""
+    def quiesce(self) -> None:
+        """Mark that all keys have seen all parts of all steps; later pushes are duplicates."""
         made = max(self._made.values(), default=0)
         assert all(number == made for number in self._made.values()), f"updates differ: {self._made}"
         self.updates += made
         self._made = dict.fromkeys(self._made, 0)
         for seen in self._seen.values():
             seen.clear()
-        self._settled = self.applied
+        self._quiesced_at = self.applied
 
 
-class Together(Store):
-    """The gradients of a step are one update, once all are here and the norm of the whole is known."""
+class SyncStore(ShardStore):
+    """Store that makes one update per step, once all gradients and the global norm are known."""
 
-    def __init__(self, cells, optimizer, length, clip, reproducible):
-        super().__init__(cells, optimizer, length, clip, reproducible)
-        self._counters = {number: Counter(self._pools[number]) for number in self.cells}
-        self._numbers: dict[int, set[int]] = {number: set() for number in self.cells}
+    def __init__(self, key_states, optimizer, length, clip, reproducible, make=np.zeros):
+        super().__init__(key_states, optimizer, length, clip, reproducible, make)
+        self._counters = {number: TreeSum(self._pools[number]) for number in self.key_states}
+        self._numbers: dict[int, set[int]] = {number: set() for number in self.key_states}
         self._counts: dict[int, int] = {}
         self._totals: dict[int, Array] = {}
-        spans = [cell.key.span for cell in cells] or [Span(0, 0)]
+        spans = [key_state.key.span for key_state in key_states] or [Span(0, 0)]
         self.span = Span(min(span.start for span in spans), max(span.stop for span in spans))
 
-    def push(self, key: int, pushed: Pushed) -> bool:
-        """Add it to what is there: as a leaf of the canonical tree, or as it comes."""
+    def push(self, key: int, pushed: PushedGradient) -> bool:
+        """Add a gradient: as a leaf of the canonical tree, or in order of arrival."""
         assert pushed.clock <= self.applied, f"step {pushed.clock} was worked on with weights of {self.applied} steps"
         new = pushed.clock == self.applied and pushed.number not in self._numbers[key]
         if not new:
@@ -206,11 +212,11 @@ class Together(Store):
         order = pushed.number if self._reproducible else len(self._numbers[key])
         self._numbers[key].add(pushed.number)
         self._counts[pushed.number] = pushed.targets
-        self._counters[key].push(Node(0, order), pushed.gradient, ours=True)
+        self._counters[key].push(TreeNode(0, order), pushed.gradient, ours=True)
         return True
 
     def whole(self, parts: int) -> bool:
-        """Whether all keys have all parts of the step."""
+        """True if all keys have all parts of the step."""
         return all(len(numbers) == parts for numbers in self._numbers.values())
 
     def squares(self) -> Array:
@@ -219,17 +225,17 @@ class Together(Store):
         self._totals = {number: counter.total() for number, counter in self._counters.items()}
         for number, total in self._totals.items():
             if total is not None:
-                span = self.cells[number].key.span
+                span = self.key_states[number].key.span
                 sums[blocks_of(Span(span.start - self.span.start, span.stop - self.span.start))] = block_squares(total)
         return sums
 
     def finish(self, squares: Array, count: int) -> float | None:
-        """Make the update from the sums of squares of all blocks of all servers, and the number of targets.
+        """Make the update, from the block sums of squares of all servers and the number of targets.
 
         Returns
         -------
         float or None
-            The norm of the gradient; None if there was none. If it is not finite nothing was updated.
+            Norm of the gradient; None without targets. Nothing is updated if it is not finite.
         """
         norm = None
         if count:
@@ -247,10 +253,10 @@ class Together(Store):
 
     @property
     def count(self) -> int:
-        """Targets of all parts that are here."""
+        """Number of targets of the received parts."""
         return sum(self._counts.values())
 
     def _update(self, scale: float) -> None:
-        pieces = [self.cells[number].prepare(total) for number, total in self._totals.items()]
-        everything = Everything([piece.span for piece in pieces])
+        pieces = [self.key_states[number].prepare(total) for number, total in self._totals.items()]
+        everything = AllBlocks([piece.span for piece in pieces])
         self._optimizer.update(pieces, self.updates, scale, everything.gather)

@@ -1,7 +1,6 @@
-"""Who does which part of a step: whoever is ready gets the next. Knows no MPI.
+"""Assignment of a step's parts (micro-batches) to workers, on request. No MPI.
 
-The parts of a step are its micro-batches. Workers draw them one by one, so a slow one gets less; what a worker held
-that is gone goes to others.
+Workers draw parts one by one, so slow workers get fewer; the part of a dead worker is drawn again by another.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Part(NamedTuple):
-    """A part of a step."""
+class WorkPart(NamedTuple):
+    """Part `number` of step `clock`."""
 
     clock: int
     number: int
 
 
-class Outcome(NamedTuple):
-    """What a part came to: the sum of losses, the targets, the norm of its gradient per target, and who did it."""
+class PartResult(NamedTuple):
+    """Result of a part: sum of losses, number of targets, gradient norm per target, and the worker."""
 
     loss: float
     targets: int
@@ -29,53 +28,53 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class Course:
-    """A step under way: the part that comes next, and what the others came to."""
+class StepProgress:
+    """Step in progress: next part to draw, and results by part."""
 
     parts: int
     next: int = 0
-    done: dict[int, Outcome] = field(default_factory=dict)
+    done: dict[int, PartResult] = field(default_factory=dict)
 
 
-class Work:
-    """The parts of all steps that are under way.
+class WorkAssignment:
+    """Parts of all steps in progress.
 
     Parameters
     ----------
     workers : int
     start : int
-        The step that all begin with.
+        First step.
 
     Attributes
     ----------
     last : int
-        The step after which all end; -1 if nobody wishes to.
+        Step after which the training ends; -1 if it is not set.
 
     Examples
     --------
-    >>> work = Work(2)
+    >>> work = WorkAssignment(2)
     >>> [work.draw(worker, clock=0, parts=3) for worker in (0, 1)]
-    [Part(clock=0, number=0), Part(clock=0, number=1)]
-    >>> work.done(1, Part(0, 1), Outcome(1.5, 4, 0.1, 1))
+    [WorkPart(clock=0, number=0), WorkPart(clock=0, number=1)]
+    >>> work.done(1, WorkPart(0, 1), PartResult(1.5, 4, 0.1, 1))
     >>> work.draw(1, clock=0, parts=3), work.draw(0, clock=0, parts=3)
-    (Part(clock=0, number=2), Part(clock=0, number=0))
+    (WorkPart(clock=0, number=2), WorkPart(clock=0, number=0))
     """
 
     def __init__(self, workers: int, start: int = 0):
         self.last = -1
         self._start = start
-        self._courses: dict[int, Course] = {}
-        self._held: dict[int, Part] = {}
-        self._returned: list[Part] = []
+        self._progress: dict[int, StepProgress] = {}
+        self._held: dict[int, WorkPart] = {}
+        self._returned: list[WorkPart] = []
         self._at = [start] * workers
 
-    def draw(self, worker: int, clock: int, parts: int, number: int | None = None) -> Part | None:
-        """What a worker is to do; None if nothing is left of its step. One that holds a part gets it again.
+    def draw(self, worker: int, clock: int, parts: int, number: int | None = None) -> WorkPart | None:
+        """Assign the next part to a worker; None if none is left in its step. An unfinished part is assigned again.
 
         Parameters
         ----------
         number : int, optional
-            Which part it must be, -1 for none: in a replay.
+            In a replay: the recorded part, -1 for none.
         """
         self.gone(worker)
         if clock < self._start:
@@ -84,55 +83,55 @@ class Work:
         if self._returned and self._returned[0].clock <= clock:  # a later one needs this worker's own steps first
             self._held[worker] = self._returned.pop(0)
             return self._held[worker]
-        course = self._courses.setdefault(clock, Course(parts))
-        number = (course.next if course.next < course.parts else -1) if number is None else number
+        progress = self._progress.setdefault(clock, StepProgress(parts))
+        number = (progress.next if progress.next < progress.parts else -1) if number is None else number
         if number < 0:
             self._at[worker] = clock + 1
             return None
-        course.next = max(course.next, number + 1)
-        self._held[worker] = Part(clock, number)
+        progress.next = max(progress.next, number + 1)
+        self._held[worker] = WorkPart(clock, number)
         return self._held[worker]
 
-    def done(self, worker: int, part: Part, outcome: Outcome) -> None:
-        """A part is done, and on all servers that it concerns."""
+    def done(self, worker: int, part: WorkPart, outcome: PartResult) -> None:
+        """Record that a part is done and acknowledged by all servers concerned."""
         if self._held.get(worker) == part:
             del self._held[worker]
         if part in self._returned:
             self._returned.remove(part)
-        if part.clock in self._courses:
-            self._courses[part.clock].done.setdefault(part.number, outcome)
+        if part.clock in self._progress:
+            self._progress[part.clock].done.setdefault(part.number, outcome)
 
     def gone(self, worker: int) -> None:
-        """What a worker held goes to whoever draws next, the earliest first."""
+        """Return the part of a worker; the earliest returned part is drawn first."""
         part = self._held.pop(worker, None)
         if part is not None:
             insort(self._returned, part)
 
     @property
     def returned(self) -> bool:
-        """Whether a part waits to be done again."""
+        """True if a part must be redone."""
         return bool(self._returned)
 
     def forget(self, clock: int) -> None:
-        """All parts of the steps before this one are done; what the last of them came to may still be asked for."""
-        self._courses = {at: course for at, course in self._courses.items() if at == clock - 1}
+        """Drop the steps before `clock`, except for the results of the last one."""
+        self._progress = {at: progress for at, progress in self._progress.items() if at == clock - 1}
         self._start = clock
 
     def end(self) -> None:
-        """Somebody wishes to end: all do after the same step, the earliest that nobody has left yet."""
+        """End after the earliest step that no worker has left yet."""
         if self.last < 0:
             self.last = max(self._at)
 
-    def outcome(self, clock: int) -> list[Outcome]:
-        """Of all parts of a step, in order."""
-        course = self._courses.get(clock, Course(0))
-        return [course.done[number] for number in sorted(course.done)]
+    def outcome(self, clock: int) -> list[PartResult]:
+        """Results of a step's parts, in order."""
+        progress = self._progress.get(clock, StepProgress(0))
+        return [progress.done[number] for number in sorted(progress.done)]
 
 
-def joined(outcomes: list[Outcome]) -> tuple[float, int, float | None]:
-    """Mean loss, targets, and the mean norm over the parts; NaN, 0 and None of nothing.
+def joined(outcomes: list[PartResult]) -> tuple[float, int, float | None]:
+    """Mean loss, number of targets, and mean norm over parts; NaN, 0 and None for no targets.
 
-    >>> joined([Outcome(3.0, 2, 0.5, 0), Outcome(1.0, 2, 1.5, 1)])
+    >>> joined([PartResult(3.0, 2, 0.5, 0), PartResult(1.0, 2, 1.5, 1)])
     (1.0, 4, 1.0)
     """
     count = sum(outcome.targets for outcome in outcomes)

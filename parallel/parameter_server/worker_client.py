@@ -1,7 +1,4 @@
-"""A worker's dealings with the servers: it draws parts, pulls weights and pushes gradients, many of them at once.
-
-It knows a post, but no MPI: tests put another in its place.
-"""
+"""Worker client: draws parts, pulls weights and pushes gradients with many requests in flight. No MPI."""
 
 from __future__ import annotations
 
@@ -11,99 +8,106 @@ from typing import Any
 
 import numpy as np
 
-from parallel.nn.operator import Array
-from parallel.parameter_server.worker_clocks import Rule
-from parallel.parameter_server.key_assignment import Key
-from parallel.parameter_server.messages import Kind, Letter, Message
-from parallel.parameter_server.server_loop import Failed, Mail
-from parallel.parameter_server.work_assignment import Outcome, Part
+from parallel.parameter_server.key_assignment import ServerKey
+from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
+from parallel.parameter_server.server_loop import ServerFailed, ServerMail
+from parallel.parameter_server.work_assignment import PartResult, WorkPart
+from parallel.parameter_server.worker_clocks import ConsistencyRule
+from quant.types import Array
 
 
-class Again(Exception):
-    """A part of an earlier step waits to be done again: draw it."""
+class Requeued(Exception):
+    """A part of an earlier step must be redone: draw it."""
 
 
-class Worker:
-    """One worker's.
+class WorkerClient:
+    """Client of one worker.
 
     Parameters
     ----------
-    post : Mail
-    rule : Rule
-    keys : sequence of Key
-        All.
+    bus : ServerMail
+    rule : ConsistencyRule
+    keys : sequence of ServerKey
+        Keys of all servers.
     servers : sequence of int
-        Their ranks.
+        Ranks of the servers.
     vectors : sequence of arrays
-        As long as the vector of parameters: two if weights are fetched ahead while others are in use, else one.
+        Weight vectors: two if weights are prefetched while others are in use, else one.
 
     Attributes
     ----------
     vector : array
-        The weights in use.
-    wish : bool
-        Whether somebody wishes to end, as far as this worker knows.
+        Weights in use.
+    stop_requested : bool
+        True if some rank has requested to end, as known here.
     last : int
-        The step after which all will end; -1 if nobody wishes to.
+        Step after which the training ends; -1 if it is not set.
     gaps : Counter
-        How often a key was used that lacked so many clocks of the slowest worker.
+        Number of reads by clocks behind the slowest worker.
     clocks : tuple of int
-        Of all workers, as last heard.
+        Last known clocks of all workers.
     updates : int
-        Made by the servers, as of the last rest.
+        Updates made by the servers, as of the last quiescent point.
     """
 
-    def __init__(self, post: Mail, rule: Rule, keys: Sequence[Key], servers: Sequence[int], vectors: Sequence[Array]):
-        self._post, self._rule, self._keys, self._servers = post, rule, keys, list(servers)
+    def __init__(
+        self,
+        bus: ServerMail,
+        rule: ConsistencyRule,
+        keys: Sequence[ServerKey],
+        servers: Sequence[int],
+        vectors: Sequence[Array],
+    ):
+        self._bus, self._rule, self._keys, self._servers = bus, rule, keys, list(servers)
         self._vectors = list(vectors)
         self.vector = self._vectors[0]
-        self.wish, self.last, self.updates = False, -1, 0
+        self.stop_requested, self.last, self.updates = False, -1, 0
         self.gaps: Counter[int] = Counter()
         self._clock = 0
         self._known: dict[int, int] = {}
-        self._flying: dict[int, Array] = {}
+        self._pulling: dict[int, Array] = {}
         self._rows: dict[int, Array] = {}
         self._copying: set[tuple[int, int]] = set()
         self._whole: list[Array] = []
         self.clocks: tuple[int, ...] = ()
         self._unacknowledged: Counter[int] = Counter()
-        self._work: list[Message] = []
+        self._work: list[ServerMessage] = []
         self._rested = self._rests = 0
-        self._again = False
+        self._requeued = False
         self._over: set[int] = set()
-        self._told = False
-        post.accept = self._room
+        self._failure_sent = False
+        bus.accept = self._receive_buffers
 
     # ------------------------------------------------------------------------------------------ what it does
 
     @property
     def ahead(self) -> bool:
-        """Whether weights are fetched while others are in use."""
+        """True if weights are prefetched."""
         return len(self._vectors) > 1
 
-    def draw(self, clock: int, parts: int, done: tuple[Part, Outcome] | None, stop: bool) -> Part | None:
-        """The next part to do; None if nothing is left of the step. `done` is what was done before."""
-        message = Message(Kind.DRAW, clock=clock, parts=parts, stop=stop or self.wish)
+    def draw(self, clock: int, parts: int, done: tuple[WorkPart, PartResult] | None, stop: bool) -> WorkPart | None:
+        """Request the next part; None if none is left in the step. `done` is the part finished before."""
+        message = ServerMessage(MessageKind.DRAW, clock=clock, parts=parts, stop=stop or self.stop_requested)
         if done is not None:
             part, outcome = done
             message = message._replace(before=part.clock, number=part.number, loss=outcome.loss)
             message = message._replace(targets=outcome.targets, factor=outcome.norm)
-        self._again = False  # what comes from now on may be about what this one is not given
-        self._post.send(self._servers[0], message)
+        self._requeued = False  # what comes from now on may be about what this one is not given
+        self._bus.send(self._servers[0], message)
         self._until(lambda: bool(self._work))
         answer = self._work.pop()
         self.last = answer.last
-        return Part(answer.clock, answer.number) if answer.number >= 0 else None
+        return WorkPart(answer.clock, answer.number) if answer.number >= 0 else None
 
     def read(self, clock: int, order: Iterable[int], rows: Array | None) -> Array:
-        """Fetch what is not at hand, or too old for this step; gives the vector in which it is, or will be.
+        """Start pulling keys that are missing or too old for this step; returns the vector that receives them.
 
         Parameters
         ----------
         order : iterable of int
-            Keys as they are going to be used.
+            Keys in the order of their use.
         rows : array of int64, or None
-            Of the table that is fetched by rows.
+            Rows of the table to pull.
         """
         self._clock = clock
         if self.ahead:
@@ -112,16 +116,16 @@ class Worker:
             if self._keys[number].table is not None:
                 self._known.pop(number, None)
                 self._pull(number, self.vector, rows)
-            elif number not in self._flying and not self._fresh(number):
+            elif number not in self._pulling and not self._fresh(number):
                 self._pull(number, self.vector, None)
         return self.vector
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Wait until these keys are here, as fresh as the rule wants them."""
+        """Wait until these keys are as fresh as the rule requires."""
         for number in numbers:
             while True:
-                self._until(lambda number=number: number not in self._flying or self._again)
-                self._heed()
+                self._until(lambda number=number: number not in self._pulling or self._requeued)
+                self._check_requeued()
                 if self._fresh(number):
                     break
                 self._pull(number, self.vector, self._rows.get(number))
@@ -130,18 +134,24 @@ class Worker:
             self.gaps[gap] += 1
 
     def push(
-        self, number: int, part: Part, parts: int, targets: int, factor: float, gradient: Array, rows: Any
+        self, number: int, part: WorkPart, parts: int, targets: int, factor: float, gradient: Array, rows: Any
     ) -> None:
-        """Send the gradient by a key, which must not change until `acknowledged`; fetch the key anew, if that is wise.
+        """Send the gradient of a key, which must not change until `acknowledged`, and prefetch the key if asynchronous.
 
         Parameters
         ----------
         rows : array of int64, or None
-            Of a table: those whose gradient is not zero.
+            Of a table: rows with a non-zero gradient.
         """
         key = self._keys[number]
-        message = Message(
-            Kind.PUSH, number, part.clock, number=part.number, parts=parts, elements=len(gradient), targets=targets
+        message = ServerMessage(
+            MessageKind.PUSH,
+            number,
+            part.clock,
+            number=part.number,
+            parts=parts,
+            elements=len(gradient),
+            targets=targets,
         )._replace(factor=factor)
         vectors = [gradient]
         if key.table is not None:
@@ -149,52 +159,52 @@ class Worker:
             values = gradient[key.table.places(here, key.span)]
             message = message._replace(rows=len(here), elements=len(values))
             vectors = [here, values] if len(here) else []
-        self._post.send(self._servers[key.server], message, *vectors)
+        self._bus.send(self._servers[key.server], message, *vectors)
         self._unacknowledged[number] += 1
         if self.ahead and key.table is None:
             self._pull(number, self._other(), None)
         self.poll()
 
     def acknowledged(self) -> None:
-        """Wait until the servers have all that was pushed."""
+        """Wait until the servers have acknowledged all pushes."""
         self._until(lambda: not self._unacknowledged)
 
     def tick(self, steps: int, parts: int, last: bool) -> None:
-        """So many steps were made, the last one of so many parts; perhaps it was the very last."""
+        """Report `steps` finished steps, the last one of `parts` parts; `last` ends the training."""
         for server in self._servers:
-            self._post.send(server, Message(Kind.TICK, clock=steps, parts=parts, stop=last))
+            self._bus.send(server, ServerMessage(MessageKind.TICK, clock=steps, parts=parts, stop=last))
 
-    def rest(self) -> None:
-        """Wait until all workers have come here; then nothing is under way.
+    def quiesce(self) -> None:
+        """Wait until all workers call this; then nothing is in flight.
 
-        The first server knows when; the others hear it from the workers.
+        The first server decides; the workers pass its decision on to the others.
 
         Raises
         ------
-        Again
-            If a part waits to be done.
+        Requeued
+            If a part must be redone.
         """
-        self._until(lambda: not self._flying or self._again)
-        self._rest_at(self._servers[:1], lambda: self._again)
-        self._heed()
-        self._rest_at(self._servers[1:], lambda: False)
+        self._until(lambda: not self._pulling or self._requeued)
+        self._rest_on(self._servers[:1], lambda: self._requeued)
+        self._check_requeued()
+        self._rest_on(self._servers[1:], lambda: False)
         self._rests += 1
 
-    def _rest_at(self, servers: Sequence[int], or_else: Callable[[], bool]) -> None:
+    def _rest_on(self, servers: Sequence[int], or_else: Callable[[], bool]) -> None:
         self._rested = 0
         for server in servers:
-            self._post.send(server, Message(Kind.REST, number=self._rests + 1))
+            self._bus.send(server, ServerMessage(MessageKind.REST, number=self._rests + 1))
         self._until(lambda: self._rested == len(servers) or or_else())
 
     def copy(self) -> Array:
-        """All weights as they are; gives the vector in which they are."""
+        """Read all weights; returns the vector that contains them."""
         for key in self._keys:
             self._copy(key, -1)
         self._until(lambda: not self._copying)
         return self.vector
 
     def copies(self, count: int, dtype: Any) -> list[Array]:
-        """All that a checkpoint keeps, in vectors as long as the vector of parameters: weights, then `count` states."""
+        """Read all state that a checkpoint keeps, as full vectors: weights, then `count` optimizer states."""
         self._whole = [np.zeros(len(self.vector), dtype) for _ in range(1 + count)]
         for key in self._keys:
             for number in range(len(self._whole)):
@@ -203,52 +213,52 @@ class Worker:
         whole, self._whole = self._whole, []
         return whole
 
-    def _copy(self, key: Key, number: int) -> None:
+    def _copy(self, key: ServerKey, number: int) -> None:
         self._copying.add((key.number, number))
-        self._post.send(self._servers[key.server], Message(Kind.READ, key.number, number=number))
+        self._bus.send(self._servers[key.server], ServerMessage(MessageKind.READ, key.number, number=number))
 
-    def _heed(self) -> None:
-        """Leave what is waited for, if the first server says so."""
-        if self._again:
-            self._again = False
-            self._flying.clear()
+    def _check_requeued(self) -> None:
+        """Raise `Requeued` and drop open requests if the first server has sent AGAIN."""
+        if self._requeued:
+            self._requeued = False
+            self._pulling.clear()
             self._known.clear()  # some keys are in one vector, some in the other
-            self._post.abandon(Kind.PULL, Kind.REST)
-            raise Again
+            self._bus.abandon(MessageKind.PULL, MessageKind.REST)
+            raise Requeued
 
     def forget(self) -> None:
-        """The weights have changed otherwise."""
+        """Invalidate all pulled keys."""
         self._known.clear()
 
     def give_up(self) -> None:
-        """Say the last word to all servers, and hear theirs."""
-        if not self._told:
-            self._told = True
+        """Send PROBLEM to all servers and wait for theirs."""
+        if not self._failure_sent:
+            self._failure_sent = True
             for server in self._servers:
-                self._post.send(server, Message(Kind.PROBLEM))
+                self._bus.send(server, ServerMessage(MessageKind.PROBLEM))
         while len(self._over) < len(self._servers):
-            letter = self._post.poll()
-            if letter is None:
-                self._post.idle()
-            elif letter.message.kind in (Kind.PROBLEM, Kind.LOST):
-                self._over.add(letter.source)
+            envelope = self._bus.poll()
+            if envelope is None:
+                self._bus.idle()
+            elif envelope.message.kind in (MessageKind.PROBLEM, MessageKind.LOST):
+                self._over.add(envelope.source)
 
     def poll(self) -> bool:
-        """Act on what has come; whether anything has.
+        """Handle one message; returns False if there is none.
 
         Raises
         ------
-        Failed
-            If somebody has given up; nothing is under way then.
+        ServerFailed
+            If another rank has failed; nothing is in flight then.
         """
-        letter = self._post.poll()
-        if letter is None:
+        envelope = self._bus.poll()
+        if envelope is None:
             return False
-        if letter.message.kind is Kind.PROBLEM:
-            self._over.add(letter.source)
+        if envelope.message.kind is MessageKind.PROBLEM:
+            self._over.add(envelope.source)
             self.give_up()
-            raise Failed
-        HANDLERS[letter.message.kind](self, letter)
+            raise ServerFailed
+        HANDLERS[envelope.message.kind](self, envelope)
         return True
 
     # ------------------------------------------------------------------------------------------ how
@@ -256,7 +266,7 @@ class Worker:
     def _until(self, enough: Any) -> None:
         while not enough():
             if not self.poll():
-                self._post.idle()
+                self._bus.idle()
 
     def _other(self) -> Array:
         return next(vector for vector in self._vectors if vector is not self.vector)
@@ -267,62 +277,62 @@ class Worker:
     def _pull(self, number: int, vector: Array, rows: Array | None) -> None:
         key = self._keys[number]
         self._known.pop(number, None)
-        self._flying[number] = vector[key.span.start : key.span.stop]
-        message, vectors = Message(Kind.PULL, number, self._clock), []
+        self._pulling[number] = vector[key.span.start : key.span.stop]
+        message, vectors = ServerMessage(MessageKind.PULL, number, self._clock), []
         if key.table is not None:
             self._rows[number] = here = key.table.within(rows, key.span)
             message, vectors = message._replace(rows=len(here)), [here] if len(here) else []
-        self._post.send(self._servers[key.server], message, *vectors)
+        self._bus.send(self._servers[key.server], message, *vectors)
 
-    def _room(self, source: int, message: Message) -> list[Array]:
-        """Where the vectors of a message shall land."""
+    def _receive_buffers(self, source: int, message: ServerMessage) -> list[Array]:
+        """Buffers for the vectors of a message."""
         key = self._keys[message.key]
         if message.number >= 0:
             return [self._whole[message.number][key.span.start : key.span.stop]]
-        if message.kind is Kind.COPY:
+        if message.kind is MessageKind.COPY:
             return [self.vector[key.span.start : key.span.stop]]
         if key.table is not None:
             return [np.empty(message.elements, self.vector.dtype)]
-        return [self._flying[message.key]]
+        return [self._pulling[message.key]]
 
-    def _weights(self, letter: Letter) -> None:
-        message, key = letter.message, self._keys[letter.message.key]
-        into = self._flying.pop(message.key)
-        if key.table is not None and letter.vectors:
-            into[key.table.places(self._rows[message.key], key.span)] = letter.vectors[0]
+    def _weights(self, envelope: Envelope) -> None:
+        message, key = envelope.message, self._keys[envelope.message.key]
+        into = self._pulling.pop(message.key)
+        if key.table is not None and envelope.vectors:
+            into[key.table.places(self._rows[message.key], key.span)] = envelope.vectors[0]
         self._known[message.key] = message.clock
         self.clocks = message.clocks
-        self.wish |= bool(message.stop)
+        self.stop_requested |= bool(message.stop)
 
-    def _copied(self, letter: Letter) -> None:
-        self._copying.discard((letter.message.key, letter.message.number))
+    def _copied(self, envelope: Envelope) -> None:
+        self._copying.discard((envelope.message.key, envelope.message.number))
 
-    def _acknowledge(self, letter: Letter) -> None:
-        self._unacknowledged[letter.message.key] -= 1
+    def _acknowledge(self, envelope: Envelope) -> None:
+        self._unacknowledged[envelope.message.key] -= 1
         self._unacknowledged += Counter()  # without those that are 0
 
-    def _drawn(self, letter: Letter) -> None:
-        self._work.append(letter.message)
+    def _drawn(self, envelope: Envelope) -> None:
+        self._work.append(envelope.message)
 
-    def _recalled(self, letter: Letter) -> None:
-        self._again = True
+    def _requeue(self, envelope: Envelope) -> None:
+        self._requeued = True
 
-    def _bereaved(self, letter: Letter) -> None:
-        self._over.add(letter.source)
+    def _peer_lost(self, envelope: Envelope) -> None:
+        self._over.add(envelope.source)
 
-    def _rested_one(self, letter: Letter) -> None:
+    def _rested_one(self, envelope: Envelope) -> None:
         self._rested += 1
-        self.clocks = letter.message.clocks
-        self.updates = max(self.updates, letter.message.number)
+        self.clocks = envelope.message.clocks
+        self.updates = max(self.updates, envelope.message.number)
 
 
 HANDLERS = {
-    Kind.WEIGHTS: Worker._weights,
-    Kind.COPY: Worker._copied,
-    Kind.ACK: Worker._acknowledge,
-    Kind.WORK: Worker._drawn,
-    Kind.RESTED: Worker._rested_one,
-    Kind.AGAIN: Worker._recalled,
-    Kind.LOST: Worker._bereaved,
+    MessageKind.WEIGHTS: WorkerClient._weights,
+    MessageKind.COPY: WorkerClient._copied,
+    MessageKind.ACK: WorkerClient._acknowledge,
+    MessageKind.WORK: WorkerClient._drawn,
+    MessageKind.RESTED: WorkerClient._rested_one,
+    MessageKind.AGAIN: WorkerClient._requeue,
+    MessageKind.LOST: WorkerClient._peer_lost,
 }
-"""What a worker does with each kind of letter."""
+"""Handler of each kind of message."""

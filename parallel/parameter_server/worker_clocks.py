@@ -1,11 +1,11 @@
-"""How far workers may drift apart: what is to be known before a worker may read. Knows no MPI.
+"""Consistency rules: limits on the staleness of weights that a worker may read. No MPI.
 
-A worker's clock is the number of steps that it has taken its part in. Who has taken part in c of them, and reads for
-the next, must not miss what any worker has pushed in its first c - s: s is the staleness. (Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.)
+A worker's clock counts its finished steps. A read for step c must include all pushes of every worker's first c - s
+steps, where s is the staleness. (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", NIPS 2013.)
 
 >>> bsp, ssp, free = rule_of("bsp"), rule_of("ssp:3"), rule_of("async")
->>> clocks = Clocks(3)
+>>> clocks = WorkerClocks(3)
 >>> for worker, clock in ((0, 4), (1, 5), (2, 4)):
 ...     clocks.tick(worker, clock)
 >>> [rule.allows(7, clocks.least) for rule in (bsp, ssp, free)]
@@ -19,27 +19,27 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Rule(NamedTuple):
-    """A kind of consistency.
+class ConsistencyRule(NamedTuple):
+    """Consistency rule.
 
     Attributes
     ----------
     name : str
         As on the command line.
     staleness : float
-        The largest gap between a reader's clock and the slowest worker's; infinite if nobody ever waits.
+        Largest gap between a reader's clock and the slowest worker's; infinite for ``async``.
     """
 
     name: str
     staleness: float
 
     def allows(self, clock: int, least: int) -> bool:
-        """Whether who reads for step `clock` may do so when every worker has made `least` steps."""
+        """True if a read for step `clock` is allowed once every worker has made `least` steps."""
         return clock - least <= self.staleness
 
     @property
-    def together(self) -> bool:
-        """Whether the gradients of a step are one update: if nobody may miss any of them, nobody may have some."""
+    def synchronous(self) -> bool:
+        """True if the gradients of a step form one update (staleness 0)."""
         return self.staleness == 0
 
 
@@ -58,37 +58,37 @@ RULES: dict[str, Callable[[str], float]] = {
     "ssp": _number,
     "async": lambda text: math.inf,
 }
-"""Staleness by name, from what stands behind the colon."""
+"""Staleness by name, from the text after the colon."""
 
 FORMS = "bsp, ssp:S or async"
 
 
-def rule_of(text: str) -> Rule:
-    """The rule that a text like ``ssp:3`` names.
+def rule_of(text: str) -> ConsistencyRule:
+    """Parse a rule such as ``ssp:3``.
 
     Raises
     ------
     ValueError
-        If there is none, or the staleness is no whole number from 0 on.
+        If the name is unknown, or the staleness is not a whole number of at least 0.
     """
     name, colon, rest = text.partition(":")
     if name not in RULES or bool(colon) != (name == "ssp"):
         raise ValueError(f"consistency: expected {FORMS}, found {text!r}")
-    return Rule(text, RULES[name](rest))
+    return ConsistencyRule(text, RULES[name](rest))
 
 
 GONE = 1 << 62
-"""The clock of a dead worker."""
+"""Clock of a dead worker."""
 
 
-class Clocks:
-    """The steps that each worker has taken its part in, as far as one server has heard.
+class WorkerClocks:
+    """Clocks of all workers, as known to one server.
 
     Parameters
     ----------
     workers : int
     start : int
-        Where all of them stand.
+        Initial clock.
     """
 
     def __init__(self, workers: int, start: int = 0):
@@ -96,13 +96,13 @@ class Clocks:
 
     @property
     def least(self) -> int:
-        """Of the slowest."""
+        """Clock of the slowest worker."""
         return min(self.vector)
 
     def leave(self, worker: int) -> None:
-        """A worker is dead: nobody waits for it."""
+        """Exclude a dead worker."""
         self.vector[worker] = GONE
 
     def tick(self, worker: int, clock: int) -> None:
-        """A worker has made so many steps. To hear it twice, or late, changes nothing."""
+        """Advance a worker's clock; duplicates and late ticks have no effect."""
         self.vector[worker] = max(self.vector[worker], clock)

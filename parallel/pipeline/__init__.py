@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules are lists of actions, proved and timed by one simulator, executed by one runner."""
+"""Pipeline parallelism: schedules as lists of actions, simulated before and executed by one runner per stage."""

@@ -1,12 +1,12 @@
-"""How a pipeline divides a model's vector: which ranks have which run of it, and whose gradients are which leaves.
+"""Division of a pipelined model's parameter vector into groups, and canonical leaves of shared gradients.
 
-A *group* is a run of neighbours in the vector that the same parts of the model use. As a rule that is one part; a table
-that is tied to the output belongs to the first part and the last. All ranks that have one of these parts add up the
-group's gradients and update it, as in data parallelism.
+A *group* is a contiguous run of parameters used by the same parts of the model: usually one part; an embedding tied to
+the output belongs to the first and the last. All ranks with one of these parts sum the group's gradients and update it,
+as in data parallelism.
 
-In canonical order a tied parameter's gradient of a micro-batch is the sum of those of its uses. So the leaves of the
-tree are the uses: of k parts micro-batch n has leaves k n to k n + k - 1, the last part's, which a backward comes to
-first, at the left. With two parts that have one use each this is the sum that one rank forms, bit for bit.
+In canonical order the gradient of a tied parameter from one microbatch is the sum over its uses, which are the leaves
+of the tree: with k parts, microbatch n has leaves k n to k n + k - 1, the last part's (first in a backward) leftmost.
+With two parts of one use each this is bitwise the sum that a single rank computes.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from parallel.nn.flat_params import Flat
-from parallel.nn.flat_params import Place as Tensor
+from parallel.nn.flat_params import FlatParams
+from parallel.nn.flat_params import ParamSpan as Tensor
 from parallel.nn.operator import Operator, Parameter
-from parallel.pipeline.schedule.stage_placement import Placement
+from parallel.pipeline.schedule.stage_placement import StagePlacement
 
 
 @dataclass(frozen=True)
-class Group:
-    """A run of the vector.
+class SharedParamGroup:
+    """Contiguous run of parameters with the same users.
 
     Attributes
     ----------
     number : int
         In order of the vector.
-    tensors : tuple of Place
-        Neighbours.
+    tensors : tuple of ParamSpan
     parts : tuple of int
-        The parts of the model that use them, ascending.
+        Parts of the model that use them, ascending.
     """
 
     number: int
@@ -41,15 +40,15 @@ class Group:
     parts: tuple[int, ...]
 
     def leaf(self, number: int, part: int) -> int:
-        """The leaf of a part's gradient of a micro-batch."""
+        """Canonical leaf of a part's gradient from microbatch `number`."""
         return (number + 1) * len(self.parts) - 1 - self.parts.index(part)
 
-    def holders(self, placement: Placement) -> list[int]:
-        """The stages that have one of the parts."""
+    def holders(self, placement: StagePlacement) -> list[int]:
+        """Stages that have one of the parts."""
         return sorted({place.stage for part in self.parts for place in placement.owners(part)})
 
-    def leaves(self, placement: Placement, stage: int, numbers: Sequence[int]) -> tuple[int, ...]:
-        """What a stage adds, of a pipeline that has the micro-batches of these numbers; ascending."""
+    def leaves(self, placement: StagePlacement, stage: int, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Leaves that a stage adds, for the microbatches of its pipeline, ascending."""
         return tuple(
             sorted(
                 self.leaf(number, part)
@@ -61,12 +60,12 @@ class Group:
 
 
 def checked_cuts(cuts: Sequence[int], units: int, parts: int) -> tuple[int, ...]:
-    """Where parts begin, and where the last one ends.
+    """Validate cuts.
 
     Raises
     ------
     ValueError
-        If they do not cut so many units in so many parts, none of them empty.
+        If they do not divide the units into this number of non-empty parts.
     """
     if units < parts:
         raise ValueError(f"stages: {units} units cannot be cut in {parts} parts; take fewer stages, or a deeper model")
@@ -76,13 +75,15 @@ def checked_cuts(cuts: Sequence[int], units: int, parts: int) -> tuple[int, ...]
     return cuts
 
 
-def divide(flat: Flat, units: Sequence[Operator], cuts: Sequence[int], *, reproducible: bool) -> list[Group]:
-    """The groups, in order of the vector. Says how often a backward through one part hands in each parameter (`uses`).
+def divide(
+    flat: FlatParams, units: Sequence[Operator], cuts: Sequence[int], *, reproducible: bool
+) -> list[SharedParamGroup]:
+    """Divide the vector into groups; sets `uses` of every parameter to its uses in one part.
 
     Raises
     ------
     ValueError
-        If `reproducible`, and a parameter has more than two uses, in several parts: their order would show.
+        If `reproducible` and a parameter with several parts has more than two uses: the order would matter.
     """
     uses: dict[int, Counter[int]] = {id(tensor.parameter): Counter() for tensor in flat.places}
     for part, (start, stop) in enumerate(pairwise(cuts)):
@@ -99,4 +100,4 @@ def divide(flat: Flat, units: Sequence[Operator], cuts: Sequence[int], *, reprod
             )
         parameter.uses = max(of_parts.values())
     runs = groupby(flat.places, lambda tensor: tuple(sorted(uses[id(tensor.parameter)])))
-    return [Group(number, tuple(run), parts) for number, (parts, run) in enumerate(runs)]
+    return [SharedParamGroup(number, tuple(run), parts) for number, (parts, run) in enumerate(runs)]

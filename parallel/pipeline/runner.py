@@ -1,8 +1,8 @@
-"""Carries out one stage's line of a plan: computes what it is told, sends and receives beside it.
+"""Execution of one stage's actions: computes, sends and receives in the order of the plan.
 
-Receives and sends are started where the plan says. A receive is waited for when somebody needs what it brings, sends at
-the end, so messages travel while the stage computes. An empty message says that the sender has nothing: a stage that
-has failed, and all behind it, take part to the end, and nobody waits for them in vain.
+Sends and receives are started in plan order. A receive is completed before its data is needed, sends at the end, so
+messages overlap with computation. An empty message indicates missing data: after a failure a stage and its successors
+still exchange all messages, so no stage blocks.
 """
 
 from __future__ import annotations
@@ -17,56 +17,57 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.requests import progress, under_way
+from collectives.runtime.requests import active_requests, progress
 from collectives.transport.wire import pause
-from parallel.runtime.vector_memory import to_host
-from parallel.nn.operator import Array, Spec
+from parallel.nn.operator import ArraySpec
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
-from parallel.pipeline.schedule.stage_placement import Place
-from parallel.pipeline.schedule.pipeline_plan import Plan
-from parallel.runtime.profiler import Recorder
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
+from parallel.pipeline.schedule.stage_placement import StagePlace
+from parallel.runtime.profiler import Profiler
+from parallel.runtime.vector_memory import to_host
+from quant.types import Array
 
 MANY_SENDS = 8
-"""From so many on it is seen which of them are over."""
+"""Number of pending sends from which completed ones are removed."""
 
 
-BUSY, NAP = 500e-6, 50e-6
-"""Seconds: a wait that is longer naps, so long at a time."""
+SPIN_SECONDS, SLEEP_SECONDS = 500e-6, 50e-6
+"""Seconds of busy waiting, and of sleep between later polls."""
 
 
-class Work(Protocol):
-    """What a stage computes. Arrays come and go; None stands for nothing."""
+class StageWork(Protocol):
+    """Computations of a stage. None stands for missing arrays."""
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
-        """F: what the next part takes, from what the part before made; None at the ends of the model."""
+        """F: output of a chunk from the previous part's output; input and output are None at the ends of the model."""
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
-        """B, or BW for the `whole` of it: the gradient of `forward`'s input, from that of its result."""
+        """B, or BW if `whole`: gradient of the chunk's input from the gradient of its output."""
 
     def weights(self, chunk: int, microbatch: int) -> None:
-        """W."""
+        """W: gradients of the chunk's weights."""
 
     def update(self, chunk: int, number: int) -> None:
-        """U."""
+        """U: update of the chunk's weights."""
 
-    def made(self, part: int, microbatch: int) -> Spec:
-        """What a part of the model makes of a micro-batch, and of what form its gradient is."""
+    def made(self, part: int, microbatch: int) -> ArraySpec:
+        """Shape and dtype of a part's output, and of its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
-    """An action, and what follows from the plan for the stage that does it.
+class BoundAction:
+    """Action with the data that the plan implies for its stage.
 
     Attributes
     ----------
     key : tuple
-        Of messages: the kind of what they carry, the receiving chunk, the micro-batch.
+        Of messages: kind of the data, receiving chunk, microbatch.
     peer, tag : int
-        The stage at the other end of a message, and what tells it from others between the two.
+        Peer stage and tag of a message.
     part : int
-        Which part of the model has made, or is to have the gradient of, what a message carries.
+        Part of the model whose output or output gradient a message carries.
     target : tuple or None
-        The key of what is computed, where this stage has the next part as well and so there is no message.
+        Key of the result if the next part is on the same stage, so that there is no message.
     """
 
     action: Action
@@ -78,46 +79,47 @@ class Deed:
     target: tuple[str, int, int] | None = None
 
 
-def deeds(plan: Plan, stage: int, title: str = "") -> tuple[Deed, ...]:
-    """A stage's line of a plan that has its messages, for a `Runner`; noted with a `title` before each action."""
-    return tuple(replace(deed, label=title + deed.label) for deed in (_deed(plan, a) for a in plan.actions[stage]))
+def bind_actions(plan: PipelinePlan, stage: int, title: str = "") -> tuple[BoundAction, ...]:
+    """Bind a stage's actions of a plan with messages; `title` is a prefix of their profiler labels."""
+    return tuple(
+        replace(bound, label=title + bound.label) for bound in (_bind_action(plan, a) for a in plan.actions[stage])
+    )
 
 
-def _deed(plan: Plan, action: Action) -> Deed:
-    placement, here = plan.placement, Place(action.stage, action.chunk)
+def _bind_action(plan: PipelinePlan, action: Action) -> BoundAction:
+    placement, here = plan.placement, StagePlace(action.stage, action.chunk)
     if action.kind in SENDS + RECEIVES:
         kind, peer = action.kind[1], plan.peer(action)
         receiver = peer if action.kind in SENDS else here
         part = placement.part[receiver] - 1 if kind == "F" else placement.part[receiver]
         key = kind, action.chunk if action.kind in SENDS else receiver.chunk, action.microbatch
-        return Deed(action, str(action), key, peer.stage, 2 * receiver.chunk + (kind == "B"), part)
+        return BoundAction(action, str(action), key, peer.stage, 2 * receiver.chunk + (kind == "B"), part)
     kind = "F" if action.kind == "F" else "B"
     following = placement.after.get(here) if kind == "F" else placement.before.get(here)
     target = None
     if following is not None and following.stage == action.stage and action.kind in ("F", "B", "BW"):
         target = kind, following.chunk, action.microbatch
-    return Deed(action, str(action), (kind, action.chunk, action.microbatch), target=target)
+    return BoundAction(action, str(action), (kind, action.chunk, action.microbatch), target=target)
 
 
-class Runner:
-    """A stage at work.
+class ScheduleRunner:
+    """Executor of one stage.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        Of the stages, in order, and of nobody else.
-    recorder : Recorder
-        Computations are noted by their actions, waiting by what was waited for.
+        Of the stages of one pipeline, in order.
+    recorder : Profiler
     xp : module
-        NumPy, or CuPy: messages travel through host memory then.
+        NumPy, or CuPy with messages through host memory.
 
     Attributes
     ----------
     sent : Counter
-        Messages of the last run, by the stage that they went to.
+        Messages of the last run, by receiving stage.
     """
 
-    def __init__(self, comm: MPI.Intracomm, recorder: Recorder, xp: ModuleType = np):
+    def __init__(self, comm: MPI.Intracomm, recorder: Profiler, xp: ModuleType = np):
         self._comm, self._recorder, self._xp = comm, recorder, xp
         self._status = MPI.Status()
         self._coming: dict[tuple[str, int, int], tuple[MPI.Request, np.ndarray]] = {}
@@ -130,102 +132,102 @@ class Runner:
             "SF": self._send, "SB": self._send, "RF": self._receive, "RB": self._receive,
         }  # fmt: skip
 
-    def run(self, line: Sequence[Deed], work: Work) -> None:
-        """Do a line, while the other stages of the communicator do theirs of the same plan.
+    def run(self, line: Sequence[BoundAction], work: StageWork) -> None:
+        """Execute the stage's actions, together with the other stages of the communicator.
 
         Parameters
         ----------
-        line : sequence of Deed
-            Of a plan that was proved: nothing is looked after here.
-        work : Work
+        line : sequence of BoundAction
+            Of a simulated plan; it is not checked again.
+        work : StageWork
         """
         self.sent.clear()
-        for deed in line:
-            self._do[deed.action.kind](deed, work)
+        for bound in line:
+            self._do[bound.action.kind](bound, work)
         self._made.clear()
         began = time.perf_counter()
         for request, _ in self._leaving:
-            patiently(request.Test)
+            progress_until(request.Test)
         self._leaving.clear()
         self._recorder.note("communication", "last sends", began, time.perf_counter())
 
     def progress(self) -> None:
-        """Let messages and sums of gradients go on, in the midst of a long computation."""
-        if under_way:
+        """Progress messages and gradient sums during a long computation."""
+        if active_requests:
             progress()
         elif self._coming or self._leaving:
             self._comm.Iprobe()
 
     # ------------------------------------------------------------------------------------------ computations
 
-    def _forward(self, deed: Deed, work: Work) -> None:
-        action = deed.action
-        x = self._taken(deed)
-        with self._recorder("compute", deed.label):
+    def _forward(self, bound: BoundAction, work: StageWork) -> None:
+        action = bound.action
+        x = self._taken(bound)
+        with self._recorder("compute", bound.label):
             y = work.forward(action.chunk, action.microbatch, x)
-        self._keep(deed, y)
+        self._keep(bound, y)
 
-    def _backward(self, deed: Deed, work: Work) -> None:
-        action = deed.action
-        dy = self._taken(deed)
-        with self._recorder("compute", deed.label):
+    def _backward(self, bound: BoundAction, work: StageWork) -> None:
+        action = bound.action
+        dy = self._taken(bound)
+        with self._recorder("compute", bound.label):
             dx = work.backward(action.chunk, action.microbatch, dy, action.kind == "BW")
-        self._keep(deed, dx)
+        self._keep(bound, dx)
 
-    def _weights(self, deed: Deed, work: Work) -> None:
-        with self._recorder("compute", deed.label):
-            work.weights(deed.action.chunk, deed.action.microbatch)
+    def _weights(self, bound: BoundAction, work: StageWork) -> None:
+        with self._recorder("compute", bound.label):
+            work.weights(bound.action.chunk, bound.action.microbatch)
 
-    def _update(self, deed: Deed, work: Work) -> None:
-        with self._recorder("compute", deed.label):
-            work.update(deed.action.chunk, deed.action.microbatch)
+    def _update(self, bound: BoundAction, work: StageWork) -> None:
+        with self._recorder("compute", bound.label):
+            work.update(bound.action.chunk, bound.action.microbatch)
 
-    def _keep(self, deed: Deed, result: Array) -> None:
-        """For this stage's next part, or until it is sent."""
-        if deed.target is not None:
-            self._ready[deed.target] = result
+    def _keep(self, bound: BoundAction, result: Array) -> None:
+        """Keep a result for the next part on this stage, or until it is sent."""
+        if bound.target is not None:
+            self._ready[bound.target] = result
         elif result is not None:
-            self._made[deed.key] = result
+            self._made[bound.key] = result
 
     # ------------------------------------------------------------------------------------------ messages
 
-    def _receive(self, deed: Deed, work: Work) -> None:
-        form = work.made(deed.part, deed.action.microbatch)
+    def _receive(self, bound: BoundAction, work: StageWork) -> None:
+        form = work.made(bound.part, bound.action.microbatch)
         buffer = np.empty(form.shape, form.dtype)
-        request = self._comm.Irecv([_bytes(buffer), MPI.BYTE], deed.peer, deed.tag)
-        self._coming[deed.key] = request, buffer
+        request = self._comm.Irecv([_bytes(buffer), MPI.BYTE], bound.peer, bound.tag)
+        self._coming[bound.key] = request, buffer
 
-    def _taken(self, deed: Deed) -> Array:
-        """What a computation begins with; None if it is nothing, or the model's own business."""
-        if deed.key not in self._coming:
-            return self._ready.pop(deed.key, None)
-        request, buffer = self._coming.pop(deed.key)
+    def _taken(self, bound: BoundAction) -> Array:
+        """Input of a computation; None if it is missing or provided by the model."""
+        if bound.key not in self._coming:
+            return self._ready.pop(bound.key, None)
+        request, buffer = self._coming.pop(bound.key)
         if not request.Test(self._status):
             began = time.perf_counter()
-            patiently(lambda: request.Test(self._status))
-            self._recorder.note("communication", "wait", began, time.perf_counter(), action=deed.label)
+            progress_until(lambda: request.Test(self._status))
+            self._recorder.note("communication", "wait", began, time.perf_counter(), action=bound.label)
         if self._status.Get_count(MPI.BYTE) != buffer.nbytes or not buffer.nbytes:
             return None
         return self._xp.asarray(buffer)
 
-    def _send(self, deed: Deed, work: Work) -> None:
-        made = self._made.pop(deed.key, None)
+    def _send(self, bound: BoundAction, work: StageWork) -> None:
+        made = self._made.pop(bound.key, None)
         payload = NOTHING if made is None else _bytes(np.ascontiguousarray(to_host(made)))
-        self._leaving.append((self._comm.Isend([payload, MPI.BYTE], deed.peer, deed.tag), payload))
-        self.sent[deed.peer] += 1
+        self._leaving.append((self._comm.Isend([payload, MPI.BYTE], bound.peer, bound.tag), payload))
+        self.sent[bound.peer] += 1
         if len(self._leaving) >= MANY_SENDS:
             self._leaving = [(request, array) for request, array in self._leaving if not request.Test()]
 
 
-def patiently(done: Callable[[], bool]) -> None:
-    """Make progress until `done`. Stages wait for long: whose core others could use sleeps between two looks."""
+def progress_until(done: Callable[[], bool]) -> None:
+    """Make progress until `done`; sleeps between polls after `SPIN_SECONDS`, as stages may wait long."""
     began = time.perf_counter()
     while not done():
         progress()
-        if time.perf_counter() - began < BUSY:
+        if time.perf_counter() - began < SPIN_SECONDS:
             pause()
         else:
-            time.sleep(NAP)
+            time.sleep(SLEEP_SECONDS)
 
 
 NOTHING = np.empty(0, np.uint8)

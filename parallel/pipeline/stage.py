@@ -1,4 +1,4 @@
-"""What a stage computes in a step: its units' motions on the micro-batches of its pipeline, in training or without."""
+"""Computations of a stage: forwards and backwards of its units on the microbatches of its pipeline."""
 
 from __future__ import annotations
 
@@ -6,96 +6,145 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.data_parallel.sharded_optimizer import Part
+from parallel.data_parallel.grad_bucket import of
+from parallel.data_parallel.sharded_optimizer import ParamShard
+from parallel.engine.microbatch_pass import MicrobatchPass, nobody
 from parallel.engine.step_sync import Losses
-from parallel.engine.microbatch_pass import Motion, nobody
-from parallel.nn.operator import Array, Operator, Parameter, Run, Spec
-from parallel.pipeline.param_division import Group
+from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode
+from parallel.pipeline.param_division import SharedParamGroup
+from quant.types import Array
 
 Compute = Callable[[Array], object]
 Measure = Callable[[Array, Array], float]
 
 
-class Chunk:
-    """A part of the model on this stage, and the sink of its gradients.
+class StageChunk:
+    """Part of the model on this stage, and its gradient sink.
 
     Parameters
     ----------
     number : int
-        Which part.
+        Number of the part.
     parts : int
-        How many there are.
-    units : sequence of Operator
-    shares : sequence of (Group, Part)
-        What this rank has of its weights.
+        Number of parts.
+    units : dict of int to Operator
+        By number in the model, ascending.
+    shares : sequence of (SharedParamGroup, ParamShard)
+        This rank's shards of its weights.
     """
 
-    def __init__(self, number: int, parts: int, units: Sequence[Operator], shares: Sequence[tuple[Group, Part]]):
+    def __init__(
+        self, number: int, parts: int, units: dict[int, Operator], shares: Sequence[tuple[SharedParamGroup, ParamShard]]
+    ):
         self.number, self.units, self.shares = number, units, shares
         self.first, self.last = number == 0, number == parts - 1
         self._sinks = {id(tensor.parameter): part.gradients for group, part in shares for tensor in group.tensors}
+        ordered = [group for group, part in shares if part.context.plan.reproducible and len(group.parts) > 1]
+        self._once = {id(tensor.parameter) for group in ordered for tensor in group.tensors}
+        self._come: set[int] = set()
 
-    def open(self, turn: int, number: int) -> None:
-        """The gradients of a micro-batch are about to come."""
+    def begin_backward(self, turn: int, number: int) -> None:
+        """Begin the gradients of a microbatch."""
+        self._come.clear()
         for group, part in self.shares:
-            part.gradients.open(turn, group.leaf(number, self.number))
+            part.gradients.begin_backward(turn, group.leaf(number, self.number))
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
-        """Take a gradient."""
-        self._sinks[id(parameter)](parameter, compute)
+        """Take a gradient.
 
-    def shut(self) -> None:
-        """All have come."""
+        Raises
+        ------
+        ValueError
+            If a shared parameter of a reproducible training gets two gradients in one backward: the order of additions
+            would differ from that of a single rank (`parallel.pipeline.param_division`).
+        """
+        if id(parameter) in self._once & self._come:
+            raise ValueError(
+                f"reproducible: {parameter.name} belongs to several parts of the model, and its gradient came twice in "
+                "one backward; in one order for any layout each part has it once"
+            )
+        self._come.add(id(parameter))
+        of(self._sinks, parameter)(parameter, compute)
+
+    def left(self, unit: int) -> None:
+        """Mark that the backward has left a unit."""
         for _, part in self.shares:
-            part.gradients.shut()
+            part.gradients.left(unit)
+
+    def end_backward(self) -> None:
+        """End the gradients of a microbatch."""
+        for _, part in self.shares:
+            part.gradients.end_backward()
+
+
+class DeferredGradients:
+    """Gradient sink that defers gradients to W.
+
+    Attributes
+    ----------
+    units : list of (int, list)
+        Units that the backward has left, in order, and the gradients of each.
+    """
+
+    def __init__(self) -> None:
+        self.units: list[tuple[int, list[tuple[Parameter, Compute]]]] = []
+        self._here: list[tuple[Parameter, Compute]] = []
+
+    def __call__(self, parameter: Parameter, compute: Compute) -> None:
+        self._here.append((parameter, compute))
+
+    def left(self, unit: int) -> None:
+        """Mark that the backward has left a unit."""
+        self.units.append((unit, self._here))
+        self._here = []
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One that goes through the pipeline.
+    """Microbatch of a pipeline.
 
     Attributes
     ----------
     number : int
         In the step, counted over all pipelines.
     x, y : array
-        Inputs and targets, in the types that the model takes.
-    run : Run
-    made : sequence of Spec
-        What each part of the model makes of it.
+        Inputs and targets, in the model's dtypes.
+    run : PassMode
+    made : sequence of ArraySpec
+        Output of each part of the model.
     """
 
     number: int
     x: Array
     y: Array
-    run: Run
-    made: Sequence[Spec]
+    run: PassMode
+    made: Sequence[ArraySpec]
 
 
-class Scoring:
-    """Forwards alone.
+class StageEvaluator:
+    """Forwards only.
 
     Parameters
     ----------
-    chunks : mapping of int to Chunk
+    chunks : mapping of int to StageChunk
     microbatches : sequence of Microbatch
     loss : loss operator
     progress : callable
-        Called between two units, so that messages go on.
+        Called between units to progress messages.
     measure : callable (scores, targets) -> float, optional
 
     Attributes
     ----------
     losses : list of (number, sum of losses)
-        Of the micro-batches whose losses are here.
+        Of the microbatches whose loss is computed here.
     measured : float
     problem : Exception or None
-        The first; from then on nothing is computed.
+        First error; nothing is computed afterwards.
     """
 
     def __init__(
         self,
-        chunks: Mapping[int, Chunk],
+        chunks: Mapping[int, StageChunk],
         microbatches: Sequence[Microbatch],
         loss: Any,
         progress: Callable[[], None],
@@ -107,32 +156,29 @@ class Scoring:
         self.measured = 0.0
         self.problem: Exception | None = None
 
-    def made(self, part: int, microbatch: int) -> Spec:
-        """What a part of the model makes of a micro-batch."""
+    def made(self, part: int, microbatch: int) -> ArraySpec:
+        """Output spec of a part of the model."""
         return self._microbatches[microbatch].made[part]
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
-        """F; the scores stay here."""
+        """F; scores are not sent."""
         return self._through(self._chunks[chunk], microbatch, x, keep=False)[1]
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
-        """There is none."""
         raise NotImplementedError("forwards alone")
 
     def weights(self, chunk: int, microbatch: int) -> None:
-        """There are none."""
         raise NotImplementedError("forwards alone")
 
     def update(self, chunk: int, number: int) -> None:
-        """There is none."""
         raise NotImplementedError("without updates on the way")
 
-    def _through(self, chunk: Chunk, microbatch: int, x: Array, keep: bool) -> tuple[Motion, Array]:
-        """The motion and what has come of it."""
+    def _through(self, chunk: StageChunk, microbatch: int, x: Array, keep: bool) -> tuple[MicrobatchPass, Array]:
+        """Forward of a chunk; returns its state and output."""
         one = self._microbatches[microbatch]
         x, y = one.x if chunk.first else x, one.y if chunk.last else None
-        motion = nobody() if self.problem else Motion(x, y, one.run, self._loss)
-        for unit in chunk.units:
+        motion = nobody() if self.problem else MicrobatchPass(x, y, one.run, self._loss)
+        for unit in chunk.units.values():
             motion.forward(unit)
             if not keep:
                 motion.saved.clear()
@@ -146,7 +192,7 @@ class Scoring:
         return motion, made
 
     def _fitting(self, array: Array, part: int, microbatch: int) -> Array:
-        """What is sent, if it is what others wait for; it belongs to what a part of the model has made."""
+        """The array if it has the shape and dtype of the part's outline, else None and an error."""
         wanted = self.made(part, microbatch)
         if array is None or (array.shape, array.dtype) == (wanted.shape, wanted.dtype):
             return array
@@ -156,34 +202,33 @@ class Scoring:
         return None
 
 
-class Training(Scoring):
-    """Forwards, backwards, and gradients of weights.
+class StageTrainer(StageEvaluator):
+    """Forwards, backwards and weight gradients.
 
     Parameters
     ----------
     scale : float
-        What losses are multiplied with.
+        Loss scale.
     note : callable (bytes), optional
-        Told what is alive after every forward.
+        Called with the bytes alive after every forward.
 
     Attributes
     ----------
     early : int
-        Exchanges of gradients that were started before the last gradient was there.
+        Gradient exchanges started before the last gradient was complete.
     """
 
     def __init__(self, *args: Any, scale: float, note: Callable[[int], None] | None = None):
         super().__init__(*args)
         self._scale, self._note = scale, note
-        self._motions: dict[tuple[int, int], Motion] = {}
-        self._later: dict[tuple[int, int], list[tuple[Parameter, Compute]]] = {}
+        self._motions: dict[tuple[int, int], MicrobatchPass] = {}
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         self._alive: dict[tuple[int, int], int] = {}
         shares = [part for chunk in self._chunks.values() for _, part in chunk.shares]
         self._parts = list({id(part): part for part in shares}.values())
         self.early = 0
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
-        """F."""
         key = chunk, microbatch
         self._motions[key], made = self._through(self._chunks[chunk], microbatch, x, keep=True)
         if self._note:
@@ -192,7 +237,6 @@ class Training(Scoring):
         return made
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
-        """B, or all of the backward."""
         here, key = self._chunks[chunk], (chunk, microbatch)
         motion = self._motions[key]
         if here.last:
@@ -200,33 +244,35 @@ class Training(Scoring):
         else:
             motion.take(dy)
         if whole:
-            here.open(microbatch, self._microbatches[microbatch].number)
+            here.begin_backward(microbatch, self._microbatches[microbatch].number)
             self._back(here, motion, here)
             self._end(here, key)
         else:
-            later = self._later[key] = []
-            self._back(here, motion, lambda parameter, compute: later.append((parameter, compute)))
+            deferred = self._deferred[key] = DeferredGradients()
+            self._back(here, motion, deferred)
         dx = motion.give_back()
         return None if here.first else self._fitting(dx, here.number - 1, microbatch)
 
     def weights(self, chunk: int, microbatch: int) -> None:
-        """W."""
         here, key = self._chunks[chunk], (chunk, microbatch)
-        here.open(microbatch, self._microbatches[microbatch].number)
+        here.begin_backward(microbatch, self._microbatches[microbatch].number)
         motion = self._motions[key]
-        motion.settle(self._later.pop(key), here)
+        for number, gradients in self._deferred.pop(key).units:
+            motion.settle(gradients, here)
+            here.left(number)
         self._end(here, key)
 
-    def _back(self, chunk: Chunk, motion: Motion, sink: Any) -> None:
-        for unit in reversed(chunk.units):
-            motion.backward(unit, sink)
+    def _back(self, chunk: StageChunk, motion: MicrobatchPass, sink: StageChunk | DeferredGradients) -> None:
+        for number in reversed(chunk.units):
+            motion.backward(chunk.units[number], sink)
+            sink.left(number)
             self._progress()
         self.problem = self.problem or motion.problem
 
-    def _end(self, chunk: Chunk, key: tuple[int, int]) -> None:
-        """All of a micro-batch's gradients of a chunk are there."""
+    def _end(self, chunk: StageChunk, key: tuple[int, int]) -> None:
+        """Complete a microbatch's gradients of a chunk."""
         motion = self._motions.pop(key)
         self.problem = self.problem or motion.problem
         self._alive.pop(key, None)
         self.early = sum(part.gradients.started for part in self._parts)
-        chunk.shut()
+        chunk.end_backward()

@@ -1,4 +1,4 @@
-"""How long each unit of a model takes, one at a time: what a partition goes by."""
+"""Measurement of each unit's forward and backward times, for the partition."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parallel.runtime.vector_memory import namespace
-from parallel.nn.operator import Array, Operator, Parameter, Run, nbytes_of
-from parallel.pipeline.schedule.stage_partition import Layer
+from parallel.nn.operator import Operator, Parameter, PassMode, nbytes_of
 from parallel.optim.precision import Precision
+from parallel.pipeline.schedule.stage_partition import LayerCost
+from parallel.runtime.vector_memory import namespace
+from quant.types import Array
 
 TIMES = 3
-"""How often each motion is made; the shortest time counts."""
+"""Repetitions per measurement; the shortest time counts."""
 
 
 def measure(
     units: Sequence[Operator], loss: Any, x: Array, y: Array, recipe: Precision, *, states: int, device: str = "cpu"
-) -> list[Layer]:
-    """What units take for a micro-batch. A unit's weights are in memory while it is measured, and gone afterwards.
+) -> list[LayerCost]:
+    """Cost of each unit for one microbatch. Weights of one unit at a time are allocated.
 
     Parameters
     ----------
     units : sequence of Operator
-        Their parameters have names.
+        With named parameters.
     loss : loss operator
-        Counted as the last unit's.
+        Its time is added to the last unit.
     x, y : array
-        A micro-batch, in the types that the model takes.
+        Microbatch, in the model's dtypes.
     recipe : Precision
     states : int
-        The optimiser's vectors.
+        Number of the optimizer's state vectors.
     device : "cpu" or "cuda"
     """
     xp = namespace(device)
@@ -47,11 +48,11 @@ def measure(
 
 def _layer(
     unit: Operator, x: Array, loss: Any, y: Array, recipe: Precision, states: int, device: str
-) -> tuple[Array, Layer]:
+) -> tuple[Array, LayerCost]:
     later: list[tuple[Parameter, Callable[[Array], object]]] = []
     found: dict[str, Any] = {}
     xp = namespace(device)
-    run = Run(training=False)
+    run = PassMode(training=False)
 
     def forward() -> None:
         found["y"], found["saved"] = unit.forward(x, run)
@@ -71,7 +72,7 @@ def _layer(
     size = sum(parameter.size for parameter in unit.parameters())
     kept = sum(recipe.bytes_per_parameter(states).values()) * size
     saved = nbytes_of((found["saved"], found.get("loss")))
-    return found["y"], Layer(F, B, W, saved, found["y"].nbytes, kept, size * recipe.wide.itemsize)
+    return found["y"], LayerCost(F, B, W, saved, found["y"].nbytes, kept, size * recipe.wide.itemsize)
 
 
 def _shortest(motion: Callable[[], None], device: str) -> float:

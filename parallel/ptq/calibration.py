@@ -1,4 +1,4 @@
-"""What goes into layers on samples: moments, sizes and ranges, of the samples of all ranks together."""
+"""Calibration of layer inputs over all ranks' samples: moments, sizes, ranges."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 
 from parallel.data.sampler import Batch, Dataset
-from parallel.nn.operator import Array, Operator, Run
-from parallel.ptq.quantizable_layers import Layer, kind_of
-from parallel.ptq.packed_weights import Packed, inputs_of
-from parallel.ptq.model_surgery import Watched, rebuilt
+from parallel.nn.operator import Operator, PassMode
+from parallel.ptq.model_surgery import ObservedOperator, rebuilt
+from parallel.ptq.packed_weights import PackedWeight, inputs_of
+from parallel.ptq.quantizable_layers import QuantizableLayer, kind_of
 from parallel.runtime.collective_errors import together
 from quant import PerChannel, QuantSpec
 from quant.observers import Ema, Entropy, MeanSquare, MinMax, Percentile
+from quant.types import Array
 
 UNFIT = "these samples do not go through the model"
 
 
-class Seen:
-    """Rows of inputs of a matrix product, added up.
+class InputMoments:
+    """Accumulated moments of the input rows of a matrix product.
 
     Parameters
     ----------
@@ -42,16 +43,16 @@ class Seen:
         self._range = MinMax(PerChannel(1))
 
     def add(self, rows: Array) -> None:
-        """See some rows, shape (m, inputs)."""
+        """Add rows of shape (m, inputs)."""
         if len(rows):
             self.rows += len(rows)
             self.moments += rows.T.astype(np.float64) @ rows
             self._total += abs(rows).sum(axis=0, dtype=np.float64)
             self._range.observe(rows)
 
-    def allreduce(self, comm: Any) -> Seen:
-        """What all ranks have seen, the same on all; `comm` is used as mpi4py's."""
-        made = Seen(len(self._total))
+    def allreduce(self, comm: Any) -> InputMoments:
+        """Moments of all ranks, the same on all; `comm` has mpi4py's interface."""
+        made = InputMoments(len(self._total))
         made._range = self._range.allreduce(comm)
         counted, everyones = np.array([self.rows], np.int64), np.empty(1, np.int64)
         for mine, total in (
@@ -65,12 +66,12 @@ class Seen:
 
     @property
     def sizes(self) -> np.ndarray:
-        """The mean |x| of each input."""
+        """Mean |x| of each input."""
         return self._total / max(self.rows, 1)
 
     @property
     def largest(self) -> np.ndarray:
-        """The largest |x| of each input; 0 where nothing was seen."""
+        """Largest |x| of each input; 0 without rows."""
         if not self.rows:
             return np.zeros(len(self._total), np.float32)
         low, high = self._range.range()
@@ -84,11 +85,11 @@ OBSERVERS: dict[str, Callable[[QuantSpec], Any]] = {
     "meansquare": lambda spec: MeanSquare(spec.bits, spec.symmetric),
     "entropy": lambda spec: Entropy(spec.bits, spec.symmetric),
 }
-"""By name, from the spec that the range is for."""
+"""Observers by name: functions of the spec."""
 
 
 def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) -> list[Batch]:
-    """This rank's micro-batches of so many samples, at even distances from all over a data set.
+    """This rank's micro-batches of `count` samples, evenly spaced over a data set.
 
     The micro-batches are the same for any number of ranks, which take them in turns.
     """
@@ -99,12 +100,12 @@ def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) 
 
 
 def watch(model: Operator, names: set[str], see: Callable[[Operator, Array, Array], object]) -> Operator:
-    """The model, with somebody who sees what goes into operators of those names, and out."""
-    return rebuilt(model, lambda operator: Watched(operator, see) if operator.name in names else operator)
+    """Copy of the model that reports inputs and outputs of the named operators."""
+    return rebuilt(model, lambda operator: ObservedOperator(operator, see) if operator.name in names else operator)
 
 
 def show(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
-    """Send batches through a model that is watched. Collective.
+    """Run batches through a model with observers. Collective.
 
     Raises
     ------
@@ -115,12 +116,14 @@ def show(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
 
 
 def forward(model: Operator, batch: Batch) -> Array:
-    """What a model makes of a micro-batch."""
-    return model.forward(batch.x, Run(training=False, samples=batch.samples))[0]
+    """Output of a model for a micro-batch."""
+    return model.forward(batch.x, PassMode(training=False, samples=batch.samples))[0]
 
 
-def calibrate(model: Operator, layers: Sequence[Layer], batches: Sequence[Batch], comm: Any) -> dict[str, Seen]:
-    """What all ranks' batches bring to every layer that multiplies, by its name. Collective.
+def calibrate(
+    model: Operator, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
+) -> dict[str, InputMoments]:
+    """Input moments of every multiplying layer over all ranks' batches, by name. Collective.
 
     Parameters
     ----------
@@ -136,7 +139,7 @@ def calibrate(model: Operator, layers: Sequence[Layer], batches: Sequence[Batch]
     ValueError
         On all ranks, if samples do not fit the model, or there are none.
     """
-    seen = {layer.name: Seen(layer.shape[1]) for layer in layers if layer.multiplied}
+    seen = {layer.name: InputMoments(layer.shape[1]) for layer in layers if layer.multiplied}
     show(
         watch(
             model,
@@ -155,14 +158,14 @@ def calibrate(model: Operator, layers: Sequence[Layer], batches: Sequence[Batch]
 def observed(
     model: Operator, spec: QuantSpec, observer: str, batches: Sequence[Batch], comm: Any
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Scale and zero point for the inputs of every operator with a packed weight, by its name. Collective.
+    """Scale and zero point of the inputs of every operator with a packed weight, by name. Collective.
 
     Parameters
     ----------
     model : Operator
         As `packed` makes it.
     spec : QuantSpec
-        Of the inputs: linear codes, one scale for all.
+        Spec of the inputs: linear codes, one scale for all.
     observer : str
         A key of `OBSERVERS`.
     batches : sequence of Batch
@@ -177,7 +180,9 @@ def observed(
     found = {
         value.name: OBSERVERS[observer](spec)
         for _, value in model.walk()
-        if isinstance(value, Operator) and isinstance(getattr(value, "weight", None), Packed) and _multiplies(value)
+        if isinstance(value, Operator)
+        and isinstance(getattr(value, "weight", None), PackedWeight)
+        and _multiplies(value)
     }
 
     def begun() -> Iterator[Batch]:

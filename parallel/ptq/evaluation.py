@@ -1,4 +1,4 @@
-"""What a model makes of samples, in few bits or not: the mean loss, and layer by layer how far results are off."""
+"""Evaluation of quantised models: mean loss, and errors per layer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.data.sampler import Batch
-from parallel.nn.operator import Array, Operator, Run
+from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.calibration import UNFIT, forward, watch
-from parallel.ptq.quantizable_layers import Layer
 from parallel.ptq.packed_weights import weights_of
-from parallel.runtime.step_report import Evaluation
+from parallel.ptq.quantizable_layers import QuantizableLayer
 from parallel.runtime.collective_errors import together
+from parallel.runtime.step_report import Evaluation
+from quant.types import Array
 
 
 def evaluate(
@@ -24,7 +25,7 @@ def evaluate(
     comm: Any,
     measure: Callable[[Array, Array], float] | None = None,
 ) -> Evaluation:
-    """Mean loss of all ranks' batches, the same whoever has which. Collective.
+    """Mean loss over all ranks' batches, independent of their distribution. Collective.
 
     Parameters
     ----------
@@ -59,22 +60,22 @@ def evaluate(
     return Evaluation(sums[0] * mean, sums[2] * mean if measure else None, int(sums[1]))
 
 
-class Row(NamedTuple):
-    """A layer before and after. Errors are relative: the norm of the difference over that of what should be.
+class LayerErrorRow(NamedTuple):
+    """Errors of a layer, relative to the norms of the exact values.
 
     Attributes
     ----------
     name : str
     shape : tuple of int
-        Of its matrix.
+        Shape of its matrix.
     bits : float
-        Of a weight, scales and divisors counted.
+        Bits per weight, with scales and divisors.
     nbytes, before : int
         In few bits, and as float32.
     weights : float
-        Of the matrix.
+        Error of the matrix.
     outputs : float
-        Of what comes out when the layer alone is in few bits; NaN where nothing is multiplied or seen.
+        Error of the output with only this layer quantised; NaN where nothing is multiplied or seen.
     arriving : float
         The same when all are: with what went wrong before.
     """
@@ -89,14 +90,16 @@ class Row(NamedTuple):
     arriving: float
 
 
-def compare(model: Operator, made: Operator, layers: Sequence[Layer], batches: Sequence[Batch], comm: Any) -> list[Row]:
-    """Layer by layer, a model and what was made of it in few bits, on the samples of all ranks. Collective.
+def compare(
+    model: Operator, made: Operator, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
+) -> list[LayerErrorRow]:
+    """Layer-by-layer errors of a quantised model on all ranks' samples. Collective.
 
     Parameters
     ----------
     model, made : Operator
     layers : sequence of Layer
-        Of the first.
+        Layers of the first model.
     batches : sequence of Batch
         This rank's, which may be none.
     comm : Communicator
@@ -109,7 +112,7 @@ def compare(model: Operator, made: Operator, layers: Sequence[Layer], batches: S
 
     def before(operator: Operator, x: Array, y: Array) -> None:
         right[operator.name] = y
-        alone, _ = rounded[operator.name].forward(x, Run(training=False))
+        alone, _ = rounded[operator.name].forward(x, PassMode(training=False))
         sums[place[users[operator.name]], :2] += _square(y), _square(alone - y)
 
     def after(operator: Operator, x: Array, y: Array) -> None:
@@ -125,12 +128,12 @@ def compare(model: Operator, made: Operator, layers: Sequence[Layer], batches: S
         off = _square(few.few.matrix - w)
         errors = (_ratio(off, _square(w)), _ratio(alone, size), _ratio(all_, size))
         bits = 8 * few.nbytes / max(w.size, 1)
-        rows.append(Row(layer.name, layer.shape, bits, few.nbytes, w.nbytes, *errors))
+        rows.append(LayerErrorRow(layer.name, layer.shape, bits, few.nbytes, w.nbytes, *errors))
     return rows
 
 
 def _square(x: Array) -> float:
-    """The squared norm."""
+    """Squared norm."""
     return float(np.square(x, dtype=np.float64).sum())
 
 

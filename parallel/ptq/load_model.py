@@ -1,4 +1,4 @@
-"""A trained model out of a checkpoint, whatever layout wrote it, or out of a file that holds it in few bits."""
+"""Trained models from checkpoints of any layout, or from files of quantised models."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from parallel.checkpoint.checkpoint_files import NAME, Checkpoint, CheckpointError, latest
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, latest
+from parallel.checkpoint.step_folders import NAME
+from parallel.data.datasets import LearningTask
+from parallel.engine.settings import Settings, complete
 from parallel.grad_compression import NONE
-from parallel.data.datasets import Task
-from parallel.runtime.validation import named
 from parallel.nn.operator import Operator, name_all
+from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
 from parallel.ptq.quantizable_layers import expect_finite
-from parallel.ptq.packed_weights import Few, Rounded, packed, rounding, weights_of
-from parallel.runtime.step_report import Evaluation
-from parallel.settings import Settings, complete
 from parallel.runtime.collective_errors import together
-from parallel.trainer.trainer import Score, loss_of, measure_of, prepare, settings_in
+from parallel.runtime.step_report import Evaluation
+from parallel.runtime.validation import named
+from parallel.trainer.trainer import EvalScore, loss_of, measure_of, prepare, settings_in
 from quant import QuantizedArray, QuantSpec
-from quant.io import safetensors_file as files
+from quant.io import safetensors_file
 
 FORMAT = "chorus quantised model 1"
 
 
 @dataclass
-class Trained:
-    """A model with values, and what it has learned from.
+class TrainedModel:
+    """Trained model with its task and settings.
 
     Attributes
     ----------
@@ -39,26 +40,26 @@ class Trained:
     """
 
     settings: Settings
-    task: Task
+    task: LearningTask
     model: Operator
 
     @property
     def loss(self) -> Any:
-        """What it was trained to make small."""
+        """Loss function of the training."""
         return loss_of(self.task)
 
     @property
     def measure(self) -> Any:
-        """How many targets are met, where they can be met."""
+        """Number of correct predictions, or None for regression."""
         return measure_of(self.task)
 
-    def score(self, found: Evaluation) -> Score:
-        """An evaluation in the words of a training."""
-        return Score.of(found, self.task)
+    def score(self, found: Evaluation) -> EvalScore:
+        """Evaluation as reported by trainings."""
+        return EvalScore.of(found, self.task)
 
 
-def from_checkpoint(comm: Any, path: Path) -> Trained:
-    """The model of a checkpoint, or of the newest in a folder of them, on every rank. Collective.
+def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
+    """Model of a checkpoint, or of the newest in a folder, on every rank. Collective.
 
     Raises
     ------
@@ -71,15 +72,17 @@ def from_checkpoint(comm: Any, path: Path) -> Trained:
     if newest is None:
         raise CheckpointError(f"{path} has no checkpoints")
     found = Checkpoint(comm, newest)
-    said = _plain(settings_in(found))
-    task, model, _ = together(comm, lambda: prepare(said, 1), f"the model of {newest} cannot be made")
+    settings = _single_rank_settings(settings_in(found))
+    task, model, _ = together(comm, lambda: prepare(settings, 1), f"the model of {newest} cannot be made")
     parameters = {f"model/{parameter.name}": parameter for parameter in name_all(model)}
     there = {name: entry.shape for name, entry in found.entries.items() if name.startswith("model/")}
     here = {name: parameter.shape for name, parameter in parameters.items()}
     if here != there:
         name = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))[0]
-        told = f"{name} has shape {there.get(name)} in it, and {here.get(name)} in {said.model} for {task.name}"
-        raise CheckpointError(f"{newest} is of another model: {told}")
+        difference = (
+            f"{name} has shape {there.get(name)} in it, and {here.get(name)} in {settings.model} for {task.name}"
+        )
+        raise CheckpointError(f"{newest} is of another model: {difference}")
 
     def read() -> None:
         for name, parameter in parameters.items():
@@ -87,15 +90,15 @@ def from_checkpoint(comm: Any, path: Path) -> Trained:
         expect_finite(model)
 
     together(comm, read, f"{newest} cannot be used")
-    return Trained(said, task, model)
+    return TrainedModel(settings, task, model)
 
 
-def _plain(before: dict[str, Any]) -> Settings:
-    """Settings that make the same model and the same data on one rank, without all that only training needs."""
+def _single_rank_settings(before: dict[str, Any]) -> Settings:
+    """Settings of the same model and data on one rank, without training options."""
     return complete({"layout": "dp", "precision": "fp32", "compress": NONE, "recompute": False, "pool": False}, before)
 
 
-def task_for(comm: Any, trained: Trained, data: str) -> Task:
+def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
     """Other data for the same model. Collective.
 
     Raises
@@ -112,11 +115,11 @@ def task_for(comm: Any, trained: Trained, data: str) -> Task:
     return task
 
 
-# ---------------------------------------------------------------------------------------------- in few bits
+# ---------------------------------------------------------------------------------------------- files
 
 
-def save(path: Path, trained: Trained, made: Operator) -> None:
-    """Write a model in few bits: codes, the parameters that stayed as they are, and what it takes to build it anew.
+def save(path: Path, trained: TrainedModel, made: Operator) -> None:
+    """Write a quantised model: codes, other parameters, and the settings to rebuild it.
 
     Raises
     ------
@@ -130,15 +133,15 @@ def save(path: Path, trained: Trained, made: Operator) -> None:
             arrays[f"{name}/divisor"] = weight.few.divisor
     inputs = {}
     for _, operator in made.walk():
-        if isinstance(operator, Rounded):
+        if isinstance(operator, RoundedInput):
             inputs[operator.name] = operator.spec.to_dict()
             given = {name: values for name, values in operator.given.items() if values is not None}
             arrays |= {f"{operator.name}/inputs.{name}": values for name, values in given.items()}
-    files.save(path, arrays, {"format": FORMAT, "settings": asdict(trained.settings), "inputs": inputs})
+    safetensors_file.save(path, arrays, {"format": FORMAT, "settings": asdict(trained.settings), "inputs": inputs})
 
 
-def load(path: Path) -> Trained:
-    """What `save` has written.
+def load(path: Path) -> TrainedModel:
+    """Read a model written by `save`.
 
     Raises
     ------
@@ -151,23 +154,23 @@ def load(path: Path) -> Trained:
     """
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
-    about = files.about(path)
+    about = safetensors_file.about(path)
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError("it holds no model in few bits")
-    arrays = files.load(path)
-    said = complete(named(about.get("settings"), "settings"))
-    task, model, _ = prepare(said, 1)
+    arrays = safetensors_file.load(path)
+    settings = complete({}, named(about.get("settings"), "settings"))
+    task, model, _ = prepare(settings, 1)
     few = {}
     for parameter in name_all(model):
         if parameter.name not in arrays:
             raise ValueError(f"it has no {parameter.name}")
         values = arrays[parameter.name]
         if isinstance(values, QuantizedArray):
-            few[parameter.name] = Few(values, arrays.get(f"{parameter.name}/divisor"))  # type: ignore[arg-type]
+            few[parameter.name] = FewBitWeight(values, arrays.get(f"{parameter.name}/divisor"))  # type: ignore[arg-type]
         else:
             parameter.data = values
     made = packed(model, few)
     for name, spec in named(about.get("inputs"), "inputs").items():
         kept = {kind: arrays.get(f"{name}/inputs.{kind}") for kind in ("scales", "zeros")}
         made = rounding(made, QuantSpec.from_dict(spec), {name: kept})
-    return Trained(said, task, made)
+    return TrainedModel(settings, task, made)

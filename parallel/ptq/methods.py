@@ -1,4 +1,4 @@
-"""The ways to round a layer's weights: one table of functions on a matrix and what is known of its inputs."""
+"""Rounding methods of weight matrices."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.ptq.calibration import Seen
-from parallel.ptq.packed_weights import Few
+from parallel.ptq.calibration import InputMoments
+from parallel.ptq.packed_weights import FewBitWeight
 from quant import QuantSpec, quantize
 from quant.ptq import awq, gptq, hqq, smoothing
 
 
-def _rtn(w: np.ndarray, seen: Seen, spec: QuantSpec) -> Few:
-    return Few(quantize(w, spec, seed=0))
+def _rtn(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
+    return FewBitWeight(quantize(w, spec, seed=0))
 
 
-def _gptq(w: np.ndarray, seen: Seen, spec: QuantSpec) -> Few:
-    return Few(gptq(w, seen.moments, spec))
+def _gptq(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
+    return FewBitWeight(gptq(w, seen.moments, spec))
 
 
-def _awq(w: np.ndarray, seen: Seen, spec: QuantSpec) -> Few:
-    return Few(*awq(w, seen.moments, seen.sizes, spec))
+def _awq(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
+    return FewBitWeight(*awq(w, seen.moments, seen.sizes, spec))
 
 
-def _smoothquant(w: np.ndarray, seen: Seen, spec: QuantSpec) -> Few:
+def _smoothquant(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
     s = smoothing(seen.largest, w)
-    return Few(quantize(w * s, spec, seed=0), s)
+    return FewBitWeight(quantize(w * s, spec, seed=0), s)
 
 
-def _hqq(w: np.ndarray, seen: Seen, spec: QuantSpec) -> Few:
-    return Few(hqq(w, _floating_zeros(spec)))
+def _hqq(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
+    return FewBitWeight(hqq(w, _floating_zeros(spec)))
 
 
 def _floating_zeros(spec: QuantSpec) -> QuantSpec:
@@ -49,32 +49,32 @@ def _nearest(spec: QuantSpec) -> QuantSpec:
     return spec.replace(rounding="nearest_even")
 
 
-class Method(NamedTuple):
-    """A line of the table.
+class RoundingMethod(NamedTuple):
+    """Rounding method.
 
     Attributes
     ----------
     rounded : callable (w, seen, spec) -> Few
         w : float32, shape (outputs, inputs).
     divides : bool
-        Whether there are divisors.
+        True if the result has divisors.
     blind : bool
-        Whether it needs to know nothing of the inputs, and so suits weights that are only looked up.
+        True if it needs no input statistics, and so suits weights that are only looked up.
     spec : callable spec -> spec
-        What becomes of the spec that was asked for: of the codes that come out.
+        Spec of the resulting codes, from the requested spec.
     """
 
-    rounded: Callable[[np.ndarray, Seen, QuantSpec], Few]
+    rounded: Callable[[np.ndarray, InputMoments, QuantSpec], FewBitWeight]
     divides: bool = False
     blind: bool = False
     spec: Callable[[QuantSpec], QuantSpec] = _as_asked
 
 
 METHODS = {
-    "rtn": Method(_rtn, blind=True),
-    "gptq": Method(_gptq, spec=_nearest),
-    "awq": Method(_awq, divides=True),
-    "smoothquant": Method(_smoothquant, divides=True),
-    "hqq": Method(_hqq, blind=True, spec=_floating_zeros),
+    "rtn": RoundingMethod(_rtn, blind=True),
+    "gptq": RoundingMethod(_gptq, spec=_nearest),
+    "awq": RoundingMethod(_awq, divides=True),
+    "smoothquant": RoundingMethod(_smoothquant, divides=True),
+    "hqq": RoundingMethod(_hqq, blind=True, spec=_floating_zeros),
 }
-"""By name: rounding to the nearest, and what `quant.ptq` has."""
+"""Rounding methods by name: nearest, and those of `quant.ptq`."""

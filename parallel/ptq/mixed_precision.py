@@ -1,4 +1,4 @@
-"""Another width for every layer: options and what each costs, and the choice among them that a search makes."""
+"""Mixed precision: options per layer with their costs and losses, and the choice among them."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.data.sampler import Batch
-from parallel.nn.operator import Array, Operator, Run
-from parallel.ptq.calibration import UNFIT, Seen, forward, watch
-from parallel.ptq.quantizable_layers import Layer
-from parallel.ptq.packed_weights import Few, Rounded, inputs_of, packed
+from parallel.nn.operator import Operator, PassMode
+from parallel.ptq.calibration import UNFIT, InputMoments, forward, watch
+from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, inputs_of, packed
+from parallel.ptq.quantizable_layers import QuantizableLayer
 from parallel.ptq.quantize_model import nbytes_of, rounded
 from parallel.runtime.collective_errors import together
 from quant import PerGroup, QuantSpec
 from quant.observers import MinMax
-from quant.search import SEARCHES, Choice, Table
+from quant.search import SEARCHES, Choice, SearchTable
+from quant.types import Array
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
-"""Bits of a code that a layer may have."""
+"""Code widths that a layer may have."""
 
 TIMES = 5
-"""How often a layer is timed; the least counts."""
+"""Repetitions of a timing; the fastest counts."""
 
 
 def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS, groups: Sequence[int] | None = None) -> list[QuantSpec]:
-    """A spec in other widths and, if it has groups, in groups of other sizes.
+    """Spec in other widths, and for groups in other group sizes.
 
     Parameters
     ----------
     spec : QuantSpec
-        Of linear codes.
+        Spec of linear codes.
     widths : sequence of int
     groups : sequence of int, optional
         By default half of the spec's size, the same, twice and four times as many; none but its own where it has none.
@@ -62,8 +63,8 @@ def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS, groups: Sequence
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """Layers, their options, and all that a search looks at.
+class PrecisionMixture:
+    """Layers, their options, and the search table.
 
     Attributes
     ----------
@@ -75,22 +76,22 @@ class Mixture:
         Every layer by every option.
     nbytes : array of int64, shape (layers, options)
     table : Table
-        What options cost, in bytes or in seconds, and lose.
+        Costs (bytes or seconds) and losses of the options.
     """
 
     model: Operator
-    layers: Sequence[Layer]
+    layers: Sequence[QuantizableLayer]
     specs: Sequence[QuantSpec]
-    few: Sequence[Sequence[Few]]
+    few: Sequence[Sequence[FewBitWeight]]
     nbytes: np.ndarray
-    table: Table
+    table: SearchTable
 
     def uniform(self, spec: QuantSpec) -> Choice:
-        """The same option for all layers."""
+        """Same option for all layers."""
         return (list(self.specs).index(spec),) * len(self.layers)
 
     def budget(self, spec: QuantSpec, bits: float) -> float:
-        """What all layers cost together by that spec in so many bits, scales counted; between widths, a straight line.
+        """Cost of all layers at so many bits, scales included; linear between widths.
 
         Raises
         ------
@@ -104,43 +105,24 @@ class Mixture:
         return float(np.interp(bits, widths, costs))
 
     def choose(self, search: str, budget: float, comm: Any) -> Choice:
-        """The options that a search of `SEARCHES` takes within a budget, the same on all ranks. Collective."""
+        """Options found by a search of `SEARCHES` within a budget, the same on all ranks. Collective."""
         return together(comm, lambda: SEARCHES[search](self.table, budget), search, root=0)
 
     def chosen(self, choice: Choice) -> Operator:
-        """The model by these options."""
+        """Model with these options."""
         return packed(self.model, {layer.name: few[at] for layer, few, at in zip(self.layers, self.few, choice)})
 
     def bits(self, choice: Choice) -> float:
-        """Bits of a weight on the average, scales counted."""
+        """Mean bits per weight, scales included."""
         taken = sum(int(line[at]) for line, at in zip(self.nbytes, choice))
         return 8 * taken / max(sum(math.prod(layer.shape) for layer in self.layers), 1)
 
 
-def mixture(
-    model: Operator,
-    loss: Any,
-    layers: Sequence[Layer],
-    specs: Sequence[QuantSpec],
-    seen: dict[str, Seen],
-    batches: Sequence[Batch],
-    comm: Any,
-    *,
-    method: str,
-    sensitivity: Callable[..., np.ndarray],
-    cost: str = "bytes",
-    activations: QuantSpec | None = None,
-) -> Mixture:
-    """Round every layer by every option, and find out what each costs and loses. Collective.
+class MixtureOptions(NamedTuple):
+    """Options of `mixture`.
 
-    Parameters
+    Attributes
     ----------
-    model, loss, layers, batches, comm
-        As in `parallel.ptq.evaluation.evaluate`; layers as of `layers_of(model)`.
-    specs : sequence of QuantSpec
-        The options.
-    seen : dict
-        As `calibrate` gives it.
     method : str
         A key of `METHODS`.
     sensitivity : callable
@@ -148,14 +130,37 @@ def mixture(
     cost : str
         A key of `COSTS`.
     activations : QuantSpec, optional
-        Of the inputs, where these are to be in few bits: of the cost alone.
+        Spec of the inputs if they are quantised too; affects costs only.
     """
-    flat = rounded([(layer, spec) for layer in layers for spec in specs], seen, method, comm)
+
+    method: str
+    sensitivity: Callable[..., np.ndarray]
+    cost: str = "bytes"
+    activations: QuantSpec | None = None
+
+
+def mixture(
+    model: Operator,
+    loss: Any,
+    layers: Sequence[QuantizableLayer],
+    specs: Sequence[QuantSpec],
+    moments: dict[str, InputMoments],
+    batches: Sequence[Batch],
+    comm: Any,
+    options: MixtureOptions,
+) -> PrecisionMixture:
+    """Round every layer by every option and measure costs and losses. Collective.
+
+    `specs` are the options, `layers` those of `layers_of(model)`, `moments` the result of `calibrate`; other
+    parameters as in `parallel.ptq.evaluation.evaluate`.
+    """
+    method, sensitivity, cost, activations = options
+    flat = rounded([(layer, spec) for layer in layers for spec in specs], moments, method, comm)
     few = [flat[first : first + len(specs)] for first in range(0, len(flat), len(specs))]
     sizes = np.array([[nbytes_of(layer, spec, method) for spec in specs] for layer in layers], np.int64)
     losses = sensitivity(model, loss, layers, few, batches, comm)
     costs = COSTS[cost](model, layers, few, sizes, batches, comm, activations)
-    return Mixture(model, layers, specs, few, sizes, Table(costs, losses))
+    return PrecisionMixture(model, layers, specs, few, sizes, SearchTable(costs, losses))
 
 
 def _bytes(model: Operator, layers: Any, few: Any, sizes: np.ndarray, *_: Any) -> np.ndarray:
@@ -164,14 +169,14 @@ def _bytes(model: Operator, layers: Any, few: Any, sizes: np.ndarray, *_: Any) -
 
 def _latency(
     model: Operator,
-    layers: Sequence[Layer],
-    few: Sequence[Sequence[Few]],
+    layers: Sequence[QuantizableLayer],
+    few: Sequence[Sequence[FewBitWeight]],
     sizes: np.ndarray,
     batches: Sequence[Batch],
     comm: Any,
     activations: QuantSpec | None,
 ) -> np.ndarray:
-    """Seconds of a layer's forwards of rank 0's first batch, of all its users; as measured there."""
+    """Seconds of a layer's forward passes on rank 0's first batch, over all its users."""
 
     def measured() -> np.ndarray:
         if not batches:
@@ -188,7 +193,11 @@ def _latency(
 
 
 def _seconds(
-    model: Operator, layer: Layer, few: Few, arriving: dict[str, Array], activations: QuantSpec | None
+    model: Operator,
+    layer: QuantizableLayer,
+    few: FewBitWeight,
+    arriving: dict[str, Array],
+    activations: QuantSpec | None,
 ) -> float:
     made = packed(model, {layer.name: few})
     users = {user.name for user in layer.users}
@@ -200,16 +209,16 @@ def _seconds(
             if activations is not None and layer.multiplied and x.dtype.kind == "f":
                 seen = MinMax()
                 seen.observe(inputs_of(operator, x))
-                operator = Rounded(operator, activations, seen.parameters(activations))
+                operator = RoundedInput(operator, activations, seen.parameters(activations))
             total += min(_once(operator, x) for _ in range(TIMES))
     return total
 
 
 def _once(operator: Operator, x: Array) -> float:
     began = time.perf_counter()
-    operator.forward(x, Run(training=False))
+    operator.forward(x, PassMode(training=False))
     return time.perf_counter() - began
 
 
 COSTS: dict[str, Callable[..., np.ndarray]] = {"bytes": _bytes, "latency": _latency}
-"""What a budget is of: functions to an array of shape (layers, options)."""
+"""Costs by name: functions to an array of shape (layers, options)."""

@@ -1,4 +1,4 @@
-"""A model with some of its operators replaced, or watched: a new tree that shares the parameters of the old one."""
+"""Copies of a model with replaced or observed operators that share its parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
-from parallel.nn.operator import Array, Operator, Outline, Parameter, Run, Sink, Spec
+from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from quant.types import Array
 
 
 def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator:
-    """A copy of the tree, from its leaves up, in which every operator is what `change` makes of its copy.
+    """Copy of an operator tree in which `change` maps each copied operator, leaves first.
 
     Parameters
     ----------
@@ -18,14 +19,14 @@ def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator
         Stays as it is.
     change : callable operator -> operator
         Gets the copy, whose own operators were changed before it; it may write into it. What is held twice is changed
-        once; what is `Around` another operator is changed as one with it.
+        once; what is `WrappedOperator` another operator is changed as one with it.
     """
     made: dict[int, Operator] = {}
 
     def build(operator: Operator) -> Operator:
         if id(operator) not in made:
             new = copy(operator)
-            for name, value in vars(operator).items() if not isinstance(operator, Around) else ():
+            for name, value in vars(operator).items() if not isinstance(operator, WrappedOperator) else ():
                 if isinstance(value, Operator):
                     setattr(new, name, build(value))
                 elif isinstance(value, list | tuple):
@@ -36,8 +37,8 @@ def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator
     return build(model)
 
 
-class Around(Operator):
-    """An operator in place of another one that it holds; parameters keep their names.
+class WrappedOperator(Operator):
+    """Wrapper of an operator that keeps parameters' names.
 
     Parameters
     ----------
@@ -48,16 +49,14 @@ class Around(Operator):
         self.inner, self.name = inner, inner.name
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Those of the inner operator."""
         yield from self.inner.members()
 
-    def outline(self, x: Spec) -> Outline:
-        """That of the inner operator."""
+    def outline(self, x: ArraySpec) -> OperatorOutline:
         return self.inner.outline(x)
 
 
-class Watched(Around):
-    """The inner operator, and somebody who sees what goes into it and what comes out.
+class ObservedOperator(WrappedOperator):
+    """Wrapper that passes inputs and outputs to a callback.
 
     Parameters
     ----------
@@ -69,12 +68,10 @@ class Watched(Around):
         super().__init__(inner)
         self._see = see
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """As the inner operator."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         y, saved = self.inner.forward(x, run)
         self._see(self.inner, x, y)
         return y, saved
 
-    def backward(self, dy: Array, saved: Any, grads: Sink) -> Array:
-        """As the inner operator."""
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return self.inner.backward(dy, saved, grads)

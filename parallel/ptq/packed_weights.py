@@ -1,4 +1,4 @@
-"""What stands where a parameter stood: a weight in few bits, and inputs that are rounded on their way in."""
+"""Quantised weights in place of parameters, and quantised inputs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.nn.operator import Array, Operator, Run
-from parallel.ptq.quantizable_layers import Product, from_matrix, kind_of
-from parallel.ptq.model_surgery import Around, rebuilt
+from parallel.nn.operator import Operator, PassMode
+from parallel.ptq.model_surgery import WrappedOperator, rebuilt
+from parallel.ptq.quantizable_layers import MatrixProduct, from_matrix, kind_of
 from quant import QuantizedArray, QuantSpec, quantize
 from quant.ptq.integer_matmul import exact, product
+from quant.types import Array
 
 
-class Few(NamedTuple):
-    """A matrix W in few bits: W is about codes / divisor, column by column.
+class FewBitWeight(NamedTuple):
+    """Quantised matrix W, approximately codes / divisor, column by column.
 
     Attributes
     ----------
@@ -28,54 +29,54 @@ class Few(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Codes, scales and divisors."""
+        """Bytes of codes, scales and divisors."""
         return self.codes.nbytes + (0 if self.divisor is None else self.divisor.nbytes)
 
     @property
     def matrix(self) -> Array:
-        """What it stands for: float32, shape (outputs, inputs)."""
+        """Decoded matrix: float32, shape (outputs, inputs)."""
         numbers = self.codes.dequantize()
         return numbers if self.divisor is None else numbers / self.divisor
 
 
-class Packed:
-    """A weight in few bits, which operators use as they would a parameter. It learns nothing, and is none.
+class PackedWeight:
+    """Quantised weight with the interface of a parameter, not trainable.
 
     Parameters
     ----------
     few : Few
     shape : tuple of int
-        Of the parameter in whose place it is.
+        Shape of the replaced parameter.
     turned : bool
-        Whether that is the transpose of the matrix.
+        True if the parameter is the transpose of the matrix.
     name : str
         That of the parameter.
     """
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, few: Few, shape: tuple[int, ...], turned: bool, name: str):
+    def __init__(self, few: FewBitWeight, shape: tuple[int, ...], turned: bool, name: str):
         self.few, self.shape, self.turned, self.name = few, shape, turned, name
 
     @property
     def data(self) -> Array:
-        """The numbers, made anew whenever they are asked for: only codes stay in memory."""
+        """Decoded values, recomputed at each access: only codes stay in memory."""
         return from_matrix(self.few.matrix, self.shape, self.turned)
 
     @property
     def nbytes(self) -> int:
-        """Codes, scales and divisors."""
+        """Bytes of codes, scales and divisors."""
         return self.few.nbytes
 
 
-class Rounded(Around):
-    """An operator with a packed weight whose inputs are in few bits, too: a product of codes where both are integers.
+class RoundedInput(WrappedOperator):
+    """Operator with a packed weight and quantised inputs; multiplies codes where both are integers.
 
     Parameters
     ----------
     inner : Operator
     spec : QuantSpec
-        Of the inputs: one scale for all.
+        Spec of the inputs: one scale for all.
     parameters : dict
         Its scale, and zero point if it has one, as observers give them: what lies beyond is clipped.
     """
@@ -85,8 +86,8 @@ class Rounded(Around):
         self.spec, self.given = spec, parameters
         self._product = product_of(inner)
 
-    def forward(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Saves nothing: it is not for training."""
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        """Saves nothing: inference only."""
         few, bias = self.inner.weight.few, getattr(self.inner, "bias", None)  # type: ignore[attr-defined]
         q = quantize(inputs_of(self.inner, x), self.spec, **self.given)
         if exact(self.spec, few.codes.spec):
@@ -98,30 +99,30 @@ class Rounded(Around):
         return self._product.shaped(self.inner, x, y), ()
 
 
-def product_of(operator: Operator) -> Product:
-    """How an operator that multiplies its weights does so."""
+def product_of(operator: Operator) -> MatrixProduct:
+    """Matrix product of an operator's weights."""
     kind = kind_of(operator)
     assert kind is not None and kind.product is not None, operator
     return kind.product
 
 
 def inputs_of(operator: Operator, x: Array) -> Array:
-    """The rows that an operator's weights multiply, divided where they are to be."""
+    """Rows multiplied by an operator's weights, divided if the weight has divisors."""
     rows = product_of(operator).rows(operator, x)
     weight = operator.weight  # type: ignore[attr-defined]
-    divided = isinstance(weight, Packed) and weight.few.divisor is not None
+    divided = isinstance(weight, PackedWeight) and weight.few.divisor is not None
     return rows / weight.few.divisor if divided else rows
 
 
-def packed(model: Operator, few: dict[str, Few]) -> Operator:
-    """The model with weights of those names in few bits; the model itself stays as it is."""
-    made: dict[str, Packed] = {}
+def packed(model: Operator, few: dict[str, FewBitWeight]) -> Operator:
+    """Copy of the model with the named weights quantised."""
+    made: dict[str, PackedWeight] = {}
 
     def change(operator: Operator) -> Operator:
         weight = getattr(operator, "weight", None)
         if (kind := kind_of(operator)) is not None and weight is not None and weight.name in few:
             name = weight.name
-            made.setdefault(name, Packed(few[name], weight.shape, kind.turned, name))
+            made.setdefault(name, PackedWeight(few[name], weight.shape, kind.turned, name))
             operator.weight = made[name]  # type: ignore[attr-defined]
         return operator
 
@@ -129,27 +130,27 @@ def packed(model: Operator, few: dict[str, Few]) -> Operator:
 
 
 def rounding(model: Operator, spec: QuantSpec, parameters: dict[str, dict[str, Any]]) -> Operator:
-    """The model in which inputs of operators of those names are rounded, too."""
+    """Copy of the model with the inputs of the named operators quantised."""
     return rebuilt(
         model,
         lambda operator: (
-            Rounded(operator, spec, parameters[operator.name]) if operator.name in parameters else operator
+            RoundedInput(operator, spec, parameters[operator.name]) if operator.name in parameters else operator
         ),
     )
 
 
-def weights_of(model: Operator) -> dict[str, Packed]:
-    """The packed weights of a model by name."""
-    found: dict[str, Packed] = {}
+def weights_of(model: Operator) -> dict[str, PackedWeight]:
+    """Packed weights of a model by name."""
+    found: dict[str, PackedWeight] = {}
     for operator in (model, *(value for _, value in model.walk() if isinstance(value, Operator))):
-        inner = operator.inner if isinstance(operator, Rounded) else operator
-        if isinstance(weight := getattr(inner, "weight", None), Packed):
+        inner = operator.inner if isinstance(operator, RoundedInput) else operator
+        if isinstance(weight := getattr(inner, "weight", None), PackedWeight):
             found[weight.name] = weight
     return found
 
 
 def nbytes(model: Operator) -> int:
-    """Bytes of all weights: those in few bits with their scales and divisors, all others as float32."""
+    """Bytes of all weights: quantised ones with scales and divisors, others as float32."""
     return 4 * sum(parameter.size for parameter in model.parameters()) + sum(
         weight.nbytes for weight in weights_of(model).values()
     )

@@ -1,4 +1,4 @@
-"""Which operators have weights to be written in few bits, and how each is a matrix that multiplies rows of inputs."""
+"""Layers with quantisable weights, and their weights as matrices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from parallel.nn import kernels
 from parallel.nn.conv import Conv2d
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.linear import Linear
-from parallel.nn.operator import Array, Operator, Parameter
+from parallel.nn.operator import Operator, Parameter
+from quant.types import Array
 
 
-class Product(NamedTuple):
-    """How an operator multiplies its weights: y = x W^T, W of shape (outputs, inputs).
+class MatrixProduct(NamedTuple):
+    """Matrix product of an operator: y = x W^T, W of shape (outputs, inputs).
 
     Attributes
     ----------
     rows : callable (operator, x) -> array, shape (m, inputs)
-        What W multiplies.
+        Rows multiplied by W.
     shaped : callable (operator, x, products) -> y
         The result, from the products of shape (m, outputs) with the bias in them.
     """
@@ -30,19 +31,19 @@ class Product(NamedTuple):
     shaped: Callable[[Any, Array, Array], Array]
 
 
-class Kind(NamedTuple):
-    """A line of the table.
+class LayerKind(NamedTuple):
+    """Properties of an operator class.
 
     Attributes
     ----------
     turned : bool
-        Whether the parameter is W^T.
+        True if the parameter is W^T.
     product : Product or None
         None where weights are looked up and nothing is multiplied.
     """
 
     turned: bool
-    product: Product | None
+    product: MatrixProduct | None
 
 
 def _last(operator: Operator, x: Array) -> Array:
@@ -62,40 +63,40 @@ def _images(conv: Conv2d, x: Array, y: Array) -> Array:
     return np.ascontiguousarray(y.reshape(len(x), *over, conv.outputs).transpose(0, 3, 1, 2))
 
 
-KINDS: dict[type[Operator], Kind] = {
-    Linear: Kind(True, Product(_last, _as_last)),
-    Conv2d: Kind(False, Product(_windows, _images)),
-    Unembedding: Kind(False, Product(_last, _as_last)),
-    Embedding: Kind(False, None),
-    PositionEmbedding: Kind(False, None),
+KINDS: dict[type[Operator], LayerKind] = {
+    Linear: LayerKind(True, MatrixProduct(_last, _as_last)),
+    Conv2d: LayerKind(False, MatrixProduct(_windows, _images)),
+    Unembedding: LayerKind(False, MatrixProduct(_last, _as_last)),
+    Embedding: LayerKind(False, None),
+    PositionEmbedding: LayerKind(False, None),
 }
-"""Operators whose parameter `weight` is quantised; all other parameters stay as they are."""
+"""Operators whose parameter `weight` is quantised."""
 
 
-def kind_of(operator: Operator) -> Kind | None:
-    """Its line in the table, if it has one."""
+def kind_of(operator: Operator) -> LayerKind | None:
+    """Entry of an operator in `KINDS`, or None."""
     return next((kind for known, kind in KINDS.items() if isinstance(operator, known)), None)
 
 
 def to_matrix(weight: Array, turned: bool) -> Array:
-    """A parameter's values as W."""
+    """W of a parameter's values."""
     return weight.T if turned else weight.reshape(len(weight), -1)
 
 
 def from_matrix(matrix: Array, shape: tuple[int, ...], turned: bool) -> Array:
-    """W as a parameter's values."""
+    """Parameter's values of W."""
     return matrix.T if turned else matrix.reshape(shape)
 
 
 @dataclass
-class Layer:
-    """A weight, and the operators that use it: two, where scores are made by the embedding's own table.
+class QuantizableLayer:
+    """Weight and the operators that use it (two for tied embeddings).
 
     Attributes
     ----------
     parameter : Parameter
     turned : bool
-        Whether it is W^T.
+        True if it is W^T.
     users : list of Operator
     """
 
@@ -105,12 +106,11 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """The parameter's."""
         return self.parameter.name
 
     @property
     def multiplied(self) -> bool:
-        """Whether rows of inputs come to it, or it is only looked up."""
+        """True if inputs are multiplied by it; False if it is only looked up."""
         return any(getattr(kind_of(user), "product", None) for user in self.users)
 
     @property
@@ -120,25 +120,25 @@ class Layer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         rows = self.parameter.shape[-1 if self.turned else 0]
         return rows, self.parameter.size // max(rows, 1)
 
 
-def layers_of(model: Operator) -> list[Layer]:
-    """The weights of a model whose parameters have names, in order of their first use."""
-    found: dict[int, Layer] = {}
+def layers_of(model: Operator) -> list[QuantizableLayer]:
+    """Quantisable layers of a model with named parameters, in order of first use."""
+    found: dict[int, QuantizableLayer] = {}
     for _, operator in model.walk():
         if isinstance(operator, Operator) and (kind := kind_of(operator)) and isinstance(operator.weight, Parameter):  # type: ignore[attr-defined]
             weight: Parameter = operator.weight  # type: ignore[attr-defined]
-            layer = found.setdefault(id(weight), Layer(weight, kind.turned))
+            layer = found.setdefault(id(weight), QuantizableLayer(weight, kind.turned))
             if operator not in layer.users:
                 layer.users.append(operator)
     return list(found.values())
 
 
 def expect_finite(model: Operator) -> None:
-    """Raise ValueError that names the parameter and the place if any value of a model is NaN or infinite."""
+    """Raise ValueError that names the first parameter value that is NaN or infinite."""
     for parameter in model.parameters():
         finite = np.isfinite(parameter.data)
         if not finite.all():

@@ -1,4 +1,4 @@
-"""From a trained model to one in few bits: samples are shown, and ranks round the layers in turns."""
+"""Quantisation of a trained model: calibration, and rounding of layers distributed over ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from parallel.data.sampler import Batch
 from parallel.nn.operator import Operator
-from parallel.ptq.calibration import OBSERVERS, Seen, calibrate, observed
-from parallel.ptq.quantizable_layers import Layer, layers_of
-from parallel.ptq.methods import METHODS, Method
-from parallel.ptq.packed_weights import Few, packed, rounding
+from parallel.ptq.calibration import OBSERVERS, InputMoments, calibrate, observed
+from parallel.ptq.methods import METHODS, RoundingMethod
+from parallel.ptq.packed_weights import FewBitWeight, packed, rounding
+from parallel.ptq.quantizable_layers import QuantizableLayer, layers_of
 from quant import PerGroup, PerTensor, QuantizedArray, QuantSpec, wire_nbytes
 
-Wanted = tuple[Layer, QuantSpec]
-"""A layer, and how it is to be written."""
+Wanted = tuple[QuantizableLayer, QuantSpec]
+"""Layer and its spec."""
 
 
 def quantise(
@@ -29,21 +29,21 @@ def quantise(
     activations: QuantSpec | None = None,
     observer: str = "minmax",
 ) -> Operator:
-    """A model in few bits that goes forward as the old one did. Collective.
+    """Quantised copy of a model. Collective.
 
     Parameters
     ----------
     model : Operator
-        With names and values; it stays as it is.
+        Model with names and values; not modified.
     spec : QuantSpec
-        Of the weights of all `layers_of(model)`.
+        Spec of the weights of all `layers_of(model)`.
     batches : sequence of Batch
         Samples of this rank to calibrate on, which may be none; those of all ranks count together.
     comm : Communicator
     method : str
         A key of `METHODS`.
     activations : QuantSpec, optional
-        Of the inputs of all layers that multiply; without, they stay as they are.
+        Spec of the inputs of all multiplying layers; by default they are not quantised.
     observer : str
         A key of `OBSERVERS`: how the range of inputs is found.
 
@@ -62,14 +62,18 @@ def quantise(
 
 
 def with_inputs(model: Operator, spec: QuantSpec, observer: str, batches: Sequence[Batch], comm: Any) -> Operator:
-    """A model with packed weights, whose inputs are rounded, too, as samples say. Collective; as `quantise`."""
+    """Copy of a model with packed weights whose inputs are quantised too. Collective; as `quantise`."""
     return rounding(model, spec, observed(model, spec, observer, batches, comm))
 
 
 def check(
-    layers: Sequence[Layer], spec: QuantSpec, method: str, activations: QuantSpec | None = None, observer: str = ""
+    layers: Sequence[QuantizableLayer],
+    spec: QuantSpec,
+    method: str,
+    activations: QuantSpec | None = None,
+    observer: str = "",
 ) -> None:
-    """Raise ValueError for what cannot be done; it names the argument."""
+    """Raise ValueError that names the argument if a quantisation is impossible."""
     if not layers:
         raise ValueError("model: it has no weights that could be quantised")
     if method not in METHODS:
@@ -88,19 +92,19 @@ def check(
         raise ValueError(f"activations: expected linear codes with one scale for all, as int8, found {activations}")
 
 
-def method_for(layer: Layer, method: str) -> Method:
-    """The method, or plain rounding for weights that are looked up, where there are no inputs to know of."""
+def method_for(layer: QuantizableLayer, method: str) -> RoundingMethod:
+    """Method of a layer: round-to-nearest for weights that are only looked up."""
     return METHODS[method if layer.multiplied or METHODS[method].blind else "rtn"]
 
 
-def nbytes_of(layer: Layer, spec: QuantSpec, method: str) -> int:
-    """Bytes of the layer's weights by spec and method, scales and divisors counted."""
+def nbytes_of(layer: QuantizableLayer, spec: QuantSpec, method: str) -> int:
+    """Bytes of a layer's weights by spec and method, with scales and divisors."""
     line = method_for(layer, method)
     return wire_nbytes(line.spec(spec), layer.shape) + 4 * layer.shape[1] * line.divides
 
 
-def rounded(wanted: Iterable[Wanted], seen: dict[str, Seen], method: str, comm: Any) -> list[Few]:
-    """Layers in few bits, the same on all ranks: each is rounded by one rank and told to the others. Collective.
+def rounded(wanted: Iterable[Wanted], seen: dict[str, InputMoments], method: str, comm: Any) -> list[FewBitWeight]:
+    """Quantised layers, the same on all ranks: each is rounded by one rank and broadcast. Collective.
 
     Parameters
     ----------
@@ -120,12 +124,12 @@ def rounded(wanted: Iterable[Wanted], seen: dict[str, Seen], method: str, comm: 
         line = method_for(layer, method)
         if at % comm.Get_size() == comm.Get_rank() and problem is None:
             try:
-                made.append(line.rounded(layer.matrix, seen.get(layer.name) or Seen(0), spec))
+                made.append(line.rounded(layer.matrix, seen.get(layer.name) or InputMoments(0), spec))
                 continue
             except (ValueError, np.linalg.LinAlgError, MemoryError) as error:
                 problem = ValueError(f"{layer.name}: {error}")
         divisor = np.empty(layer.shape[1], np.float32) if line.divides else None
-        made.append(Few(QuantizedArray(line.spec(spec), layer.shape), divisor))
+        made.append(FewBitWeight(QuantizedArray(line.spec(spec), layer.shape), divisor))
     if told := [text for text in comm.allgather(problem and str(problem)) if text]:
         raise ValueError(f"a layer cannot be quantised: {told[0]}")
     for at, few in enumerate(made):

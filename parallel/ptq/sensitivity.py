@@ -1,4 +1,4 @@
-"""How much the loss grows when one layer is in few bits: tried out, or foreseen from gradients."""
+"""Sensitivity of the loss to the quantisation of single layers: measured, or estimated from gradients."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Any
 import numpy as np
 
 from parallel.data.sampler import Batch
-from parallel.nn.operator import Operator, Run
-from parallel.ptq.quantizable_layers import Layer, to_matrix
-from parallel.ptq.packed_weights import Few, packed
+from parallel.nn.gradient_checks import checked
+from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.evaluation import evaluate
+from parallel.ptq.packed_weights import FewBitWeight, packed
+from parallel.ptq.quantizable_layers import QuantizableLayer, to_matrix
 from parallel.runtime.collective_errors import together
 
-Options = Sequence[Sequence[Few]]
-"""For every layer all of its options."""
+Options = Sequence[Sequence[FewBitWeight]]
+"""All options of every layer."""
 
 
 def by_loss(
-    model: Operator, loss: Any, layers: Sequence[Layer], options: Options, batches: Sequence[Batch], comm: Any
+    model: Operator,
+    loss: Any,
+    layers: Sequence[QuantizableLayer],
+    options: Options,
+    batches: Sequence[Batch],
+    comm: Any,
 ) -> np.ndarray:
-    """What the mean loss is with only that layer in few bits, less what it is without. Collective.
+    """Increase of the mean loss with a single layer quantised. Collective.
 
     A forward of all batches for every layer and option.
 
@@ -40,9 +46,14 @@ def by_loss(
 
 
 def by_fisher(
-    model: Operator, loss: Any, layers: Sequence[Layer], options: Options, batches: Sequence[Batch], comm: Any
+    model: Operator,
+    loss: Any,
+    layers: Sequence[QuantizableLayer],
+    options: Options,
+    batches: Sequence[Batch],
+    comm: Any,
 ) -> np.ndarray:
-    """Half the squared error of each weight, times the mean of its squared gradients: the second order of the loss.
+    """Half the squared error of each weight times the mean of its squared gradients (second-order estimate).
 
     The mean is over samples: the empirical Fisher information, in place of the diagonal of the Hessian (Y. LeCun,
     J. Denker, S. Solla, "Optimal Brain Damage", 1990). A backward for every sample, whatever the options. Collective.
@@ -61,9 +72,9 @@ def by_fisher(
 
 
 def fisher(
-    model: Operator, loss: Any, layers: Sequence[Layer], batches: Sequence[Batch], comm: Any
+    model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> dict[str, np.ndarray]:
-    """The mean over all ranks' samples of each weight's squared gradient, by layer, as matrices. Collective."""
+    """Mean squared gradient of each weight over all ranks' samples, by layer, as matrices. Collective."""
     kept = {layer.name: np.zeros(layer.shape) for layer in layers}
 
     def add() -> int:
@@ -88,7 +99,7 @@ def fisher(
 
 
 def gradients(model: Operator, loss: Any, x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
-    """Of the mean loss of a micro-batch, by each parameter's name."""
+    """Gradients of a micro-batch's mean loss, by parameter name."""
     found: dict[str, np.ndarray] = {}
 
     def sink(parameter: Any, compute: Any) -> None:
@@ -96,11 +107,11 @@ def gradients(model: Operator, loss: Any, x: np.ndarray, y: np.ndarray) -> dict[
         compute(one)
         found[parameter.name] = found[parameter.name] + one if parameter.name in found else one
 
-    scores, saved = model.forward(x, Run(training=False))
+    scores, saved = model.forward(x, PassMode(training=False))
     _, of_loss = loss.forward(scores, y)
-    model.backward(loss.backward(1 / max(loss.count(y), 1), of_loss), saved, sink)
+    model.backward(loss.backward(1 / max(loss.count(y), 1), of_loss), saved, checked(model, sink))
     return found
 
 
 SENSITIVITIES = {"loss": by_loss, "fisher": by_fisher}
-"""By name: functions (model, loss, layers, options, batches, comm) -> losses, shape (layers, options)."""
+"""Sensitivities by name: functions (model, loss, layers, options, batches, comm) -> array (layers, options)."""

@@ -1,0 +1,1 @@
+"""Services that all training code shares: vector memory, profiler, collective errors, signals, throughput."""

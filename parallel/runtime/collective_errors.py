@@ -1,4 +1,4 @@
-"""What may fail on one rank fails on all: nobody is left waiting for a rank that has given up."""
+"""Collective errors: an error on one rank is raised on all, so that none waits in a collective."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from mpi4py import MPI
 Result = TypeVar("Result")
 
 EXPECTED = (OSError, ValueError, ImportError, MemoryError)
-"""What the world or a user may have done; all else is a mistake of ours and ends the program as such."""
+"""Errors of the environment or the user; others are defects and end the program."""
+
+
+def in_words(problem: BaseException) -> str:
+    """An exception's message and notes; its class where it has no message."""
+    notes = getattr(problem, "__notes__", ())
+    return (str(problem) or type(problem).__name__) + "".join(f" ({note})" for note in notes)
 
 
 def agree(comm: MPI.Intracomm, problem: BaseException | None, trouble: str, kind: type[Exception] = ValueError) -> None:
-    """Raise on all ranks if one of them has a problem, and say whose it is. Collective.
+    """Raise on all ranks if one of them has a problem, naming the rank. Collective.
 
     Parameters
     ----------
@@ -25,14 +31,16 @@ def agree(comm: MPI.Intracomm, problem: BaseException | None, trouble: str, kind
     kind
         The exception's class.
     """
-    text = None if problem is None else str(problem) or type(problem).__name__
-    told: dict[str, list[int]] = {}
+    text = None if problem is None else in_words(problem)
+    ranks_of: dict[str, list[int]] = {}
     everyone = comm.allgather(text)
-    for rank, said in enumerate(everyone):
-        if said is not None:
-            told.setdefault(said, []).append(rank)
-    if told:
-        raise kind(f"{trouble}: {'; '.join(f'{said}{_whose(who, len(everyone))}' for said, who in told.items())}")
+    for rank, message in enumerate(everyone):
+        if message is not None:
+            ranks_of.setdefault(message, []).append(rank)
+    if ranks_of:
+        raise kind(
+            f"{trouble}: {'; '.join(f'{message}{_whose(ranks, len(everyone))}' for message, ranks in ranks_of.items())}"
+        )
 
 
 def _whose(ranks: list[int], size: int) -> str:
@@ -46,7 +54,7 @@ def together(
     kind: type[Exception] = ValueError,
     root: int | None = None,
 ) -> Result:
-    """Do what may fail, and knows no MPI, on all ranks, or on one whose result all get. Collective.
+    """Call a function without MPI on all ranks, or on `root` whose result all get; raise its error on all. Collective.
 
     Examples
     --------

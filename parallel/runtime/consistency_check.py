@@ -1,4 +1,4 @@
-"""Ranks compare notes: do all train the same model, in the same way, from the same parameters?"""
+"""Consistency of models, settings and parameters between ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from parallel.nn.flat_params import Flat
+from parallel.nn.flat_params import FlatParams
+from parallel.runtime.collective_errors import in_words
 from parallel.runtime.vector_memory import to_host
 
 
-class Disagreement(ValueError):
+class RankMismatch(ValueError):
     """Ranks were given different models or settings."""
 
 
-class Diverged(RuntimeError):
+class ParameterMismatch(RuntimeError):
     """Parameters that should be the same on all ranks are not."""
 
 
@@ -28,10 +29,18 @@ class StepFailed(RuntimeError):
     Attributes
     ----------
     elsewhere : bool
-        Whether another rank, which could not be asked any more, knows why.
+        The cause is known to another rank only.
     """
 
     elsewhere = False
+
+
+def left_together(kind: type[BaseException] | None) -> bool:
+    """True if all ranks leave a ``with`` block together: no exception, or one that all ranks raise.
+
+    Only then may the end of the block be collective; after another exception this rank does not wait for the others.
+    """
+    return kind is None or issubclass(kind, (StepFailed, ParameterMismatch))
 
 
 def agree(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
@@ -51,19 +60,19 @@ def agree(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
             here = lists[0][at] if at < len(lists[0]) else "nothing more"
             there = theirs[at] if at < len(theirs) else "nothing more"
             if here != there:
-                raise Disagreement(f"ranks differ: rank 0 has {here}; rank {rank} has {there}")
+                raise RankMismatch(f"ranks differ: rank 0 has {here}; rank {rank} has {there}")
 
 
 NOTHING = "nothing was updated"
-"""What most steps leave behind that fail."""
+"""Effect of most failed steps."""
 
 
 def share_problems(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
     """Raise on all ranks if one of them has a problem, naming each, and what is `left` behind. Collective."""
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
-    if told:
-        raise StepFailed(f"{left}; " + "; ".join(told)) from problem
+    text = None if problem is None else f"{type(problem).__name__}: {in_words(problem)}"
+    texts = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
+    if texts:
+        raise StepFailed(f"{left}; " + "; ".join(texts)) from problem
 
 
 _MARKS = 1 << 48
@@ -72,10 +81,9 @@ _MARKS = 1 << 48
 
 @lru_cache
 def mark(numbers: Sequence[int]) -> int:
-    """A number for a set of numbers; two sets that are not the same have different ones, but for odd coincidences.
+    """Hash of a set of numbers: the sum of fifth powers, so that `joined` hashes of parts give that of their union.
 
-    That of a union is `joined` from those of its parts, so that ranks need not tell their numbers to find that one was
-    given out twice, or not at all: sums of fifth powers, unlike sums, do not agree by a mistake in counting.
+    Ranks find missing or repeated numbers without exchanging them.
 
     >>> mark(range(5)) == joined([mark((4, 1)), mark((0, 3, 2))]) != joined([mark((4, 1)), mark((0, 1, 4))])
     True
@@ -88,7 +96,7 @@ def joined(marks: Iterable[int]) -> int:
     return sum(marks) % _MARKS
 
 
-def compare(comm: MPI.Intracomm, flat: Flat, step: int, whole: MPI.Intracomm | None = None) -> None:
+def compare(comm: MPI.Intracomm, flat: FlatParams, step: int, whole: MPI.Intracomm | None = None) -> None:
     """Raise on all ranks if some parameter's bits differ, naming the first such tensor and the ranks. Collective.
 
     Parameters
@@ -109,7 +117,7 @@ def compare(comm: MPI.Intracomm, flat: Flat, step: int, whole: MPI.Intracomm | N
             usual = max(column, key=column.count)
             others = [number for number, digest in zip(numbers, column) if digest != usual]
             who = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
-            raise Diverged(
+            raise ParameterMismatch(
                 f"after step {step} parameter {place.parameter.name} of {who} "
                 f"differs from that of rank {numbers[column.index(usual)]}"
             )

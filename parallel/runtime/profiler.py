@@ -1,4 +1,4 @@
-"""What happens when in a training step: seconds by kind, and, on request, every event for a trace."""
+"""Profiler of training steps: seconds by kind and, optionally, all events for a trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 
-class Event(NamedTuple):
+class ProfilerEvent(NamedTuple):
     """Something that took time, by `time.perf_counter`.
 
     Attributes
@@ -24,7 +24,7 @@ class Event(NamedTuple):
     about: dict[str, Any]
 
 
-class Recorder:
+class Profiler:
     """Adds up seconds by kind.
 
     Parameters
@@ -34,7 +34,7 @@ class Recorder:
 
     Examples
     --------
-    >>> recorder = Recorder(trace=True)
+    >>> recorder = Profiler(trace=True)
     >>> with recorder("communication", "allreduce", bucket=0):
     ...     pass
     >>> recorder.events[0].name, recorder.events[0].about
@@ -43,23 +43,23 @@ class Recorder:
 
     def __init__(self, trace: bool = False):
         self.trace = trace
-        self.events: list[Event] = []
+        self.events: list[ProfilerEvent] = []
         self.seconds: Counter[str] = Counter()
 
-    def __call__(self, kind: str, name: str, **about: Any) -> _Timed:
-        return _Timed(self, kind, name, about)
+    def __call__(self, kind: str, name: str, **about: Any) -> _TimedBlock:
+        return _TimedBlock(self, kind, name, about)
 
     def note(self, kind: str, name: str, start: float, end: float, **about: Any) -> None:
         """Record something whose times are known."""
         self.seconds[kind] += end - start  # type: ignore[assignment]
         if self.trace:
-            self.events.append(Event(name, kind, start, end, about))
+            self.events.append(ProfilerEvent(name, kind, start, end, about))
 
 
-class _Timed:
+class _TimedBlock:
     __slots__ = ("_about", "_kind", "_name", "_recorder", "_start")
 
-    def __init__(self, recorder: Recorder, kind: str, name: str, about: dict[str, Any]):
+    def __init__(self, recorder: Profiler, kind: str, name: str, about: dict[str, Any]):
         self._recorder, self._kind, self._name, self._about = recorder, kind, name, about
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a rank may use of its machine: BLAS threads, memory, and how fast it could be at best."""
+"""Resources of a rank: BLAS threads, memory and peak FLOPs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 from mpi4py import MPI
 
-from parallel.runtime.vector_memory import namespace
 from parallel.runtime.collective_errors import agree
+from parallel.runtime.vector_memory import namespace
 
 SECONDS = 0.2
 SIZE = {"cpu": 512, "cuda": 4096}
@@ -20,11 +20,16 @@ def cores_per_rank(comm: MPI.Intracomm) -> int:
     """Cores of the node, shared out evenly to its ranks; at least 1, no more than this rank may run on. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
-        mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        everyone = node.allgather(frozenset(mine))
-        return max(1, min(len(everyone[node.Get_rank()]), len(frozenset().union(*everyone)) // len(everyone)))
+        mine, cores = _cores(node)
+        return max(1, min(mine, cores // node.Get_size()))
     finally:
         node.Free()
+
+
+def _cores(node: MPI.Comm) -> tuple[int, int]:
+    """Cores that this rank may run on, and all ranks of its node together. Collective over the node."""
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return len(mine), len(frozenset().union(*node.allgather(frozenset(mine))))
 
 
 def limit_threads(threads: int) -> None:
@@ -37,7 +42,7 @@ def limit_threads(threads: int) -> None:
 
 
 def memory() -> int:
-    """Bytes of memory that this node has, whoever uses them; 0 where the system does not tell."""
+    """Bytes of physical memory of this node; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -81,20 +86,43 @@ def in_bytes(count: float) -> str:
 BYTES = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
-def peak(comm: MPI.Intracomm, device: str = "cpu", seconds: float = SECONDS) -> float:
+def peak(comm: MPI.Intracomm, device: str = "cpu", seconds: float = SECONDS, threads: int = 1) -> float:
     """Multiplications and additions a second of all ranks together, in products of float32 matrices. Collective.
 
-    All ranks multiply at once, each for `seconds`; the fastest product of each counts.
+    All ranks multiply at once, each for `seconds`; the fastest product of each counts. On the host that is the product
+    of least processor time, so a core's speed does not depend on how many ranks take turns on it, and a node has as
+    many times that speed as its ranks have threads, but no more than they have cores.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+    device : "cpu" or "cuda"
+    seconds : float
+    threads : int
+        Of this process's BLAS.
     """
     xp = namespace(device)
-    n = SIZE[device]
+    n, clock = SIZE[device], time.process_time if device == "cpu" else time.perf_counter
     a, b = xp.ones((n, n), np.float32), xp.full((n, n), 0.5, np.float32)
     out = a @ b
     comm.Barrier()
     best, end = float("inf"), time.perf_counter() + seconds
-    while (began := time.perf_counter()) < end:
+    while time.perf_counter() < end:
+        began = clock()
         xp.matmul(a, b, out=out)
         if xp is not np:
             xp.cuda.get_current_stream().synchronize()
-        best = min(best, time.perf_counter() - began)
-    return float(comm.allreduce(2 * n**3 / best))
+        best = min(best, clock() - began)
+    share = _cores_at_once(comm, threads) if device == "cpu" else 1.0
+    return float(comm.allreduce(2 * n**3 / best * share))
+
+
+def _cores_at_once(comm: MPI.Intracomm, threads: int) -> float:
+    """Cores that this rank's threads have, if all ranks of its node compute at once. Collective."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        mine, cores = _cores(node)
+        threads = min(threads, mine)
+        return threads * min(1.0, cores / node.allreduce(threads))
+    finally:
+        node.Free()

@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish that all ranks hear at the end of a step, not an exception that leaves some of them waiting."""
+"""Ctrl-C as a flag that all ranks share at the end of a step, not an exception that leaves some of them waiting."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ GRACE = 1.0
 """Seconds after a signal in which others are taken for the same: a terminal and a launcher may both send it."""
 
 
-class Interrupt:
-    """While it is open, these signals are only noted; another one, later, does what it did before.
+class InterruptFlag:
+    """Context manager that notes signals; a second one, later, has its previous effect.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class Interrupt:
 
     Examples
     --------
-    >>> with Interrupt() as interrupt:
+    >>> with InterruptFlag() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
     ...     interrupt.seen  # for engine.step(..., stop=interrupt.seen), whose report tells all ranks
     True
@@ -39,7 +39,7 @@ class Interrupt:
 
     @property
     def seen(self) -> bool:
-        """Whether one has come."""
+        """True after the first signal."""
         return self.number > 0
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What an engine tells."""
+"""Reports of a step and of an evaluation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a step tells, the same on all ranks except for the times.
+class StepReport:
+    """Report of a step, equal on all ranks except for the times.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Report:
     rate : float
         The learning rate.
     stop : bool
-        Whether some rank has said so.
+        Some rank wants to stop.
     seconds, communication : float
         Of the step; of these, what this rank has spent in communication, waiting included.
     early : int

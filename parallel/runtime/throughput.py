@@ -1,4 +1,4 @@
-"""How fast a training is, and how much of the time ranks spend talking."""
+"""Training throughput: samples per second, share of communication, model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Protocol
 from mpi4py import MPI
 
 
-class Step(Protocol):
-    """What is metered: `parallel.trainer.trainer.Record`."""
+class MeteredStep(Protocol):
+    """Interface of a measured step, such as `parallel.trainer.trainer.StepRecord`."""
 
     @property
     def samples(self) -> int:
-        """Of all ranks."""
+        """Samples of all ranks."""
 
     @property
     def seconds(self) -> float:
-        """Of this rank."""
+        """Seconds of the step on this rank."""
 
     @property
     def communication(self) -> float:
-        """Of these, in communication."""
+        """Seconds spent in communication."""
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of some steps: samples a second, the share of time in communication, and model FLOPs over the peak."""
+class Throughput:
+    """Samples per second, share of time in communication, and model FLOPs over the peak (None if unknown)."""
 
     samples_per_s: float
     communication_share: float
     mfu: float | None
 
 
-class Meter:
+class ThroughputMeter:
     """Adds up steps; the first one of a process is left out when there are others, since it makes and compiles things.
 
     Parameters
@@ -49,7 +49,7 @@ class Meter:
         self._total = (0.0, 0.0, 0.0)
         self._window = (0.0, 0.0, 0.0)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: MeteredStep) -> None:
         """Note a step."""
         seen = (float(step.samples), step.seconds, step.communication)
         self._window = _sum(self._window, seen)
@@ -60,23 +60,23 @@ class Meter:
 
     @property
     def window_seconds(self) -> float:
-        """Of the steps since the last `recent`."""
+        """Seconds of the steps since the last `recent`."""
         return self._window[1]
 
-    def recent(self) -> Speed:
-        """This rank's view of the steps since it last asked."""
+    def recent(self) -> Throughput:
+        """Throughput of this rank since the last call."""
         window, self._window = self._window, (0.0, 0.0, 0.0)
         return self._speed(window, window[1:])
 
-    def overall(self, comm: MPI.Intracomm) -> Speed:
-        """Of all steps; the share is that of all ranks together. Collective."""
+    def overall(self, comm: MPI.Intracomm) -> Throughput:
+        """Throughput of all steps, with the share of communication over all ranks. Collective."""
         total = self._total if self._total[1] else self._first or self._total
         return self._speed(total, (comm.allreduce(total[1]), comm.allreduce(total[2])))
 
-    def _speed(self, steps: tuple[float, float, float], times: tuple[float, ...]) -> Speed:
+    def _speed(self, steps: tuple[float, float, float], times: tuple[float, ...]) -> Throughput:
         rate = steps[0] / steps[1] if steps[1] else 0.0
         share = times[1] / times[0] if times[0] else 0.0
-        return Speed(rate, share, rate * self._flops / self._peak if self._peak else None)
+        return Throughput(rate, share, rate * self._flops / self._peak if self._peak else None)
 
 
 def _sum(a: tuple[float, float, float], b: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """A node of the tree: the numbers from ``place << level`` on, ``1 << level`` of them."""
 
     level: int
@@ -26,7 +26,7 @@ class Node(NamedTuple):
         return self.place << self.level
 
 
-class Pool:
+class VectorPool:
     """Vectors that are given back and taken again.
 
     Parameters
@@ -39,7 +39,7 @@ class Pool:
         self._make, self._idle = make, []  # type: ignore[var-annotated]
 
     def take(self) -> Any:
-        """A vector, whatever it holds."""
+        """A vector with undefined contents."""
         return self._idle.pop() if self._idle else self._make()
 
     def give(self, vector: Any) -> None:
@@ -47,7 +47,7 @@ class Pool:
         self._idle.append(vector)
 
 
-class Counter:
+class TreeSum:
     """Sums of the nodes that are known, as few of them as can be.
 
     Parameters
@@ -56,11 +56,11 @@ class Counter:
         Where vectors come from and go to.
     """
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: VectorPool):
         self.pool = pool
-        self.sums: dict[Node, Any] = {}
+        self.sums: dict[TreeNode, Any] = {}
 
-    def push(self, node: Node, vector: Any, ours: bool) -> None:
+    def push(self, node: TreeNode, vector: Any, ours: bool) -> None:
         """Add the sum of one more node, and carry.
 
         Parameters
@@ -69,11 +69,11 @@ class Counter:
         ours : bool
             Whether the vector comes from the pool, and is the counter's from now on; otherwise it is only read.
         """
-        while (other := self.sums.pop(sibling := Node(node.level, node.place ^ 1), None)) is not None:
+        while (other := self.sums.pop(sibling := TreeNode(node.level, node.place ^ 1), None)) is not None:
             other += vector  # left + right and right + left have the same bits
             if ours:
                 self.pool.give(vector)
-            node, vector, ours = Node(sibling.level + 1, sibling.place >> 1), other, True
+            node, vector, ours = TreeNode(sibling.level + 1, sibling.place >> 1), other, True
         if not ours:
             kept = self.pool.take()
             kept[...] = vector
@@ -97,13 +97,13 @@ class Counter:
         return parts[0] if parts else None
 
 
-def in_order(nodes: Iterable[Node]) -> list[Node]:
+def in_order(nodes: Iterable[TreeNode]) -> list[TreeNode]:
     """Nodes from left to right."""
     return sorted(nodes, key=lambda node: node.first)
 
 
-class Played(NamedTuple):
-    """What a counter comes to, without any vectors.
+class TreeSumForecast(NamedTuple):
+    """Nodes and vectors that a `TreeSum` uses, computed without vectors.
 
     Attributes
     ----------
@@ -113,26 +113,26 @@ class Played(NamedTuple):
         The most vectors that it has at once, if it copies what it has to keep; and if those that come are its own.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[TreeNode, ...]
     kept: int
     taken: int
 
 
 @lru_cache(maxsize=256)
-def played(numbers: tuple[int, ...]) -> Played:
+def played(numbers: tuple[int, ...]) -> TreeSumForecast:
     """A counter to which these micro-batches come, in this order.
 
     >>> played((2, 3, 4))
-    Played(nodes=(Node(level=1, place=1), Node(level=0, place=4)), kept=2, taken=2)
+    TreeSumForecast(nodes=(TreeNode(level=1, place=1), TreeNode(level=0, place=4)), kept=2, taken=2)
     """
-    nodes: set[Node] = set()
+    nodes: set[TreeNode] = set()
     kept = taken = 0
     for number in numbers:
         taken = max(taken, len(nodes) + 1)
-        node = Node(0, number)
-        while (sibling := Node(node.level, node.place ^ 1)) in nodes:
+        node = TreeNode(0, number)
+        while (sibling := TreeNode(node.level, node.place ^ 1)) in nodes:
             nodes.remove(sibling)
-            node = Node(node.level + 1, node.place >> 1)
+            node = TreeNode(node.level + 1, node.place >> 1)
         nodes.add(node)
         kept = max(kept, len(nodes))
-    return Played(tuple(in_order(nodes)), kept, taken)
+    return TreeSumForecast(tuple(in_order(nodes)), kept, taken)

@@ -1,4 +1,4 @@
-"""What a file says of a training is looked at before it is believed: values by name, of the right kind."""
+"""Validation of checkpoint metadata."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def named(facts: Any, what: str) -> Mapping[str, Any]:
-    """The facts themselves, if they are values by name; raises ValueError, which says what they should be."""
+    """The mapping itself; ValueError if it is none."""
     if not isinstance(facts, Mapping):
         raise ValueError(f"{what}: expected values by name, found {facts!r}")
     return facts

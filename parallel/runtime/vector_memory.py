@@ -1,4 +1,4 @@
-"""Where the vectors of a training come from, and an account of their bytes by kind."""
+"""Allocator of vectors, with a count of bytes by kind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def namespace(device: str) -> ModuleType:
     return cupy
 
 
-class Memory:
+class VectorAllocator:
     """Vectors of zeros, counted.
 
     Parameters
@@ -48,7 +48,7 @@ class Memory:
         self.comm, self.xp = comm, namespace(device)
         self.allocated: Counter[str] = Counter()
 
-    def among(self, comm: Communicator) -> Memory:
+    def among(self, comm: Communicator) -> VectorAllocator:
         """Vectors that some other ranks see, on the same account."""
         other = copy(self)
         other.comm = comm

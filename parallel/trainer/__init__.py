@@ -1,0 +1,1 @@
+"""Training program: from settings to the last step."""

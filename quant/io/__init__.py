@@ -1,0 +1,1 @@
+"""File formats for quantised arrays: safetensors and ggml blocks."""

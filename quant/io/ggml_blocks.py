@@ -1,30 +1,26 @@
-"""The blocks of bytes in which ggml keeps Q4_0 and Q8_0: a half-precision scale, then the 32 codes, block after block.
+"""Conversion to and from ggml's Q4_0 and Q8_0 blocks: an fp16 scale followed by 32 codes.
 
-https://github.com/ggml-org/ggml; the package gguf reads and writes files of them. The codes of a block are ours byte
-for byte, so only the scales change places.
+https://github.com/ggml-org/ggml; the package gguf reads and writes files of them. Codes are equal byte for byte, only
+the scales are interleaved.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quant.array import Array, QuantizedArray
+from quant.array import QuantizedArray
 from quant.kernels import array_namespace
 from quant.spec.presets import Q4_0, Q8_0
+from quant.types import Array
 
 BLOCKS = {"Q4_0": Q4_0, "Q8_0": Q8_0}
 
 
 def to_blocks(q: QuantizedArray) -> Array:
-    """The array as ggml's blocks: uint8, shape (..., bytes of a row).
+    """The array in ggml's blocks: uint8, shape (..., bytes per row).
 
-    Raises
-    ------
-    ValueError
-        If it is neither Q4_0 nor Q8_0, or its rows are not whole blocks.
+    Raises ValueError for other specs, or rows that are not whole blocks.
 
-    Examples
-    --------
     >>> from quant import quantize
     >>> to_blocks(quantize(np.ones((2, 64), np.float32), Q4_0)).shape
     (2, 36)
@@ -37,18 +33,9 @@ def to_blocks(q: QuantizedArray) -> Array:
 
 
 def from_blocks(blocks: Array, kind: str) -> QuantizedArray:
-    """An array from ggml's blocks.
+    """Array of ggml's blocks: uint8, shape (..., bytes per row); `kind` is Q4_0 or Q8_0.
 
-    Parameters
-    ----------
-    blocks : array of uint8, shape (..., bytes of a row)
-    kind : str
-        Q4_0 or Q8_0.
-
-    Raises
-    ------
-    ValueError
-        If it is neither, or rows are not whole blocks.
+    Raises ValueError for other kinds, or rows that are not whole blocks.
     """
     if kind not in BLOCKS:
         raise ValueError(f"blocks are {' or '.join(BLOCKS)}, not {kind!r}")

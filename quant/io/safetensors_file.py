@@ -1,6 +1,6 @@
-"""Quantised arrays in a safetensors file: of each its buffer as bytes, and what it means in the file's header.
+"""Safetensors files of quantised arrays: buffers as tensors of bytes, spec and shape in the header.
 
-The format: https://github.com/huggingface/safetensors. Whatever reads such files sees a tensor of bytes for every name.
+The format: https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 
 from quant.array import QuantizedArray
+from quant.spec.granularity import whole_number
 from quant.spec.quant_spec import QuantSpec
 
 KEY = "chorus.quant"
-"""Under this name the header has, as JSON, spec and shape of every quantised array."""
+"""Header key of the specs and shapes, as JSON."""
+MOST_DIMENSIONS = 64
+"""Largest number of dimensions of a NumPy array."""
 ABOUT = "chorus.about"
-"""And under this one, what whoever saved them has to say."""
+"""Header key of the caller's metadata, as JSON."""
 
 
 def _safetensors() -> ModuleType:
@@ -31,14 +34,14 @@ def _safetensors() -> ModuleType:
 
 
 def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray], about: Any = None) -> None:
-    """Write arrays by name, quantised ones and others, to a new file or over an old one.
+    """Write quantised and plain arrays by name, replacing an old file.
 
     Parameters
     ----------
     path : str or Path
     arrays : mapping of name -> array
-    about : values for JSON, optional
-        What else there is to say; `about` reads it.
+    about : JSON-serialisable, optional
+        Metadata; `about` reads it.
 
     Raises
     ------
@@ -67,24 +70,47 @@ def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray], ab
 
 
 def load(path: str | Path) -> dict[str, QuantizedArray | np.ndarray]:
-    """All arrays of a file, as they were saved, on the host.
+    """All arrays of a file, on the host.
 
     Raises
     ------
     ImportError
         Without the package safetensors.
     ValueError
-        If it is no such file, or what it says of an array does not fit its bytes.
+        If the file is damaged, or an array does not match its header entry.
     """
     meanings, tensors = _read(path, KEY, tensors=True)
     found: dict[str, QuantizedArray | np.ndarray] = dict(tensors)
+    if not isinstance(meanings, dict | None):
+        raise ValueError(f"{Path(path).name}: {KEY} is a {type(meanings).__name__}, not meanings by name")
     for name, meaning in (meanings or {}).items():
-        found[name] = QuantizedArray(QuantSpec.from_dict(meaning["spec"]), tuple(meaning["shape"]), tensors[name])
+        try:
+            found[name] = _array(meaning, tensors.get(name))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{Path(path).name}: {name} is no quantised array: {error}") from error
     return found
 
 
+def _array(meaning: Any, buffer: np.ndarray | None) -> QuantizedArray:
+    """Quantised array of a tensor and its header entry."""
+    if buffer is None:
+        raise ValueError("no tensor has its name")
+    if not isinstance(meaning, dict):
+        raise ValueError("its entry in the header has no spec and shape")
+    spec, shape = meaning.get("spec"), meaning.get("shape")
+    if not isinstance(spec, dict):
+        raise ValueError(f"{spec!r} is no spec")
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{shape!r} is no shape")
+    for n in shape:
+        whole_number("a length", n)
+        if not 0 <= n <= np.iinfo(np.intp).max:
+            raise ValueError(f"no array has the shape {shape}")
+    return QuantizedArray(QuantSpec.from_dict(spec), tuple(shape), buffer)
+
+
 def about(path: str | Path) -> Any:
-    """What `save` was told about the arrays; None if nothing. Raises as `load`.
+    """Metadata written by `save`, or None. Raises as `load`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -96,11 +122,12 @@ def about(path: str | Path) -> Any:
 
 
 def _read(path: str | Path, key: str, tensors: bool = False) -> tuple[Any, dict[str, np.ndarray]]:
-    """What a file's header says under a key, and all of its tensors."""
+    """Header entry under `key`, and with `tensors` all tensors."""
     library = _safetensors()
     try:
         with library.safe_open(str(path), framework="np") as file:
             said = json.loads((file.metadata() or {}).get(key, "null"))
             return said, {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118
-    except library.SafetensorError as error:
+    except (library.SafetensorError, AttributeError, KeyError, RecursionError, TypeError) as error:
+        # The package has other errors for types of tensors that NumPy does not have.
         raise ValueError(f"{Path(path).name} is no safetensors file: {error}") from error

@@ -1,7 +1,7 @@
-"""The arithmetic of few bits, each function in the fastest form there is for its arrays.
+"""Quantisation kernels, each in the fastest form available for its arrays.
 
-`reference` is what the functions do. Modules beside it have a table of faster forms, which give the same bits:
-`compiled` for arrays on the host, where numba is installed; `device` for CuPy's.
+`reference_codecs` defines the results. Other modules have tables of faster forms with the same bits: `compiled_codecs`
+for host arrays (numba), `device_codecs` for CuPy arrays.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from quant.kernels import reference_codecs as reference
-from quant.kernels.reference_codecs import array_namespace, minifloat_bits, uniform
+from quant.kernels import reference_codecs
+from quant.kernels.reference_codecs import LinearCode, ScaleRule, array_namespace, minifloat_bits, uniform
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -24,16 +24,21 @@ _forms = ["compiled", "device"]
 
 @cache
 def _module(name: str) -> Mapping[str, Any]:
-    """Kernels of a module by name; none where what it needs is missing."""
+    """Kernels of a form; empty if its dependency is missing."""
     try:
-        return cast(Mapping[str, Any], import_module(f"quant.kernels.{name}").KERNELS)
+        return cast(Mapping[str, Any], import_module(f"quant.kernels.{name}_codecs").KERNELS)
     except ImportError:
         return {}
 
 
+def available(form: str) -> bool:
+    """True if kernels of this form ("compiled", "device") can be loaded."""
+    return bool(_module(form))
+
+
 @contextmanager
 def forms(*names: str) -> Iterator[None]:
-    """Only these faster forms, for a while: for tests and benchmarks. None of them leaves the reference."""
+    """Use only these faster forms within a `with` block (for tests and benchmarks); no names: the reference."""
     before = _forms[:]
     _forms[:] = names
     try:
@@ -43,7 +48,7 @@ def forms(*names: str) -> Iterator[None]:
 
 
 def _fastest(kernel: Kernel) -> Kernel:
-    """The kernel, or the form of it for the kind of its first argument."""
+    """Dispatcher of a kernel by the type of its first argument."""
     name = kernel.__name__
 
     @wraps(kernel)
@@ -55,21 +60,24 @@ def _fastest(kernel: Kernel) -> Kernel:
     return cast(Kernel, call)
 
 
-absmax = _fastest(reference.absmax)
-minmax = _fastest(reference.minmax)
-peak = _fastest(reference.peak)
-encode_linear = _fastest(reference.encode_linear)
-encode_float = _fastest(reference.encode_float)
-encode_table = _fastest(reference.encode_table)
-quantize_linear = _fastest(reference.quantize_linear)
-decode_linear = _fastest(reference.decode_linear)
-decode_table = _fastest(reference.decode_table)
-pack = _fastest(reference.pack)
-unpack = _fastest(reference.unpack)
+absmax = _fastest(reference_codecs.absmax)
+minmax = _fastest(reference_codecs.minmax)
+peak = _fastest(reference_codecs.peak)
+encode_linear = _fastest(reference_codecs.encode_linear)
+encode_float = _fastest(reference_codecs.encode_float)
+encode_table = _fastest(reference_codecs.encode_table)
+quantize_linear = _fastest(reference_codecs.quantize_linear)
+decode_linear = _fastest(reference_codecs.decode_linear)
+decode_table = _fastest(reference_codecs.decode_table)
+pack = _fastest(reference_codecs.pack)
+unpack = _fastest(reference_codecs.unpack)
 
 __all__ = [
+    "LinearCode",
+    "ScaleRule",
     "absmax",
     "array_namespace",
+    "available",
     "decode_linear",
     "decode_table",
     "encode_float",

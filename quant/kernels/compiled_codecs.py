@@ -1,12 +1,11 @@
-"""Kernels as loops that numba compiles: one pass where NumPy takes several. The same bits as `reference` gives.
+"""Kernels compiled by numba: one pass over memory, bitwise equal to the reference.
 
-Of every group, one loop finds the largest and another converts: apart, both become vectors. Nothing is reordered or
-fused that has to be rounded; the largest of floats is found among their bits, as integers. Each function is compiled
-when it is first called, and kept on disk for the next process where there is a place to keep it.
+Largest elements and codes are found in separate loops, which vectorise. No operation that rounds is reordered or fused;
+maxima of floats are taken over their bits as integers. Functions are compiled at the first call and cached on disk.
 """
 
 # mypy: ignore-errors
-# What numba makes of these functions has other types than Python sees.
+# numba infers other types than Python annotations could express.
 
 from __future__ import annotations
 
@@ -16,45 +15,42 @@ from functools import cache, wraps
 import numpy as np
 from numba import njit
 
+from quant import formats, packing
 from quant.formats import MINIFLOATS
-from quant.kernels import reference_codecs as reference
+from quant.kernels import reference_codecs
+from quant.kernels.jit import compiler
 from quant.packing import BLOCK, POWERS
+from quant.spec import quant_spec
 from quant.spec.quant_spec import ROUNDINGS
 
 F, I, U, B = np.float32, np.int32, np.uint32, np.uint8
 MAGNITUDE, ALL = I(0x7FFFFFFF), I(31)
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
 TINY, INFINITE, GREATEST = F(2**-149), I(0x7F800000), np.finfo(F).max
-ANY, ANY32 = np.uint64(0), U(0)
+ANY, NO_KEYS = np.uint64(0), (U(0), U(0))
 NIBBLES = BLOCK // 2
 NEAR = 1 << 13
-"""Elements that are still in the nearest cache when they are needed again."""
+"""Number of elements that stay in the L1 cache between two passes."""
 
 KERNELS = {}
-"""By name, those of `reference` that are here too."""
+"""Kernels of this module by the reference's names."""
 
 
-def loop(function):
-    """A compiled loop, of operations as they are written."""
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        return njit(**options)(function)
-
+loop = compiler(formats, packing, quant_spec, nogil=True, error_model="numpy")
+"""Decorator that compiles a loop without reordering floating-point operations."""
 
 inlined = njit(error_model="numpy", forceinline=True)
 
 
 def kernel(function):
-    """A form of the reference of that name."""
-    KERNELS[function.__name__] = wraps(getattr(reference, function.__name__))(function)
+    """Register a form of the reference kernel of this name."""
+    KERNELS[function.__name__] = wraps(getattr(reference_codecs, function.__name__))(function)
     return KERNELS[function.__name__]
 
 
-def _shaped(lines, size):
-    """(matrix, elements of a group): one line where no group is short."""
-    return lines.reshape(1, -1) if lines.shape[1] % size == 0 else lines
+def _shaped(rows, size):
+    """The matrix as one row if no group is short."""
+    return rows.reshape(1, -1) if rows.shape[1] % size == 0 else rows
 
 
 # ------------------------------------------------------------------------------------------ ranges of groups
@@ -62,49 +58,49 @@ def _shaped(lines, size):
 
 @inlined
 def _ordered(bits):
-    """Integers in the order of the floats that have these bits; and back."""
+    """Map float bits to integers in the order of the floats, and back."""
     return bits ^ ((bits >> ALL) & MAGNITUDE)
 
 
 @loop
 def _absmax(bits, size, out):
-    lines, length = bits.shape
-    for line in range(lines):
+    count, length = bits.shape
+    for row in range(count):
         for group in range(out.shape[1]):
-            part = bits[line, group * size : min((group + 1) * size, length)]
+            part = bits[row, group * size : min((group + 1) * size, length)]
             largest = I(0)
             for i in range(part.size):
                 largest = max(largest, part[i] & MAGNITUDE)
-            out[line, group] = largest
+            out[row, group] = largest
 
 
 @kernel
-def absmax(lines, size):
-    found = np.empty((lines.shape[0], -(-lines.shape[1] // size)), np.float32)
-    cut = _shaped(lines, size)
+def absmax(rows, size):
+    found = np.empty((rows.shape[0], -(-rows.shape[1] // size)), np.float32)
+    cut = _shaped(rows, size)
     _absmax(cut.view(np.int32), size, found.view(np.int32).reshape(cut.shape[0], -1))
     return found
 
 
 @loop
 def _minmax(bits, size, low, high):
-    lines, length = bits.shape
-    for line in range(lines):
+    count, length = bits.shape
+    for row in range(count):
         for group in range(low.shape[1]):
-            part = bits[line, group * size : min((group + 1) * size, length)]
+            part = bits[row, group * size : min((group + 1) * size, length)]
             least = largest = _ordered(part[0])
             for i in range(part.size):
                 here = _ordered(part[i])
                 least = min(least, here)
                 largest = max(largest, here)
-            low[line, group], high[line, group] = _ordered(least), _ordered(largest)
+            low[row, group], high[row, group] = _ordered(least), _ordered(largest)
 
 
 @kernel
-def minmax(lines, size):
-    shape = lines.shape[0], -(-lines.shape[1] // size)
+def minmax(rows, size):
+    shape = rows.shape[0], -(-rows.shape[1] // size)
     low, high = np.empty(shape, np.float32), np.empty(shape, np.float32)
-    cut = _shaped(lines, size)
+    cut = _shaped(rows, size)
     flat = cut.shape[0], low.size // max(cut.shape[0], 1)
     _minmax(cut.view(np.int32), size, low.view(np.int32).reshape(flat), high.view(np.int32).reshape(flat))
     return low, high
@@ -112,7 +108,7 @@ def minmax(lines, size):
 
 @inlined
 def _farthest(bits):
-    """The number that is farthest from 0, the first of those, as bits."""
+    """Bits of the element of largest magnitude, the first of equal ones."""
     least = largest = _ordered(bits[0])
     for i in range(bits.size):
         here = _ordered(bits[i])
@@ -128,16 +124,16 @@ def _farthest(bits):
 
 @loop
 def _peak(bits, size, out):
-    lines, length = bits.shape
-    for line in range(lines):
+    count, length = bits.shape
+    for row in range(count):
         for group in range(out.shape[1]):
-            out[line, group] = _farthest(bits[line, group * size : min((group + 1) * size, length)])
+            out[row, group] = _farthest(bits[row, group * size : min((group + 1) * size, length)])
 
 
 @kernel
-def peak(lines, size):
-    found = np.empty((lines.shape[0], -(-lines.shape[1] // size)), np.float32)
-    cut = _shaped(lines, size)
+def peak(rows, size):
+    found = np.empty((rows.shape[0], -(-rows.shape[1] // size)), np.float32)
+    cut = _shaped(rows, size)
     _peak(cut.view(np.int32), size, found.view(np.int32).reshape(cut.shape[0], -1))
     return found
 
@@ -148,7 +144,7 @@ NEAREST_EVEN, HALF_AWAY, HALF_UP, STOCHASTIC = range(len(ROUNDINGS))
 
 
 PLAIN, AFTER, BEFORE = range(3)
-"""Is there no zero point, is it added after rounding, or before?"""
+"""Zero point: none, added after rounding, or added before."""
 
 
 @inlined
@@ -160,104 +156,111 @@ def _mixed(word):
 
 @inlined
 def _uniform(number, key0, key1):
-    """As `reference.uniform`."""
+    """Same as `reference_codecs.uniform`."""
     low, high = U(number & np.uint64(0xFFFFFFFF)), U(number >> np.uint64(32))
     word = _mixed(U(_mixed(U(low ^ key0)) + U(high * U(0x9E3779B9)) + key1))
     return F(I(word >> U(8))) * F(2**-24)
 
 
-@cache
-def _coder(rounding, multiply, shift):
-    """The code of an element as a byte; what is the same for all elements is a constant in it."""
+@inlined
+def _scaled(r, by, multiply):
+    return F(r * by) if multiply else F(r / by)
 
-    @inlined
-    def code(r, by, zero, low, high, bias, number, key0, key1):
-        t = F(r * by) if multiply else F(r / by)
-        if shift == BEFORE:
-            t = F(t + zero)
-        if rounding == HALF_AWAY:
-            size = abs(t)
-            down = np.floor(size)
-            t = math.copysign(F(down + (ONE if F(size - down) >= HALF else ZERO)), t)
-        elif rounding == HALF_UP:
-            t = F(np.floor(F(t + F(bias + HALF))) - bias)
-        elif rounding == STOCHASTIC:
-            t = np.floor(F(t + _uniform(number, key0, key1)))
-        else:
-            t = np.rint(t)
-        if shift == AFTER:
-            t = F(t + zero)
-        t = low if t < low else t
-        t = high if t > high else t
-        return B(I(F(t + bias)))
 
-    return code
+@inlined
+def _code(t, zero, limits, number, keys, rounding, shift):
+    """Code of a scaled element t as a byte; `rounding` and `shift` are constants after inlining."""
+    low, high, bias = limits
+    if shift == BEFORE:
+        t = F(t + zero)
+    if rounding == HALF_AWAY:
+        size = abs(t)
+        down = np.floor(size)
+        t = math.copysign(F(down + (ONE if F(size - down) >= HALF else ZERO)), t)
+    elif rounding == HALF_UP:
+        t = F(np.floor(F(t + F(bias + HALF))) - bias)
+    elif rounding == STOCHASTIC:
+        t = np.floor(F(t + _uniform(number, keys[0], keys[1])))
+    else:
+        t = np.rint(t)
+    if shift == AFTER:
+        t = F(t + zero)
+    t = low if t < low else t
+    t = high if t > high else t
+    return B(I(F(t + bias)))
+
+
+def _keys(key):
+    return (U(0), U(0)) if key is None else (U(key[0]), U(key[1]))
+
+
+def _limits(code):
+    return F(code.low), F(code.high), F(code.bias)
 
 
 @cache
 def _bytes_encoder(rounding, multiply, shift):
-    code = _coder(rounding, multiply, shift)
-
-    def encode(lines, size, by, zeros, low, high, bias, key0, key1, out):
-        rows, length = lines.shape
-        for line in range(rows):
+    def encode(rows, size, by, zeros, limits, keys, out):
+        count, length = rows.shape
+        for row in range(count):
             for group in range(by.shape[1]):
                 first, last = group * size, min((group + 1) * size, length)
-                part, into = lines[line, first:last], out[line, first:last]
-                here, zero = by[line, group], zeros[line, group] if shift != PLAIN else ZERO
-                number = np.uint64(line * length + first)
+                part, into = rows[row, first:last], out[row, first:last]
+                here, zero = by[row, group], zeros[row, group] if shift != PLAIN else ZERO
+                number = np.uint64(row * length + first)
                 for i in range(part.size):
-                    into[i] = code(part[i], here, zero, low, high, bias, np.uint64(number + np.uint64(i)), key0, key1)
+                    this = np.uint64(number + np.uint64(i))
+                    into[i] = _code(_scaled(part[i], here, multiply), zero, limits, this, keys, rounding, shift)
 
     return loop(encode)
 
 
 @cache
 def _nibbles_encoder(rounding, multiply, shift):
-    """Codes of four bits, packed at once, where groups are whole blocks."""
-    code = _coder(rounding, multiply, shift)
+    """Encoder of 4-bit codes that packs directly, for groups of whole blocks."""
 
-    def encode(lines, size, by, zeros, low, high, bias, key0, key1, out):
-        flat = lines.reshape(-1)
+    def encode(rows, size, by, zeros, limits, keys, out):
+        flat = rows.reshape(-1)
         for group in range(by.size):
             here, zero = by[group], zeros[group] if shift != PLAIN else ZERO
             for first in range(group * size, (group + 1) * size, BLOCK):
                 part, into = flat[first : first + BLOCK], out[first // 2 : first // 2 + NIBBLES]
                 number = np.uint64(first)
                 for i in range(NIBBLES):
-                    other = np.uint64(i + NIBBLES)
-                    a = code(part[i], here, zero, low, high, bias, np.uint64(number + np.uint64(i)), key0, key1)
-                    b = code(part[i + NIBBLES], here, zero, low, high, bias, np.uint64(number + other), key0, key1)
+                    this, other = np.uint64(number + np.uint64(i)), np.uint64(number + np.uint64(i + NIBBLES))
+                    a = _code(_scaled(part[i], here, multiply), zero, limits, this, keys, rounding, shift)
+                    upper = _scaled(part[i + NIBBLES], here, multiply)
+                    b = _code(upper, zero, limits, other, keys, rounding, shift)
                     into[i] = B(a | B(b << B(4)))
 
     return loop(encode)
 
 
 @kernel
-def encode_linear(lines, size, by, multiply, zeros, limits, bias, rounding, key, bits, out):
+def encode_linear(rows, size, by, multiply, zeros, code, out):
     shift = PLAIN
     if zeros is not None:
         shift = AFTER if (zeros == np.rint(zeros)).all() else BEFORE
-    keys = (U(0), U(0)) if key is None else (U(key[0]), U(key[1]))
-    kind = ROUNDINGS.index(rounding), bool(multiply), shift
-    limits = F(limits[0]), F(limits[1]), F(bias)
-    cut = _shaped(lines, size)
+    keys = _keys(code.key)
+    kind = ROUNDINGS.index(code.rounding), bool(multiply), shift
+    bits, limits = code.bits, _limits(code)
+    cut = _shaped(rows, size)
     whole = bits == 4 and size % BLOCK == 0 and cut.shape[1] % size == 0
     if whole:
         shifts = by.reshape(-1) if zeros is None else zeros.reshape(-1)
-        _nibbles_encoder(*kind)(cut, size, by.reshape(-1), shifts, *limits, *keys, out)
+        _nibbles_encoder(*kind)(cut, size, by.reshape(-1), shifts, limits, keys, out)
         return
     shape = cut.shape[0], by.size // max(cut.shape[0], 1)
     shifts = (by if zeros is None else zeros).reshape(shape)
-    codes = out if bits == 8 else np.empty(lines.size, np.uint8)
-    _bytes_encoder(*kind)(cut, size, by.reshape(shape), shifts, *limits, *keys, codes.reshape(cut.shape))
+    codes = out if bits == 8 else np.empty(rows.size, np.uint8)
+    _bytes_encoder(*kind)(cut, size, by.reshape(shape), shifts, limits, keys, codes.reshape(cut.shape))
     if bits < 8:
         pack(codes, bits, out)
 
 
 @inlined
 def _half(scale, keep):
-    """(bits, value) of the half-precision number nearest to one from 0 on; with `keep`, the smallest instead of 0."""
+    """(bits, value) of a non-negative scale rounded to fp16; with `keep`, the smallest number instead of 0."""
     exponent = I(max(I(F(scale).view(np.int32) >> I(23)), I(113)))
     unit = I(I(exponent - I(10)) << I(23)).view(np.float32)
     n = np.rint(F(scale / unit))
@@ -267,86 +270,92 @@ def _half(scale, keep):
 
 @inlined
 def _bfloat(scale, keep):
-    """The same for bfloat16."""
+    """(bits, value) of a non-negative scale rounded to bf16, as `_half`."""
     bits = I(F(scale).view(np.int32))
     raw = I(I(bits + I(I(0x7FFF) + I(I(bits >> I(16)) & I(1)))) >> I(16))
     raw = I(1) if keep and raw == I(0) and scale > ZERO else raw
     return raw, I(raw << I(16)).view(np.float32)
 
 
+@inlined
+def _largest(bits):
+    """Bits of the largest |r|."""
+    most = I(0)
+    for i in range(bits.size):
+        most = max(most, bits[i] & MAGNITUDE)
+    return most
+
+
 @cache
-def _shortcut(form, nibbles, rounding, inverse, peak):
-    """Ranges, scales and codes of a few groups after each other, so that their elements are read while in the cache."""
-    code = _coder(rounding, inverse, PLAIN)
+def _fused_quantizer(form, nibbles, rounding, inverse, peak):
+    """Quantiser of batches of groups that stay in the cache: largest elements, then scales, then codes."""
     half, brain = form == "fp16", form == "bf16"
-    infinite = I(0x7C00) if half else (I(0x7F80) if brain else I(0x7F800000))
+    infinite_bits = 0x7C00 if half else (0x7F80 if brain else 0x7F800000)
     sign = 31 if form == "fp32" else 15
 
-    def quantize(lines, size, steps, low, high, bias, scales, out):
-        worst = I(0)
+    def quantize(rows, size, steps, limits, scales, out):
+        worst, infinite = I(0), I(infinite_bits)
         size_of_steps = abs(steps)
-        rows, length = lines.shape
+        count, length = rows.shape
         batch = max(NEAR // size, 1)
         largest, by = np.empty(batch, np.int32), np.empty(batch, np.float32)
-        for line in range(rows):
+        for row in range(count):
             for start in range(0, scales.shape[1], batch):
                 groups = min(batch, scales.shape[1] - start)
                 for group in range(groups):
                     first, last = (start + group) * size, min((start + group + 1) * size, length)
-                    bits = lines[line, first:last].view(np.int32)
-                    if peak:
-                        largest[group] = _farthest(bits)
-                    else:
-                        most = I(0)
-                        for i in range(bits.size):
-                            most = max(most, bits[i] & MAGNITUDE)
-                        largest[group] = most
+                    bits = rows[row, first:last].view(np.int32)
+                    largest[group] = _farthest(bits) if peak else _largest(bits)
                 for group in range(groups):
                     most = I(largest[group] & MAGNITUDE)
                     scale = F(most.view(np.float32) / size_of_steps)
                     scale = TINY if scale == ZERO and most > 0 else scale
-                    raw, kept = I(F(scale).view(np.int32)), scale
+                    raw, stored = I(F(scale).view(np.int32)), scale
                     if half:
-                        raw, kept = _half(scale, not inverse)
+                        raw, stored = _half(scale, not inverse)
                     if brain:
-                        raw, kept = _bfloat(scale, not inverse)
+                        raw, stored = _bfloat(scale, not inverse)
                     worst = max(worst, raw if most < INFINITE else infinite)
                     down = peak and (largest[group] < 0) != (steps < 0)
-                    scales[line, start + group] = I(raw | I(I(1) << I(sign))) if down else raw
-                    kept = F(-kept) if down else kept
+                    scales[row, start + group] = I(raw | I(I(1) << I(sign))) if down else raw
+                    stored = F(-stored) if down else stored
                     scale = F(-scale) if down else scale
                     if inverse:
                         by[group] = ZERO if scale == ZERO else F(max(min(F(ONE / scale), GREATEST), -GREATEST))
                     else:
-                        by[group] = ONE if kept == ZERO else kept
+                        by[group] = ONE if stored == ZERO else stored
                 for group in range(groups):
                     first, last = (start + group) * size, min((start + group + 1) * size, length)
                     here = by[group]
                     if nibbles:
                         for at in range(first, last, BLOCK):
-                            part, into = lines[line, at : at + BLOCK], out[line, at // 2 : at // 2 + NIBBLES]
+                            part, into = rows[row, at : at + BLOCK], out[row, at // 2 : at // 2 + NIBBLES]
                             for i in range(NIBBLES):
-                                a = code(part[i], here, ZERO, low, high, bias, ANY, ANY32, ANY32)
-                                b = code(part[i + NIBBLES], here, ZERO, low, high, bias, ANY, ANY32, ANY32)
+                                lower, upper = (
+                                    _scaled(part[i], here, inverse),
+                                    _scaled(part[i + NIBBLES], here, inverse),
+                                )
+                                a = _code(lower, ZERO, limits, ANY, NO_KEYS, rounding, PLAIN)
+                                b = _code(upper, ZERO, limits, ANY, NO_KEYS, rounding, PLAIN)
                                 into[i] = B(a | B(b << B(4)))
                     else:
-                        part, into = lines[line, first:last], out[line, first:last]
+                        part, into = rows[row, first:last], out[row, first:last]
                         for i in range(part.size):
-                            into[i] = code(part[i], here, ZERO, low, high, bias, ANY, ANY32, ANY32)
+                            t = _scaled(part[i], here, inverse)
+                            into[i] = _code(t, ZERO, limits, ANY, NO_KEYS, rounding, PLAIN)
         return worst < infinite
 
     return loop(quantize)
 
 
 @kernel
-def quantize_linear(lines, size, steps, form, limits, bias, bits, rounding, inverse, peak, scales, out):
-    cut = _shaped(lines, size)
+def quantize_linear(rows, size, rule, code, scales, out):
+    bits, cut = code.bits, _shaped(rows, size)
     whole = bits == 4 and size % BLOCK == 0 and cut.shape[1] % size == 0
-    items = scales.view(np.int32 if form == "fp32" else np.uint16).reshape(cut.shape[0], -1)
-    codes = out if whole or bits == 8 else np.empty(lines.size, np.uint8)
-    limits = F(limits[0]), F(limits[1]), F(bias)
-    loop_of_kind = _shortcut(form, whole, ROUNDINGS.index(rounding), inverse, peak)
-    if not loop_of_kind(cut, size, F(steps), *limits, items, codes.reshape(cut.shape[0], -1)):
+    items = scales.view(np.int32 if rule.form == "fp32" else np.uint16).reshape(cut.shape[0], -1)
+    codes = out if whole or bits == 8 else np.empty(rows.size, np.uint8)
+    quantizer = _fused_quantizer(rule.form, whole, ROUNDINGS.index(code.rounding), rule.inverse, rule.peak)
+    if not quantizer(cut, size, F(rule.steps), _limits(code), items, codes.reshape(cut.shape[0], -1)):
         return False
     if codes is not out:
         pack(codes, bits, out)
@@ -356,12 +365,12 @@ def quantize_linear(lines, size, steps, form, limits, bias, bits, rounding, inve
 @cache
 def _bytes_decoder(signed, shifted, add):
     def decode(codes, size, scales, zeros, bias, out):
-        rows, length = codes.shape
-        for line in range(rows):
+        count, length = codes.shape
+        for row in range(count):
             for group in range(scales.shape[1]):
                 first, last = group * size, min((group + 1) * size, length)
-                part, into = codes[line, first:last], out[line, first:last]
-                scale, zero = scales[line, group], zeros[line, group] if shifted else ZERO
+                part, into = codes[row, first:last], out[row, first:last]
+                scale, zero = scales[row, group], zeros[row, group] if shifted else ZERO
                 for i in range(part.size):
                     q = F(np.int8(part[i])) if signed else F(I(I(part[i]) - bias))
                     if shifted:
@@ -393,7 +402,8 @@ def _nibbles_decoder(shifted, add):
 
 
 @kernel
-def decode_linear(packed, size, scales, zeros, bits, bias, signed, out, add):
+def decode_linear(packed, size, scales, zeros, code, out, add):
+    bits, bias = code.bits, code.bias
     target = _shaped(out, size)
     shifts = scales if zeros is None else zeros
     shifted = zeros is not None
@@ -406,7 +416,7 @@ def decode_linear(packed, size, scales, zeros, bits, bias, signed, out, add):
         codes = np.empty(out.size, np.uint8)
         unpack(packed, bits, codes)
     shape = target.shape[0], scales.size // max(target.shape[0], 1)
-    decode = _bytes_decoder(bool(signed and not bias), shifted, bool(add))
+    decode = _bytes_decoder(bool(code.signed and not bias), shifted, bool(add))
     decode(codes.reshape(target.shape), size, scales.reshape(shape), shifts.reshape(shape), I(bias), target)
 
 
@@ -416,17 +426,17 @@ def decode_linear(packed, size, scales, zeros, bits, bias, signed, out, add):
 @cache
 def _float_encoder(code, multiply, stochastic):
     kind = MINIFLOATS[code]
-    largest, lowest, mantissa = F(kind.largest), I(127 + kind.lowest), I(kind.mantissa)
-    sign_at = I(kind.bits - 1)
+    greatest, smallest, digits, above = kind.largest, 127 + kind.lowest, kind.mantissa, kind.bits - 1
 
-    def encode(lines, size, by, key0, key1, out):
-        rows, length = lines.shape
-        for line in range(rows):
+    def encode(rows, size, by, key0, key1, out):
+        largest, lowest, mantissa, sign_at = F(greatest), I(smallest), I(digits), I(above)
+        count, length = rows.shape
+        for row in range(count):
             for group in range(by.shape[1]):
                 first, last = group * size, min((group + 1) * size, length)
-                part, into = lines[line, first:last], out[line, first:last]
-                here = by[line, group]
-                number = np.uint64(line * length + first)
+                part, into = rows[row, first:last], out[row, first:last]
+                here = by[row, group]
+                number = np.uint64(row * length + first)
                 for i in range(part.size):
                     t = F(part[i] * here) if multiply else F(part[i] / here)
                     value = min(abs(t), largest)
@@ -445,23 +455,23 @@ def _float_encoder(code, multiply, stochastic):
 
 
 @kernel
-def encode_float(lines, size, by, multiply, code, key, out):
-    cut = _shaped(lines, size)
-    keys = (U(0), U(0)) if key is None else (U(key[0]), U(key[1]))
+def encode_float(rows, size, by, multiply, code, key, out):
+    cut = _shaped(rows, size)
+    keys = _keys(key)
     by = by.reshape(cut.shape[0], by.size // max(cut.shape[0], 1))
     _float_encoder(code, bool(multiply), key is not None)(cut, size, by, *keys, out.reshape(cut.shape))
 
 
 @cache
 def _table_encoder(multiply):
-    def encode(lines, size, by, limits, own, out):
-        rows, length = lines.shape
-        for line in range(rows):
+    def encode(rows, size, by, limits, own, out):
+        count, length = rows.shape
+        for row in range(count):
             for group in range(by.shape[1]):
                 first, last = group * size, min((group + 1) * size, length)
-                part, into = lines[line, first:last], out[line, first:last]
-                here = by[line, group]
-                limit = limits[line, group] if own else limits[0, 0]
+                part, into = rows[row, first:last], out[row, first:last]
+                here = by[row, group]
+                limit = limits[row, group] if own else limits[0, 0]
                 for i in range(part.size):
                     t = F(part[i] * here) if multiply else F(part[i] / here)
                     above, half = 0, (limit.size + 1) // 2
@@ -473,24 +483,49 @@ def _table_encoder(multiply):
     return loop(encode)
 
 
+@cache
+def _sixteen_encoder(multiply):
+    """Encoder for 16 levels: 15 vector comparisons are faster than a search per element."""
+
+    def encode(rows, size, by, limits, own, out):
+        count, length = rows.shape
+        for row in range(count):
+            for group in range(by.shape[1]):
+                first, last = group * size, min((group + 1) * size, length)
+                part, into = rows[row, first:last], out[row, first:last]
+                here = by[row, group]
+                limit = limits[row, group] if own else limits[0, 0]
+                l0, l1, l2, l3, l4, l5, l6 = limit[0], limit[1], limit[2], limit[3], limit[4], limit[5], limit[6]
+                l7, l8, l9, l10, l11 = limit[7], limit[8], limit[9], limit[10], limit[11]
+                l12, l13, l14 = limit[12], limit[13], limit[14]
+                for i in range(part.size):
+                    t = F(part[i] * here) if multiply else F(part[i] / here)
+                    low = I(t > l0) + I(t > l1) + I(t > l2) + I(t > l3) + I(t > l4) + I(t > l5) + I(t > l6)
+                    high = I(t > l8) + I(t > l9) + I(t > l10) + I(t > l11) + I(t > l12) + I(t > l13) + I(t > l14)
+                    into[i] = B(low + high + I(t > l7))
+
+    return loop(encode)
+
+
 @kernel
-def encode_table(lines, size, by, multiply, thresholds, out):
-    cut = _shaped(lines, size)
+def encode_table(rows, size, by, multiply, thresholds, out):
+    cut = _shaped(rows, size)
     shape = cut.shape[0], by.size // max(cut.shape[0], 1)
     own = thresholds.ndim > 1
     limits = np.ascontiguousarray(thresholds).reshape(*(shape if own else (1, 1)), thresholds.shape[-1])
-    _table_encoder(bool(multiply))(cut, size, by.reshape(shape), limits, own, out.reshape(cut.shape))
+    encoder = _sixteen_encoder if limits.shape[-1] == 15 else _table_encoder
+    encoder(bool(multiply))(cut, size, by.reshape(shape), limits, own, out.reshape(cut.shape))
 
 
 @loop
 def _decode_table(codes, size, scales, levels, own, out, add):
-    rows, length = codes.shape
-    for line in range(rows):
+    count, length = codes.shape
+    for row in range(count):
         for group in range(scales.shape[1]):
             first, last = group * size, min((group + 1) * size, length)
-            part, into = codes[line, first:last], out[line, first:last]
-            scale = scales[line, group]
-            table = levels[line, group] if own else levels[0, 0]
+            part, into = codes[row, first:last], out[row, first:last]
+            scale = scales[row, group]
+            table = levels[row, group] if own else levels[0, 0]
             for i in range(part.size):
                 r = F(table[part[i]] * scale)
                 into[i] = F(into[i] + r) if add else r
@@ -532,7 +567,7 @@ def _packer(bits):
 def pack(codes, bits, out):
     whole = len(codes) // BLOCK
     _packer(bits)(codes, out)
-    reference.pack(codes[whole * BLOCK :], bits, out[whole * 4 * bits :])
+    reference_codecs.pack(codes[whole * BLOCK :], bits, out[whole * 4 * bits :])
 
 
 @cache
@@ -559,4 +594,4 @@ def _unpacker(bits):
 def unpack(packed, bits, out):
     whole = len(out) // BLOCK
     _unpacker(bits)(packed, out)
-    reference.unpack(packed[whole * 4 * bits :], bits, out[whole * BLOCK :])
+    reference_codecs.unpack(packed[whole * 4 * bits :], bits, out[whole * BLOCK :])

@@ -1,7 +1,6 @@
-"""Kernels for CuPy arrays, one pass over memory each; the same bits as `reference` gives.
+"""Kernels for CuPy arrays, one pass over memory, bitwise equal to the reference.
 
-Every step is rounded by itself: `__fmul_rn` and its like are never fused. Groups of a line must be equally long, or the
-reference takes over. Each kernel is compiled when it is first called; CuPy keeps it on disk.
+Every operation is rounded by itself: `__fmul_rn` and its like are never fused. Short groups fall back to the reference.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from quant.formats import MINIFLOATS
-from quant.kernels import reference_codecs as reference
-from quant.kernels.reference_codecs import Array, array_namespace
+from quant.kernels import reference_codecs
+from quant.kernels.reference_codecs import LinearCode, array_namespace
+from quant.types import Array
 
 KERNELS: dict[str, Any] = {}
-"""By name, those of `reference` that are here too."""
+"""Kernels of this module by the reference's names."""
 
 ROUND = {
     "nearest_even": "t = rintf(t);",
@@ -40,8 +40,8 @@ __device__ float uniform(unsigned long long number, unsigned int key0, unsigned 
 
 
 def kernel(function: Any) -> Any:
-    """A form of the reference of that name."""
-    KERNELS[function.__name__] = wraps(getattr(reference, function.__name__))(function)
+    """Register a form of the reference kernel of this name."""
+    KERNELS[function.__name__] = wraps(getattr(reference_codecs, function.__name__))(function)
     return KERNELS[function.__name__]
 
 
@@ -60,51 +60,43 @@ def _keys(key: tuple[int, int] | None) -> tuple[np.uint32, np.uint32]:
 
 @kernel
 def encode_linear(
-    lines: Array,
-    size: int,
-    by: Array,
-    multiply: bool,
-    zeros: Array | None,
-    limits: tuple[int, int],
-    bias: int,
-    rounding: str,
-    key: tuple[int, int] | None,
-    bits: int,
-    out: Array,
+    rows: Array, size: int, by: Array, multiply: bool, zeros: Array | None, code: LinearCode, out: Array
 ) -> None:
-    if lines.shape[1] % size:
-        return reference.encode_linear(lines, size, by, multiply, zeros, limits, bias, rounding, key, bits, out)
-    xp = array_namespace(lines)
+    if rows.shape[1] % size:
+        return reference_codecs.encode_linear(rows, size, by, multiply, zeros, code, out)
+    xp = array_namespace(rows)
     integral = zeros is None or bool((zeros == xp.rint(zeros)).all())
     shift = "t = __fadd_rn(t, zero);" if zeros is not None else ""
     body = f"""
         {_unit(multiply)}
         {"" if integral else shift}
-        {ROUND[rounding]}
+        {ROUND[code.rounding]}
         {shift if integral else ""}
         t = t < low ? low : t;
         t = t > high ? high : t;
         code = (unsigned char)(int)(t + bias);
     """
     takes = "float32 r, float32 by, float32 zero, float32 low, float32 high, float32 bias, uint32 key0, uint32 key1"
-    codes = out if bits == 8 else xp.empty(lines.size, xp.uint8)
+    codes = out if code.bits == 8 else xp.empty(rows.size, xp.uint8)
     points = by if zeros is None else zeros
     apply = _elementwise(xp, "encode_linear", takes, "uint8 code", body)
-    low, high, less = map(np.float32, (*limits, bias))
-    groups = lines.reshape(-1, size)
-    apply(groups, by.reshape(-1, 1), points.reshape(-1, 1), low, high, less, *_keys(key), codes.reshape(groups.shape))
-    if bits < 8:
-        reference.pack(codes, bits, out)
+    low, high, bias = map(np.float32, (code.low, code.high, code.bias))
+    groups = rows.reshape(-1, size)
+    apply(
+        groups, by.reshape(-1, 1), points.reshape(-1, 1), low, high, bias, *_keys(code.key), codes.reshape(groups.shape)
+    )
+    if code.bits < 8:
+        reference_codecs.pack(codes, code.bits, out)
     return None
 
 
 @kernel
 def encode_float(
-    lines: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
+    rows: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
 ) -> None:
-    if lines.shape[1] % size:
-        return reference.encode_float(lines, size, by, multiply, code, key, out)
-    xp, kind = array_namespace(lines), MINIFLOATS[code]
+    if rows.shape[1] % size:
+        return reference_codecs.encode_float(rows, size, by, multiply, code, key, out)
+    xp, kind = array_namespace(rows), MINIFLOATS[code]
     lowest = 127 + kind.lowest
     body = f"""
         {_unit(multiply)}
@@ -116,7 +108,7 @@ def encode_float(
         code = (unsigned char)(bits | (((__float_as_int(t) >> 31) & 1) << {kind.bits - 1}));
     """
     takes = "float32 r, float32 by, uint32 key0, uint32 key1"
-    groups = lines.reshape(-1, size)
+    groups = rows.reshape(-1, size)
     apply = _elementwise(xp, "encode_float", takes, "uint8 code", body)
     apply(groups, by.reshape(-1, 1), *_keys(key), out.reshape(groups.shape))
     return None
@@ -124,25 +116,18 @@ def encode_float(
 
 @kernel
 def decode_linear(
-    packed: Array,
-    size: int,
-    scales: Array,
-    zeros: Array | None,
-    bits: int,
-    bias: int,
-    signed: bool,
-    out: Array,
-    add: bool,
+    packed: Array, size: int, scales: Array, zeros: Array | None, code: LinearCode, out: Array, add: bool
 ) -> None:
     if out.shape[1] % size:
-        return reference.decode_linear(packed, size, scales, zeros, bits, bias, signed, out, add)
+        return reference_codecs.decode_linear(packed, size, scales, zeros, code, out, add)
+    bits, bias = code.bits, code.bias
     xp = array_namespace(packed)
     codes = packed
     if bits < 8:
         codes = xp.empty(out.size, xp.uint8)
-        reference.unpack(packed, bits, codes)
+        reference_codecs.unpack(packed, bits, codes)
     body = f"""
-        float q = {"(float)(signed char)code" if signed and not bias else "(float)((int)code - bias)"};
+        float q = {"(float)(signed char)code" if code.signed and not bias else "(float)((int)code - bias)"};
         {"" if zeros is None else "q = __fsub_rn(q, zero);"}
         q = __fmul_rn(q, scale);
         r = {"__fadd_rn(r, q)" if add else "q"};

@@ -1,9 +1,8 @@
-"""What every kernel does, in NumPy's words, which are CuPy's too; on the host in tiles that stay in the cache.
+"""Reference kernels for NumPy and CuPy; on the host in tiles that fit the cache.
 
-Elements come as `lines`, a C-contiguous matrix of float32, in groups of `size` along each line, the last of which may
-be shorter; per group there is one entry of arrays of shape (lines, groups of a line). Codes before packing are bytes in
-the matrix's order: q plus a bias below 8 bits, int8 as it is stored for 8 bits, the bits of a small float, or a level's
-number.
+Elements come as `rows`, a C-contiguous matrix of float32, in groups of `size` along each row, the last of which may be
+shorter; values per group have shape (rows, groups per row). Unpacked codes are bytes in the matrix's order: q plus a
+bias below 8 bits, int8 at 8 bits, the bits of a small float, or an index into a table.
 """
 
 from __future__ import annotations
@@ -13,64 +12,127 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quant.formats import MINIFLOATS
 from quant.packing import BLOCK, POWERS, packed_nbytes
+from quant.spec.quant_spec import QuantSpec
+from quant.types import Array
 
-Array = Any
-Tile = tuple[slice, slice, slice, int]
+
+class Tile(NamedTuple):
+    """Part of a matrix: rows and columns, the groups of a row, and the elements of a group in it."""
+
+    rows: slice
+    columns: slice
+    groups: slice
+    width: int
+
+
+class LinearCode(NamedTuple):
+    """Integer code of an element: clip(round(r / S) + Z) + bias, in `bits` bits.
+
+    Attributes
+    ----------
+    bits, low, high, bias : int
+        Width; smallest and largest q; offset of stored codes.
+    signed : bool
+        True if codes without a bias are int8.
+    rounding : str
+        As in `QuantSpec`.
+    key : two int, or None
+        Key of the random numbers of stochastic rounding.
+    """
+
+    bits: int
+    low: int
+    high: int
+    bias: int
+    signed: bool
+    rounding: str
+    key: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, spec: QuantSpec, key: tuple[int, int] | None = None) -> LinearCode:
+        """Code of a linear spec."""
+        return cls(spec.bits, spec.q_min, spec.q_max, spec.bias, spec.signed, spec.rounding, key)
+
+
+class ScaleRule(NamedTuple):
+    """Scale of a group in `quantize_linear`.
+
+    Attributes
+    ----------
+    steps : float
+        The scale is the largest |r| divided by this.
+    form : str
+        Storage format: fp32, fp16 or bf16.
+    inverse : bool
+        Codes are r times the inverse of the unrounded scale, instead of r divided by the stored scale.
+    peak : bool
+        The scale has the sign of the element of largest magnitude, relative to the sign of `steps`.
+    """
+
+    steps: float
+    form: str
+    inverse: bool
+    peak: bool
+
 
 TILE = 1 << 16
-"""Elements of a tile: with its temporaries it stays within a core's cache."""
+"""Elements per tile: a tile and its temporaries fit a core's cache."""
 
 MAGNITUDE = 0x7FFFFFFF
 EXPONENT = 23
 
 
 def array_namespace(x: Array) -> ModuleType:
-    """The module whose functions work on `x`: NumPy, or CuPy for arrays of its own."""
-    return np if isinstance(x, np.ndarray | np.generic) else sys.modules["cupy"]
+    """NumPy, or CuPy for arrays of its own. TypeError for anything else."""
+    if isinstance(x, np.ndarray | np.generic):
+        return np
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(x, cupy.ndarray):
+        raise TypeError(f"expected an array of NumPy or CuPy, found {type(x).__name__}")
+    return cupy
 
 
 def _tiles(shape: tuple[int, int], size: int, most: int) -> Iterator[Tile]:
-    """Rows, columns, groups of a line, and elements of a group (or of the piece of one that is larger than a tile)."""
-    lines, length = shape
+    """Tiles of the matrix: whole groups, or pieces of a group that is larger than a tile."""
+    count, length = shape
     whole = length - length % size
     for first, last, width in ((0, whole, size), (whole, length, length - whole)):
         step = min(width, most) if width > most else max(min(last - first, most) // max(width, 1), 1) * width
-        if first == last or not lines:
+        if first == last or not count:
             continue
         for start in range(first, last, size) if width > most else (first,):
             stop = min(start + size, last) if width > most else last
             down = max(most // step, 1)
-            for row in range(0, lines, down):
+            for row in range(0, count, down):
                 for column in range(start, stop, step):
                     end = min(column + step, stop)
                     groups = slice(column // size, (end - 1) // size + 1)
-                    yield slice(row, row + down), slice(column, end), groups, min(width, end - column)
+                    yield Tile(slice(row, row + down), slice(column, end), groups, min(width, end - column))
 
 
-def _cut(lines: Array, size: int) -> tuple[Array, Iterator[Tile]]:
-    """The matrix, as one line where no group is short, and its tiles: one for a device, which has no such cache."""
-    if lines.shape[1] % size == 0:
-        lines = lines.reshape(1, -1)
-    return lines, _tiles(lines.shape, size, TILE if isinstance(lines, np.ndarray) else max(lines.size, size))
+def _cut(rows: Array, size: int) -> tuple[Array, Iterator[Tile]]:
+    """The matrix (as one row if no group is short) and its tiles; a single tile on a device."""
+    if rows.shape[1] % size == 0:
+        rows = rows.reshape(1, -1)
+    return rows, _tiles(rows.shape, size, TILE if isinstance(rows, np.ndarray) else max(rows.size, size))
 
 
-def _groups(lines: Array, tile: Tile) -> Array:
-    """What a tile covers, as (rows, groups, elements of a group)."""
-    rows, columns, _, width = tile
-    part = lines[rows, columns]
+def _groups(rows: Array, tile: Tile) -> Array:
+    """Elements of a tile, as (rows, groups, elements of a group)."""
+    part, width = rows[tile.rows, tile.columns], tile.width
     return part.reshape(part.shape[0], part.shape[1] // width, width)
 
 
-def _desk(lines: Array, size: int, dtype: Any = np.float32) -> Any:
-    """Where tiles are worked on: shape -> array, the same memory for all of a call, so that it stays in the cache."""
-    xp = array_namespace(lines)
-    space = xp.empty(min(lines.size, TILE) if xp is np else lines.size, dtype)
+def _scratch(rows: Array, size: int, dtype: Any = np.float32) -> Any:
+    """Allocator of temporaries of a tile: shape -> array, always in the same memory, which stays in the cache."""
+    xp = array_namespace(rows)
+    space = xp.empty(min(rows.size, TILE) if xp is np else rows.size, dtype)
 
     def take(shape: tuple[int, ...]) -> Array:
         return space[: math.prod(shape)].reshape(shape)
@@ -78,53 +140,53 @@ def _desk(lines: Array, size: int, dtype: Any = np.float32) -> Any:
     return take
 
 
-def _per_group(lines: Array, size: int) -> tuple[int, int]:
-    return lines.shape[0], -(-lines.shape[1] // size)
+def _per_group(rows: Array, size: int) -> tuple[int, int]:
+    return rows.shape[0], -(-rows.shape[1] // size)
 
 
 # ------------------------------------------------------------------------------------------ ranges of groups
 
 
-def absmax(lines: Array, size: int) -> Array:
-    """The largest |r| of every group: float32, shape (lines, groups); not finite where an element is not.
+def absmax(rows: Array, size: int) -> Array:
+    """Largest |r| of every group: float32, shape (rows, groups); not finite if an element is not.
 
-    The bits of |r| as integers are in the order of |r|, NaN above all: so nothing gets lost, in any order.
+    Bits of |r| as integers have the order of |r|, with NaN above all, so a NaN is never lost.
     """
-    xp = array_namespace(lines)
-    shape = _per_group(lines, size)
-    cut, tiles = _cut(lines, size)
+    xp = array_namespace(rows)
+    shape = _per_group(rows, size)
+    cut, tiles = _cut(rows, size)
     largest = xp.zeros(_per_group(cut, size), xp.int32)
-    desk = _desk(cut, size, np.int32)
+    scratch = _scratch(cut, size, np.int32)
     for tile in tiles:
         part = _groups(cut, tile).view(xp.int32)
-        found = xp.bitwise_and(part, MAGNITUDE, out=desk(part.shape)).max(axis=-1)
-        into = largest[tile[0], tile[2]]
+        found = xp.bitwise_and(part, MAGNITUDE, out=scratch(part.shape)).max(axis=-1)
+        into = largest[tile.rows, tile.groups]
         into[...] = xp.maximum(into, found)
     return largest.view(xp.float32).reshape(shape)
 
 
-def minmax(lines: Array, size: int) -> tuple[Array, Array]:
-    """The smallest and the largest element of every group; not finite, one of them, where an element is not."""
-    xp = array_namespace(lines)
-    shape = _per_group(lines, size)
-    cut, tiles = _cut(lines, size)
+def minmax(rows: Array, size: int) -> tuple[Array, Array]:
+    """Smallest and largest element of every group; one of them is not finite if an element is not."""
+    xp = array_namespace(rows)
+    shape = _per_group(rows, size)
+    cut, tiles = _cut(rows, size)
     low = xp.full(_per_group(cut, size), np.inf, xp.float32)
     high = xp.full(_per_group(cut, size), -np.inf, xp.float32)
     for tile in tiles:
-        part, at = _groups(cut, tile), (tile[0], tile[2])
+        part, at = _groups(cut, tile), (tile.rows, tile.groups)
         low[at] = xp.minimum(low[at], part.min(axis=-1))
         high[at] = xp.maximum(high[at], part.max(axis=-1))
     return low.reshape(shape), high.reshape(shape)
 
 
-def peak(lines: Array, size: int) -> Array:
-    """The element of every group that is largest in size, with its sign; of equal ones the first."""
-    xp = array_namespace(lines)
-    shape = _per_group(lines, size)
-    cut, tiles = _cut(lines, size)
+def peak(rows: Array, size: int) -> Array:
+    """Element of largest magnitude of every group, with its sign; the first of equal ones."""
+    xp = array_namespace(rows)
+    shape = _per_group(rows, size)
+    cut, tiles = _cut(rows, size)
     found = cut[:, ::size].copy()
     for tile in tiles:
-        part, at = _groups(cut, tile), (tile[0], tile[2])
+        part, at = _groups(cut, tile), (tile.rows, tile.groups)
         which = (part.view(xp.int32) & MAGNITUDE).argmax(axis=-1)
         here = xp.take_along_axis(part, which[..., None], axis=-1)[..., 0]
         found[at] = xp.where(
@@ -137,18 +199,10 @@ def peak(lines: Array, size: int) -> Array:
 
 
 def uniform(first: int, shape: tuple[int, ...], stride: int, key: tuple[int, int], xp: ModuleType = np) -> Array:
-    """Numbers from 0 to below 1, a function of each element's number and the key: float32 with 24 digits.
+    """Random numbers in [0, 1) from element numbers and a key: float32 with 24 random bits.
 
-    Two rounds of the finaliser of MurmurHash3 (A. Appleby, public domain), one for either half of the number.
-
-    Parameters
-    ----------
-    first : int
-        Number of the first element.
-    shape : (rows, columns)
-    stride : int
-        What the number grows by from row to row.
-    key : two int below 2^32
+    Two rounds of the finaliser of MurmurHash3 (A. Appleby, public domain), one for either half of the number. The first
+    element has number `first`; each row adds `stride`.
     """
     rows, columns = (xp.arange(n, dtype=xp.uint64) for n in shape)
     number = (rows * np.uint64(stride))[:, None] + columns[None] + np.uint64(first)
@@ -164,7 +218,7 @@ def _mixed(word: Array) -> Array:
 
 
 def _rounded(t: Array, rounding: str, bias: float, drawn: Array | None) -> Array:
-    """t, rounded in place; `half_up` adds the bias before, as ggml does, so that the sum's own rounding is the same."""
+    """t rounded in place; `half_up` adds the bias first, as ggml does, so that the sum rounds the same way."""
     xp = array_namespace(t)
     match rounding:
         case "nearest_even":
@@ -184,79 +238,58 @@ def _rounded(t: Array, rounding: str, bias: float, drawn: Array | None) -> Array
 
 
 def _drawn(cut: Array, tile: Tile, key: tuple[int, int] | None) -> Array | None:
-    """What stochastic rounding adds to a tile."""
+    """Random numbers of a tile for stochastic rounding, or None."""
     if key is None:
         return None
-    rows, columns, _, _ = tile
-    part = cut[rows, columns]
-    first = rows.start * cut.shape[1] + columns.start
+    part = cut[tile.rows, tile.columns]
+    first = tile.rows.start * cut.shape[1] + tile.columns.start
     drawn = uniform(first, part.shape, cut.shape[1], key, array_namespace(cut))
-    return _groups(drawn, (slice(None), slice(None), slice(None), tile[3]))
+    return _groups(drawn, Tile(slice(None), slice(None), slice(None), tile.width))
 
 
-def _scaled(cut: Array, tile: Tile, by: Array, multiply: bool, desk: Any) -> Array:
-    """A tile of the elements in units of their scale."""
+def _scaled(cut: Array, tile: Tile, by: Array, multiply: bool, scratch: Any) -> Array:
+    """Elements of a tile in units of their scale."""
     xp = array_namespace(cut)
-    part, factor = _groups(cut, tile), by[tile[0], tile[2]][..., None]
-    return (xp.multiply if multiply else xp.divide)(part, factor, out=desk(part.shape))
+    part, factor = _groups(cut, tile), by[tile.rows, tile.groups][..., None]
+    return (xp.multiply if multiply else xp.divide)(part, factor, out=scratch(part.shape))
 
 
 # ------------------------------------------------------------------------------------------ codes
 
 
 def encode_linear(
-    lines: Array,
-    size: int,
-    by: Array,
-    multiply: bool,
-    zeros: Array | None,
-    limits: tuple[int, int],
-    bias: int,
-    rounding: str,
-    key: tuple[int, int] | None,
-    bits: int,
-    out: Array,
+    rows: Array, size: int, by: Array, multiply: bool, zeros: Array | None, code: LinearCode, out: Array
 ) -> None:
-    """q = clip(round(r / S) + Z), plus the bias; packed.
+    """Packed codes of finite elements.
 
     Parameters
     ----------
-    lines : array of float32, shape (lines, length)
-        Finite.
+    rows : array of float32, shape (rows, length)
     size : int
-        Of a group.
-    by : array of float32, shape (lines, groups)
-        What elements are divided by, or with `multiply` multiplied with. Finite, and not 0 as a divisor.
-    zeros : array of float32, shape (lines, groups), or None
-        Z, integral; where it is not, it is added before rounding.
-    limits : two int
-        Of q.
-    bias : int
-        Added to q in the end.
-    rounding : str
-        As in `QuantSpec`.
-    key : two int, or None
-        For stochastic rounding.
-    bits : int
-        Of a code.
+        Elements per group.
+    by : array of float32, shape (rows, groups)
+        Divisor of each group's elements, or with `multiply` their factor. Finite; not 0 as a divisor.
+    zeros : array of float32, shape (rows, groups), or None
+        Z, added after rounding if all are integers, else before.
+    code : LinearCode
     out : array of uint8, shape (packed_nbytes(elements, bits),)
     """
-    xp = array_namespace(lines)
-    low, high = map(np.float32, limits)
-    cut, tiles = _cut(lines, size)
+    xp = array_namespace(rows)
+    low, high, bias, bits = np.float32(code.low), np.float32(code.high), code.bias, code.bits
+    cut, tiles = _cut(rows, size)
     shape = _per_group(cut, size)
-    codes = (out if bits == 8 else xp.empty(lines.size, xp.uint8)).reshape(cut.shape)
+    codes = (out if bits == 8 else xp.empty(rows.size, xp.uint8)).reshape(cut.shape)
     by = by.reshape(shape)
     shift = None if zeros is None else zeros.reshape(shape)
     integral = shift is None or bool((shift == xp.rint(shift)).all())
-    desk = _desk(cut, size)
+    scratch = _scratch(cut, size)
     with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
-            t = _scaled(cut, tile, by, multiply, desk)
-            here = None if shift is None else shift[tile[0], tile[2]][..., None]
+            t = _scaled(cut, tile, by, multiply, scratch)
+            here = None if shift is None else shift[tile.rows, tile.groups][..., None]
             if not integral:
                 t += here
-            t = _rounded(t, rounding, bias, _drawn(cut, tile, key))
+            t = _rounded(t, code.rounding, bias, _drawn(cut, tile, code.key))
             if shift is not None and integral:
                 t += here
             xp.clip(t, low, high, out=t)
@@ -269,28 +302,27 @@ def encode_linear(
 
 
 def encode_float(
-    lines: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
+    rows: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
 ) -> None:
-    """The small float that is nearest to r / S, of two equally near the even one; the largest for what is beyond.
+    """Codes of the small float nearest to r / S, ties to even; values beyond the largest saturate.
 
-    `code` is a name in `quant.formats.MINIFLOATS`; `out` has a byte for
-    every code; all else as for `encode_linear`.
+    `code` is a key of `MINIFLOATS`; `out` has one byte per code; other parameters as for `encode_linear`.
     """
-    xp = array_namespace(lines)
-    cut, tiles = _cut(lines, size)
+    xp = array_namespace(rows)
+    cut, tiles = _cut(rows, size)
     by, codes = by.reshape(_per_group(cut, size)), out.reshape(cut.shape)
-    desk = _desk(cut, size)
+    scratch = _scratch(cut, size)
     with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
-            t = _scaled(cut, tile, by, multiply, desk)
+            t = _scaled(cut, tile, by, multiply, scratch)
             _groups(codes, tile)[...] = minifloat_bits(t, code, _drawn(cut, tile, key)).astype(xp.uint8)
 
 
 def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
-    """The bits of a format for float32 values, rounded to nearest even, or up where `drawn` says so: int32.
+    """Bits of float32 values in a small format: int32, rounded to nearest even, or up with the probabilities `drawn`.
 
-    In units of the last place that its exponent has, a number is an integer n; and exponents follow each other so that
-    the bits are (exponent 2^mantissa) + n, whether n spills over into the next exponent or not.
+    In units of the last place of its exponent, a number is an integer n. Exponents follow each other so that the bits
+    are (exponent 2^mantissa) + n, even if n carries into the next exponent.
     """
     xp = array_namespace(t)
     kind = MINIFLOATS[code]
@@ -305,92 +337,53 @@ def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
     return bits | (sign << (kind.bits - 1))
 
 
-def encode_table(lines: Array, size: int, by: Array, multiply: bool, thresholds: Array, out: Array) -> None:
-    """How many thresholds r / S is above.
+def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: Array, out: Array) -> None:
+    """Number of thresholds below r / S, for each element.
 
-    `thresholds` has shape (k,), or (lines, groups, k) for levels of every group's own; `out` has a byte for every code;
-    all else as for `encode_linear`.
+    `thresholds` has shape (k,), or (rows, groups, k) for levels per group; `out` has one byte per code; other
+    parameters as for `encode_linear`.
     """
-    xp = array_namespace(lines)
-    cut, tiles = _cut(lines, size)
+    xp = array_namespace(rows)
+    cut, tiles = _cut(rows, size)
     shape = _per_group(cut, size)
     by, codes = by.reshape(shape), out.reshape(cut.shape)
     above = thresholds if thresholds.ndim == 1 else thresholds.reshape(*shape, thresholds.shape[-1])
-    desk = _desk(cut, size)
+    scratch = _scratch(cut, size)
     with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
-            t = _scaled(cut, tile, by, multiply, desk)
+            t = _scaled(cut, tile, by, multiply, scratch)
             count = xp.zeros(t.shape, xp.uint8)
             for k in range(thresholds.shape[-1]):
-                limit = above[k] if above.ndim == 1 else above[tile[0], tile[2], k][..., None]
+                limit = above[k] if above.ndim == 1 else above[tile.rows, tile.groups, k][..., None]
                 count += t > limit
             _groups(codes, tile)[...] = count
 
 
-def quantize_linear(
-    lines: Array,
-    size: int,
-    steps: float,
-    form: str,
-    limits: tuple[int, int],
-    bias: int,
-    bits: int,
-    rounding: str,
-    inverse: bool,
-    peak: bool,
-    scales: Array,
-    out: Array,
-) -> bool:
-    """Ranges, scales and codes of all groups at once, if there is a kernel for that and nothing in the way; else False.
+def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, scales: Array, out: Array) -> bool:
+    """Ranges, scales and codes in one pass; False if there is no fused kernel, or a scale is not finite in its format.
 
-    There is none here: what it comes to is `absmax`, the arithmetic of `quant.scaling.scales`, and `encode_linear`.
-
-    Parameters
-    ----------
-    lines, size, limits, bias, bits, rounding, out
-        As for `encode_linear`, but not stochastic; elements need not be finite: if one is not, the answer is False.
-    steps : float
-        The scale is the largest |r| divided by this.
-    form : str
-        fp32, fp16 or bf16, in which the scale is kept. If one does not fit, the answer is False.
-    inverse : bool
-        Whether codes are r times the inverse of the scale as it was before it was rounded to its form, not r divided by
-        what is kept of it.
-    peak : bool
-        Whether the scale has the sign of the element that is farthest from 0, over that of `steps`.
-    scales : array of float32, or uint16 for the bits of halves; shape (lines * groups,)
-        Where to put them.
+    The reference has none: the result is that of `absmax`, `quant.scaling.scales` and `encode_linear`. Elements need
+    not be finite; rounding is not stochastic. `scales` has shape (rows * groups,): float32, or uint16 for halves.
     """
     return False
 
 
 def decode_linear(
-    packed: Array,
-    size: int,
-    scales: Array,
-    zeros: Array | None,
-    bits: int,
-    bias: int,
-    signed: bool,
-    out: Array,
-    add: bool,
+    packed: Array, size: int, scales: Array, zeros: Array | None, code: LinearCode, out: Array, add: bool
 ) -> None:
-    """S (q - Z), or with `add` the same on top of what `out` holds.
+    """S (q - Z) into `out`, or with `add` added to it.
 
     Parameters
     ----------
     packed : array of uint8, shape (packed_nbytes(elements, bits),)
     size : int
-        Of a group.
-    scales : array of float32, shape (lines, groups)
-    zeros : array of float32, shape (lines, groups), or None
-    bits, bias : int
-        Of a code, and taken off it.
-    signed : bool
-        Whether codes without a bias are int8.
-    out : array of float32, shape (lines, length)
-    add : bool
+        Elements per group.
+    scales, zeros : array of float32, shape (rows, groups)
+        `zeros` may be None.
+    code : LinearCode
+    out : array of float32, shape (rows, length)
     """
+    bits, bias = code.bits, code.bias
     xp = array_namespace(packed)
     target, tiles = _cut(out, size)
     shape = _per_group(target, size)
@@ -399,13 +392,13 @@ def decode_linear(
         unpack(packed, bits, codes)
     codes, scales = codes.reshape(target.shape), scales.reshape(shape)
     shift = None if zeros is None else zeros.reshape(shape)
-    desk = _desk(target, size)
+    scratch = _scratch(target, size)
     with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
-            part, at = _groups(codes, tile), (tile[0], tile[2])
+            part, at = _groups(codes, tile), (tile.rows, tile.groups)
             into = _groups(target, tile)
-            q = desk(part.shape) if add else into
-            q[...] = part.view(xp.int8) if signed and not bias else part
+            q = scratch(part.shape) if add else into
+            q[...] = part.view(xp.int8) if code.signed and not bias else part
             if bias:
                 q -= np.float32(bias)
             if shift is not None:
@@ -416,10 +409,10 @@ def decode_linear(
 
 
 def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
-    """S levels[q], or with `add` the same on top of what `out` holds.
+    """S levels[q] into `out`, or with `add` added to it.
 
-    `codes` has shape (lines, length), a byte for each; `levels` has shape (k,), or (lines, groups, k) for levels of
-    every group's own; all else as for `decode_linear`.
+    `codes` has one byte per element, shape (rows, length); `levels` has shape (k,), or (rows, groups, k) for levels per
+    group.
     """
     xp = array_namespace(codes)
     cut, tiles = _cut(codes, size)
@@ -428,7 +421,7 @@ def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Arr
     own = None if levels.ndim == 1 else levels.reshape(*shape, levels.shape[-1])
     with np.errstate(over="ignore", invalid="ignore"):
         for tile in tiles:
-            part, at = _groups(cut, tile).astype(xp.int64), (tile[0], tile[2])
+            part, at = _groups(cut, tile).astype(xp.int64), (tile.rows, tile.groups)
             r = levels[part] if own is None else xp.take_along_axis(own[at], part, axis=-1)
             r = r * scales[at][..., None]
             into = _groups(target, tile)
@@ -439,7 +432,7 @@ def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Arr
 
 
 def pack(codes: Array, bits: int, out: Array) -> None:
-    """Codes below 2^bits, one to a byte, into dense bytes; `quant.packing` says how they lie.
+    """Pack codes below 2^bits (one per byte) densely, in the format of `quant.packing`.
 
     Parameters
     ----------
@@ -471,7 +464,7 @@ def pack(codes: Array, bits: int, out: Array) -> None:
 
 
 def unpack(packed: Array, bits: int, out: Array) -> None:
-    """What `pack` packed, back into `out`: array of uint8, shape (n,)."""
+    """Unpack the codes of `pack` into `out`: array of uint8, shape (n,)."""
     xp = array_namespace(packed)
     blocks = len(out) // BLOCK
     step = TILE // BLOCK if xp is np else max(blocks, 1)
@@ -493,19 +486,19 @@ def unpack(packed: Array, bits: int, out: Array) -> None:
 
 
 def _every_byte(power: int) -> np.uint32:
-    """A word in each of whose bytes the lowest `power` bits are set."""
+    """Word whose bytes each have the lowest `power` bits set."""
     return np.uint32((2**power - 1) * 0x01010101)
 
 
 @cache
 def _places(count: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each bit of a stream: whose code's it is, and which of that code."""
+    """Code and bit index of each bit of a stream."""
     stream = np.arange(count * bits)
     return stream // bits, (stream % bits).astype(np.uint8)
 
 
 def _tail_packing(count: int, bits: int, xp: ModuleType) -> Any:
-    """From up to 31 codes to a stream of bits."""
+    """Packer of fewer than 32 codes to a stream of bits."""
     whose, which = map(xp.asarray, _places(count, bits))
     nbytes = packed_nbytes(count, bits)
 
@@ -518,7 +511,7 @@ def _tail_packing(count: int, bits: int, xp: ModuleType) -> Any:
 
 
 def _tail_unpacking(count: int, bits: int, xp: ModuleType) -> Any:
-    """And back."""
+    """Unpacker of fewer than 32 codes from a stream of bits."""
 
     def unpacking(packed: Array) -> Array:
         stream = (packed[:, None] >> xp.arange(8, dtype=xp.uint8)) & 1

@@ -1,4 +1,4 @@
-"""Ranges that leave out what is rare, so that the rest gets finer steps: all from a histogram, which merges exactly."""
+"""Observers that clip rare values, based on a mergeable histogram."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ import numpy as np
 from quant.observers.histogram import Histogram
 
 CANDIDATES = 256
-"""Fractions of the whole range that are tried."""
+"""Number of fractions of the whole range that are tried."""
 
 
 class Percentile(Histogram):
-    """The range between two percentiles: (100 - percentile) / 2 per cent of all elements lie beyond either end.
-
-    Right to the width of a bin.
-
-    Parameters
-    ----------
-    percentile : float
-        Above 0, up to 100.
-    bins : int
+    """Range between two percentiles, accurate to a bin; (100 - percentile) / 2 per cent of elements lie beyond either
+    end.
     """
 
     def __init__(self, percentile: float = 99.9, bins: int = 2048):
@@ -34,7 +27,6 @@ class Percentile(Histogram):
         return super()._settings() | {"percentile": self.percentile}
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lower, upper) percentile."""
         low, high = super().range()
         edges, counts = self.edges(), np.cumsum(self.counts)
         beyond = self.total * (100 - self.percentile) / 200
@@ -44,14 +36,14 @@ class Percentile(Histogram):
 
 
 class _Best(Histogram):
-    """The fraction of the whole range with the least loss, of `CANDIDATES` equally spaced ones.
+    """The fraction of the whole range with the least loss, among `CANDIDATES` equally spaced ones.
 
     Parameters
     ----------
     bits : int
-        Of the codes: the fewer, the more it pays to clip.
+        Bits of the codes: fewer bits favour clipping.
     symmetric : bool
-        Whether codes are.
+        True for symmetric codes.
     bins : int
     """
 
@@ -65,7 +57,7 @@ class _Best(Histogram):
         return super()._settings() | {"bits": self.bits, "symmetric": self.symmetric}
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(least, largest) that codes should cover; the wider range, of two that are equally good."""
+        """(lowest, highest) value to be covered; ties go to the wider range."""
         low, high = (float(bound[0]) for bound in super().range())
         low, high = min(low, 0.0), max(high, 0.0)
         if self.symmetric:
@@ -77,12 +69,12 @@ class _Best(Histogram):
         return np.array([best * low], np.float32), np.array([best * high], np.float32)
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """(where, how many): the middles of the bins that are not empty, and their counts."""
+        """(middles, counts) of the bins that are not empty."""
         used = np.flatnonzero(self.counts)
         return (self.edges()[used] + self.width / 2), self.counts[used]
 
     def _codes(self, values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
-        """The number of each value's code, from 0, and the step, for codes that cover this range."""
+        """Code index of each value, from 0, and the step, for codes that cover this range."""
         steps = 2**self.bits - 1 - self.symmetric
         step = (high - low) / steps or 1.0
         return np.clip(np.rint((values - low) / step), 0, steps), step
@@ -92,7 +84,7 @@ class _Best(Histogram):
 
 
 class MeanSquare(_Best):
-    """The range with the least mean squared error, rounding and clipping together."""
+    """Range with the least mean squared error of rounding and clipping."""
 
     def _loss(self, low: float, high: float) -> float:
         values, counts = self._places()
@@ -105,11 +97,7 @@ class MeanSquare(_Best):
 
 
 class Entropy(_Best):
-    """The range that keeps most of the distribution: the least Kullback-Leibler divergence from what codes make of it.
-
-    What lies beyond counts at the ends before (P), and not at all after (Q), where every code's share is spread evenly
-    over the bins that it stands for and that were not empty. S. Migacz, "8-bit inference with TensorRT" (GTC 2017).
-    """
+    """Range with the least Kullback-Leibler divergence between the distribution and its quantised form."""
 
     def _loss(self, low: float, high: float) -> float:
         values, counts = self._places()

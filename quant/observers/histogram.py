@@ -1,4 +1,4 @@
-"""How often what was seen: a histogram of fixed memory that does not depend on the order in which it was seen."""
+"""Mergeable histogram of fixed size, independent of the order of observation."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from quant.spec.granularity import PerTensor
 from quant.kernels import array_namespace
 from quant.observers.ranges import Ranges, batch_range, everywhere
-
-Array = Any
+from quant.spec.granularity import PerTensor
+from quant.types import Array
 
 LEAST = -149
 """log2 of the narrowest bins: the smallest positive float32."""
 
 
 class Histogram(Ranges):
-    """Counts in bins of equal width, as many on either side of 0, whose width doubles when something lies beyond them.
+    """Histogram with equal bins on either side of 0; the bin width doubles when an element lies beyond them.
 
     Bin i holds elements from i w to below (i + 1) w, for i from -bins/2 on, and w is a power of two: the smallest with
     which the largest |x| so far has a bin. Two neighbouring bins are one of those twice as wide. So the counts follow
@@ -54,27 +53,21 @@ class Histogram(Ranges):
 
     @property
     def width(self) -> float:
-        """Of a bin."""
+        """Bin width."""
         return math.ldexp(1.0, self.exponent)
 
     @property
     def total(self) -> int:
-        """Elements seen."""
+        """Number of elements."""
         return int(self.counts.sum())
 
     def edges(self) -> np.ndarray:
-        """Where bins begin, and the last one ends: float64, shape (bins + 1,)."""
+        """Bin edges: float64, shape (bins + 1,)."""
         half = len(self.counts) // 2
         return np.arange(-half, half + 1) * self.width
 
     def observe(self, x: Array) -> None:
-        """See a batch.
-
-        Raises
-        ------
-        ValueError
-            For NaN and infinity.
-        """
+        """Add a batch. ValueError for NaN and infinity."""
         low, high = (float(bound[0]) for bound in batch_range(x, PerTensor()))
         self._widen(max(self.exponent, self._needed(low, high)))
         self.low, self.high = min(self.low, low), max(self.high, high)
@@ -88,7 +81,7 @@ class Histogram(Ranges):
             self.counts += found if xp is np else found.get()
 
     def _needed(self, low: float, high: float) -> int:
-        """The smallest exponent with which both have bins."""
+        """Smallest exponent at which both values have bins."""
         half, exponent = len(self.counts) // 2, LEAST
         largest = max(-low, high)
         if largest > 0:
@@ -98,7 +91,7 @@ class Histogram(Ranges):
         return exponent
 
     def _widen(self, exponent: int) -> None:
-        """Bins of that width, which is no smaller than now."""
+        """Merge bins to width 2^exponent, at least the current width."""
         half, shift = len(self.counts) // 2, exponent - self.exponent
         if shift > 0 and self.counts.any():
             places = (np.arange(len(self.counts)) - half) >> min(shift, 62)
@@ -106,7 +99,7 @@ class Histogram(Ranges):
         self.exponent = exponent
 
     def merge(self, other: Histogram) -> Histogram:
-        """A new histogram of what both have seen."""
+        """New histogram of both data sets."""
         if len(other.counts) != len(self.counts):
             raise ValueError(f"histograms of {len(self.counts)} and {len(other.counts)} bins do not add up")
         made = type(self)(**self._settings())
@@ -118,7 +111,7 @@ class Histogram(Ranges):
         return made
 
     def allreduce(self, comm: Any) -> Histogram:
-        """A new histogram, the same on all ranks, of what all have seen; `comm` is used as mpi4py's."""
+        """New histogram of all ranks' data, the same on all ranks; `comm` has mpi4py's interface."""
         mine = np.array([len(self.counts), self.exponent, -self.low, self.high])
         bins, exponents, lows, highs = everywhere(comm, mine).T
         if any(bins != len(self.counts)):
@@ -129,18 +122,17 @@ class Histogram(Ranges):
         return made
 
     def _at(self, exponent: int) -> np.ndarray:
-        """The counts in wider bins."""
+        """Counts in wider bins."""
         copy = Histogram(len(self.counts))
         copy.counts, copy.exponent = self.counts.copy(), self.exponent
         copy._widen(exponent)
         return copy.counts
 
     def _settings(self) -> dict[str, Any]:
-        """What another like this one is made with."""
+        """Constructor arguments of an equal observer."""
         return {"bins": len(self.counts)}
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(least, largest)."""
         if not self.total:
             raise ValueError("nothing was seen yet")
         return np.array([self.low], np.float32), np.array([self.high], np.float32)

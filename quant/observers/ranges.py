@@ -1,4 +1,4 @@
-"""The least and the largest element: of all that was seen, or as an average that forgets."""
+"""Observers of the smallest and largest element: over all batches, or as a moving average."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ from typing import Any
 import numpy as np
 
 from quant import kernels
-from quant.scaling import scales as scaling
-from quant.spec.granularity import Granularity, PerChannel, PerTensor, blocking, to_lines
 from quant.kernels import array_namespace
 from quant.layout import layout
+from quant.scaling import scales
+from quant.spec.granularity import Granularity, PerChannel, PerTensor, blocking, to_rows
 from quant.spec.quant_spec import QuantSpec
-
-Array = Any
+from quant.types import Array
 
 TENSOR = PerTensor()
 
 
 class Ranges:
-    """What all observers have in common: from a range to scale and zero point."""
+    """Base of all observers: scale and zero point from a range."""
 
     granularity: Granularity = TENSOR
 
     def begin(self, batch: int) -> None:
-        """What is seen from now on is of this batch, by its number among those of all ranks: for whom order matters."""
+        """Set the global index of the next batch, for observers that depend on order."""
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(least, largest) that codes should cover: float32, one of each per tensor or channel."""
+        """(lowest, highest) value to be covered: float32, one of each per tensor or channel."""
         raise NotImplementedError
 
     def parameters(self, spec: QuantSpec) -> dict[str, np.ndarray]:
-        """The arguments `scales` and `zeros` for `quantize`.
+        """Arguments `scales` and `zeros` for `quantize`.
 
         Raises
         ------
         ValueError
-            If nothing was seen, or the spec has another granularity or no scales of its own kind.
+            If nothing was observed, or the spec has another granularity, or its scales do not follow from a range.
 
         Examples
         --------
         >>> from quant import INT8, quantize
-        >>> seen = MinMax()
-        >>> seen.observe(np.array([-1.0, 2.0], np.float32))
-        >>> quantize(np.array([1.0, 2.0, 5.0], np.float32), INT8, **seen.parameters(INT8)).dequantize()
+        >>> observer = MinMax()
+        >>> observer.observe(np.array([-1.0, 2.0], np.float32))
+        >>> quantize(np.array([1.0, 2.0, 5.0], np.float32), INT8, **observer.parameters(INT8)).dequantize()
         array([1.007874, 2.      , 2.      ], dtype=float32)
         """
         if spec.granularity != self.granularity:
@@ -53,26 +52,19 @@ class Ranges:
         low, high = (np.atleast_1d(bound).astype(np.float32)[:, None] for bound in self.range())
         if spec.symmetric:
             size = np.maximum(abs(low), abs(high)) if spec.signed else np.maximum(high, np.float32(0))
-            return {"scales": _positive(scaling.symmetric_scale(spec, size))}
-        scale, bottom = scaling.affine(spec, low, high)
-        above = layout(spec, (len(low), 1)).above
-        kept = scaling.store(_positive(scale), spec, above).scales
-        return {"scales": kept, "zeros": scaling.zero_point(spec, kept, bottom)}
+            return {"scales": _positive(scales.symmetric_scale(spec, size))}
+        scale, bottom = scales.affine(spec, low, high)
+        stored = scales.store(_positive(scale), spec, layout(spec, (len(low), 1)).parent_levels).scales
+        return {"scales": stored, "zeros": scales.zero_point(spec, stored, bottom)}
 
 
 def _positive(scale: np.ndarray) -> np.ndarray:
-    """Scales for what was 0 throughout: any will do."""
+    """Scales with 0 (all elements were 0) replaced by 1."""
     return np.where(scale == 0, np.float32(1), scale)
 
 
 class MinMax(Ranges):
-    """The least and the largest element of all that was seen.
-
-    Parameters
-    ----------
-    granularity : PerTensor or PerChannel
-        Channels must be equally many in every batch.
-    """
+    """Smallest and largest element of all batches, per tensor or per channel."""
 
     def __init__(self, granularity: Granularity = TENSOR):
         if not isinstance(granularity, PerTensor | PerChannel):
@@ -82,13 +74,7 @@ class MinMax(Ranges):
         self.high: np.ndarray | None = None
 
     def observe(self, x: Array) -> None:
-        """See a batch.
-
-        Raises
-        ------
-        ValueError
-            For NaN and infinity, and another number of channels than before.
-        """
+        """Add a batch. ValueError for NaN, infinity, or a changed number of channels."""
         low, high = batch_range(x, self.granularity)
         self._join(low, high)
 
@@ -101,7 +87,7 @@ class MinMax(Ranges):
         self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
 
     def merge(self, other: MinMax) -> MinMax:
-        """A new observer that has seen what both have."""
+        """New observer of both data sets."""
         made = MinMax(self.granularity)
         for one in (self, other):
             if one.low is not None and one.high is not None:
@@ -109,7 +95,7 @@ class MinMax(Ranges):
         return made
 
     def allreduce(self, comm: Any) -> MinMax:
-        """A new observer, the same on all ranks, that has seen what all of them have; `comm` is used as mpi4py's."""
+        """New observer of all ranks' data, the same on all ranks; `comm` has mpi4py's interface."""
         seen = 0 if self.low is None else len(self.low)
         counts = everywhere(comm, np.array([seen], np.int64))[:, 0]
         channels = int(counts.max())
@@ -125,23 +111,17 @@ class MinMax(Ranges):
         return made
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(least, largest)."""
         if self.low is None or self.high is None:
             raise ValueError("nothing was seen yet")
         return self.low, self.high
 
 
 class Ema(Ranges):
-    """The average of the batches' ranges, in which later ones count for more: new = a seen + (1 - a) old.
+    """Exponential moving average of the batches' ranges: new = a current + (1 - a) old, 0 < a <= 1.
 
-    Either every rank sees its part of each batch, and the n-th batch's range is that of the n-th batches of all ranks
-    together; or `begin` tells before each batch which of all it is, and ranks need not see them all.
-    That is why the ranges of all batches are kept, 8 bytes each, and averaged when asked for.
-
-    Parameters
-    ----------
-    a : float
-        Above 0, up to 1.
+    Either every rank observes its part of each batch, and the n-th batch of all ranks is one batch; or `begin` sets the
+    global index before each batch, and ranks need not see all of them. The ranges of all batches are kept (8 bytes
+    each), because the average depends on their order.
     """
 
     def __init__(self, a: float = 0.01):
@@ -152,17 +132,11 @@ class Ema(Ranges):
         self._batch: int | None = None
 
     def begin(self, batch: int) -> None:
-        """What is seen from now on is of this batch, by its number among those of all ranks, from 0."""
+        """Set the global index of the next batch, from 0."""
         self._batch = batch
 
     def observe(self, x: Array) -> None:
-        """See a batch, the next one, or more of the one that was begun.
-
-        Raises
-        ------
-        ValueError
-            For NaN and infinity.
-        """
+        """Add a batch, or a part of the batch set by `begin`. ValueError for NaN and infinity."""
         low, high = batch_range(x, PerTensor())
         number = len(self.batches) if self._batch is None else self._batch
         seen = _unseen(number + 1)
@@ -170,13 +144,13 @@ class Ema(Ranges):
         self.batches = self._of([self.batches, seen]).batches
 
     def merge(self, other: Ema) -> Ema:
-        """A new observer whose n-th batch is the n-th of both together."""
+        """New observer whose n-th batch joins the n-th batches of both."""
         if other.a != self.a:
             raise ValueError(f"averages with a = {self.a} and a = {other.a} have nothing in common")
         return self._of([self.batches, other.batches])
 
     def allreduce(self, comm: Any) -> Ema:
-        """A new observer, the same on all ranks, whose n-th batch is the n-th of all ranks together."""
+        """New observer, the same on all ranks, whose n-th batch joins the n-th batches of all ranks."""
         most = int(everywhere(comm, np.array([len(self.batches)], np.int64)).max())
         if not most:
             return self._of([self.batches])
@@ -195,7 +169,7 @@ class Ema(Ranges):
         return made
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(least, largest), averaged in float64 from the first batch on."""
+        """(lowest, highest), averaged in float64 from the first batch on."""
         batches = self.batches[self.batches[:, 0] <= self.batches[:, 1]]
         if not len(batches):
             raise ValueError("nothing was seen yet")
@@ -206,12 +180,12 @@ class Ema(Ranges):
 
 
 def _unseen(batches: int) -> np.ndarray:
-    """(least, largest) of batches of which nothing was seen."""
+    """Ranges of batches without elements."""
     return np.tile(np.array([np.inf, -np.inf], np.float32), (batches, 1))
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:
-    """(least, largest) of a batch, of each channel: float32 on the host.
+    """(lowest, highest) element of a batch, per channel: float32 on the host.
 
     Raises
     ------
@@ -222,8 +196,8 @@ def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndar
     if not blocks.elements:
         raise ValueError("a batch without elements has no range")
     xp = array_namespace(x)
-    lines = xp.ascontiguousarray(to_lines(x.astype(np.float32, copy=False), granularity))
-    low, high = kernels.minmax(lines, blocks.size)
+    rows = xp.ascontiguousarray(to_rows(x.astype(np.float32, copy=False), granularity))
+    low, high = kernels.minmax(rows, blocks.size)
     low, high = (bound.reshape(-1) if xp is np else bound.reshape(-1).get() for bound in (low, high))
     if not (np.isfinite(low) & np.isfinite(high)).all():
         raise ValueError("a batch holds NaN or infinity, which have no place in a range")
@@ -231,7 +205,7 @@ def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndar
 
 
 def everywhere(comm: Any, mine: np.ndarray) -> np.ndarray:
-    """A vector of every rank, as rows: shape (ranks, length)."""
+    """Vectors of all ranks as rows: shape (ranks, length)."""
     all_of_them = np.empty((comm.Get_size(), len(mine)), mine.dtype)
     comm.Allgather(mine, all_of_them)
     return all_of_them

@@ -1,7 +1,7 @@
-"""Weights in few bits after training, with an eye on what goes into them: functions on matrices.
+"""Post-training quantisation of weight matrices, calibrated on their inputs.
 
-A weight matrix has shape (outputs, inputs), so that groups along the last axis are of inputs; of the samples, the
-matrix of second moments X^T X is all that is needed, and those of several ranks add up.
+A weight matrix has shape (outputs, inputs), so groups along the last axis are groups of inputs. Samples enter only
+through their second moments X^T X, which add up over ranks.
 """
 
 from quant.ptq.awq import awq

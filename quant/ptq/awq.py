@@ -1,4 +1,4 @@
-"""AWQ: inputs that are large get finer steps, by scaling their weights up before rounding and down after.
+"""AWQ: finer steps for large inputs, by scaling their weights up before rounding and down after.
 
 J. Lin, J. Tang, H. Tang, S. Yang, X. Dang, S. Han, "AWQ: Activation-aware Weight Quantization" (MLSys 2024).
 """
@@ -15,7 +15,7 @@ from quant.spec.quant_spec import QuantSpec
 def awq(
     w: np.ndarray, moments: np.ndarray, sizes: np.ndarray, spec: QuantSpec, candidates: int = 20
 ) -> tuple[QuantizedArray, np.ndarray]:
-    """Codes of w s, and s: w is then about codes / s.
+    """Codes of w s, and the scaling s: w is about codes / s.
 
     s = (mean|x|)^alpha, brought to a geometric mean of largest and smallest of 1; of the `candidates` values of alpha
     from 0 to below 1 the one whose w x is nearest to the true one. 0 is rounding without more ado.

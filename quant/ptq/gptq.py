@@ -1,4 +1,4 @@
-"""GPTQ: inputs are rounded one after another, and what each loses is made up for by those that are still to come.
+"""GPTQ: inputs are rounded one after another; each rounding error is compensated by the inputs after it.
 
 E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers" (ICLR 2023).
@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.spec.granularity import PerChannel, PerGroup, PerTensor
 from quant.quantize import quantize
+from quant.spec.granularity import PerChannel, PerGroup, PerTensor
 from quant.spec.quant_spec import QuantSpec
 
 BLOCK = 128
-"""Inputs whose losses are handed on to all later ones at once, as a matrix product."""
+"""Inputs whose errors are passed on to all later inputs in one matrix product."""
 
 
 def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0.01) -> QuantizedArray:
-    """Codes for w that keep w x, not w, where it is for the inputs x that were seen.
+    """Codes that approximate w x (rather than w) for the observed inputs x.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def _inverse_root(moments: np.ndarray, damping: float, w: np.ndarray) -> np.ndar
 
 
 def _parameters(part: np.ndarray, spec: QuantSpec) -> dict[str, Any]:
-    """Scales and zero points for a group."""
+    """Scales and zero points of a group."""
     q = quantize(part, spec, seed=0)
     scales = q.scales()
     given = {"scales": np.where(scales == 0, np.float32(1), scales)}

@@ -1,4 +1,4 @@
-"""HQQ: zero points that minimise a norm which forgives outliers; it needs no data.
+"""HQQ: zero points that minimise an outlier-robust norm, without data.
 
 H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (Mobius Labs, 2023).
 """
@@ -8,46 +8,37 @@ from __future__ import annotations
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.spec.granularity import to_lines
 from quant.quantize import quantize
 from quant.scaling.scales import spread
+from quant.spec.granularity import to_rows
 from quant.spec.quant_spec import QuantSpec
 
 
 def hqq(
     w: np.ndarray, spec: QuantSpec, norm: float = 0.7, beta: float = 10.0, growth: float = 1.01, steps: int = 20
 ) -> QuantizedArray:
-    """Codes for w with the same scales as always, and better zero points.
+    """Codes with the usual scales and optimised zero points.
 
-    Minimises sum |w - S (q - Z)|^norm over Z: the loss is split in an error e that may be large here and there, and
-    a quadratic rest weighted with beta, and the two are solved for in turn, while beta grows.
+    Minimises sum |w - S (q - Z)|^norm over Z. The loss is split into a sparse error e and a quadratic term weighted
+    with beta; both are solved for in turn while beta grows.
 
     Parameters
     ----------
     w : array of floats
     spec : QuantSpec
-        Linear, not symmetric, with floating-point zero points.
+        Linear, asymmetric, with floating-point zero points; else ValueError.
     norm : float
-        Above 0, below 1 (the less, the less outliers count).
+        Above 0, below 1; smaller values weigh outliers less.
     beta, growth : float
     steps : int
-        It ends earlier when the loss does not fall any more.
-
-    Returns
-    -------
-    QuantizedArray
-
-    Raises
-    ------
-    ValueError
-        For another kind of spec.
+        Upper bound; ends earlier when the loss stops falling.
     """
     if not spec.linear or spec.symmetric or spec.zero == "integer":
         raise ValueError(f"zero points are moved, which must be floats: {spec} has none")
     best = quantize(w, spec, seed=0)
     if not best.size:
         return best
-    lines = to_lines(np.ascontiguousarray(w, np.float32), spec.granularity)
+    rows = to_rows(np.ascontiguousarray(w, np.float32), spec.granularity)
     blocks = best.layout.blocks
     starts = np.arange(0, blocks.length, blocks.size)
     counts = np.diff(np.append(starts, blocks.length))
@@ -56,12 +47,12 @@ def hqq(
     least = _loss(w, best, norm)
     current = best
     for _ in range(steps):
-        off = lines - to_lines(current.dequantize(), spec.granularity)
+        off = rows - to_rows(current.dequantize(), spec.granularity)
         # The proximal step of the norm: what is small is no error, what is large is one, almost whole.
         size = np.maximum(abs(off), np.float32(1e-30))
         error = np.sign(off) * np.maximum(size - size ** (norm - 1) / beta, 0)
-        q = to_lines(current.integers().astype(np.float32), spec.granularity)
-        zeros = np.add.reduceat(q - (lines - error) / spread_scales, starts, axis=1) / counts
+        q = to_rows(current.integers().astype(np.float32), spec.granularity)
+        zeros = np.add.reduceat(q - (rows - error) / spread_scales, starts, axis=1) / counts
         current = quantize(w, spec, seed=0, scales=scales, zeros=zeros)
         loss = _loss(w, current, norm)
         if loss >= least:

@@ -1,20 +1,17 @@
-"""Products of small integers, exactly, by the matrix product of float32: no sum of a block of K passes 2^24."""
+"""Exact products of small integers by float32 matrix products: no partial sum over a block of K exceeds 2^24."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from quant.array import QuantizedArray
-from quant.spec.granularity import PerChannel, PerGroup, PerTensor
 from quant.kernels import array_namespace
+from quant.spec.granularity import PerChannel, PerGroup, PerTensor
 from quant.spec.quant_spec import QuantSpec
-
-Array = Any
+from quant.types import Array
 
 EXACT = 1 << 24
-"""Up to here float32 has every integer."""
+"""Largest value up to which float32 represents every integer."""
 LARGEST = {np.dtype(np.int8): 128, np.dtype(np.uint8): 255}
 
 
@@ -59,7 +56,7 @@ def integer_matmul(a: Array, b: Array) -> Array:
 
 
 def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
-    """x @ w of two quantised matrices, by their codes: rounded once, when the scales are applied.
+    """x @ w of two quantised matrices by their codes: exact integer sums, scaled once.
 
     S_x S_w sum (q_x - Z_x)(q_w - Z_w), whose sum of four terms is one of integers.
 
@@ -90,7 +87,7 @@ def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
 
 
 def product(x: QuantizedArray, w: QuantizedArray) -> Array:
-    """x @ w^T, by their codes, of weights whose scales may change along k: group by group, as many rows as outputs.
+    """x @ w^T by their codes, with weight scales that may change along k.
 
     The sum of a group is one of integers, exact; each is scaled, and added to the others in float32, in their order.
 
@@ -137,12 +134,12 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
 
 
 def exact(x: QuantSpec, w: QuantSpec) -> bool:
-    """Whether `product` takes codes of these specs."""
+    """True if `product` accepts codes of these specs."""
     return _integers(x) and _integers(w) and _by_rows(x) and (_by_rows(w) or _along_rows(w))
 
 
 def _by_rows(spec: QuantSpec) -> bool:
-    """Whether scales change from row to row of a matrix at most."""
+    """True if scales change at most from row to row."""
     return spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))
 
 
@@ -168,7 +165,7 @@ def _row(numbers: Array) -> Array:
 
 
 def _sums(a: Array, b: Array, za: Array | None, zb: Array | None) -> Array:
-    """The sums over k of (a - za)(b - zb), exact: shape (m, n), of zero points as a column and as a row."""
+    """Exact sums over k of (a - za)(b - zb): shape (m, n); za is a column, zb a row."""
     total = integer_matmul(a, b)
     if za is not None or zb is not None:
         total = total.astype(np.int64)

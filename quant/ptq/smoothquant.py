@@ -1,4 +1,4 @@
-"""SmoothQuant: what is hard to quantise is moved from activations to weights, input by input.
+"""SmoothQuant: scaling that moves outliers from activations to weights, per input.
 
 G. Xiao, J. Lin, M. Seznec, H. Wu, J. Demouth, S. Han, "SmoothQuant" (ICML 2023).
 """
@@ -9,14 +9,14 @@ import numpy as np
 
 
 def smoothing(largest: np.ndarray, w: np.ndarray, alpha: float = 0.5) -> np.ndarray:
-    """s for every input: activations are divided by it, and the weights' columns multiplied with it.
+    """Divisor s of each input's activations, by which the weights' columns are multiplied.
 
-    s = max|x|^alpha / max|w|^(1 - alpha): with alpha = 1 activations all become equally large, with 0 the weights do.
+    s = max|x|^alpha / max|w|^(1 - alpha): alpha = 1 equalises activations, 0 equalises weights.
 
     Parameters
     ----------
     largest : array of floats, shape (inputs,)
-        The largest |x| of each input, as an observer per channel saw it.
+        Largest |x| of each input, from an observer per channel.
     w : array of floats, shape (outputs, inputs)
     alpha : float
         From 0 to 1.
@@ -26,8 +26,6 @@ def smoothing(largest: np.ndarray, w: np.ndarray, alpha: float = 0.5) -> np.ndar
     array of float32, shape (inputs,)
         1 for inputs whose activations or weights are all 0.
 
-    Examples
-    --------
     >>> smoothing(np.array([100.0, 1.0]), np.array([[1.0, 1.0]]))
     array([10.,  1.], dtype=float32)
     """

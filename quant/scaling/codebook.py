@@ -1,52 +1,45 @@
-"""Levels fitted to the data: one-dimensional k-means, exactly by dynamic programming, or by Lloyd's iterations."""
+"""Codebook fitting: one-dimensional k-means, exact by dynamic programming or by Lloyd's iterations."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from quant import kernels
 from quant.kernels import array_namespace
 from quant.scaling.scales import halves, numbers_of
-
-if TYPE_CHECKING:
-    from quant.array import QuantizedArray
-
-Array = Any
+from quant.types import Array
 
 EXACT = 1 << 12
-"""Up to so many different values a group's levels are the best there are; beyond, Lloyd's iterations find good ones."""
+"""Largest group that is fitted exactly; larger ones use Lloyd's iterations."""
 
 
 def thresholds(levels: Array) -> Array:
-    """What lies half-way between neighbouring levels, on which the lower one is taken: shape (..., levels - 1)."""
+    """Midpoints of neighbouring levels (ties go to the lower level): shape (..., levels - 1)."""
     low, high = levels[..., :-1], levels[..., 1:]
     return (low * np.float32(0.5) + high * np.float32(0.5)).astype(np.float32)
 
 
 def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """The k levels with the least sum of squared distances, ascending; the last ones repeat where values are fewer.
+    """Optimal k levels (least sum of squared distances), ascending; the last repeat if there are fewer values.
 
-    The best clusters of sorted values are intervals. Let D[j][i] be the least cost of the first i values in j of them;
+    The best clusters of sorted values are intervals. With D[j][i] the least cost of the first i values in j intervals,
     the best start of the last interval does not move left as i grows, so D[j] follows from D[j-1] by divide and conquer
-    in n log n steps, here a depth of the recursion at a time. H. Wang and M. Song, "Ckmeans.1d.dp" (The R Journal,
-    2011); monotone starts: X. Wu, "Optimal quantization by matrix searching" (J. Algorithms, 1991).
+    in n log n steps, here one recursion depth at a time. H. Wang and M. Song, "Ckmeans.1d.dp" (The R Journal, 2011);
+    monotone starts: X. Wu, "Optimal quantization by matrix searching" (J. Algorithms, 1991).
 
     Parameters
     ----------
-    values : array of floats, shape (n,)
-        At least one.
+    values : array of floats, shape (n,), n >= 1
     k : int
     weights : array of floats, shape (n,), optional
-        How much each counts; positive.
+        Positive.
 
     Returns
     -------
     array of float64, shape (k,)
 
-    Examples
-    --------
     >>> kmeans_exact(np.array([1.0, 2.0, 10.0, 12.0]), 2)
     array([ 1.5, 11. ])
     """
@@ -58,7 +51,7 @@ def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) 
     prefix = [np.concatenate([[0.0], np.cumsum(mass * (points - middle) ** power)]) for power in range(3)]
 
     def cost(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Of values from `first` to before `last` as one cluster."""
+        """Cost of the values `first` to `last` (exclusive) as one cluster."""
         count, total, squares = (sums[last] - sums[first] for sums in prefix)
         return np.maximum(squares - total * total / count, 0)
 
@@ -80,7 +73,7 @@ def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) 
 
 
 def _next_row(least: np.ndarray, cost: Any, clusters: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Costs with one cluster more, for every number of values from `clusters` on, and where the last one starts."""
+    """Costs with one more cluster, for every number of values from `clusters` on, and the start of the last cluster."""
     row, start = np.full(n + 1, np.inf), np.zeros(n + 1, int)
     spans = [(clusters, n, clusters - 1, n - 1)]  # these ends, and the starts that come into question
     while spans:
@@ -104,20 +97,10 @@ def _next_row(least: np.ndarray, cost: Any, clusters: int, n: int) -> tuple[np.n
 
 
 def kmeans_lloyd(values: np.ndarray, k: int, iterations: int = 100) -> np.ndarray:
-    """k levels by Lloyd's iterations from the values' quantiles: each level the mean of what is nearest to it.
+    """k levels by Lloyd's iterations, started from the quantiles: float64, shape (k,), ascending.
 
-    S. Lloyd, "Least squares quantization in PCM" (IEEE Trans. Information Theory, 1982). It ends when no level moves.
-
-    Parameters
-    ----------
-    values : array of floats, shape (n,)
-        At least one.
-    k, iterations : int
-
-    Returns
-    -------
-    array of float64, shape (k,)
-        Ascending.
+    S. Lloyd, "Least squares quantization in PCM" (IEEE Trans. Information Theory, 1982). `values` has shape (n,), n >=
+    1; the iteration ends once no level moves.
     """
     points = np.sort(np.asarray(values, np.float64))
     sums = np.concatenate([[0.0], np.cumsum(points)])
@@ -133,33 +116,27 @@ def kmeans_lloyd(values: np.ndarray, k: int, iterations: int = 100) -> np.ndarra
 
 
 def fit(values: np.ndarray, k: int) -> np.ndarray:
-    """k levels for these values: the best ones for up to `EXACT` values, good ones for more."""
+    """k levels of these values: optimal for up to `EXACT` values."""
     return kmeans_exact(values, k) if len(values) <= EXACT else kmeans_lloyd(values, k)
 
 
-def fit_into(lines: Array, out: QuantizedArray) -> None:
-    """Levels for every group of the matrix of lines, and the codes, into `out`.
-
-    Raises
-    ------
-    ValueError
-        If an element is not finite.
-    """
-    xp, spec, blocks = array_namespace(lines), out.spec, out.layout.blocks
-    if not bool(xp.isfinite(lines).all()):
+def fit_into(rows: Array, out: Any) -> None:
+    """Fit levels to every group of the rows; write levels and codes to `out`. ValueError for NaN and infinity."""
+    xp, spec, blocks = array_namespace(rows), out.spec, out.layout.blocks
+    if not bool(xp.isfinite(rows).all()):
         raise ValueError("x holds NaN or infinity, of which no mean can be taken")
-    host = lines if xp is np else lines.get()
+    host = rows if xp is np else rows.get()
     k = 2**spec.bits
-    levels = np.empty((blocks.lines, blocks.per_line, k), np.float32)
-    for line in range(blocks.lines):
-        for group in range(blocks.per_line):
-            levels[line, group] = fit(host[line, group * blocks.size : (group + 1) * blocks.size], k)
+    levels = np.empty((blocks.rows, blocks.per_row, k), np.float32)
+    for row in range(blocks.rows):
+        for group in range(blocks.per_row):
+            levels[row, group] = fit(host[row, group * blocks.size : (group + 1) * blocks.size], k)
     form = spec.scales.format
     raw = levels if form == "fp32" else halves(levels, form)
     if not np.isfinite(numbers_of(raw, form)).all():
         raise ValueError(f"a level does not fit {form}")
     out.put("scale0", xp.asarray(raw))
     codes = xp.empty(out.size, np.uint8)
-    ones = xp.ones((blocks.lines, blocks.per_line), np.float32)
-    kernels.encode_table(lines, blocks.size, ones, False, thresholds(out.levels()), codes.reshape(lines.shape))
+    ones = xp.ones((blocks.rows, blocks.per_row), np.float32)
+    kernels.encode_table(rows, blocks.size, ones, False, thresholds(out.levels()), codes.reshape(rows.shape))
     out.put("codes", codes)

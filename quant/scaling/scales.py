@@ -1,37 +1,36 @@
-"""From the range of a group to its scale and zero point, and from scales to what is stored of them.
+"""Scales and zero points from the ranges of groups, and their rounding to storage formats.
 
-All of this is arithmetic on one number per group, the same code for every kind of kernel.
+One number per group, the same code for every form of kernel.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from quant.formats import MINIFLOATS, values
-from quant.spec.granularity import Blocking
 from quant.kernels import absmax as largest_of
 from quant.kernels import array_namespace, minifloat_bits
+from quant.spec.granularity import GroupBlocking
 from quant.spec.quant_spec import QuantSpec, Scales
-
-Array = Any
+from quant.types import Array
 
 LARGEST = {"e4m3": MINIFLOATS["e4m3"].largest, **{f"uint{b}": 2.0**b - 1 for b in range(1, 9)}}
-"""What the largest scale of a parent's group becomes."""
+"""Value of the largest scale in a parent's group."""
 
-TINY = np.float32(2**-149)
+TINY, GREATEST = np.float32(2**-149), np.finfo(np.float32).max
 
 
-class Stored(NamedTuple):
-    """Scales as they are kept, and as numbers.
+class StoredScales(NamedTuple):
+    """Scales as stored and as numbers.
 
     Attributes
     ----------
     levels : tuple of array
-        Raw items for each level, innermost first: float32, the bits of halves as uint16, or bytes before packing.
-    scales : array of float32, shape (lines, groups)
-        What elements are multiplied with.
+        Raw items of each level, innermost first: float32, bits of halves as uint16, or bytes before packing.
+    scales : array of float32, shape (rows, groups)
+        Products of all levels.
     """
 
     levels: tuple[Array, ...]
@@ -39,7 +38,7 @@ class Stored(NamedTuple):
 
 
 def divided(r: Array, n: float) -> Array:
-    """r / n in float32; where that is too small for one, the smallest that there is, so that nothing becomes 0."""
+    """r / n in float32; results that underflow become the smallest positive number, not 0."""
     xp = array_namespace(r)
     quotient = r / np.float32(n)
     lost = (quotient == 0) & (r != 0)
@@ -47,7 +46,7 @@ def divided(r: Array, n: float) -> Array:
 
 
 def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
-    """S for groups whose largest |r| (with q_range peak: that r itself; without a sign: the largest r) is `size`."""
+    """Scales of groups whose largest |r| is `size` (q_range peak: r with its sign; unsigned: largest r)."""
     if not spec.linear:
         largest = MINIFLOATS[spec.code].largest if spec.minifloat else float(abs(values(spec.code)).max())
         return _power_of_two(spec, size, largest) if spec.scales.format == "e8m0" else divided(size, largest)
@@ -55,7 +54,7 @@ def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
 
 
 def steps(spec: QuantSpec) -> float:
-    """How many steps S the range of a symmetric linear code is long, from 0 on."""
+    """Length of a symmetric linear code's range in steps S, from 0."""
     if not spec.signed:
         return spec.q_max
     most = 2.0 ** (spec.bits - 1)
@@ -63,7 +62,7 @@ def steps(spec: QuantSpec) -> float:
 
 
 def _power_of_two(spec: QuantSpec, size: Array, largest: float) -> Array:
-    """The shared scale of MX formats: 2^(floor(log2 max) - emax), which lets the largest elements clip."""
+    """Shared scale of MX formats: 2^(floor(log2 max) - emax), at which the largest elements may clip."""
     if not spec.minifloat:
         return divided(size, largest)
     return _two_to((size.view(array_namespace(size).int32) >> 23) - 127 - MINIFLOATS[spec.code].highest)
@@ -77,10 +76,10 @@ def _two_to(exponent: Array) -> Array:
 
 
 def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
-    """(S, Z) for groups with these smallest and largest elements, Z as it is before it is stored.
+    """(S, low) of groups with these smallest and largest elements.
 
-    With an integral zero point the range is extended to 0, so that 0 is represented exactly and Z is a code; so is that
-    of a group of equal elements in any case.
+    An integer zero point extends the range to 0, so that 0 is represented exactly and Z is a code; groups of equal
+    elements are always extended.
     """
     xp = array_namespace(low)
     extend = (low == high) | (spec.zero == "integer")
@@ -89,12 +88,14 @@ def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
     count = spec.q_max - spec.q_min
     with np.errstate(over="ignore"):
         span = high - low
-    scale = xp.where(xp.isinf(span), divided(high, count) - divided(low, count), divided(span, count))
+    with np.errstate(over="ignore"):
+        halves_added = divided(high, count) - divided(low, count)
+    scale = xp.where(xp.isinf(span), xp.minimum(halves_added, GREATEST), divided(span, count))
     return scale, low
 
 
 def zero_point(spec: QuantSpec, scale: Array, low: Array) -> Array:
-    """Z = q_min - low / S, S being the scale as it is stored; q_min where S is 0."""
+    """Z = q_min - low / S with the stored S; q_min if S is 0."""
     xp = array_namespace(scale)
     with np.errstate(over="ignore"):
         zero = float(spec.q_min) - low / xp.where(scale == 0, np.float32(1), scale)
@@ -103,45 +104,46 @@ def zero_point(spec: QuantSpec, scale: Array, low: Array) -> Array:
     return xp.clip(xp.rint(zero), np.float32(spec.q_min), np.float32(spec.q_max)) + 0.0
 
 
-def store(scale: Array, spec: QuantSpec, above: tuple[Blocking, ...]) -> Stored:
-    """Scales of shape (lines, groups), positive or 0 but for q_range peak, rounded to their formats, level by level.
+def store(scale: Array, spec: QuantSpec, parent_levels: tuple[GroupBlocking, ...]) -> StoredScales:
+    """Round scales of shape (rows, groups), non-negative unless q_range is peak, to their formats, level by level.
 
     Raises
     ------
     ValueError
         If a scale is too large for its format.
     """
-    return _store(scale, spec.scales, above, spec.divisor == "stored")
+    return _store(scale, spec.scales, parent_levels, spec.divisor == "stored")
 
 
-def _store(scale: Array, kind: Scales, above: tuple[Blocking, ...], keep: bool) -> Stored:
+def _store(scale: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...], keep: bool) -> StoredScales:
     if kind.parent is None:
         raw, numbers = round_to(scale, kind.format, keep)
-        return Stored((raw,), numbers)
+        return StoredScales((raw,), numbers)
     xp = array_namespace(scale)
-    blocks = above[0]
-    most = largest_of(scale.reshape(blocks.lines, blocks.length), blocks.size)
-    outer = _store(divided(most, LARGEST[kind.format]), kind.parent, above[1:], keep)
+    blocks = parent_levels[0]
+    most = largest_of(scale.reshape(blocks.rows, blocks.length), blocks.size)
+    outer = _store(divided(most, LARGEST[kind.format]), kind.parent, parent_levels[1:], keep)
     gamma = spread(outer.scales, blocks).reshape(scale.shape)
     rest = scale / xp.where(gamma == 0, np.float32(1), gamma)
     raw, numbers = round_to(rest, kind.format, keep)
-    return Stored((raw, *outer.levels), gamma * numbers)
+    return StoredScales((raw, *outer.levels), gamma * numbers)
 
 
-def spread(of_groups: Array, blocks: Blocking) -> Array:
-    """One number per group, repeated for every element of it: shape (lines, length)."""
+def spread(of_groups: Array, blocks: GroupBlocking) -> Array:
+    """Value per group repeated for each of its elements: shape (rows, length)."""
     xp = array_namespace(of_groups)
-    return xp.repeat(of_groups.reshape(blocks.lines, blocks.per_line), blocks.size, axis=1)[:, : blocks.length]
+    return xp.repeat(of_groups.reshape(blocks.rows, blocks.per_row), blocks.size, axis=1)[:, : blocks.length]
 
 
 def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
-    """(raw items, the same as float32) of scales in a format; with `keep` none becomes 0 that was not."""
+    """(raw items, float32 values) of scales in a format; with `keep`, no nonzero scale becomes 0."""
     xp = array_namespace(scale)
     if form == "fp32":
         return scale, scale
     if form == "e8m0":
         bits = scale.view(xp.int32)
         exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0)
+        exponent = xp.where(bits <= 0x00400000, -127, exponent)  # denormal, and not above 2^-127
         numbers = _two_to(exponent)
         return (xp.minimum(xp.maximum(exponent, -127), 127) + 127).astype(xp.uint8), numbers
     if form.startswith("uint"):
@@ -163,7 +165,7 @@ def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
 
 
 def halves(numbers: Array, form: str) -> Array:
-    """The bits of fp16 or bf16 for float32 numbers, rounded to nearest even: uint16."""
+    """Bits of float32 values rounded to fp16 or bf16, nearest even: uint16."""
     xp = array_namespace(numbers)
     if form == "fp16":
         with np.errstate(over="ignore"):
@@ -190,4 +192,4 @@ def numbers_of(raw: Array, form: str) -> Array:
 
 
 NAN = {"fp32": np.float32(np.nan), "fp16": np.uint16(0x7E00), "bf16": np.uint16(0x7FC0), "e8m0": 255, "e4m3": 127}
-"""The raw item that says that a group has no meaning; integers have none."""
+"""Raw item that marks a group as NaN; integer formats have none."""

@@ -1,12 +1,12 @@
-"""One option for every layer, so that the loss is least and the cost within a budget: pure functions of a table."""
+"""Choice of one option per layer with the least loss within a budget."""
 
 from quant.search.dynamic import dynamic
 from quant.search.evolutionary import evolutionary
 from quant.search.exact import brute, milp
 from quant.search.greedy import greedy
-from quant.search.table import Choice, Table
+from quant.search.table import Choice, SearchTable
 
 SEARCHES = {"milp": milp, "greedy": greedy, "dp": dynamic, "evolutionary": evolutionary}
-"""By name: functions (table, budget) -> choice."""
+"""Searches by name: functions (table, budget) -> choice."""
 
-__all__ = ["SEARCHES", "Choice", "Table", "brute", "dynamic", "evolutionary", "greedy", "milp"]
+__all__ = ["SEARCHES", "Choice", "SearchTable", "brute", "dynamic", "evolutionary", "greedy", "milp"]

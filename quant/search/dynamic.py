@@ -1,4 +1,4 @@
-"""Layer after layer: the least loss of those so far, for every sum of costs."""
+"""Multiple-choice knapsack by dynamic programming over layers and sums of costs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 
-from quant.search.table import Choice, Table
+from quant.search.table import Choice, SearchTable
 
 CELLS = 1 << 16
-"""Sums of costs that are told apart."""
+"""Number of distinct cost sums."""
 
 
-def dynamic(table: Table, budget: float, cells: int = CELLS) -> Choice:
-    """The multiple-choice knapsack by its recurrence: best(l, c) = min over options of best(l - 1, c - cost) + loss.
+def dynamic(table: SearchTable, budget: float, cells: int = CELLS) -> Choice:
+    """Multiple-choice knapsack by its recurrence: best(l, c) = min over options of best(l - 1, c - cost) + loss.
 
     Costs are counted in units. Whole numbers are counted exactly, in units of their greatest common divisor, if the
     budget has no more than `cells` of them: then the result is the best there is. Otherwise a unit is budget / `cells`
@@ -60,7 +60,7 @@ def dynamic(table: Table, budget: float, cells: int = CELLS) -> Choice:
 
 
 def _in_units(costs: np.ndarray, budget: float, cells: int) -> tuple[np.ndarray, int]:
-    """Costs in units, and the budget in units."""
+    """Costs and budget in integer units."""
     there = costs[np.isfinite(costs)]
     if (there == np.rint(there)).all() and there.max() < 2**53:
         unit = float(math.gcd(*(int(cost) for cost in there))) or 1.0

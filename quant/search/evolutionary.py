@@ -1,4 +1,4 @@
-"""Many choices that are crossed, changed here and there, and outlive each other; it can judge by a true loss."""
+"""Evolutionary search with crossover and mutation; can minimise a measured loss."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from quant.search.greedy import greedy
-from quant.search.table import Choice, Table
+from quant.search.table import Choice, SearchTable
 
 
 def evolutionary(
-    table: Table,
+    table: SearchTable,
     budget: float,
     measure: Callable[[Choice], float] | None = None,
     *,
@@ -19,7 +19,7 @@ def evolutionary(
     generations: int = 40,
     seed: int = 0,
 ) -> Choice:
-    """Begin with the greedy choice and others around it; children of two of the best replace the worst.
+    """Evolve a population that starts with the greedy choice; children of two of the best replace the worst.
 
     A child has every layer's option from one of its parents, some changed at random; as long as it is beyond the
     budget, a layer drawn at random takes its next cheaper option. The best is never lost, so the result is no worse
@@ -64,8 +64,8 @@ def evolutionary(
     return min(living, key=lambda choice: (loss(choice), choice))
 
 
-def _within(table: Table, budget: float, child: np.ndarray, random: np.random.Generator) -> Choice:
-    """Cheaper options here and there, until it fits."""
+def _within(table: SearchTable, budget: float, child: np.ndarray, random: np.random.Generator) -> Choice:
+    """Cheaper options for random layers until the choice fits the budget."""
     while table.cost(tuple(child)) > budget:
         layer = int(random.integers(table.layers))
         costs = table.costs[layer]

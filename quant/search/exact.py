@@ -1,4 +1,4 @@
-"""The best choice there is: by looking at all of them, or by integer programming."""
+"""Optimal choice by enumeration or by integer programming."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from itertools import product
 import numpy as np
 
 from quant.search.greedy import greedy
-from quant.search.table import Choice, Table
+from quant.search.table import Choice, SearchTable
 
 
-def brute(table: Table, budget: float) -> Choice:
-    """All choices, one after another: the reference, for a few layers.
-
-    Options to the power of layers.
-    """
+def brute(table: SearchTable, budget: float) -> Choice:
+    """Enumerate all choices: the reference, for a few layers. ValueError if nothing is within the budget."""
     best = table.cheapest(budget)
     for choice in product(*(np.flatnonzero(np.isfinite(row)).tolist() for row in table.costs)):
         if table.cost(choice) <= budget and table.loss(choice) < table.loss(best):
@@ -22,8 +19,8 @@ def brute(table: Table, budget: float) -> Choice:
     return best
 
 
-def milp(table: Table, budget: float) -> Choice:
-    """Branch and bound by HiGHS, in scipy: x[l, o] is 0 or 1, one of each layer's is 1, and what they cost is bounded.
+def milp(table: SearchTable, budget: float) -> Choice:
+    """Branch and bound by HiGHS (scipy): x[l, o] in {0, 1}, one option per layer, costs bounded.
 
     HiGHS has tolerances, by which a cost may exceed the budget. A choice that does is cut off, with all that cost no
     less in any layer, and the search goes on, up to `CUTS` times, and once more within a budget smaller by `MARGIN`.
@@ -71,13 +68,13 @@ def milp(table: Table, budget: float) -> Choice:
 
 
 LOSSES = 1e3
-"""The range of losses as the solver sees it, which stops within 1e-6 of the best."""
+"""Scaled range of losses: the solver stops within 1e-6 of the optimum."""
 
 BUDGET = 1e6
-"""The budget as the solver sees it, which lets through what is 1e-6 above, or what an x within 1e-6 of 0 or 1 adds."""
+"""Scaled budget: the solver accepts violations up to 1e-6, also of x being 0 or 1."""
 
 CUTS = 16
-"""Choices over the budget that are cut off one by one."""
+"""Number of over-budget choices that are cut off one by one."""
 
 MARGIN = 2e-6
-"""Of the budget, left free at last: twice what an x that is off by 1e-6 may hide."""
+"""Share of the budget left free in the last attempt: twice the effect of an x that is off by 1e-6."""

@@ -1,28 +1,23 @@
-"""From the cheapest options upwards: always the change that gains most for what it costs."""
+"""Greedy search: repeatedly the change with the greatest gain per cost."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from quant.search.table import Choice, Table
+from quant.search.table import Choice, SearchTable
 
 
-def greedy(table: Table, budget: float) -> Choice:
-    """Take the change of one layer with the greatest gain for its price, until none that is left fits the budget.
+def greedy(table: SearchTable, budget: float) -> Choice:
+    """Start with the cheapest options; take the change with the greatest gain per cost until none fits the budget.
 
-    A gain that costs nothing, or less than nothing, goes first. Layers times options steps at most, as no step is taken
-    back. The loss is never above that of the cheapest options; it may be above the best.
-
-    Raises
-    ------
-    ValueError
-        If nothing is within the budget.
+    Changes that cost nothing go first. No step is undone, so there are at most layers x options steps; the loss may be
+    above the optimum. ValueError if nothing is within the budget.
     """
     choice = list(table.cheapest(budget))
-    lines = np.arange(table.layers)
+    rows = np.arange(table.layers)
     over = np.zeros(table.costs.shape, bool)  # what fits by its price, and not by the sum, which is rounded otherwise
     while True:
-        now = lines, choice
+        now = rows, choice
         gains = table.losses[now][:, None] - table.losses
         prices = table.costs - table.costs[now][:, None]
         usable = ~over & (gains > 0) & np.isfinite(prices) & (table.cost(tuple(choice)) + prices <= budget)

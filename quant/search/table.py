@@ -1,4 +1,4 @@
-"""What is chosen from: options of every layer, each with a cost and a loss, which add up."""
+"""Search table: costs and losses of every layer's options."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 Choice = tuple[int, ...]
-"""The number of an option for every layer."""
+"""Option index of every layer."""
 
 
 @dataclass(frozen=True)
-class Table:
+class SearchTable:
     """Costs and losses by layer and option; both add up over layers.
 
     Parameters
@@ -28,7 +28,7 @@ class Table:
 
     Examples
     --------
-    >>> table = Table([[1, 2], [10, 20]], [[5.0, 1.0], [4.0, 0.0]])
+    >>> table = SearchTable([[1, 2], [10, 20]], [[5.0, 1.0], [4.0, 0.0]])
     >>> table.cost((1, 0)), table.loss((1, 0))
     (12.0, 5.0)
     """
@@ -51,25 +51,19 @@ class Table:
 
     @property
     def layers(self) -> int:
-        """How many layers."""
+        """Number of layers."""
         return len(self.costs)
 
     def cost(self, choice: Choice) -> float:
-        """Of all layers."""
+        """Total cost of a choice."""
         return float(self.costs[np.arange(self.layers), choice].sum())
 
     def loss(self, choice: Choice) -> float:
-        """Of all layers."""
+        """Total loss of a choice."""
         return float(self.losses[np.arange(self.layers), choice].sum())
 
     def cheapest(self, budget: float) -> Choice:
-        """What costs least, and of that what loses least.
-
-        Raises
-        ------
-        ValueError
-            If even that is beyond the budget.
-        """
+        """Cheapest choice, ties by loss. ValueError if it exceeds the budget."""
         order = np.lexsort((self.losses, self.costs), axis=1)
         choice = tuple(int(option) for option in order[:, 0])
         if not self.cost(choice) <= budget:

@@ -1,0 +1,1 @@
+"""Quantisation specs: formats, granularity, scales, presets."""

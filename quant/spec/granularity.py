@@ -1,16 +1,23 @@
-"""Which elements share a scale: all of them, those of a channel, or so many in a row.
+"""Granularity: elements that share a scale.
 
-Whatever the granularity, an array becomes a matrix of lines, and every line falls into groups of `size` elements, the
-last of which may be shorter. Kernels see nothing else.
+Every granularity turns an array into a matrix of rows, each cut into groups of `size` elements; the last group of a row
+may be shorter. Kernels see only this matrix.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
-Array = Any
+from quant.types import Array
+
+
+def whole_number(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is an integer (bool is refused)."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} is a whole number, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -20,25 +27,26 @@ class PerTensor:
 
 @dataclass(frozen=True)
 class PerChannel:
-    """A group for every index along `axis`."""
+    """One group per index along `axis`."""
 
     axis: int = 0
+
+    def __post_init__(self) -> None:
+        whole_number("axis", self.axis)
 
 
 @dataclass(frozen=True)
 class PerGroup:
-    """Groups of `size` neighbours along `axis`; the last of each line has what is left.
-
-    Raises
-    ------
-    ValueError
-        For a size below 1.
+    """Groups of `size` neighbours along `axis`; the last group of each row may be shorter. ValueError for invalid
+    sizes.
     """
 
     size: int
     axis: int = -1
 
     def __post_init__(self) -> None:
+        whole_number("axis", self.axis)
+        whole_number("the size of a group", self.size)
         if self.size < 1:
             raise ValueError(f"a group has at least one element, not {self.size}")
 
@@ -46,33 +54,50 @@ class PerGroup:
 Granularity = PerTensor | PerChannel | PerGroup
 
 
-class Blocking(NamedTuple):
-    """A matrix of `lines` x `length`, each line in groups of `size`.
+class GroupBlocking(NamedTuple):
+    """Matrix of `rows` x `length`, each row in groups of `size`.
 
     >>> blocking(PerGroup(32), (3, 100))
-    Blocking(lines=3, length=100, size=32)
+    GroupBlocking(rows=3, length=100, size=32)
     >>> blocking(PerGroup(32), (3, 100)).groups
     12
     """
 
-    lines: int
+    rows: int
     length: int
     size: int
 
     @property
-    def per_line(self) -> int:
-        """Groups of a line."""
+    def per_row(self) -> int:
         return -(-self.length // self.size)
 
     @property
     def groups(self) -> int:
-        """Groups in all."""
-        return self.lines * self.per_line
+        return self.rows * self.per_row
 
     @property
     def elements(self) -> int:
-        """Elements in all."""
-        return self.lines * self.length
+        return self.rows * self.length
+
+    def first_element(self, group: int) -> int:
+        """Index of a group's first element in row order; the number of elements for the group after the last.
+
+        >>> blocking(PerGroup(32), (3, 100)).first_element(5)
+        132
+        """
+        if group == self.groups:
+            return self.elements
+        row, place = divmod(group, self.per_row)
+        return row * self.length + place * self.size
+
+    def group_of(self, element: int) -> int:
+        """Index of the group that holds an element.
+
+        >>> blocking(PerGroup(32), (3, 100)).group_of(131)
+        4
+        """
+        row, place = divmod(element, self.length)
+        return row * self.per_row + place // self.size
 
 
 def _axis(granularity: PerChannel | PerGroup, ndim: int) -> int:
@@ -81,49 +106,43 @@ def _axis(granularity: PerChannel | PerGroup, ndim: int) -> int:
     return granularity.axis % ndim
 
 
-def blocking(granularity: Granularity, shape: tuple[int, ...]) -> Blocking:
-    """The lines and groups of an array of that shape.
-
-    Raises
-    ------
-    ValueError
-        If the array has no such axis.
-    """
+def blocking(granularity: Granularity, shape: tuple[int, ...]) -> GroupBlocking:
+    """Rows and groups of an array of this shape. ValueError if the array has no such axis."""
     n = math.prod(shape)
     match granularity:
         case PerTensor():
-            return Blocking(1, n, max(n, 1))
+            return GroupBlocking(1, n, max(n, 1))
         case PerChannel():
             channels = shape[_axis(granularity, len(shape))]
             length = n // channels if channels else 0
-            return Blocking(channels, length, max(length, 1))
+            return GroupBlocking(channels, length, max(length, 1))
         case PerGroup(size):
             length = shape[_axis(granularity, len(shape))]
-            return Blocking(n // length if length else 0, length, size)
+            return GroupBlocking(n // length if length else 0, length, size)
 
 
-def to_lines(x: Array, granularity: Granularity) -> Array:
-    """The matrix of lines, C-contiguous: `x` itself where it lies like that, else a copy."""
+def to_rows(x: Array, granularity: Granularity) -> Array:
+    """Matrix of rows, C-contiguous: `x` itself if it is laid out like that, else a copy."""
     blocks = blocking(granularity, x.shape)
-    lines = _turned(x, granularity).reshape(blocks.lines, blocks.length)
-    return lines if lines.flags.c_contiguous else lines.copy()
+    rows = _turned(x, granularity).reshape(blocks.rows, blocks.length)
+    return rows if rows.flags.c_contiguous else rows.copy()
 
 
-def from_lines(lines: Array, granularity: Granularity, shape: tuple[int, ...]) -> Array:
-    """The array of that shape whose matrix of lines this is; a view where possible."""
+def from_rows(rows: Array, granularity: Granularity, shape: tuple[int, ...]) -> Array:
+    """Array of this shape from its matrix of rows; a view if possible."""
     match granularity:
         case PerChannel() if (axis := _axis(granularity, len(shape))) > 0:
             order = [axis, *(i for i in range(len(shape)) if i != axis)]
         case PerGroup() if (axis := _axis(granularity, len(shape))) < len(shape) - 1:
             order = [*(i for i in range(len(shape)) if i != axis), axis]
         case _:
-            return lines.reshape(shape)
-    turned = lines.reshape([shape[i] for i in order])
+            return rows.reshape(shape)
+    turned = rows.reshape([shape[i] for i in order])
     return turned.transpose(*(order.index(i) for i in range(len(shape))))
 
 
 def _turned(x: Array, granularity: Granularity) -> Array:
-    """`x` with the axis of the channels first, or that of the groups last."""
+    """`x` with the axis of channels first, or the axis of groups last."""
     match granularity:
         case PerChannel() if (axis := _axis(granularity, x.ndim)) > 0:
             return x.transpose(axis, *(i for i in range(x.ndim) if i != axis))

@@ -1,4 +1,4 @@
-"""The ways to quantise that have a name."""
+"""Named quantisation specs."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from quant.spec.granularity import PerChannel, PerGroup
 from quant.spec.quant_spec import QuantSpec, Scales
 
 INT8 = QuantSpec(8)
-"""Eight bits, one scale for all: what ONNX and PyTorch call symmetric int8."""
+"""8 bits, one scale per tensor: symmetric int8 of ONNX and PyTorch."""
 
 INT4_G32 = QuantSpec(4, granularity=PerGroup(32), scale="fp16")
-"""Four bits, a half-precision scale for 32 weights: 4.5 bits an element."""
+"""4 bits, one fp16 scale per 32 weights: 4.5 bits per element."""
 
 Q4_0 = QuantSpec(4, granularity=PerGroup(32), q_range="peak", rounding="half_up", scale="fp16", divisor="inverse")
-"""ggml's Q4_0; `quant.io.ggml_blocks` has its blocks of bytes."""
+"""Q4_0 of ggml; `quant.io.ggml_blocks` converts to its block format."""
 
 Q8_0 = QuantSpec(8, granularity=PerGroup(32), rounding="half_away", scale="fp16", divisor="inverse")
-"""ggml's Q8_0."""
+"""Q8_0 of ggml."""
 
 MXFP8 = QuantSpec(8, granularity=PerGroup(32), code="e4m3", scale="e8m0")
-"""OCP's microscaling format with eight bits: 32 elements share a power of two."""
+"""OCP microscaling format of 8 bits: 32 elements share a power of two."""
 
 MXFP4 = QuantSpec(4, granularity=PerGroup(32), code="e2m1", scale="e8m0")
-"""The same with four bits."""
+"""OCP microscaling format of 4 bits."""
 
 NVFP4 = QuantSpec(4, granularity=PerGroup(16), code="e2m1", scale=Scales("e4m3", parent=Scales("fp32")))
-"""Four bits, two levels: an e4m3 scale for 16 elements, and one float for all."""
+"""4 bits, two levels of scales: e4m3 per 16 elements, one float per tensor."""
 
 VSQ = QuantSpec(4, granularity=PerGroup(16), scale=Scales("uint4", PerChannel(0), Scales("fp32")))
-"""Two levels of integers (Dai et al., "VS-Quant", MLSys 2021): a 4-bit scale for 16 elements, one float for a row."""
+"""Two levels of scales (Dai et al., "VS-Quant", MLSys 2021): 4-bit integer per 16 elements, one float per row."""
 
 NF4 = QuantSpec(4, granularity=PerGroup(64), code="nf4")
 """The 16 quantiles of a normal distribution (Dettmers et al., "QLoRA", 2023)."""
@@ -46,11 +46,10 @@ PRESETS = {
     "VSQ": VSQ,
     "NF4": NF4,
 }
-"""By name."""
 
 
 def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantSpec:
-    """Linear codes in groups along the last axis: the usual choice for weights and for the wire.
+    """Linear codes in groups along the last axis: the usual choice for weights and communication.
 
     >>> grouped(8, 128).bits_per_element
     8.125
@@ -59,7 +58,8 @@ def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantS
 
 
 def parse(text: str) -> QuantSpec:
-    """A preset by its name, or intB for B bits: with _gN in groups of N, _row a scale for each row, _zero zero points.
+    """Spec of a preset's name, or of intB (B bits) with suffixes _gN (groups of N), _row (scale per row), _zero (zero
+    points).
 
     >>> parse("int3_g64").bits_per_element
     3.25

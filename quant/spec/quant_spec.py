@@ -1,12 +1,14 @@
-"""How numbers become few bits, as a value: `QuantSpec` says all of it, and everything else follows."""
+"""`QuantSpec`: complete description of a quantisation as one value."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from quant.formats import MINIFLOATS, TABLES
-from quant.spec.granularity import Granularity, PerChannel, PerGroup, PerTensor
+from quant.spec.granularity import Granularity, PerChannel, PerGroup, PerTensor, whole_number
 
 CODES = ("linear", *(name for name, kind in MINIFLOATS.items() if kind.bits <= 8), *TABLES, "kmeans")
 RANGES = ("restricted", "full", "centred", "peak")
@@ -18,24 +20,28 @@ GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerGrou
 
 
 def _one_of(name: str, value: Any, allowed: Any) -> None:
-    if value not in allowed:
+    if value not in tuple(allowed):
         raise ValueError(f"{name} is one of {', '.join(map(str, allowed))}; not {value!r}")
+
+
+def _granularity(name: str, value: Any) -> None:
+    if not isinstance(value, PerTensor | PerChannel | PerGroup):
+        raise ValueError(f"{name} is PerTensor(), PerChannel(axis) or PerGroup(size), not {value!r}")
 
 
 @dataclass(frozen=True)
 class Scales:
-    """The format of scales; with a parent, of what is left of them when a larger scale is taken out.
+    """Format of scales, optionally quantised in turn by larger parent scales.
 
-    The scales of an array are an array themselves, of shape (lines, groups of a line). With a parent it is quantised in
-    turn: S = gamma S_q, S_q in this format, and a gamma for every group of `granularity` among the scales. Parents may
-    have parents.
+    Scales form an array of shape (rows, groups). With a parent, S = gamma S_q: S_q in this format, one gamma per group
+    of `granularity` among the scales. Parents may have parents.
 
     Parameters
     ----------
     format : str
         fp32, fp16, bf16; e8m0 (a power of two); e4m3; uint1 to uint8 (integers, which need a parent).
     granularity : Granularity
-        Which scales share one of the parent's: `PerTensor()`, `PerChannel(0)` (those of a line) or `PerGroup(size)`.
+        Scales that share one parent scale: `PerTensor()`, `PerChannel(0)` (those of a row) or `PerGroup(size)`.
     parent : Scales, optional
     """
 
@@ -45,6 +51,9 @@ class Scales:
 
     def __post_init__(self) -> None:
         _one_of("the format of scales", self.format, SCALE_BITS)
+        _granularity("the granularity of scales", self.granularity)
+        if not (self.parent is None or isinstance(self.parent, Scales)):
+            raise ValueError(f"the parent of scales is Scales or None, not {self.parent!r}")
         if self.format.startswith("uint") and self.parent is None:
             raise ValueError(f"scales in {self.format} need a parent")
         if self.parent is not None and not self.format.startswith(("uint", "e4m3")):
@@ -52,25 +61,25 @@ class Scales:
 
     @property
     def bits(self) -> int:
-        """Of one scale, without its parent's share."""
+        """Bits of one scale, without its parent."""
         return SCALE_BITS[self.format]
 
     @property
     def levels(self) -> tuple[Scales, ...]:
-        """This one, its parent, and so on."""
+        """This level, its parent, and so on."""
         return (self, *(self.parent.levels if self.parent else ()))
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """A way to write numbers in few bits: r = S (q - Z), or r = S values[q].
+    """Quantisation of numbers: r = S (q - Z), or r = S table[q].
 
     Parameters
     ----------
     bits : int
-        Of a code, 1 to 8.
+        Width of a code, 1 to 8.
     signed : bool
-        Whether q is from -2^(b-1) on, or from 0. Only for linear codes.
+        True if q starts at -2^(b-1), False if at 0. Only for linear codes.
     symmetric : bool
         Without, a zero point Z is stored for every group, and the whole range from the least to the largest element is
         used, extended so that 0 is a code.
@@ -122,16 +131,19 @@ class QuantSpec:
     divisor: str = "stored"
 
     def __post_init__(self) -> None:
+        whole_number("bits", self.bits)
         _one_of("bits", self.bits, range(1, 9))
+        for name in ("signed", "symmetric"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.scale, str | Scales):
+            raise ValueError(f"scale is the name of a format or Scales, not {self.scale!r}")
         _one_of("code", self.code, CODES)
         _one_of("q_range", self.q_range, RANGES)
         _one_of("rounding", self.rounding, ROUNDINGS)
         _one_of("zero", self.zero, ZEROS)
         _one_of("divisor", self.divisor, ("stored", "inverse"))
-        if not isinstance(self.granularity, PerTensor | PerChannel | PerGroup):
-            raise ValueError(
-                f"granularity is PerTensor(), PerChannel(axis) or PerGroup(size), not {self.granularity!r}"
-            )
+        _granularity("granularity", self.granularity)
         levels = self.scales.levels
         if self.linear:
             if self.symmetric and self.signed and self.q_range != "peak" and self.q_max == 0:
@@ -159,55 +171,55 @@ class QuantSpec:
 
     @property
     def scales(self) -> Scales:
-        """The scales' format, a name or not."""
+        """Format of the scales as `Scales`."""
         return Scales(self.scale) if isinstance(self.scale, str) else self.scale
 
     @property
     def linear(self) -> bool:
-        """Whether r = S (q - Z)."""
+        """True if r = S (q - Z)."""
         return self.code == "linear"
 
     @property
     def minifloat(self) -> bool:
-        """Whether codes are small floats."""
+        """True if codes are small floats."""
         return self.code in MINIFLOATS
 
     @property
     def q_max(self) -> int:
-        """The largest q."""
+        """Largest q."""
         return 2 ** (self.bits - self.signed) - 1
 
     @property
     def q_min(self) -> int:
-        """The smallest q."""
+        """Smallest q."""
         if not self.signed:
             return 0
         return -self.q_max if self.symmetric and self.q_range == "restricted" else -(2 ** (self.bits - 1))
 
     @property
     def bias(self) -> int:
-        """What is added to q where it is stored: 2^(b-1) below 8 bits with a sign; 8 bits are int8 as they are."""
+        """Offset added to q in storage: 2^(b-1) for signed codes below 8 bits; 8-bit codes are stored as int8."""
         return 2 ** (self.bits - 1) if self.linear and self.signed and self.bits < 8 else 0
 
     @property
     def bits_per_element(self) -> float:
-        """Bits of an element in a long array of full groups, scales and zero points counted.
+        """Bits per element of a long array of full groups, with scales and zero points.
 
-        What is there once per tensor or per channel is taken to be spread over so many elements that it does not count;
-        `Layout.bits_per_element` counts all of a given array.
+        Parts that exist once per tensor or channel do not count; `BufferLayout.bits_per_element` counts all of a given
+        array.
         """
         return self.bits + _share(self.granularity) * (self._group_bits + _parents_bits(self.scales))
 
     @property
     def _group_bits(self) -> int:
-        """Of a group, beside its codes."""
+        """Bits of a group besides its codes."""
         if self.code == "kmeans":
             return self.scales.bits * 2**self.bits
         zero = 0 if self.symmetric else self.bits if self.zero == "integer" else SCALE_BITS[self.zero]
         return self.scales.bits + zero
 
     def replace(self, **changes: Any) -> QuantSpec:
-        """The same with some fields changed.
+        """Copy with some fields changed.
 
         >>> QuantSpec(8).replace(rounding="stochastic").rounding
         'stochastic'
@@ -215,32 +227,40 @@ class QuantSpec:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `from_dict` reads them."""
-        return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
+        """Fields as plain values for JSON; the inverse of `from_dict`."""
+        return {name: _to_json(getattr(self, name)) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> QuantSpec:
-        """What `to_dict` gave.
+        """Spec of the values of `to_dict`. ValueError if the values are invalid.
+
+        Raises
+        ------
+        ValueError
+            If no spec gives them.
 
         >>> spec = QuantSpec(4, granularity=PerGroup(16), scale=Scales("e4m3", parent=Scales("fp32")))
         >>> QuantSpec.from_dict(spec.to_dict()) == spec
         True
         """
-        return cls(**{name: _rich(value) for name, value in values.items()})
+        try:
+            return cls(**{name: _from_json(value) for name, value in values.items()})
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"no fields of a QuantSpec: {type(error).__name__}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Scales):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+        return {name: _to_json(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, PerTensor | PerChannel | PerGroup):
         return {"kind": type(value).__name__, **asdict(value)}
     return value
 
 
-def _rich(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    inner = {name: _rich(part) for name, part in value.items() if name != "kind"}
+    inner = {name: _from_json(part) for name, part in value.items() if name != "kind"}
     return GRANULARITIES[value["kind"]](**inner) if "kind" in value else Scales(**inner)
 
 
@@ -250,7 +270,7 @@ def _share(granularity: Granularity) -> float:
 
 
 def _parents_bits(scales: Scales) -> float:
-    """Bits of all parents, for one of the scales."""
+    """Bits of all parents per scale."""
     if scales.parent is None:
         return 0.0
     return _share(scales.granularity) * (scales.parent.bits + _parents_bits(scales.parent))

@@ -3,9 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from examples import EXAMPLES, check
-from fakes import Foreign, NoInterface
 from mpi4py import MPI
+from support.doc_examples import EXAMPLES, check
+from support.fakes import Foreign, NoInterface
 
 from collectives import wait_all
 

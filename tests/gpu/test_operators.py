@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from operators import CASES, chains, on_device_as_on_host
+from support.operator_cases import CASES, chains, on_device_as_on_host
 
 from parallel.nn import kernels
-from parallel.nn.kernels import fused, reference
+from parallel.nn.kernels import fused, reference_kernels
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
@@ -19,7 +19,7 @@ def test_like_the_host(cupy, name, dtype):
 def test_fused_chains(cupy, name, dtype):
     """What CuPy makes of the reference is the reference."""
     arrays, numbers = chains(name, dtype)
-    expected = getattr(reference, name)(*(array.copy() for array in arrays), *numbers)
+    expected = getattr(reference_kernels, name)(*(array.copy() for array in arrays), *numbers)
     found = getattr(kernels, name)(*map(cupy.asarray, arrays), *numbers)
     assert found.dtype == dtype
     np.testing.assert_allclose(found.get(), expected, rtol=0, atol=64 * np.finfo(dtype).eps * 10)

@@ -191,7 +191,9 @@ def _reduce_scatter(q, lengths, *counts):
     brought = lambda turn: q.brought(q.rank, count, turn)  # noqa: E731
     if q.in_place:
         recv = q.room(count)
-        return Exchange([MPI.IN_PLACE, recv, *counts], [(recv, brought)], [(recv[: lengths[q.rank]], block)], op=q.op)
+        length = lengths[q.rank]
+        inputs = [(recv, brought), (recv[length:], lambda turn: brought(turn)[length:])]
+        return Exchange([MPI.IN_PLACE, recv, *counts], inputs, [(recv[:length], block)], op=q.op)
     send, recv = q.room(count), q.room(lengths[q.rank])
     return Exchange([send, recv, *counts], [(send, brought)], [(recv, block)], op=q.op)
 

@@ -1,15 +1,15 @@
 """Stand-ins for what this machine may lack: a GPU, and wires that say what goes over them.
 
-`cupy` is the stand-in of tests/standin, which the fixture `gpu` puts in CuPy's place for one test.
+`cupy` is the stand-in of tests/support/standin, which the fixture `gpu` puts in CuPy's place for one test.
 """
 
 import ctypes
 from contextlib import nullcontext
 
 import numpy as np
-from standin import cupy
 
-from collectives.transport.loopback import Hub
+from collectives.transport.loopback import LoopbackHub
+from support.standin import cupy
 
 __all__ = ["Foreign", "GpuHub", "NoInterface", "cupy"]
 
@@ -48,7 +48,7 @@ class NoInterface:
             return self._array.__dlpack__(**options)
 
 
-class GpuHub(Hub):
+class GpuHub(LoopbackHub):
     """A loopback that carries device memory as well, and refuses messages whose memory is still being worked on.
 
     Attributes

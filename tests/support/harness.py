@@ -1,13 +1,13 @@
 """pytest under mpiexec: all ranks run the same tests in step, agree on every outcome, and rank 0 reports.
 
-After each phase of a test (setup, call, teardown) the ranks meet on a communicator of their own and exchange
-outcomes: a failure on any rank is a failure on all, and rank 0 shows who failed and how. Where they cannot
-meet, the job ends with a picture of where every rank stands instead of a hang:
+After each phase of a test (setup, call, teardown) the ranks exchange outcomes on a communicator of their own: a
+failure on any rank is a failure on all, and rank 0 reports the failing ranks. A test without fixtures of its own has
+one exchange, after the call. The job ends with the stacks of all ranks instead of a hang:
 
 - a rank that failed waits `PATIENCE` seconds for the others, which may be stuck in a collective that it left;
-- a test that outlasts its limit (`timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`) is stopped.
+- a test that exceeds its limit (`timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`) is stopped.
 
-A plugin of pytest, which does nothing without ``--with-mpi``.
+A plugin of pytest, inactive without ``--with-mpi``.
 """
 
 import contextlib
@@ -90,6 +90,16 @@ def outcome(report):
     return f"x{report.outcome}" if hasattr(report, "wasxfail") else report.outcome
 
 
+def has_shared_fixtures(item):
+    """True if all fixtures of a test live as long as the session: its setup and teardown do nothing."""
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return all(
+        one.scope == "session" or one.func.__name__ == "get_direct_param_fixture_func"
+        for same in definitions
+        for one in same
+    )
+
+
 def readable(stack):
     """A stack dump without pytest's own frames, and without the threads of this harness."""
     frames = re.compile(r"/(_pytest|pluggy|pytest)/|/pytest_timeout.py|<frozen runpy>")
@@ -115,6 +125,7 @@ class Ranks:
         self.problem = None  # why the collected tests cannot be run
         self.collect_errors = []
         self.test = "the start"
+        self.last = False  # no test follows
         self.timer = None
 
         scratch = tempfile.mkdtemp(prefix="chorus-tests-") if self.rank == 0 else None
@@ -155,7 +166,10 @@ class Ranks:
         polls = 0
         while not request.Test():
             polls += 1
-            time.sleep(0 if polls < 20 else 0.0005)
+            if polls < 100:
+                os.sched_yield()  # on shared cores the others run at once; a nap lasts longer than most tests
+            else:
+                time.sleep(min(2e-7 * polls, 5e-4))
             if time.monotonic() > deadline:
                 self.stop(f"{place}: rank {self.rank} failed, {PATIENCE:g} s later others are still inside")
         if (all_of_them[:, 0] != mine[0]).any():
@@ -251,7 +265,7 @@ class Ranks:
         if any(errors) and not all(errors):
             who = [rank for rank in range(self.size) if errors[rank]]
             self.problem = f"{named(who)} of {self.size} could not collect the tests\n{errors[who[0]]}"
-        elif (other := [rank for rank in range(self.size) if set(names[rank]) != set(position)]):
+        elif other := [rank for rank in range(self.size) if set(names[rank]) != set(position)]:
             odd = sorted(set(names[other[0]]) ^ set(position))
             self.problem = f"{named(other)} collected other tests than rank 0: {', '.join(odd[:5])}"
         else:
@@ -292,8 +306,9 @@ class Ranks:
             raise session.Failed(self.problem)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item):
+    def pytest_runtest_protocol(self, item, nextitem):
         self.test = item.nodeid
+        self.last = nextitem is None
         try:
             return (yield)
         finally:
@@ -306,7 +321,13 @@ class Ranks:
         report = yield
         kinds = ["passed", "failed", "skipped", "xpassed", "xfailed", "xskipped"]
         mine = outcome(report)
-        place = f"{item.nodeid} ({report.when})"
+        when = report.when
+        if has_shared_fixtures(item) and not self.last:
+            if when != "call" and mine == "passed":
+                return report
+            if when == "setup":
+                when = "call"  # a rank that skips or fails before its call meets the others after theirs
+        place = f"{item.nodeid} ({when})"
         failure = story(report)[0] if report.failed else None
         theirs = [kinds[code] for code in self.meet(place, kinds.index(mine), failure)]
         if report.failed or len(set(theirs)) > 1:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel.nn.flat_params import Flat
 from parallel.nn import models
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention, self_attention
@@ -18,10 +17,11 @@ from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.norm import LayerNorm, RMSNorm
-from parallel.nn.operator import Operator, Run
+from parallel.nn.operator import Operator, PassMode
 
 
 class Case(NamedTuple):
@@ -229,12 +229,12 @@ class Played(NamedTuple):
 def play(operator, x, dtype=np.float64, xp=np, run=None, seed=2, through=None):
     """Both motions in arrays of `xp`; parameters and dy are random numbers, rounded to `through` and to `dtype`."""
     through = dtype if through is None else through
-    random, flat = np.random.default_rng(seed), Flat(operator)
+    random, flat = np.random.default_rng(seed), FlatParams(operator)
     vector = np.zeros(flat.length)
     flat.initialise(vector, seed)
     vector += 0.1 * random.standard_normal(flat.length)
     flat.bind(xp.asarray(vector.astype(through).astype(dtype)))
-    run = run or Run(samples=np.arange(len(x), dtype=np.int64))
+    run = run or PassMode(samples=np.arange(len(x), dtype=np.int64))
     x = np.asarray(x)
     y, saved = operator.forward(xp.asarray(x if x.dtype.kind == "i" else x.astype(dtype)), run)
     dy = xp.asarray(random.standard_normal(y.shape).astype(through).astype(dtype))

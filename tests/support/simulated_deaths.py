@@ -7,20 +7,20 @@ from functools import partial
 
 import numpy as np
 
-from parallel.nn.flat_params import BLOCK, Place, Span
+from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
-from parallel.optim.optimizers import SGD, Piece
-from parallel.parameter_server.replication_chain import ChainLost, Unheard
+from parallel.optim.optimizers import SGD, OptimizerSpan
+from parallel.parameter_server.event_order import EventOrder
+from parallel.parameter_server.key_assignment import ServerKey
+from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
+from parallel.parameter_server.replication_chain import ReplicationChainLost, UndeliveredMessage
+from parallel.parameter_server.retry import RetryQueue
+from parallel.parameter_server.server_loop import ServerFailed, ServerLoop
+from parallel.parameter_server.server_replicas import ServerReplicas
+from parallel.parameter_server.shard_store import AsyncStore, ShardState, SyncStore
+from parallel.parameter_server.work_assignment import PartResult
+from parallel.parameter_server.worker_client import Requeued, WorkerClient
 from parallel.parameter_server.worker_clocks import rule_of
-from parallel.parameter_server.key_assignment import Key
-from parallel.parameter_server.messages import Kind, Letter, Message
-from parallel.server.order import Order
-from parallel.parameter_server.server_replicas import Replicas
-from parallel.server.retry import Retry
-from parallel.parameter_server.server_loop import Failed, Server
-from parallel.parameter_server.shard_store import Apart, Cell, Together
-from parallel.parameter_server.work_assignment import Outcome
-from parallel.parameter_server.worker_client import Again, Worker
 
 RATE, KEYS = 0.5, 2
 IN_VAIN = 3000
@@ -44,7 +44,7 @@ class Mailbox:
         if peer not in self.world.dead:
             self.world.lines.setdefault((self.rank, peer), deque()).append((message, [v.copy() for v in vectors]))
             self.world.in_vain = 0
-        return Unheard()
+        return UndeliveredMessage()
 
     def poll(self):
         self.world.turn(self.rank)
@@ -80,7 +80,11 @@ class World:
             self.back.acquire()
         for thread in threads:
             thread.join()
-        unexpected = [problem for problem in self.problems.values() if not isinstance(problem, (ChainLost, Failed))]
+        unexpected = [
+            problem
+            for problem in self.problems.values()
+            if not isinstance(problem, (ReplicationChainLost, ServerFailed))
+        ]
         if unexpected:
             raise unexpected[0]
 
@@ -125,16 +129,16 @@ class World:
         if kind == "lost":
             self.known.add((box.rank, which))
             self.lines.pop((which, box.rank), None)
-            return Letter(which, Message(Kind.LOST))
+            return Envelope(which, ServerMessage(MessageKind.LOST))
         message, vectors = self.lines[which].popleft()
         if not self.lines[which]:
             del self.lines[which]
         room = box.accept(which[0], message) if vectors else ()
         for here, vector in zip(room, vectors, strict=True):
             here[...] = vector
-            if message.kind is Kind.WEIGHTS and any(np.shares_memory(here, mine) for mine in box.vectors):
+            if message.kind is MessageKind.WEIGHTS and any(np.shares_memory(here, mine) for mine in box.vectors):
                 box.landed[message.key] = vector
-        return Letter(which[0], message, tuple(room))
+        return Envelope(which[0], message, tuple(room))
 
 
 class Training:
@@ -145,7 +149,7 @@ class Training:
         self.replicas, self.rule, self.steps, self.parts = replicas, rule_of(consistency), steps, parts
         self.world = World(servers + workers, seed, deaths)
         spans = [Span(at * BLOCK, (at + 1) * BLOCK) for at in range(servers * KEYS)]
-        self.keys = [Key(at, 0, at // KEYS, span, None) for at, span in enumerate(spans)]
+        self.keys = [ServerKey(at, 0, at // KEYS, span, None) for at, span in enumerate(spans)]
         self.length = len(spans) * BLOCK
         self.hosted, self.done = {}, {}
         self.world.run(
@@ -154,23 +158,23 @@ class Training:
 
     def make(self, mail, shard):
         """The server of a shard."""
-        place, cells = Place(Parameter((self.length,), constant(0.0)), Span(0, self.length)), []
+        place, cells = ParamSpan(Parameter((self.length,), constant(0.0)), Span(0, self.length)), []
         for key in (key for key in self.keys if key.server == shard):
             vectors = np.zeros(key.span.size), np.zeros(key.span.size)
-            cells.append(Cell(key, Piece(key.span, *vectors, {}, [place])))
-        kind = Together if self.rule.together else Apart
+            cells.append(ShardState(key, OptimizerSpan(key.span, *vectors, {}, [place])))
+        kind = SyncStore if self.rule.synchronous else AsyncStore
         store = kind(cells, SGD(rate=RATE), self.length, None, True)
-        return Server(mail, store, self.rule, self.workers, self.servers, shard, Order())
+        return ServerLoop(mail, store, self.rule, self.workers, self.servers, shard, EventOrder())
 
     def serve(self, rank):
         """What `ParameterServer` does on a server."""
-        replicas = Replicas(Mailbox(self.world, rank), rank, self.servers, self.workers, self.replicas)
+        replicas = ServerReplicas(Mailbox(self.world, rank), rank, self.servers, self.workers, self.replicas)
         replicas.servers |= {shard: self.make(mail, shard) for shard, mail in replicas.mails.items()}
         own = replicas.servers[rank]
         for step in range(self.steps):
             own.until_made(step + 1)
         for _ in range(2):
-            own.until_rest()
+            own.until_quiescent()
         replicas.until(lambda: all(server.rests >= own.rests for server in replicas.servers.values()))
         replicas.until_left()
         self.hosted[rank] = replicas.servers
@@ -178,13 +182,13 @@ class Training:
     def work(self, rank):
         """What `ParameterServer` does on a worker."""
         box, dtype = Mailbox(self.world, rank), np.dtype(np.float64)
-        mail = Retry(box, self.servers, self.replicas, dtype, dtype)
-        box.vectors = vectors = [np.zeros(self.length) for _ in range(1 if self.rule.together else 2)]
-        worker = Worker(mail, self.rule, self.keys, self.servers, vectors)
+        mail = RetryQueue(box, self.servers, self.replicas, dtype, dtype)
+        box.vectors = vectors = [np.zeros(self.length) for _ in range(1 if self.rule.synchronous else 2)]
+        worker = WorkerClient(mail, self.rule, self.keys, self.servers, vectors)
         worker.landed = box.landed
         try:
             self.train(mail, worker, rank)
-        except ChainLost:
+        except ReplicationChainLost:
             worker.give_up()
             raise
 
@@ -202,8 +206,8 @@ class Training:
         """Wait until all parts are done."""
         while True:
             try:
-                return worker.rest()
-            except Again:
+                return worker.quiesce()
+            except Requeued:
                 self.do(worker, self.steps - 1)
 
     def do(self, worker, step):
@@ -214,7 +218,7 @@ class Training:
             try:
                 worker.read(part.clock, range(len(self.keys)), None)
                 worker.need(range(len(self.keys)))
-            except Again:
+            except Requeued:
                 continue
             for key in self.keys:
                 used = worker.vector[key.span.start : key.span.stop]
@@ -223,7 +227,7 @@ class Training:
             for key in self.keys:
                 worker.push(key.number, part, self.parts, 1, 1.0, gradient[key.span.start : key.span.stop], None)
             worker.acknowledged()
-            done = part, Outcome(0.0, 1, 1.0, 0)
+            done = part, PartResult(0.0, 1, 1.0, 0)
 
     def check(self):
         """All updates were made once, unless there was nobody left to make them."""

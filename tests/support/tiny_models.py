@@ -3,7 +3,7 @@
 import numpy as np
 
 from parallel.nn.compose import Recompute, Residual, Sequential
-from parallel.nn.operator import Operator, Outline, Parameter, Spec, constant, normal
+from parallel.nn.operator import ArraySpec, Operator, OperatorOutline, Parameter, constant, normal
 
 
 class Dense(Operator):
@@ -38,8 +38,8 @@ class Dense(Operator):
         return (dz @ self._matrix().T).astype(dy.dtype)
 
     def outline(self, x):
-        y = Spec((*x.shape[:-1], self.bias.shape[0]), x.dtype)
-        return Outline(y, (x, y), 2 * x.shape[0] * self.weight.size)
+        y = ArraySpec((*x.shape[:-1], self.bias.shape[0]), x.dtype)
+        return OperatorOutline(y, (x, y), 2 * x.shape[0] * self.weight.size)
 
 
 class Squares:
@@ -53,8 +53,8 @@ class Squares:
         return 0.5 * float((distance.astype("f8") ** 2).sum()), distance
 
     def outline(self, y, targets):
-        distance = Spec(y.shape, y.dtype)
-        return Outline(Spec((), np.dtype("f8")), distance)
+        distance = ArraySpec(y.shape, y.dtype)
+        return OperatorOutline(ArraySpec((), np.dtype("f8")), distance)
 
     def backward(self, scale, saved):
         return (saved * saved.dtype.type(scale)).astype(saved.dtype)

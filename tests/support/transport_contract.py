@@ -9,13 +9,13 @@ import time
 
 import numpy as np
 
-from collectives.transport.loopback import Hub
-from collectives.transport.wire import Piece
+from collectives.transport.loopback import LoopbackHub
+from collectives.transport.wire import Iovec
 
 
 def spmd(size, program, patience=20.0):
     """Run ``program(rank, size, wire)`` on as many threads as ranks; raise what any of them raised."""
-    hub, errors = Hub(size, patience), []
+    hub, errors = LoopbackHub(size, patience), []
 
     def run(rank):
         try:
@@ -33,7 +33,7 @@ def spmd(size, program, patience=20.0):
 
 
 def piece(array):
-    return Piece(array.ctypes.data, array.nbytes)
+    return Iovec(array.ctypes.data, array.nbytes)
 
 
 def ring(rank, size):
@@ -46,19 +46,19 @@ def filled(rank, count, turn=0):
 
 def begin(wire, messages):
     """Start the messages."""
-    for start in wire.starting(messages):
+    for start in wire.start_calls(messages):
         start()
 
 
 def end(wire, messages):
     """Wait for the messages."""
-    for wait, _ in wire.waiting(messages):
+    for wait, _ in wire.wait_calls(messages):
         wait()
 
 
 def asking(wire, messages):
     """What says whether all the messages have ended."""
-    waits = wire.waiting(messages)
+    waits = wire.wait_calls(messages)
     return lambda: all([test() for _, test in waits])
 
 
@@ -85,7 +85,7 @@ def bound_messages_start_again_and_again(rank, size, wire):
         return
     mine, theirs = np.zeros(50, int), np.zeros(50, int)
     messages = [wire.receive(left, [piece(theirs)]), wire.send(right, [piece(mine)])]
-    starts, waits = wire.starting(messages), wire.waiting(messages)
+    starts, waits = wire.start_calls(messages), wire.wait_calls(messages)
     for turn in range(20):
         mine[:] = filled(rank, 50, turn)
         for start in starts:
@@ -114,7 +114,7 @@ def a_message_may_be_empty(rank, size, wire):
     left, right = ring(rank, size)
     if size == 1:
         return
-    for nothing in ([], [Piece(np.zeros(1).ctypes.data, 0)]):
+    for nothing in ([], [Iovec(np.zeros(1).ctypes.data, 0)]):
         swap(wire, [wire.receive(left, nothing), wire.send(right, nothing)])
 
 

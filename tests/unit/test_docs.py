@@ -1,4 +1,4 @@
-"""What the documentation says is so: its programs run, its commands exist, its links lead somewhere."""
+"""Tests of the documentation: programs run, commands and files exist, links resolve, costs are exact."""
 
 import ast
 import doctest
@@ -7,7 +7,6 @@ import json
 import os
 import pkgutil
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -24,12 +23,18 @@ import parallel
 import quant
 from collectives.algorithms.catalog import CATALOG, build_all
 from collectives.algorithms.catalog import blocks as blocks_of
-from collectives.schedule.chunks import Layout
+from collectives.analysis.cost_functions import UniformNetwork
+from collectives.analysis.prove import price
+from collectives.cli.document_algorithms import page
+from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import MEANINGS, vector
-from collectives.analysis.prove import Uniform, price
+from parallel.cli.main import find, take_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GENERATED = ROOT / "docs/reference/algorithms.md"
+"""A page that exists only in the site; see scripts/site_pages.py."""
+
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
@@ -38,15 +43,18 @@ MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
 
 PYTHON_LANGUAGES, SHELL_LANGUAGES = ("python",), ("console", "bash", "sh")
 CHEAP = {
-    "scripts/prove.py": [],
-    "scripts/draw_schedule.py": [],
-    "scripts/draw_pipeline.py": [],
-    "scripts/prove_pipeline.py": ["--stages", "3", "--microbatches", "4", "--jobs", "1"],
+    "chorus prove collectives": [],
+    "chorus draw collective": [],
+    "chorus draw pipeline": [],
+    "chorus prove pipelines": ["--stages", "3", "--microbatches", "4", "--jobs", "1"],
+    "chorus simulate": ["--up-to", "64", "--sizes", "8,1M"],
     "scripts/document_algorithms.py": [],
-    "scripts/simulate.py": ["--up-to", "64", "--sizes", "8,1M"],
     "scripts/trace.py": [],
 }
-"""Scripts whose commands are run, with what is put behind them so that they end soon. What needs an mpirun is not."""
+"""Programs whose commands are run, with arguments appended that keep them short. Commands under mpiexec are not run."""
+
+EXTERNAL = ("srun", "sbatch", "qsub", "kubectl", "apptainer", "export", "module", "mkdocs", "python -m build")
+"""Commands of other programs, which are not checked."""
 
 RUNNER = """
 import contextlib, io, json, sys
@@ -105,7 +113,7 @@ def run(arguments, **options):
 
 @pytest.mark.parametrize("path", PAGES, ids=shown)
 def test_every_block_has_a_language(path):
-    known = {*PYTHON_LANGUAGES, *SHELL_LANGUAGES, "json", "text"}
+    known = {*PYTHON_LANGUAGES, *SHELL_LANGUAGES, "json", "text", "yaml"}
     assert [block for block in blocks(path) if block.language not in known] == []
 
 
@@ -138,26 +146,42 @@ def test_json_parses(path):
             json.loads(block.text)
 
 
+def command_line(program):
+    """Arguments that start a program: a script, or a command of `chorus`."""
+    words = program.split()
+    start = ["-m", "parallel.cli.main", *words[1:]] if words[0] == "chorus" else [program]
+    return [sys.executable, *start]
+
+
 @cache
-def options_of(script):
-    """The text in which a script says what options it has: its --help, or itself where it is a shell script."""
-    if not script.endswith(".py"):
-        return (ROOT / script).read_text()
-    done = run([sys.executable, script, "--help"])
+def options_of(program):
+    """Text with all options of a program: its --help, or the source of a shell script."""
+    if program.startswith("scripts/") and not program.endswith(".py"):
+        return (ROOT / program).read_text()
+    done = run([*command_line(program), "--help"])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+def split_program(words):
+    """Program and arguments of a command; `chorus` may have a group before its name, and -n."""
+    if words[0] != "chorus":
+        return words[0], words[1:], False
+    name, rest = find(words[1:])
+    ranks, rest = take_ranks(rest)
+    return f"chorus {name}", rest, ranks is not None
+
+
 def check_command(command, execute=False):
-    """Whatever the command names must exist: scripts and their options, files, extras. Cheap ones may be run."""
+    """Check that scripts, options, files and extras of a command exist; run a cheap one."""
     words = shlex.split(command, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         del words[0]
-    if not words:
+    if not words or command.startswith(EXTERNAL):
         return
     launched = words[0] in ("mpirun", "mpiexec")
     if launched:
-        assert words[1] == "-n" and words[2].isdigit(), "say how many ranks"
+        assert words[1] == "-n" and words[2].isdigit(), "expected a number of ranks"
         del words[:3]
         if words[:2] == ["--with-ft", "ulfm"]:  # Open MPI's
             del words[:2]
@@ -166,23 +190,26 @@ def check_command(command, execute=False):
         assert paths and all((ROOT / path).exists() for path in paths)
         return
     if words[:2] == ["pip", "install"]:
-        for extra in re.findall(r"\[(.*?)\]", words[-1]):
-            assert extra in EXTRAS
+        for extras in re.findall(r"\[(.*?)\]", words[-1]):
+            assert set(extras.split(",")) <= set(EXTRAS)
         return
     if words[0] == "python":
         del words[0]
-    script, *arguments = words
-    assert script.startswith("scripts/"), f"this test does not know how to check {script}"
-    assert (ROOT / script).exists(), f"there is no {script}"
-    assert script.endswith(".py") or os.access(ROOT / script, os.X_OK), f"{script} is not executable"
+    if words[0] in ("-c", "program.py"):
+        return
+    program, arguments, several = split_program(words)
+    if not program.startswith("chorus "):
+        assert program.startswith("scripts/"), f"this test does not know how to check {program}"
+        assert (ROOT / program).exists(), f"there is no {program}"
+        assert program.endswith(".py") or os.access(ROOT / program, os.X_OK), f"{program} is not executable"
     for argument in arguments:
         if argument == "--":
             break
         if argument.startswith("-"):
             option = argument.split("=")[0]
-            assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", options_of(script)), f"no option {option}"
-    if execute and script in CHEAP and not launched:
-        done = run([sys.executable, script, *arguments, *CHEAP[script]])
+            assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", options_of(program)), f"no option {option}"
+    if execute and program in CHEAP and not launched and not several:
+        done = run([*command_line(program), *arguments, *CHEAP[program]])
         assert done.returncode == 0, done.stderr
 
 
@@ -197,14 +224,16 @@ def test_commands_exist(path, line, command):
 @pytest.mark.parametrize("path", PAGES, ids=shown)
 def test_commands_in_sentences_exist(path):
     prose = re.sub(r"^```(?:.*\n)*?```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    for command in re.findall(r"`((?:python |mpirun |mpiexec |pip )?[^`\s]*(?: [^`]*)?)`", prose):
-        if re.match(r"(?:python )?scripts/\w+|pip install|python -m pytest", command):
+    for command in re.findall(r"`((?:python |mpirun |mpiexec |pip |chorus )?[^`\s]*(?: [^`]*)?)`", prose):
+        if re.match(r"(?:python )?scripts/\w+|chorus \w+|pip install|python -m pytest", command):
             check_command(command)
 
 
+@cache
 def anchors(path):
-    """What GitHub makes of the headings."""
-    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    """Anchors of the headings of a page, as GitHub and the site make them."""
+    text = page() if path == GENERATED else path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -215,7 +244,7 @@ def test_links_lead_somewhere(path):
             continue
         name, _, anchor = target.partition("#")
         there = (path.parent / name).resolve() if name else path
-        assert there.exists(), f"{target} does not exist"
+        assert there.exists() or there == GENERATED, f"{target} does not exist"
         if anchor:
             assert anchor in anchors(there), f"{target}: no such heading"
 
@@ -223,14 +252,17 @@ def test_links_lead_somewhere(path):
 @pytest.mark.parametrize("path", PAGES, ids=shown)
 def test_files_that_are_named_exist(path):
     """Names in backticks that look like a file of the project; places relative to a package count."""
-    for name in re.findall(r"`([\w/.-]+/[\w.-]*)`", path.read_text(encoding="utf-8")):
-        homes = (ROOT, ROOT / "collectives", path.parent)
+    for name in re.findall(r"`([a-z][\w/.-]*/[\w.-]*)`", path.read_text(encoding="utf-8")):
+        homes = (ROOT, ROOT / "collectives", ROOT / "tests/support", path.parent)
         assert any((home / name).exists() for home in homes), f"{name} does not exist"
 
 
-def test_generated_pages_are_up_to_date():
-    done = run([sys.executable, "scripts/document_algorithms.py", "--check"])
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}python scripts/document_algorithms.py writes them anew"
+def test_page_of_algorithms_is_complete():
+    """The generated page has a section with a drawing for every algorithm."""
+    text = page()
+    assert [f"{collective}: {name}" for collective in CATALOG for name in CATALOG[collective]] == re.findall(
+        r"^### (.*)$", text, re.MULTILINE
+    )
 
 
 ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]
@@ -244,24 +276,35 @@ def test_costs_are_what_the_clock_says(collective, name):
         roots = range(size) if meaning.rooted else [0]
         schedules = [build_all(collective, name, size, root) for root in roots]
         blocks = blocks_of(collective, name, size)
-        nbytes, layout = vector(collective, size, blocks), Layout.packed([1] * blocks)
-        for network in (Uniform(1, 0, 0), Uniform(0, 1, 0), Uniform(0, 0, 1), Uniform(1024, 1, 1)):
+        nbytes, layout = vector(collective, size, blocks), ChunkLayout.packed([1] * blocks)
+        for network in (
+            UniformNetwork(1, 0, 0),
+            UniformNetwork(0, 1, 0),
+            UniformNetwork(0, 0, 1),
+            UniformNetwork(1024, 1, 1),
+        ):
             seconds = max(price(one, layout, 1, network).seconds for one in schedules)
             says = entry.seconds(size, nbytes, *network)
             assert seconds == says if entry.exact else seconds <= says <= 2 * seconds, (size, network)
 
 
-def test_the_house_is_complete():
-    """docs/architecture.md has every module, on the floor where the test of imports sees it."""
-    floors = runpy.run_path(str(ROOT / "tests/unit/test_floors.py"))
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    described = {
-        name.strip("/") if "." in name else f"collectives.{name.strip('/')}": int(floor)
-        for floor, names in re.findall(r"^\| (\d) \| (.*?) \|", page, re.MULTILINE)
-        for name in re.findall(r"`([\w.]+/?)`", names)
-    }
-    standing = {module: floors["floor_of"](module) for module in floors["MODULES"] if module.count(".") == 1}
-    assert described == standing
+def test_every_folder_is_described():
+    """docs/internals/architecture.md lists every package folder."""
+    text = (ROOT / "docs/internals/architecture.md").read_text(encoding="utf-8")
+    folders = [
+        init.parent.relative_to(ROOT).as_posix()
+        for package in ("collectives", "parallel", "quant")
+        for init in sorted((ROOT / package).rglob("__init__.py"))
+    ]
+    assert [folder for folder in folders if f"`{folder}/`" not in text] == []
+
+
+def test_site_builds():
+    """`mkdocs build --strict`, where mkdocs is installed (the extra docs)."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    done = run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"])
+    assert done.returncode == 0, done.stderr
 
 
 MODULES = [
@@ -269,11 +312,17 @@ MODULES = [
     for package in (collectives, parallel, quant)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
-SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if ">>>" in path.read_text(encoding="utf-8")]
+SCRIPTS = [
+    path
+    for path in sorted((ROOT / "scripts").glob("*.py"))
+    if ">>>" in path.read_text(encoding="utf-8") and not path.stem.startswith("site_")  # they need the extra docs
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name):
+    if name == "parallel.benchmark.torch_ddp":
+        pytest.importorskip("torch")
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
@@ -285,14 +334,18 @@ def test_examples_in_scripts(path):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings_are_there(name):
-    """Every public module, class and function says what it is; a compiled kernel does so where its reference is."""
+    """Every public module, class and function has a docstring; a compiled kernel may have it at its reference.
+
+    The entry points of a program (`main`, `parser` ...) need none: its module's docstring describes them.
+    """
     path = ROOT.joinpath(*name.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     missing = [] if ast.get_docstring(tree) else ["the module"]
-    elsewhere: list[str] = []
-    if path.stem in ("compiled", "device") and path.with_name("reference.py").exists():
-        elsewhere = dir(importlib.import_module(f"{name.rpartition('.')[0]}.reference"))
+    elsewhere = ["main", "parser", "parse", "arguments"] if ".cli." in name else []
+    if path.stem.startswith(("compiled_", "device_")):
+        for reference in path.parent.glob("reference_*.py"):
+            elsewhere += dir(importlib.import_module(f"{name.rpartition('.')[0]}.{reference.stem}"))
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             missing += [] if ast.get_docstring(node) or node.name in elsewhere else [node.name]

@@ -51,7 +51,7 @@ def run(tmp_path):
         }
         command = [
             MPIEXEC, "-n", str(ranks), sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml",
-            "--rootdir", tmp_path, "-p", "harness", "--with-mpi", *options, file,
+            "--rootdir", tmp_path, "-p", "support.harness", "--with-mpi", *options, file,
         ]  # fmt: skip
         begin = time.monotonic()
         done = subprocess.run(

@@ -1,9 +1,8 @@
-"""The arithmetic that operators are made of, each function in the fastest form there is for its arrays.
+"""Kernels of operators, each in the fastest form available for its arrays.
 
-`reference` is what the functions do. Where numba is installed, `compiled` has some of them a second time, under the
-same names and with the same arguments; these are taken if all arrays of a call are C-contiguous host arrays of float32
-(of indices and flags: of int64, uint8 and bool). `fused` likewise has chains of operations on the elements of CuPy
-arrays as one kernel each.
+`reference_*` modules define the results. `compiled_kernels` (numba) has functions of the same names for calls whose
+arrays are all C-contiguous host arrays of float32 (indices and flags: int64, uint8, bool). `fused` has elementwise
+chains as single CuPy kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from parallel.nn.kernels import fused, philox, reference
+from parallel.nn.kernels import fused, philox, reference_kernels
 from parallel.nn.kernels.storage import (
     BFLOAT16,
     BOOL,
@@ -36,7 +35,7 @@ COMPILED_TYPES = frozenset(np.dtype(name) for name in ("float32", "int64", "uint
 
 @cache
 def _compiled() -> Mapping[str, Any]:
-    """Functions of `compiled` by name; none where numba is missing."""
+    """Compiled functions by name; empty without numba."""
     try:
         return vars(import_module("parallel.nn.kernels.compiled_kernels"))
     except ImportError:
@@ -44,14 +43,14 @@ def _compiled() -> Mapping[str, Any]:
 
 
 def _suits(value: Any) -> bool:
-    """Whether compiled kernels take this argument."""
+    """True if compiled kernels accept this argument."""
     if not hasattr(value, "dtype"):
         return True
     return type(value) is np.ndarray and value.dtype in COMPILED_TYPES and value.flags.c_contiguous
 
 
 def _fastest(kernel: Kernel) -> Kernel:
-    """The kernel, or where its arguments allow it the compiled or the fused one of the same name."""
+    """Dispatcher to the compiled or fused kernel of the same name where the arguments allow it."""
     name, on_device = kernel.__name__, fused.FUSED.get(kernel.__name__)
 
     @wraps(kernel)
@@ -66,43 +65,43 @@ def _fastest(kernel: Kernel) -> Kernel:
     return cast(Kernel, call)
 
 
-matmul = reference.matmul
-affine = _fastest(reference.affine)
-sum_rows = _fastest(reference.sum_rows)
-relu = _fastest(reference.relu)
-relu_backward = _fastest(reference.relu_backward)
-gelu = _fastest(reference.gelu)
-gelu_backward = _fastest(reference.gelu_backward)
-gelu_tanh = _fastest(reference.gelu_tanh)
-gelu_tanh_backward = _fastest(reference.gelu_tanh_backward)
-silu = _fastest(reference.silu)
-silu_backward = _fastest(reference.silu_backward)
-biased_relu = _fastest(reference.biased_relu)
-biased_gelu = _fastest(reference.biased_gelu)
-biased_gelu_tanh = _fastest(reference.biased_gelu_tanh)
-biased_silu = _fastest(reference.biased_silu)
-masked = _fastest(reference.masked)
-layer_norm = _fastest(reference.layer_norm)
-layer_norm_backward = _fastest(reference.layer_norm_backward)
-rms_norm = _fastest(reference.rms_norm)
-rms_norm_backward = _fastest(reference.rms_norm_backward)
-causal_softmax = _fastest(reference.causal_softmax)
-softmax_backward = _fastest(reference.softmax_backward)
-softmax_cross_entropy = _fastest(reference.softmax_cross_entropy)
-softmax_cross_entropy_backward = _fastest(reference.softmax_cross_entropy_backward)
-squared_error = _fastest(reference.squared_error)
-squared_error_backward = _fastest(reference.squared_error_backward)
-embedding_gradient = _fastest(reference.embedding_gradient)
-im2col = _fastest(reference.im2col)
-col2im = _fastest(reference.col2im)
-max_pool = _fastest(reference.max_pool)
-max_pool_backward = _fastest(reference.max_pool_backward)
-avg_pool = _fastest(reference.avg_pool)
-avg_pool_backward = _fastest(reference.avg_pool_backward)
+matmul = reference_kernels.matmul
+affine = _fastest(reference_kernels.affine)
+sum_rows = _fastest(reference_kernels.sum_rows)
+relu = _fastest(reference_kernels.relu)
+relu_backward = _fastest(reference_kernels.relu_backward)
+gelu = _fastest(reference_kernels.gelu)
+gelu_backward = _fastest(reference_kernels.gelu_backward)
+gelu_tanh = _fastest(reference_kernels.gelu_tanh)
+gelu_tanh_backward = _fastest(reference_kernels.gelu_tanh_backward)
+silu = _fastest(reference_kernels.silu)
+silu_backward = _fastest(reference_kernels.silu_backward)
+biased_relu = _fastest(reference_kernels.biased_relu)
+biased_gelu = _fastest(reference_kernels.biased_gelu)
+biased_gelu_tanh = _fastest(reference_kernels.biased_gelu_tanh)
+biased_silu = _fastest(reference_kernels.biased_silu)
+masked = _fastest(reference_kernels.masked)
+layer_norm = _fastest(reference_kernels.layer_norm)
+layer_norm_backward = _fastest(reference_kernels.layer_norm_backward)
+rms_norm = _fastest(reference_kernels.rms_norm)
+rms_norm_backward = _fastest(reference_kernels.rms_norm_backward)
+causal_softmax = _fastest(reference_kernels.causal_softmax)
+softmax_backward = _fastest(reference_kernels.softmax_backward)
+softmax_cross_entropy = _fastest(reference_kernels.softmax_cross_entropy)
+softmax_cross_entropy_backward = _fastest(reference_kernels.softmax_cross_entropy_backward)
+squared_error = _fastest(reference_kernels.squared_error)
+squared_error_backward = _fastest(reference_kernels.squared_error_backward)
+embedding_gradient = _fastest(reference_kernels.embedding_gradient)
+im2col = _fastest(reference_kernels.im2col)
+col2im = _fastest(reference_kernels.col2im)
+max_pool = _fastest(reference_kernels.max_pool)
+max_pool_backward = _fastest(reference_kernels.max_pool_backward)
+avg_pool = _fastest(reference_kernels.avg_pool)
+avg_pool_backward = _fastest(reference_kernels.avg_pool_backward)
 keep = _fastest(philox.keep)
 key_of = philox.key_of
-RUN = reference.RUN
-positions = reference.positions
+RUN = reference_kernels.RUN
+positions = reference_kernels.positions
 
 __all__ = [
     "BFLOAT16",

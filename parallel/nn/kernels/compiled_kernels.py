@@ -7,40 +7,35 @@ NumPy's would.
 """
 
 # mypy: ignore-errors
-# What numba makes of these functions has other types than Python sees.
+# numba infers other types than Python annotations could express.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 import numpy as np
 from numba import njit
 
-from parallel.nn.kernels import philox, reference
+from parallel.nn.kernels import philox, reference_kernels, scalar
 from parallel.nn.kernels.scalar import ONE, ZERO, F, exp_down, logistic, normal
+from quant.kernels.jit import compiler
 
 ROWS = 64
-"""Rows that are added up by themselves before they join a longer sum: rounding grows less with its length."""
+"""Rows per partial sum: limits the growth of rounding errors with the length of a sum."""
 
 
-def loop(function: Callable[..., Any]) -> Any:
-    """A compiled loop; sums in it may be reordered, products and sums fused."""
-    options = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz"}}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        return njit(**options)(function)
+loop = compiler(scalar, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+"""Decorator of a loop in which sums may be reordered and products and sums fused."""
 
 
 # ------------------------------------------------------------------------------------------ element by element
 
 
 def mapped(function: Callable[..., None]) -> Callable[..., np.ndarray]:
-    """The kernel of the loop's name: it takes arrays of one shape, and an `out`."""
-    compiled, plain = loop(function), getattr(reference, function.__name__)
+    """Elementwise kernel of arrays of one shape, with `out`."""
+    compiled, plain = loop(function), getattr(reference_kernels, function.__name__)
 
     @wraps(plain)
     def kernel(*arrays, out=None):
@@ -114,17 +109,17 @@ def _biased_relu(z, bias):
             row[j] = ZERO if x < ZERO else x  # a NaN stays one
 
 
-@wraps(reference.biased_relu)
+@wraps(reference_kernels.biased_relu)
 def biased_relu(z, bias):
     if not _adds(z, bias):
-        return reference.biased_relu(z, bias)
+        return reference_kernels.biased_relu(z, bias)
     _biased_relu(z.reshape(-1, bias.size), bias)
     return z
 
 
 def biased(function: Callable[..., None]) -> Callable[..., np.ndarray]:
-    """The kernel of the loop's name: of z and a bias that is left in it."""
-    compiled, plain = loop(function), getattr(reference, function.__name__)
+    """Kernel of z and a bias that is added to it in place."""
+    compiled, plain = loop(function), getattr(reference_kernels, function.__name__)
 
     @wraps(plain)
     def kernel(z, bias):
@@ -138,7 +133,7 @@ def biased(function: Callable[..., None]) -> Callable[..., np.ndarray]:
 
 
 def _adds(z, bias):
-    """Whether the arrays are something to add, row by row."""
+    """True if the arrays can be added row by row."""
     return z.size and z.dtype == bias.dtype == F and bias.shape == z.shape[-1:]
 
 
@@ -178,11 +173,11 @@ def _masked(x, keep, scale, y):
         y[i] = x[i] * F(keep[i]) * scale
 
 
-@wraps(reference.masked)
+@wraps(reference_kernels.masked)
 def masked(x, keep, scale, out=None):
     y = np.empty_like(x) if out is None else out
     if keep.shape != x.shape or keep.dtype != bool or y.shape != x.shape or y.dtype != x.dtype:
-        return reference.masked(x, keep, scale, out=out)
+        return reference_kernels.masked(x, keep, scale, out=out)
     _masked(x.reshape(-1), keep.reshape(-1).view(np.uint8), F(scale), y.reshape(-1))
     return y
 
@@ -212,7 +207,7 @@ def _keep(samples, limit, key0, key1, kept):
 
 @wraps(philox.keep)
 def keep(samples, elements, rate, key):
-    """As `philox.keep`, bit for bit."""
+    """Same as `philox.keep`, bit for bit."""
     if samples.dtype != np.int64 or samples.ndim != 1:
         return philox.keep(samples, elements, rate, key)
     kept = np.empty((len(samples), -(-elements // 4) * 4), bool)
@@ -238,11 +233,11 @@ def _sum_rows(x, out):
             out[j] += block[j]
 
 
-@wraps(reference.sum_rows)
+@wraps(reference_kernels.sum_rows)
 def sum_rows(x, out=None):
     result = np.empty(x.shape[1:], np.float32) if out is None else out
     if x.ndim < 1 or x.dtype != np.float32 or result.shape != x.shape[1:] or result.dtype != np.float32:
-        return reference.sum_rows(x, out=out)
+        return reference_kernels.sum_rows(x, out=out)
     _sum_rows(x.reshape(len(x), result.size), result.reshape(-1))
     return result
 
@@ -269,7 +264,7 @@ def _layer_norm(x, gain, bias, eps, y, mean, rstd):
         mean[i], rstd[i] = middle, inverse
 
 
-@wraps(reference.layer_norm)
+@wraps(reference_kernels.layer_norm)
 def layer_norm(x, gain, bias, eps):
     y, mean, rstd = np.empty_like(x), np.empty(len(x), np.float32), np.empty(len(x), np.float32)
     _layer_norm(x, gain, bias, F(eps), y, mean, rstd)
@@ -306,7 +301,7 @@ def _layer_norm_backward(dy, x, gain, mean, rstd, dx, dgain, dbias):
             dbias[j] += biases[j]
 
 
-@wraps(reference.layer_norm_backward)
+@wraps(reference_kernels.layer_norm_backward)
 def layer_norm_backward(dy, x, gain, mean, rstd):
     dx, dgain, dbias = np.empty_like(dy), np.empty_like(gain), np.empty_like(gain)
     _layer_norm_backward(dy, x, gain, mean, rstd, dx, dgain, dbias)
@@ -327,7 +322,7 @@ def _rms_norm(x, gain, eps, y, rstd):
         rstd[i] = inverse
 
 
-@wraps(reference.rms_norm)
+@wraps(reference_kernels.rms_norm)
 def rms_norm(x, gain, eps):
     y, rstd = np.empty_like(x), np.empty(len(x), np.float32)
     _rms_norm(x, gain, F(eps), y, rstd)
@@ -355,7 +350,7 @@ def _rms_norm_backward(dy, x, gain, rstd, dx, dgain):
             dgain[j] += gains[j]
 
 
-@wraps(reference.rms_norm_backward)
+@wraps(reference_kernels.rms_norm_backward)
 def rms_norm_backward(dy, x, gain, rstd):
     dx, dgain = np.empty_like(dy), np.empty_like(gain)
     _rms_norm_backward(dy, x, gain, rstd, dx, dgain)
@@ -371,20 +366,20 @@ _ALL = np.int32(31)
 
 @njit(forceinline=True)
 def _ordered(value):
-    """An integer for a float32, in the same order: unlike those of floats, the largest of integers is a vector's."""
+    """Integer in the order of float32; unlike maxima of floats, those of integers vectorise."""
     bits = np.float32(value).view(np.int32)
     return np.int32(bits ^ ((bits >> _ALL) & _UNSIGNED))
 
 
 @njit(forceinline=True)
 def _number(ordered):
-    """The float32 again."""
+    """Inverse of `_ordered`."""
     return np.int32(ordered ^ ((ordered >> _ALL) & _UNSIGNED)).view(np.float32)
 
 
 @loop
 def _largest(row, count, scale):
-    """The largest of the first elements of a row times scale; some may be NaN, then it is any number."""
+    """Largest of the first elements of a row times scale; arbitrary if some are NaN."""
     top = np.int32(-0x7FFFFFFF)
     for j in range(count):
         top = max(top, _ordered(row[j] * scale))
@@ -409,7 +404,7 @@ def _causal_softmax(scores, queries, scale, first):
             row[j] = ZERO
 
 
-@wraps(reference.causal_softmax)
+@wraps(reference_kernels.causal_softmax)
 def causal_softmax(scores, scale, first):
     queries, keys = scores.shape[-2:]
     _causal_softmax(scores.reshape(-1, keys) if scores.size else np.empty((0, 1), F), queries, F(scale), first)
@@ -428,7 +423,7 @@ def _softmax_backward(dp, p, scale):
             row[j] = (row[j] - along) * weights[j] * scale
 
 
-@wraps(reference.softmax_backward)
+@wraps(reference_kernels.softmax_backward)
 def softmax_backward(dp, p, scale):
     if dp.size:
         _softmax_backward(dp.reshape(-1, dp.shape[-1]), p.reshape(-1, dp.shape[-1]), F(scale))
@@ -451,10 +446,10 @@ def _softmax_cross_entropy(scores, targets, log_sum):
     return loss
 
 
-@wraps(reference.softmax_cross_entropy)
+@wraps(reference_kernels.softmax_cross_entropy)
 def softmax_cross_entropy(scores, targets):
     if not scores.size or targets.max() >= scores.shape[1]:
-        return reference.softmax_cross_entropy(scores, targets)
+        return reference_kernels.softmax_cross_entropy(scores, targets)
     log_sum = np.empty(len(scores), F)
     return _softmax_cross_entropy(scores, targets, log_sum), log_sum
 
@@ -471,10 +466,10 @@ def _softmax_cross_entropy_backward(scale, scores, targets, log_sum, dscores):
             into[target] -= factor
 
 
-@wraps(reference.softmax_cross_entropy_backward)
+@wraps(reference_kernels.softmax_cross_entropy_backward)
 def softmax_cross_entropy_backward(scale, scores, targets, log_sum):
     if not scores.size or targets.max() >= scores.shape[1]:
-        return reference.softmax_cross_entropy_backward(scale, scores, targets, log_sum)
+        return reference_kernels.softmax_cross_entropy_backward(scale, scores, targets, log_sum)
     dscores = np.empty_like(scores)
     _softmax_cross_entropy_backward(F(scale), scores, targets, log_sum, dscores)
     return dscores
@@ -492,9 +487,9 @@ def _embedding_gradient(dy, tokens, out):
             into[j] += row[j]
 
 
-@wraps(reference.embedding_gradient)
+@wraps(reference_kernels.embedding_gradient)
 def embedding_gradient(dy, tokens, out):
     if not tokens.size or tokens.min() < 0 or tokens.max() >= len(out) or out.dtype != F:
-        return reference.embedding_gradient(dy, tokens, out)
+        return reference_kernels.embedding_gradient(dy, tokens, out)
     _embedding_gradient(dy, tokens, out)
     return out

@@ -1,8 +1,7 @@
-"""Chains of operations on elements as one kernel each on a GPU: CuPy compiles what the reference's functions do.
+"""Elementwise chains as single CuPy kernels, generated from the reference kernels.
 
-`cupy.fuse` calls a function once with stand-ins for its arrays, takes down what is done to them, and makes a kernel of
-it, kept for further arrays of these types. So there is no second set of formulas. Same names as in `reference`, for
-CuPy arrays of float16, float32 and float64.
+`cupy.fuse` traces a function with stand-ins for its arrays and makes a kernel of it, cached per dtypes, so formulas
+exist once. For CuPy arrays of float16, float32 and float64.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from parallel.nn.kernels import reference
-from parallel.nn.kernels.storage import FLOAT16, FLOAT32, FLOAT64, Array, widen
+from parallel.nn.kernels import reference_kernels
+from parallel.nn.kernels.storage import FLOAT16, FLOAT32, FLOAT64, widen
+from quant.types import Array
 
 TYPES = frozenset((FLOAT16, FLOAT32, FLOAT64))
 
 
 def suits(x: Any) -> bool:
-    """Whether an array is one that CuPy fuses operations on."""
+    """True if CuPy can fuse operations on this array."""
     return not isinstance(x, np.ndarray | np.generic) and x.dtype in TYPES
 
 
@@ -32,7 +32,7 @@ def _one_kernel(chain: Callable[..., None], name: str) -> Callable[..., None]:
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """From a function of wide arrays and numbers, a kernel of arrays in any storage."""
+    """Kernel of arrays in any storage from a function of wide arrays and numbers."""
 
     def chain(y: Array, *arguments: Any) -> None:
         y[...] = compute(*map(widen, arguments))
@@ -46,7 +46,7 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _biased(compute: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    """From an activation, the kernel of a result z and a bias that is added to it in place."""
+    """Kernel of a result z and a bias that is added in place, from an activation."""
 
     def chain(y: Array, z: Array, bias: Array) -> None:
         z += bias
@@ -67,20 +67,19 @@ def _biased_relu(z: Array, bias: Array) -> Array:
 
 def _relu_in_place(z: Array, bias: Array) -> None:
     z += bias
-    z[...] = unwrap(reference.relu)(widen(z))
+    z[...] = unwrap(reference_kernels.relu)(widen(z))
 
 
-ACTIVATIONS = (reference.gelu, reference.gelu_tanh, reference.silu)
+ACTIVATIONS = (reference_kernels.gelu, reference_kernels.gelu_tanh, reference_kernels.silu)
 CHAINS = (
     *ACTIVATIONS,
-    reference.relu,
-    reference.relu_backward,
-    reference.gelu_backward,
-    reference.gelu_tanh_backward,
-    reference.silu_backward,
-    reference.masked,
+    reference_kernels.relu,
+    reference_kernels.relu_backward,
+    reference_kernels.gelu_backward,
+    reference_kernels.gelu_tanh_backward,
+    reference_kernels.silu_backward,
+    reference_kernels.masked,
 )
 FUSED: dict[str, Callable[..., Array]] = {chain.__name__: _elementwise(unwrap(chain)) for chain in CHAINS}
 FUSED |= {f"biased_{activation.__name__}": _biased(unwrap(activation)) for activation in ACTIVATIONS}
 FUSED["biased_relu"] = _biased_relu
-"""By name: every chain of more than one operation."""

@@ -9,14 +9,15 @@ from hashlib import blake2b
 
 import numpy as np
 
-from parallel.nn.kernels.storage import Array, array_namespace
+from parallel.nn.kernels.storage import array_namespace
+from quant.types import Array
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 
 
 def key_of(seed: int, step: int, name: str) -> tuple[int, int]:
-    """Two 32-bit words that belong to this seed, step and name, and by all odds to no other.
+    """Two 32-bit words derived from seed, step and name.
 
     >>> key_of(0, 1, "2.dropout") == key_of(0, 1, "2.dropout")
     True
@@ -48,14 +49,14 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
 
 
 def keep(samples: Array, elements: int, rate: float, key: tuple[int, int]) -> Array:
-    """Which elements of which samples stay when each is dropped with probability `rate`.
+    """Dropout mask of samples: each element is dropped with probability `rate`.
 
     Parameters
     ----------
     samples : array of int64, shape (batch,)
         Numbers of samples. Element e of sample s hangs on s, e, `rate` and `key`, and on nothing else.
     elements : int
-        Of one sample, below 2^34.
+        Elements per sample, below 2^34.
     rate : float
         From 0 to below 1, taken to a multiple of 2^-32.
     key : two int

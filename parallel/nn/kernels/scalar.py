@@ -4,7 +4,7 @@ There are no calls and no branches in them, and what is multiplied and added may
 """
 
 # mypy: ignore-errors
-# What numba makes of these functions has other types than Python sees.
+# numba infers other types than Python annotations could express.
 
 from __future__ import annotations
 

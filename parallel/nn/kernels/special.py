@@ -1,10 +1,11 @@
-"""The error function, of whole arrays, to the last digits of float32 or float64."""
+"""Error function of arrays in float32 and float64."""
 
 from __future__ import annotations
 
 import math
 
-from parallel.nn.kernels.storage import FLOAT64, Array, array_namespace
+from parallel.nn.kernels.storage import FLOAT64, array_namespace
+from quant.types import Array
 
 # float32: x + x P(x^2) below 0.927734375, and 1 - exp(R(|x|)) beyond; the minimax polynomials are N. Juffa's (2014).
 _NEAR = (
@@ -87,7 +88,7 @@ def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
 
 
 def erf(x: Array) -> Array:
-    """The error function of float32 (error below 1e-7) or float64 (a few units in the last place)."""
+    """Error function of float32 (error below 1e-7) or float64 (a few units in the last place)."""
     return _erf64(x) if x.dtype == FLOAT64 else _erf32(x)
 
 

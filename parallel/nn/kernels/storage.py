@@ -1,19 +1,18 @@
-"""Numbers are stored in the type of the arrays, and computed with in a type that is wide enough: float32, or float64.
+"""Storage dtypes and compute dtypes.
 
-A half type (bfloat16, float16) is storage: it is widened to float32, computed with, and rounded to nearest, ties to
-even, when the result is stored.
+Values are stored in float64, float32 or a half type (bfloat16, float16) and computed with in float64 or float32. Half
+types are widened to float32 and rounded to nearest even when results are stored.
 """
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-Array = Any
+from quant.types import Array
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16, FLOAT32, FLOAT64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
@@ -22,22 +21,27 @@ HALVES = (BFLOAT16, FLOAT16)
 
 
 def array_namespace(x: Array) -> ModuleType:
-    """The module whose functions work on `x`: NumPy, or CuPy for arrays of its own."""
-    return np if isinstance(x, np.ndarray | np.generic) else sys.modules["cupy"]
+    """NumPy, or CuPy for arrays of its own. TypeError for anything else."""
+    if isinstance(x, np.ndarray | np.generic):
+        return np
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not hasattr(x, "dtype"):  # `cupy.fuse` traces a function with arguments that are no arrays
+        raise TypeError(f"expected an array of NumPy or CuPy, found {type(x).__name__}")
+    return cupy
 
 
 def wide(dtype: np.dtype) -> np.dtype:
-    """The type to compute in, for values stored as `dtype`: float64 for float64, float32 for all else."""
+    """Compute dtype of values stored as `dtype`: float64 for float64, else float32."""
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
 def smallest_type(largest: int) -> np.dtype:
-    """The smallest unsigned type that holds numbers up to `largest`."""
+    """Smallest unsigned dtype that holds numbers up to `largest`."""
     return np.min_scalar_type(largest)
 
 
 def widen(x: Array) -> Array:
-    """The values of `x` in the type to compute in: `x` itself where it is wide already."""
+    """Values of `x` in the compute dtype; `x` itself if it is wide."""
     if x.dtype == BFLOAT16:
         xp = array_namespace(x)
         bits = x.view(xp.uint16).astype(xp.uint32)
@@ -47,16 +51,7 @@ def widen(x: Array) -> Array:
 
 
 def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
-    """Wide values rounded to `dtype`, to nearest, ties to even: `x` itself if it is of that type.
-
-    Parameters
-    ----------
-    x : array of float32 or float64
-    dtype : dtype
-        Ignored if there is an `out`, whose type it then is.
-    out : array like x, optional
-        Where to put them.
-    """
+    """Wide values rounded to `dtype` (nearest even), or to the dtype of `out`; `x` itself if it has that dtype."""
     dtype = dtype if out is None else out.dtype
     if dtype == BFLOAT16 and x.dtype == FLOAT32:
         x = _to_bfloat16(x)
@@ -69,7 +64,7 @@ def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
 
 
 def _to_bfloat16(x: Array) -> Array:
-    """The upper half of each float32, plus one where the lower half says so; a NaN stays one, whatever its bits."""
+    """Upper half of each float32, rounded to nearest even; NaN stays NaN."""
     xp = array_namespace(x)
     bits = x.view(xp.uint32) if x.flags.c_contiguous else x.copy().view(xp.uint32)
     rounded = bits >> 16

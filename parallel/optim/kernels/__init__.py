@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from parallel.optim.kernels import reference
+from parallel.optim.kernels import reference_updates
 
 __all__ = ["kernels", "reference"]
 
 
 def kernels(x: Any) -> ModuleType:
     """The module with the fastest `sgd`, `momentum`, `adam`, `adamw`, `lamb...` and `squares` for arrays like `x`."""
-    return _host() if isinstance(x, np.ndarray) else reference
+    return _host() if isinstance(x, np.ndarray) else reference_updates
 
 
 @cache
 def _host() -> ModuleType:
     if find_spec("numba") is None:
-        return reference
-    from parallel.optim.kernels import compiled  # numba takes a while to load
+        return reference_updates
+    from parallel.optim.kernels import compiled_updates  # numba takes a while to load
 
-    return compiled
+    return compiled_updates

@@ -1,4 +1,4 @@
-"""What an optimiser does to each element, in NumPy or CuPy: one function an optimiser, on vectors of equal length.
+"""Reference updates of the optimizers, element by element, for NumPy and CuPy vectors of equal length.
 
 `weights`, `gradient` and the state vectors are of one type, float32 or float64; numbers are Python floats, joined in
 double precision before they meet the vectors. `spare` is workspace of the same type, of shape (2, at least n). No
@@ -9,12 +9,10 @@ element knows of any other, and every operation rounds by itself, so the result 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-Array = Any
-"""A vector of NumPy's or CuPy's; NumPy's functions work on both, where their own memory is."""
+from quant.types import Array
 
 
 def sgd(weights: Array, gradient: Array, spare: Array, scale: float, rate: float, decay: float) -> None:
@@ -85,11 +83,9 @@ def adamw(
     correction2: float,
 ) -> None:
     """w -= rate decay w; then as Adam does without decay."""
-    g = _gradient(weights, gradient, spare, scale, 0.0)
-    _moments(g, m, v, spare, beta1, beta2)
     if decay:
         np.multiply(weights, 1.0 - rate * decay, out=weights)
-    _descend(weights, m, v, spare, rate, eps, correction1, correction2)
+    adam(weights, gradient, m, v, spare, scale, rate, beta1, beta2, eps, 0.0, correction1, correction2)
 
 
 def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scale: float, beta1: float, beta2: float) -> None:

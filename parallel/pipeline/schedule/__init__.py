@@ -1,0 +1,1 @@
+"""Pipeline schedules without MPI: actions, schedules, lowering, simulation, formulas, search, drawing."""

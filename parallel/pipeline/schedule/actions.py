@@ -1,13 +1,12 @@
-"""The whole language of pipelines: what a stage does to one micro-batch, as a value that prints, parses and fits a CSV.
+"""Pipeline actions: one operation of a stage on one microbatch, as a value that prints, parses and fits a CSV cell.
 
 >>> print(F(2, 0), BW(2, 0), W(0, 3, chunk=1))
 2F0 2BW0 0.1W3
 >>> parse("0.1W3") == W(0, 3, chunk=1)
 True
 
-The number in front is the stage: a rank's place along the pipeline. Behind a dot stands the chunk, where it is not 0:
-a stage that has several parts of the model has them as chunks 0, 1 and so on (`placement` says which parts). Last comes
-the micro-batch.
+The text is ``stage[.chunk]kind microbatch``: the stage is the rank's position along the pipeline, the chunk (omitted
+when 0) numbers the parts of the model on that stage (`stage_placement`).
 """
 
 from __future__ import annotations
@@ -19,38 +18,38 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Kind: TypeAlias = Literal["F", "B", "W", "BW", "U", "SF", "RF", "SB", "RB"]
-"""What is done.
+"""Kind of an action.
 
-| kind | |
+| kind | meaning |
 | --- | --- |
-| ``F`` | forward; at the end of the model also the loss |
-| ``B`` | backward as far as the gradient of the chunk's input: what the stage before waits for |
-| ``W`` | the rest of the backward: the gradients of the chunk's weights |
-| ``BW`` | full backward: both in one |
-| ``U`` | update of the chunk's weights, in schedules that do not wait for the others; its number counts updates |
-| ``SF``, ``RF`` | start to send the activations that the chunk's F made; get ready to receive those that its F takes |
-| ``SB``, ``RB`` | start to send the gradient that the chunk's B made; get ready to receive the one that its B takes |
+| ``F`` | forward; on the last part of the model also the loss |
+| ``B`` | gradient of the chunk's input, needed by the previous stage |
+| ``W`` | gradients of the chunk's weights |
+| ``BW`` | full backward: B and W in one |
+| ``U`` | update of the chunk's weights in schedules without a flush; its number counts updates |
+| ``SF``, ``RF`` | start sending the activations of the chunk's F; post the receive for its F |
+| ``SB``, ``RB`` | start sending the gradient of the chunk's B; post the receive for its B |
 """
 
 FORWARD, BACKWARD = ("F", "SF", "RF"), ("B", "BW", "SB", "RB")
-"""On the way from the input to the loss, and back."""
+"""Kinds of the forward and of the backward pass, messages included."""
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 
 
 class Action(NamedTuple):
-    """Something that a stage does.
+    """One operation of a stage.
 
     Attributes
     ----------
     stage : int
-        Who does it: the rank's place along the pipeline.
+        Position of the rank along the pipeline.
     kind : str
         One of `Kind`.
     microbatch : int
-        To what; the number of the update for ``"U"``.
+        Number of the microbatch; number of the update for ``"U"``.
     chunk : int
-        With which of the stage's parts of the model.
+        Number of the part among those of the stage.
     """
 
     stage: int
@@ -63,36 +62,36 @@ class Action(NamedTuple):
 
 
 Actions: TypeAlias = tuple[tuple[Action, ...], ...]
-"""What every stage does, in order."""
+"""Actions of every stage, in execution order."""
 
 
 def F(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Forward."""
+    """Forward of a micro-batch."""
     return Action(stage, "F", microbatch, chunk)
 
 
 def B(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Gradient of the input."""
+    """Backward of a micro-batch for the gradient of the input."""
     return Action(stage, "B", microbatch, chunk)
 
 
 def W(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Gradients of the weights."""
+    """Backward of a micro-batch for the gradients of the weights."""
     return Action(stage, "W", microbatch, chunk)
 
 
 def BW(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Full backward."""
+    """Full backward of a micro-batch."""
     return Action(stage, "BW", microbatch, chunk)
 
 
 def U(stage: int, number: int, chunk: int = 0) -> Action:
-    """Update number `number`: makes version `number` + 1 of the chunk's weights out of version `number`."""
+    """Update `number`: turns version `number` of the chunk's weights into version `number` + 1."""
     return Action(stage, "U", number, chunk)
 
 
 def halves(action: Action) -> list[Action]:
-    """B and W in place of BW; what is something else stays as it is."""
+    """Split BW into B and W; other actions are returned unchanged."""
     return [action._replace(kind="B"), action._replace(kind="W")] if action.kind == "BW" else [action]
 
 
@@ -100,12 +99,12 @@ _PATTERN = re.compile(r"(\d+)(?:\.(\d+))?([A-Z]+)(\d+)")
 
 
 def parse(text: str) -> Action:
-    """The action that prints as `text`.
+    """Parse the text of an action.
 
     Raises
     ------
     ValueError
-        If none does.
+        If the text is not an action.
     """
     found = _PATTERN.fullmatch(text.strip())
     if found is None or found[3] not in get_args(Kind):
@@ -115,19 +114,19 @@ def parse(text: str) -> Action:
 
 
 def to_csv(actions: Sequence[Iterable[Action]]) -> str:
-    """A line for every stage, a cell for every action."""
+    """Format actions as CSV: one line per stage, one cell per action."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([str(action) for action in line] for line in actions)
     return text.getvalue()
 
 
 def from_csv(text: str) -> Actions:
-    """What `to_csv` wrote, or a table made by hand: empty cells are passed over, so that columns may be moments.
+    """Parse the output of `to_csv` or a table written by hand; empty cells are skipped, so columns may be time slots.
 
     Raises
     ------
     ValueError
-        If a cell is no action, or an action of another stage than its line's; it names line and column.
+        If a cell is not an action of its line's stage; the message names line and column.
     """
     lines = []
     for stage, cells in enumerate(csv.reader(io.StringIO(text))):

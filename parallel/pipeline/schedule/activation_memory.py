@@ -1,7 +1,4 @@
-"""What a stage keeps at most: activations of micro-batches under way, and versions of its weights.
-
-Both follow from the order of a stage's actions alone, whatever the times are.
-"""
+"""Peak memory of a stage: activations and weight versions, from the order of its actions alone."""
 
 from __future__ import annotations
 
@@ -9,22 +6,21 @@ from collections import Counter
 
 from parallel.pipeline.schedule.actions import halves
 from parallel.pipeline.schedule.numeric import Number, PerPart, spread
-from parallel.pipeline.schedule.stage_placement import Place
-from parallel.pipeline.schedule.pipeline_plan import Plan
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
+from parallel.pipeline.schedule.stage_placement import StagePlace
 
 
-def peaks(plan: Plan, held: PerPart = 1, kept: PerPart | None = None) -> tuple[Number, ...]:
-    """By stage: the most that it keeps at once for backwards to come.
+def peaks(plan: PipelinePlan, held: PerPart = 1, kept: PerPart | None = None) -> tuple[Number, ...]:
+    """Peak activations, by stage.
 
     Parameters
     ----------
-    plan : Plan
+    plan : PipelinePlan
         With messages or without.
-    held : number, or one for every part
-        What a micro-batch takes in a part from the begin of its F to the end of its B. With 1, micro-batches are
-        counted.
-    kept : number, or one for every part, optional
-        What is left of it until the end of its W; all, if not given.
+    held : number, or one per part
+        Size of a microbatch in a part from the begin of its F to the end of its B; 1 counts microbatches.
+    kept : number, or one per part, optional
+        Size from the end of its B to the end of its W; by default `held`.
 
     Examples
     --------
@@ -41,7 +37,7 @@ def peaks(plan: Plan, held: PerPart = 1, kept: PerPart | None = None) -> tuple[N
         most: Number = 0
         for action in line:
             for half in halves(action):
-                part = plan.placement.part[Place(half.stage, half.chunk)]
+                part = plan.placement.part[StagePlace(half.stage, half.chunk)]
                 change = {"F": whole[part], "B": rest[part] - whole[part], "W": -rest[part]}
                 now += change.get(half.kind, 0)
                 most = max(most, now)
@@ -49,10 +45,10 @@ def peaks(plan: Plan, held: PerPart = 1, kept: PerPart | None = None) -> tuple[N
     return tuple(result)
 
 
-def versions(plan: Plan) -> tuple[int, ...]:
-    """By stage: the most versions of its weights that it keeps at once, for a plan that updates on the way; else 1.
+def versions(plan: PipelinePlan) -> tuple[int, ...]:
+    """Most weight versions alive at once, by stage; 1 for plans without updates.
 
-    These are the newest, and those that micro-batches between F and B use.
+    Counts the newest version and those in use between F and W of a microbatch.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What may be wrong with a plan, apart from deadlocks: each check yields what it finds, in words."""
+"""Static checks of a plan: each yields a text per fault."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action, halves
-from parallel.pipeline.schedule.stage_placement import Place
-from parallel.pipeline.schedule.pipeline_plan import Plan
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
+from parallel.pipeline.schedule.stage_placement import StagePlace
 
 
-def out_of_place(plan: Plan) -> Iterator[str]:
-    """Actions of another stage, chunk or micro-batch than there is, and those that are there twice."""
+def misplaced_actions(plan: PipelinePlan) -> Iterator[str]:
+    """Check that every action belongs to its stage, chunk and microbatch and occurs once."""
     if len(plan.actions) != plan.stages:
         yield f"expected actions of {plan.stages} stages, found those of {len(plan.actions)}"
         return
     seen: set[Action] = set()
     for stage, line in enumerate(plan.actions):
         for action in line:
-            place = Place(action.stage, action.chunk)
+            place = StagePlace(action.stage, action.chunk)
             if action.stage != stage or place not in plan.placement.part:
                 yield f"{action} is in the line of stage {stage}, which has {plan.placement.chunks} chunks"
             elif action.kind != "U" and place not in plan.placement.route(action.microbatch):
-                yield f"{action}: the micro-batch does not come by there"
+                yield f"{action}: not on the route of the microbatch"
             elif action.kind != "U" and action.microbatch >= plan.microbatches:
-                yield f"{action}: there are {plan.microbatches} micro-batches"
-            elif action.kind in SENDS + RECEIVES and not _leads_anywhere(action, plan):
-                yield f"{action}: there is no other stage at that side of it"
+                yield f"{action}: expected one of {plan.microbatches} microbatches"
+            elif action.kind in SENDS + RECEIVES and not _has_peer(action, plan):
+                yield f"{action}: no other stage to exchange with"
             elif not seen.isdisjoint(halves(action)):
-                yield f"{action} is there twice"
+                yield f"{action} occurs twice"
             seen.update(halves(action))
 
 
-def _leads_anywhere(action: Action, plan: Plan) -> bool:
-    """Whether an action that sends or receives has another stage at the other end."""
+def _has_peer(action: Action, plan: PipelinePlan) -> bool:
+    """True if a send or receive has a peer on another stage."""
     peer = plan.target(action) if action.kind in SENDS else plan.source(action)
     return peer is not None and peer.stage != action.stage
 
 
-def missing(plan: Plan) -> Iterator[str]:
-    """F, B and W of every micro-batch at every place that it comes by."""
+def missing_actions(plan: PipelinePlan) -> Iterator[str]:
+    """Check that F, B and W exist for every microbatch at every place of its route."""
     there = {each for line in plan.actions for action in line for each in halves(action)}
     for number in range(plan.microbatches):
         for place in plan.placement.route(number):
@@ -49,29 +49,29 @@ def missing(plan: Plan) -> Iterator[str]:
                     yield f"{action} is missing"
 
 
-def overtaking(plan: Plan) -> Iterator[str]:
-    """Messages of a kind between two places that are received in another order than they are sent in."""
-    sent: dict[tuple[str, Place], list[int]] = defaultdict(list)
-    received: dict[tuple[str, Place], list[int]] = defaultdict(list)
+def overtaking_messages(plan: PipelinePlan) -> Iterator[str]:
+    """Check that messages between two places are received in the order of their sends."""
+    sent: dict[tuple[str, StagePlace], list[int]] = defaultdict(list)
+    received: dict[tuple[str, StagePlace], list[int]] = defaultdict(list)
     for line in plan.actions:
         for action in line:
             if action.kind in SENDS:
                 sent[action.kind[1], plan.peer(action)].append(action.microbatch)
             elif action.kind in RECEIVES:
-                received[action.kind[1], Place(action.stage, action.chunk)].append(action.microbatch)
+                received[action.kind[1], StagePlace(action.stage, action.chunk)].append(action.microbatch)
     for (kind, place), numbers in sent.items():
         others = received[kind, place]
         late = next((at for at, (one, other) in enumerate(zip(numbers, others)) if one != other), None)
         if late is not None and sorted(numbers) == sorted(others):
             expected = Action(place.stage, "RF" if kind == "F" else "RB", numbers[late], place.chunk)
-            yield f"{expected} comes before {expected._replace(microbatch=others[late])}, which is received before it"
+            yield f"{expected} is sent before {expected._replace(microbatch=others[late])} but received after it"
 
 
-def too_new(plan: Plan) -> Iterator[str]:
-    """Weights that are used before there are any such, and updates out of order."""
+def invalid_versions(plan: PipelinePlan) -> Iterator[str]:
+    """Check that weight versions exist when they are used, and that updates are in order."""
     if plan.versions is None:
         yield from (
-            f"{action}: {plan.name} does not update on the way"
+            f"{action}: {plan.name} has no updates within a step"
             for line in plan.actions
             for action in line
             if action.kind == "U"
@@ -82,8 +82,8 @@ def too_new(plan: Plan) -> Iterator[str]:
         for action in line:
             if action.kind == "U":
                 if action.microbatch != updates[action.chunk]:
-                    yield f"{action}: the next update has number {updates[action.chunk]}"
+                    yield f"{action}: the next update is number {updates[action.chunk]}"
                 updates[action.chunk] += 1
             elif action.kind == "F" and plan.versions[stage][action.microbatch] > updates[action.chunk]:
                 version = plan.versions[stage][action.microbatch]
-                yield f"{action} uses version {version}, when there were {updates[action.chunk]} updates"
+                yield f"{action} uses version {version}, after {updates[action.chunk]} updates"

@@ -1,32 +1,32 @@
-"""What the papers' formulas say of schedules, to hold the simulator against."""
+"""Closed formulas of the schedules' costs, from their papers; tests compare the simulator with them."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from typing import NamedTuple
 
-from parallel.pipeline.schedule.numeric import Number
 from parallel.pipeline.schedule.activation_memory import peaks
+from parallel.pipeline.schedule.numeric import Number
 from parallel.pipeline.schedule.simulator import Timeline
 
 
 class Formulas(NamedTuple):
-    """A schedule's costs.
+    """Costs of a schedule.
 
-    In the formulas p is the stages, m the micro-batches of a step, n the steps, v the parts that a micro-batch meets on
-    a stage, s the number of the stage, g the length of a group of micro-batches (`schedules.interleaved`); F, B and W
-    are the times of a stage for a micro-batch, and messages take none.
+    In the formulas p is the number of stages, m of microbatches in a step, n of steps, v of parts that a microbatch
+    passes on a stage, s the number of the stage, g the length of a group of microbatches (`schedules.interleaved`); F,
+    B and W are the times of a stage for a microbatch; messages take no time.
 
     Attributes
     ----------
     idle : str
-        Of every stage, from the first computation of all stages to the last.
+        Idle time of every stage, from the first computation of all stages to the last.
     keeps : str
-        Micro-batches that stage s keeps at once; with several chunks, each in one of them.
+        Microbatches alive at once on stage s, counted by chunk.
     holds : str
-        When these are exact.
+        Condition under which the formulas are exact.
     overlapping : bool
-        Whether `idle` is only what is lost per step where steps follow one another and nobody waits for all.
+        True if `idle` is the idle time per step of steps that follow without a flush.
     """
 
     idle: str
@@ -48,11 +48,11 @@ FORMULAS: dict[str, Formulas] = {
     "dualpipe": Formulas("(p/2-1)*(F+B-W)", "p+1", "p % 2 == m % 2 == 0 and m >= 2*p and W <= B <= F"),
     "dualpipe-v": Formulas("(p-1)*(F+B-W)/2", "2*p+1", "m >= 2*p and W <= B <= F"),
 }
-"""By the name of the schedule; a schedule of your own need have none."""
+"""Formulas by name of the schedule; optional for user-defined schedules."""
 
 
 def evaluate(formula: str, **letters: Number) -> Number:
-    """The value of a formula, exactly; `letters` as in `Formulas`.
+    """Exact value of a formula; `letters` as in `Formulas`.
 
     >>> evaluate("(p/2-1)*(F+B-W)", p=5, F=1, B=1, W=1)
     Fraction(3, 2)
@@ -64,34 +64,34 @@ def evaluate(formula: str, **letters: Number) -> Number:
 def deviations(
     name: str, timeline: Timeline, microbatches: int, forward: Number, backward: Number, weights: Number
 ) -> list[str]:
-    """Where the simulator and the formulas differ; nothing where these do not hold, or there are none.
+    """Differences between simulator and formulas, as text; empty where the formulas do not apply.
 
     Parameters
     ----------
     name : str
-        Of the schedule.
+        Name of the schedule.
     timeline : Timeline
-        Simulated without time for messages.
+        Simulated with messages that take no time.
     microbatches : int
-        Of a step.
+        Microbatches of a step.
     forward, backward, weights : number
-        Of a stage for a micro-batch, in all parts that it meets there.
+        Times of a stage for a microbatch, over all its parts.
     """
     if name not in FORMULAS:
         return []
-    says, plan = FORMULAS[name], timeline.plan
+    formulas, plan = FORMULAS[name], timeline.plan
     p, m, v = plan.stages, microbatches, Fraction(plan.placement.parts, plan.stages)
     group = -(-m // max(1, m // p))
     letters: dict[str, Number] = {"p": p, "m": m, "n": plan.microbatches // m, "v": v, "g": group}
     letters |= {"F": forward, "B": backward, "W": weights}
-    if not evaluate(says.holds, **letters):
+    if not evaluate(formulas.holds, **letters):
         return []
     found = []
-    idle = timeline.period - timeline.busy[0] if says.overlapping else timeline.idle[0]
-    if idle != evaluate(says.idle, **letters):
-        found.append(f"{name}: idle for {idle}, where {says.idle} is {evaluate(says.idle, **letters)}")
+    idle = timeline.period - timeline.busy[0] if formulas.overlapping else timeline.idle[0]
+    if idle != evaluate(formulas.idle, **letters):
+        found.append(f"{name}: idle for {idle}, expected {formulas.idle} = {evaluate(formulas.idle, **letters)}")
     for stage, kept in enumerate(peaks(plan)):
-        expected = evaluate(says.keeps, s=stage, **letters)
+        expected = evaluate(formulas.keeps, s=stage, **letters)
         if kept != expected:
-            found.append(f"{name}: stage {stage} keeps {kept} micro-batches, where {says.keeps} is {expected}")
+            found.append(f"{name}: stage {stage} keeps {kept} microbatches, expected {formulas.keeps} = {expected}")
     return found

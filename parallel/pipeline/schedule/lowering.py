@@ -1,12 +1,12 @@
-"""Messages for any plan: after what makes it, something is sent; some actions before what needs it, it is received.
+"""Lowering: adds sends and receives to a plan.
 
-- The F of a place makes activations for the F of the next place on its route, its B (or BW) a gradient for the B of the
-  place before. Where both lie on one stage the stage hands it over to itself, and there is no message.
-- ``SF`` and ``SB`` stand right behind the action that made what they send. They start a message and do not wait for it.
-- ``RF`` and ``RB`` make ready a buffer and do not wait either; it is the F, B or BW of the same stage, chunk and
-  micro-batch that waits until the message has come. They stand so far ahead of it that it can arrive meanwhile.
-- Between two places the messages of a kind leave in the order in which they are received (the proof sees to it), so one
-  tag for every kind and receiving chunk will do.
+- The F of a place produces activations for the F of the next place on its route, its B (or BW) a gradient for the B of
+  the previous place. If both are on one stage, there is no message.
+- ``SF`` and ``SB`` follow the action that produced their data; they start a message and do not wait.
+- ``RF`` and ``RB`` post a buffer and do not wait; the F, B or BW of the same stage, chunk and microbatch waits for the
+  message. They are posted early enough for the message to arrive during other computations.
+- Messages of one kind between two places are received in the order of their sends (checked by the simulator), so one
+  tag per kind and receiving chunk suffices.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from collections import deque
 from collections.abc import Iterator
 
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
-from parallel.pipeline.schedule.pipeline_plan import Plan
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 
 AHEAD = 2
-"""How many actions lie between posting a receive and the action that needs it."""
+"""Computations between posting a receive and the action that needs it."""
 
 COMPUTED = ("F", "B", "BW")
-"""What needs something from the place before it or after it, and makes something for the other."""
+"""Kinds that take a message's data, and produce the data of another."""
 
 
-def lower(plan: Plan, ahead: int = AHEAD) -> Plan:
-    """The same plan with its messages.
+def lower(plan: PipelinePlan, ahead: int = AHEAD) -> PipelinePlan:
+    """Add messages to a plan.
 
     Parameters
     ----------
-    plan : Plan
-        One that has none.
+    plan : PipelinePlan
+        Without messages.
     ahead : int
-        How many of the stage's computations lie between posting a receive and the action that needs it; 0: none.
+        Number of the stage's computations between posting a receive and the action that needs it.
 
     Raises
     ------
     ValueError
-        If there are messages in it already.
+        If the plan already has messages.
     """
     if ahead < 0:
         raise ValueError(f"ahead: expected a number of actions from 0 on, found {ahead}")
@@ -47,7 +47,7 @@ def lower(plan: Plan, ahead: int = AHEAD) -> Plan:
     return plan.with_actions([tuple(_lowered(line, plan, ahead)) for line in plan.actions])
 
 
-def _lowered(line: tuple[Action, ...], plan: Plan, ahead: int) -> Iterator[Action]:
+def _lowered(line: tuple[Action, ...], plan: PipelinePlan, ahead: int) -> Iterator[Action]:
     wanted = deque(line)
     for index, action in enumerate(line):
         while wanted and len(line) - len(wanted) <= index + ahead:
@@ -56,8 +56,8 @@ def _lowered(line: tuple[Action, ...], plan: Plan, ahead: int) -> Iterator[Actio
         yield from sent(action, plan)
 
 
-def received(action: Action, plan: Plan) -> list[Action]:
-    """The receive that an action needs, if it needs one."""
+def received(action: Action, plan: PipelinePlan) -> list[Action]:
+    """Receive that an action needs: a list of none or one."""
     if action.kind not in COMPUTED:
         return []
     source = plan.source(action)
@@ -65,8 +65,8 @@ def received(action: Action, plan: Plan) -> list[Action]:
     return [] if here else [action._replace(kind="RF" if action.kind == "F" else "RB")]
 
 
-def sent(action: Action, plan: Plan) -> list[Action]:
-    """The send that follows an action, if one does."""
+def sent(action: Action, plan: PipelinePlan) -> list[Action]:
+    """Send that follows an action: a list of none or one."""
     if action.kind not in COMPUTED:
         return []
     target = plan.target(action)

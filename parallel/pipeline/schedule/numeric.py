@@ -1,4 +1,4 @@
-"""Numbers of any kind, and one for every part of the model."""
+"""Numeric types of simulated times and sizes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TypeAlias
 
 Number: TypeAlias = int | float | Fraction
 PerPart: TypeAlias = Number | Sequence[Number]
-"""One number for all parts of the model, or a sequence with one for each."""
+"""One number for all parts of the model, or one per part."""
 
 
 def spread(each: PerPart, parts: int) -> list[Number]:
-    """A number for every part.
+    """Expand to one number per part.
 
     Raises
     ------
     ValueError
-        If there are more or fewer than parts.
+        If the sequence has another length.
     """
     numbers = list(each) if isinstance(each, Sequence) else [each] * parts
     if len(numbers) != parts:

@@ -1,4 +1,4 @@
-"""A plan: what all stages do in a step, or in several, as data."""
+"""Pipeline plan: the actions of all stages in one step, or in several."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from parallel.pipeline.schedule.actions import FORWARD, SENDS, Action, Actions
-from parallel.pipeline.schedule.stage_placement import Place, Placement
-from parallel.pipeline.schedule.schedules import SCHEDULES, Entry
+from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry
+from parallel.pipeline.schedule.stage_placement import StagePlace, StagePlacement
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all stages do.
+class PipelinePlan:
+    """Actions of all stages.
 
     Attributes
     ----------
     name : str
-        Of the schedule.
-    placement : Placement
-        Which parts of the model are where.
+        Name of the schedule.
+    placement : StagePlacement
     microbatches : int
-        How many there are in all: numbers 0 to `microbatches` - 1.
+        Total number of microbatches, numbered from 0.
     actions : tuple of tuples of Action
-        By stage, in order; without messages as `build` makes it, with them as `lowering.lower` does.
+        By stage, in order; without messages from `build`, with messages from `lowering.lower`.
     versions : tuple of tuples of int, optional
-        By stage and micro-batch: how many of the plan's updates (``U``) the weights have seen that the micro-batch's
-        F, B and W use. None if there are no updates within the plan.
+        By stage and microbatch: number of the plan's updates (``U``) in the weights that its F, B and W use. None if
+        the plan has no updates.
     """
 
     name: str
-    placement: Placement
+    placement: StagePlacement
     microbatches: int
     actions: Actions
     versions: tuple[tuple[int, ...], ...] | None = None
@@ -41,18 +40,18 @@ class Plan:
     def stages(self) -> int:
         return self.placement.stages
 
-    def source(self, action: Action) -> Place | None:
-        """Where that comes from which a forward or backward takes; None for the model's input, and the loss."""
-        here = Place(action.stage, action.chunk)
+    def source(self, action: Action) -> StagePlace | None:
+        """Place that provides the input of a forward or backward; None at the model's input and at the loss."""
+        here = StagePlace(action.stage, action.chunk)
         return (self.placement.before if action.kind in FORWARD else self.placement.after)[here]
 
-    def target(self, action: Action) -> Place | None:
-        """Where that goes to which a forward or backward makes; None behind the loss, and in front of the model."""
-        here = Place(action.stage, action.chunk)
+    def target(self, action: Action) -> StagePlace | None:
+        """Place that receives the result of a forward or backward; None after the loss and before the model's input."""
+        here = StagePlace(action.stage, action.chunk)
         return (self.placement.after if action.kind in FORWARD else self.placement.before)[here]
 
-    def peer(self, action: Action) -> Place:
-        """The other end of a message, for an action that sends or receives.
+    def peer(self, action: Action) -> StagePlace:
+        """Other end of a message, for a send or receive.
 
         Raises
         ------
@@ -61,37 +60,37 @@ class Plan:
         """
         peer = self.target(action) if action.kind in SENDS else self.source(action)
         if peer is None or peer.stage == action.stage:
-            raise ValueError(f"{action}: there is no other stage to send to or to receive from")
+            raise ValueError(f"{action}: no other stage to exchange with")
         return peer
 
     def messages(self) -> Counter[tuple[int, int]]:
-        """How many messages go from a stage to another, by (from, to); of a plan that has them."""
+        """Number of messages by (sending stage, receiving stage), for a plan with messages."""
         sends = (action for line in self.actions for action in line if action.kind in SENDS)
         return Counter((action.stage, self.peer(action).stage) for action in sends)
 
-    def with_actions(self, actions: Sequence[Iterable[Action]]) -> Plan:
-        """The same with other actions."""
+    def with_actions(self, actions: Sequence[Iterable[Action]]) -> PipelinePlan:
+        """Copy with other actions."""
         return replace(self, actions=tuple(map(tuple, actions)))
 
 
-def build(name: str, stages: int, microbatches: int, *, virtual: int | None = None, steps: int = 1) -> Plan:
-    """The plan of a schedule of the table, without messages.
+def build(name: str, stages: int, microbatches: int, *, virtual: int | None = None, steps: int = 1) -> PipelinePlan:
+    """Build the plan of a schedule, without messages.
 
     Parameters
     ----------
     name : str
-        In `SCHEDULES`.
+        A key of `SCHEDULES`.
     stages, microbatches : int
-        Ranks along the pipeline; micro-batches of a step.
+        Ranks along the pipeline; microbatches of a step.
     virtual : int, optional
-        Parts of the model on every stage, for schedules that leave it open (2 if not given).
+        Parts of the model on every stage, for schedules that leave it open (default 2).
     steps : int
-        How many steps the plan is for; only schedules that update on the way can do several.
+        Number of steps in the plan; more than 1 only for schedules without a flush.
 
     Raises
     ------
     ValueError
-        If there is no such schedule, or none for so many stages, micro-batches, chunks or steps.
+        If the schedule does not exist or not for these numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; found {name!r}")
@@ -108,16 +107,16 @@ def build(name: str, stages: int, microbatches: int, *, virtual: int | None = No
             tuple(entry.version(stage, stages, number, microbatches) for number in range(steps * microbatches))
             for stage in range(stages)
         )
-    return Plan(name, placement, steps * microbatches, actions, versions)
+    return PipelinePlan(name, placement, steps * microbatches, actions, versions)
 
 
-def _options(name: str, entry: Entry, virtual: int | None, steps: int) -> dict[str, int]:
-    """What the schedule's function takes besides stage, stages and micro-batches."""
+def _options(name: str, entry: ScheduleEntry, virtual: int | None, steps: int) -> dict[str, int]:
+    """Keyword arguments of the schedule's function: `virtual` and `steps`, where it has them."""
     takes = inspect.signature(entry.actions).parameters
     if "steps" not in takes and steps > 1:
-        raise ValueError(f"steps: {name} ends a step before the next; expected 1, found {steps}")
+        raise ValueError(f"steps: {name} flushes after every step: expected 1, found {steps}")
     chunks = entry.placement(1).chunks
     if "virtual" not in takes and virtual not in (None, chunks):
-        raise ValueError(f"virtual: {name} has {chunks} parts of the model on a stage, found {virtual}")
+        raise ValueError(f"virtual: {name} has {chunks} parts of the model per stage, found {virtual}")
     options = {"steps": steps, "virtual": virtual or 2}
     return {what: count for what, count in options.items() if what in takes}

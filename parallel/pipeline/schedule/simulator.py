@@ -1,8 +1,8 @@
-"""All stages of a plan played in one process: the proof that it ends, and the clock.
+"""Simulation of a plan in one process: proof of termination, and timing.
 
-A computation waits for the stage's previous one and for the message that it needs. A message flies when its sender has
-started it and its receiver has posted it, whichever is later: so what ends here ends in any MPI, however little it
-buffers. Times are numbers of any kind; with whole numbers or fractions, all that comes out is exact.
+A computation starts after the previous one of its stage and after the message that it needs. A message starts when its
+send is started and its receive is posted, so a plan that terminates here terminates under any MPI, without buffering.
+Times may be any numbers; with integers or fractions all results are exact.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from parallel.pipeline.schedule import checks as faults
+from parallel.pipeline.schedule import checks
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action, Kind, halves
-from parallel.pipeline.schedule.numeric import Number, PerPart, spread
 from parallel.pipeline.schedule.lowering import received
-from parallel.pipeline.schedule.stage_placement import Place
-from parallel.pipeline.schedule.pipeline_plan import Plan
+from parallel.pipeline.schedule.numeric import Number, PerPart, spread
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
+from parallel.pipeline.schedule.stage_placement import StagePlace
 
 
 class PlanError(ValueError):
-    """A plan that cannot be carried out: what is wrong with it, and where every stage stops."""
+    """Invalid plan; the message lists the faults and the position of every stage."""
 
 
 @dataclass(frozen=True)
-class Times:
-    """How long things take, in any unit.
+class ActionTimes:
+    """Durations, in any unit.
 
     Attributes
     ----------
-    forward, backward, weights : number, or one for every part
+    forward, backward, weights : number, or one per part
         Of F, B and W; BW takes as long as B and W.
-    message : number, or one for every part
-        From one stage to another: of the activations that a part makes, and of their gradient.
-    update : number, or one for every part
+    message : number, or one per part
+        Of the message that carries a part's activations, or their gradient.
+    update : number, or one per part
         Of U.
     """
 
@@ -47,13 +47,13 @@ class Times:
     update: PerPart = 0
 
     def by_kind(self, parts: int) -> dict[str, list[Number]]:
-        """For every kind of computation how long it takes, by part."""
+        """Duration of every kind of computation, by part."""
         F, B, W, U = (spread(each, parts) for each in (self.forward, self.backward, self.weights, self.update))
         return {"F": F, "B": B, "W": W, "BW": [b + w for b, w in zip(B, W)], "U": U}
 
 
-class Event(NamedTuple):
-    """A computation, or a message (by its send), from when to when."""
+class PipelineEvent(NamedTuple):
+    """Computation or message (identified by its send) with start and end."""
 
     action: Action
     start: Number
@@ -62,100 +62,100 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happens when.
+    """Simulated times of a plan.
 
     Attributes
     ----------
-    plan : Plan
-    computed : tuple of tuples of Event
-        By stage: its computations in order.
-    messages : tuple of Event
-        All messages, by their sends.
+    plan : PipelinePlan
+    computed : tuple of tuples of PipelineEvent
+        Computations of each stage, in order.
+    messages : tuple of PipelineEvent
+        All messages, identified by their sends.
     """
 
-    plan: Plan
-    computed: tuple[tuple[Event, ...], ...]
-    messages: tuple[Event, ...]
+    plan: PipelinePlan
+    computed: tuple[tuple[PipelineEvent, ...], ...]
+    messages: tuple[PipelineEvent, ...]
 
     @cached_property
     def makespan(self) -> Number:
-        """When the last computation is over; the first begins at 0."""
+        """End of the last computation; the first one starts at 0."""
         return max((line[-1].end for line in self.computed if line), default=0)
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:
-        """By stage: how long it computes."""
+        """Compute time of each stage."""
         return tuple(sum(event.end - event.start for event in line) for line in self.computed)
 
     @cached_property
     def idle(self) -> tuple[Number, ...]:
-        """By stage: how long it does not, from 0 to the end of all."""
+        """Idle time of each stage, from 0 to the makespan."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @cached_property
     def bubble(self) -> Number:
-        """The idle share of all stages' time."""
+        """Idle share of the total time of all stages."""
         whole = self.makespan * len(self.computed)
         return sum(self.idle) / (whole if isinstance(whole, float) else Fraction(whole)) if whole else 0
 
     @cached_property
     def period(self) -> Number:
-        """The longest time from a stage's first computation to its last.
-
-        Where steps follow one another and nobody waits for all between them, a step costs as much.
-        """
+        """Longest time from a stage's first to its last computation: cost of a step without a flush."""
         return max((line[-1].end - line[0].start for line in self.computed if line), default=0)
 
 
-def simulate(plan: Plan, times: Times | None = None) -> Timeline:
-    """Play all stages.
+def simulate(plan: PipelinePlan, times: ActionTimes | None = None) -> Timeline:
+    """Simulate all stages.
 
     Parameters
     ----------
-    plan : Plan
-        With messages, as `lowering.lower` makes it.
-    times : Times, optional
-        One unit for each of F, B and W, and nothing for messages, if not given.
+    plan : PipelinePlan
+        With messages, as made by `lowering.lower`.
+    times : ActionTimes, optional
+        By default one unit for each of F, B and W, and none for messages.
 
     Raises
     ------
     PlanError
-        If stages wait for each other for ever, or an action is missing, there twice or out of place, or messages
-        overtake each other, or weights are used that there are not yet. Where every stage stops is in the message.
+        If the stages deadlock, an action is missing, duplicated or misplaced, messages overtake each other, or weights
+        are used before they exist. The message shows the position of every stage.
     """
-    found = [*faults.out_of_place(plan)]
+    found = [*checks.misplaced_actions(plan)]
     if found:
-        raise PlanError(f"{plan.name}: {_some(found)}")
-    play = _Play(plan, times or Times())
-    play.run()
-    found = ["deadlock, the stages wait for each other"] if any(play.waits) else []
-    found += [*faults.missing(plan), *play.left_over(), *faults.overtaking(plan), *faults.too_new(plan)]
+        raise PlanError(f"{plan.name}: {_summary(found)}")
+    simulation = _Simulation(plan, times or ActionTimes())
+    simulation.run()
+    found = ["deadlock: the stages wait for each other"] if any(simulation.waits) else []
+    found += [
+        *checks.missing_actions(plan),
+        *simulation.left_over(),
+        *checks.overtaking_messages(plan),
+        *checks.invalid_versions(plan),
+    ]
     if found:
-        raise PlanError(f"{plan.name}: {_some(found)}\n{play.grid()}")
-    return Timeline(plan, tuple(map(tuple, play.computed)), tuple(play.messages))
+        raise PlanError(f"{plan.name}: {_summary(found)}\n{simulation.grid()}")
+    return Timeline(plan, tuple(map(tuple, simulation.computed)), tuple(simulation.messages))
 
 
-class _Play:
-    """One run of the clock, as far as it gets."""
+class _Simulation:
+    """State of one simulation."""
 
-    def __init__(self, plan: Plan, times: Times):
+    def __init__(self, plan: PipelinePlan, times: ActionTimes):
         self._plan = plan
-        self._flights = spread(times.message, plan.placement.parts)
+        self._transfer_times = spread(times.message, plan.placement.parts)
         self._times = times.by_kind(plan.placement.parts)
         self._clock: list[Number] = [0] * len(plan.actions)
         self._at = [0] * len(plan.actions)
-        self._facts: dict[Action, Number] = {}
-        """When it was done: F, B, W, and a receive when the message has come."""
+        # Completion times: of F, B and W, and of a receive when its message has arrived.
+        self._finished: dict[Action, Number] = {}
         self._posted: dict[Action, Number] = {}
-        self._started: dict[Action, tuple[Action, Number]] = {}
-        """By the receive: its send."""
-        self.waits: list[Action | None] = [None] * len(plan.actions)
-        """What a stage waits for."""
-        self.computed: list[list[Event]] = [[] for _ in plan.actions]
-        self.messages: list[Event] = []
+        self._started: dict[Action, tuple[Action, Number]] = {}  # by receive: its send, and when
+        self.waits: list[Action | None] = [None] * len(plan.actions)  # awaited action of each stage
+        self.computed: list[list[PipelineEvent]] = [[] for _ in plan.actions]
+        self.messages: list[PipelineEvent] = []
 
     def run(self) -> None:
-        """Go on until nobody can."""
+        """Advance all stages until none can continue."""
         ready = deque(range(len(self._plan.actions)))
         waiting: dict[Action, int] = {}
         while ready:
@@ -165,7 +165,7 @@ class _Play:
             while self._at[stage] < len(line):
                 action = line[self._at[stage]]
                 needs = self._needs(action)
-                late = next((need for need in needs if need not in self._facts), None)
+                late = next((need for need in needs if need not in self._finished), None)
                 if late is not None:
                     self.waits[stage] = late
                     waiting[late] = stage
@@ -176,59 +176,59 @@ class _Play:
                 self._at[stage] += 1
 
     def _needs(self, action: Action) -> list[Action]:
-        """What must have been done, or have come, before."""
+        """Actions that must be complete before this one; for a receive, its message has arrived."""
         match action.kind:
             case "SF":
                 return [action._replace(kind="F")]
             case "SB" | "W":
                 return [action._replace(kind="B")]
             case "F" | "B" | "BW":
-                way: Kind = "F" if action.kind == "F" else "B"
-                mine = [] if way == "F" else [action._replace(kind="F")]
+                direction: Kind = "F" if action.kind == "F" else "B"
+                own = [] if direction == "F" else [action._replace(kind="F")]
                 source = self._plan.source(action)
                 if source is not None and source.stage == action.stage:
-                    return [*mine, action._replace(kind=way, chunk=source.chunk)]
-                return [*mine, *received(action, self._plan)]
+                    return [*own, action._replace(kind=direction, chunk=source.chunk)]
+                return [*own, *received(action, self._plan)]
         return []
 
     def _do(self, action: Action, needs: list[Action]) -> Action | None:
-        """Take the step; the receive whose message it has let fly."""
+        """Execute an action; returns the receive whose message it completes, if any."""
         stage, now = action.stage, self._clock[action.stage]
         if action.kind in RECEIVES:
             self._posted[action] = now
-            return self._fly(action)
+            return self._start_transfer(action)
         if action.kind in SENDS:
             peer = self._plan.peer(action)
             receive = Action(peer.stage, "RF" if action.kind == "SF" else "RB", action.microbatch, peer.chunk)
             self._started[receive] = action, now
-            return self._fly(receive)
-        part = self._plan.placement.part[Place(stage, action.chunk)]
-        start = max([now, *(self._facts[need] for need in needs)])
+            return self._start_transfer(receive)
+        part = self._plan.placement.part[StagePlace(stage, action.chunk)]
+        start = max([now, *(self._finished[need] for need in needs)])
         end = self._clock[stage] = start + self._times[action.kind][part]
-        self.computed[stage].append(Event(action, start, end))
-        self._facts |= dict.fromkeys(halves(action), end)
+        self.computed[stage].append(PipelineEvent(action, start, end))
+        self._finished |= dict.fromkeys(halves(action), end)
         return None
 
-    def _fly(self, receive: Action) -> Action | None:
+    def _start_transfer(self, receive: Action) -> Action | None:
         if receive not in self._posted or receive not in self._started:
             return None
         send, started = self._started[receive]
-        maker = send if send.kind == "SF" else receive  # of the activations, whose gradient is as long
-        flight = self._flights[self._plan.placement.part[Place(maker.stage, maker.chunk)]]
+        producer = send if send.kind == "SF" else receive  # of the activations: their gradient has the same size
+        duration = self._transfer_times[self._plan.placement.part[StagePlace(producer.stage, producer.chunk)]]
         start = max(started, self._posted[receive])
-        self._facts[receive] = start + flight
-        self.messages.append(Event(send, start, start + flight))
+        self._finished[receive] = start + duration
+        self.messages.append(PipelineEvent(send, start, start + duration))
         return receive
 
     def left_over(self) -> Iterator[str]:
-        """Messages that only one side knows of."""
+        """Faults of messages whose send or receive is missing."""
         yield from (
             f"{send} is never received" for receive, (send, _) in self._started.items() if receive not in self._posted
         )
         yield from (f"nothing is sent for {receive}" for receive in self._posted if receive not in self._started)
 
     def grid(self) -> str:
-        """For every stage what it has done last, where it stops and what it waits for."""
+        """Table of every stage's last actions, position and awaited action."""
         before = [
             [str(action) for action in line[max(0, at - 4) : at]] for line, at in zip(self._plan.actions, self._at)
         ]
@@ -238,15 +238,15 @@ class _Play:
         for stage, (line, at, wait) in enumerate(zip(self._plan.actions, self._at, self.waits)):
             past = " ".join(text.rjust(width) for text in ["", "", "", "", *before[stage]][-4:])
             future = " ".join(text.ljust(width) for text in [*after[stage], "", "", ""][:3])
-            reason = f"waits for {_tell(wait)}" if wait else "has ended"
+            reason = f"waits for {_describe_wait(wait)}" if wait else "has ended"
             rows.append(f"stage {stage:>2} {at:>4} of {len(line):>4} done: {past} > {future}  {reason}".rstrip())
         return "\n".join(rows)
 
 
-def _tell(wait: Action) -> str:
+def _describe_wait(wait: Action) -> str:
     return f"the message of {wait}" if wait.kind in RECEIVES else str(wait)
 
 
-def _some(faults: Sequence[str], most: int = 4) -> str:
+def _summary(faults: Sequence[str], most: int = 4) -> str:
     more = f"; and {len(faults) - most} more faults" if len(faults) > most else ""
     return "; ".join(faults[:most]) + more

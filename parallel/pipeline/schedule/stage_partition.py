@@ -1,4 +1,4 @@
-"""Where to cut a model: contiguous parts whose slowest is as fast as can be, by dynamic programming."""
+"""Partition of a model into contiguous parts with the fastest slowest part, by dynamic programming."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import NamedTuple
 from parallel.pipeline.schedule.numeric import Number, PerPart, spread
 
 
-class Layer(NamedTuple):
-    """What a layer takes for one micro-batch, measured or estimated.
+class LayerCost(NamedTuple):
+    """Cost of a layer for one microbatch, measured or estimated.
 
     Attributes
     ----------
     forward, backward, weights : number
         Seconds of F, B and W.
     activations : number
-        Bytes that it saves in F for B and W.
+        Bytes saved in F for B and W.
     output : number
-        Bytes of its result: what is sent if the model is cut behind it.
+        Bytes of the result: the message if the model is cut after this layer.
     parameters : number
-        Bytes that it takes all the time: weights, gradients, the optimiser's state.
+        Bytes of weights, gradients and optimizer state.
     gradients : number
-        Bytes of its weights' gradients: what is exchanged where two stages have it.
+        Bytes of the weight gradients, exchanged where two stages have the layer.
     """
 
     forward: Number
@@ -40,14 +40,14 @@ class Layer(NamedTuple):
         return self.forward + self.backward + self.weights
 
 
-class Limit(NamedTuple):
-    """Memory that a part may take.
+class MemoryLimit(NamedTuple):
+    """Memory limit of a part.
 
     Attributes
     ----------
     nbytes : number
-    microbatches : number, or one for every part
-        How many micro-batches a part keeps at once, as `memory.peaks` counts them.
+    microbatches : number, or one per part
+        Microbatches alive at once in a part, as counted by `activation_memory.peaks`.
     """
 
     nbytes: Number
@@ -55,29 +55,29 @@ class Limit(NamedTuple):
 
 
 def partition(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerCost],
     parts: int,
     message: Callable[[Number], Number] | None = None,
-    limit: Limit | None = None,
+    limit: MemoryLimit | None = None,
 ) -> list[range]:
-    """Cut the layers in so many parts, none of them empty.
+    """Cut the layers into `parts` non-empty contiguous parts.
 
-    What a micro-batch costs in the steady state is the time of the slowest part, or of the slowest message if that is
-    more. Of all ways to cut for which this is least, that one is taken whose parts are most alike: the sum of squares
-    of their times is least; of several such, the one whose first parts are the longest.
+    Minimises the time of the slowest part (or of the slowest message, if larger), which is the cost per microbatch in
+    the steady state; then the sum of squares of the parts' times; of several solutions, the one with the longest first
+    parts.
 
     Parameters
     ----------
-    layers : sequence of Layer
+    layers : sequence of LayerCost
     parts : int
     message : callable (bytes) -> seconds, optional
-        What a message costs; nothing, if not given.
-    limit : Limit, optional
+        Cost of a message; default 0.
+    limit : MemoryLimit, optional
 
     Returns
     -------
     list of range
-        The layers of every part.
+        Layers of every part.
 
     Raises
     ------
@@ -86,13 +86,12 @@ def partition(
 
     Notes
     -----
-    Dynamic programming over the number of parts and the layers that they have, as in Narayanan et al., "PipeDream",
-    SOSP 2019, section 3.1, first for the slowest, then for the squares among what is no slower: parts * layers**2
-    steps.
+    Dynamic programming over parts and layers, parts * layers**2 steps, as in Narayanan et al., "PipeDream", SOSP 2019,
+    section 3.1.
 
     Examples
     --------
-    >>> partition([Layer(forward=t, backward=2 * t) for t in (1, 1, 1, 3)], parts=2)
+    >>> partition([LayerCost(forward=t, backward=2 * t) for t in (1, 1, 1, 3)], parts=2)
     [range(0, 3), range(3, 4)]
     """
     if parts < 1:
@@ -115,7 +114,7 @@ def partition(
     cuts = _best(len(layers), parts, seconds, max)
     if cuts is None:
         assert limit is not None
-        raise ValueError(f"no cuts of {len(layers)} layers in {parts} parts keep to {limit.nbytes} bytes each")
+        raise ValueError(f"no cuts of {len(layers)} layers into {parts} parts keep {limit.nbytes} bytes each")
     slowest = max(seconds(part, cut.start, cut.stop) or 0 for part, cut in enumerate(cuts))
 
     def square(part: int, start: int, stop: int) -> Number | None:
@@ -133,11 +132,11 @@ def _best(
     price: Callable[[int, int, int], Number | None],
     join: Callable[[Number, Number], Number],
 ) -> list[range] | None:
-    """The cuts of `count` layers whose prices, joined, are least; None if there are none.
+    """Cuts of `count` layers with the least joined price; None if there are none.
 
-    ``price(part, start, stop)`` is None where that part may not have those layers.
+    ``price(part, start, stop)`` is None where the part may not have those layers.
     """
-    rest: dict[int, Number] = {count: 0}  # the price of the parts behind, by where they start
+    rest: dict[int, Number] = {count: 0}  # price of the remaining parts, by their first layer
     choices: list[dict[int, int]] = []
     for part in reversed(range(parts)):
         behind = parts - 1 - part

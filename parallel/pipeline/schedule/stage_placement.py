@@ -1,8 +1,8 @@
-"""Which parts of the model a stage has, and the ways that micro-batches go through them.
+"""Placement of the model's parts on stages, and the routes of microbatches through them.
 
-A model is cut in parts, numbered from its input on. A part lies at a place: a chunk of a stage. A route leads through
-one place of every part, forward in this order and backward in the other; a micro-batch takes one route. From a place to
-the next on its route there is a message, unless both are on one stage.
+A model is cut into parts, numbered from its input. A part lies at a place: a chunk of a stage. A route passes through
+one place of every part, forward in this order and backward in reverse; every microbatch takes one route. Consecutive
+places on different stages exchange messages.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
-    """Where a part lies."""
+class StagePlace(NamedTuple):
+    """Location of a part: stage and chunk."""
 
     stage: int
     chunk: int
 
 
-Route = tuple[Place, ...]
+Route = tuple[StagePlace, ...]
 
 
 @dataclass(frozen=True)
-class Placement:
+class StagePlacement:
     """Routes through the stages.
 
     Attributes
     ----------
     routes : tuple of Route
-        Of equal length; micro-batch i takes route i modulo their number. Every place is on one route. Where there are
-        two, every part lies on two places, and its gradients must be summed over both.
+        Of equal length; microbatch i takes route i modulo their number. Every place is on exactly one route. With two
+        routes every part lies at two places, and its gradients must be summed over both.
     """
 
     routes: tuple[Route, ...]
 
     @property
     def parts(self) -> int:
-        """In how many parts the model is cut."""
+        """Number of parts of the model."""
         return len(self.routes[0])
 
     @cached_property
@@ -47,57 +47,57 @@ class Placement:
 
     @cached_property
     def chunks(self) -> int:
-        """How many parts of the model a stage has."""
+        """Largest number of parts on a stage."""
         return 1 + max(place.chunk for route in self.routes for place in route)
 
     @cached_property
-    def part(self) -> dict[Place, int]:
-        """The number of the part that lies there."""
+    def part(self) -> dict[StagePlace, int]:
+        """Number of the part at each place."""
         return {place: number for route in self.routes for number, place in enumerate(route)}
 
     @cached_property
-    def before(self) -> dict[Place, Place | None]:
-        """Where a place's activations come from and its gradients go to; None for the model's input."""
+    def before(self) -> dict[StagePlace, StagePlace | None]:
+        """Place that each place receives activations from; None at the model's input."""
         return {place: source for route in self.routes for place, source in zip(route, (None, *route))}
 
     @cached_property
-    def after(self) -> dict[Place, Place | None]:
-        """Where a place's activations go to and its gradients come from; None for the loss."""
+    def after(self) -> dict[StagePlace, StagePlace | None]:
+        """Place that each place sends activations to; None at the loss."""
         return {place: target for route in self.routes for place, target in zip(route, (*route[1:], None))}
 
     def route(self, microbatch: int) -> Route:
-        """The way of a micro-batch."""
+        """Route of a microbatch."""
         return self.routes[microbatch % len(self.routes)]
 
-    def owners(self, part: int) -> list[Place]:
+    def owners(self, part: int) -> list[StagePlace]:
         """All places of a part."""
         return [route[part] for route in self.routes]
 
 
-def loop(stages: int, chunks: int = 1) -> Placement:
-    """Part k lies on stage k modulo `stages`, as chunk k // `stages`: once around for every chunk."""
-    return Placement((tuple(Place(part % stages, part // stages) for part in range(stages * chunks)),))
+def loop(stages: int, chunks: int = 1) -> StagePlacement:
+    """Part k lies on stage k modulo `stages`, as chunk k // `stages`."""
+    return StagePlacement((tuple(StagePlace(part % stages, part // stages) for part in range(stages * chunks)),))
 
 
-def vee(stages: int) -> Placement:
+def vee(stages: int) -> StagePlacement:
     """Down the stages and up again: stage s has part s as chunk 0 and part 2 stages - 1 - s as chunk 1.
 
-    So the first stage has the model's input and its loss, and at the turn there is no message.
+    The first stage has the model's input and the loss; there is no message at the turn.
     """
-    down = [Place(stage, 0) for stage in range(stages)]
-    up = [Place(stage, 1) for stage in reversed(range(stages))]
-    return Placement((tuple(down + up),))
+    down = [StagePlace(stage, 0) for stage in range(stages)]
+    up = [StagePlace(stage, 1) for stage in reversed(range(stages))]
+    return StagePlacement((tuple(down + up),))
 
 
-def opposed(stages: int) -> Placement:
-    """Two routes against each other: stage s has part s as chunk 0 and part stages - 1 - s as chunk 1.
+def opposed(stages: int) -> StagePlacement:
+    """Two opposite routes: stage s has part s as chunk 0 and part stages - 1 - s as chunk 1.
 
-    Even micro-batches go from the first stage to the last, through chunks 0; odd ones from the last to the first,
+    Even microbatches pass from the first stage to the last through chunks 0, odd ones from the last to the first
     through chunks 1. Every part lies on two stages (on both chunks of the middle one, if their number is odd).
     """
-    down = tuple(Place(stage, 0) for stage in range(stages))
-    up = tuple(Place(stage, 1) for stage in reversed(range(stages)))
-    return Placement((down, up))
+    down = tuple(StagePlace(stage, 0) for stage in range(stages))
+    up = tuple(StagePlace(stage, 1) for stage in reversed(range(stages)))
+    return StagePlacement((down, up))
 
 
-PLACEMENTS: dict[str, Callable[..., Placement]] = {"loop": loop, "vee": vee, "opposed": opposed}
+PLACEMENTS: dict[str, Callable[..., StagePlacement]] = {"loop": loop, "vee": vee, "opposed": opposed}

@@ -1,4 +1,4 @@
-"""A timeline as text: a row for every stage, a column for every unit of time."""
+"""Text rendering of a timeline: one row per stage, one column per unit of time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from parallel.pipeline.schedule.actions import Action
-from parallel.pipeline.schedule.simulator import Event, Timeline
+from parallel.pipeline.schedule.simulator import PipelineEvent, Timeline
 
-IDLE, GOES_ON = "·", "─"
+IDLE, CONTINUED = "·", "─"
 MOST = 2000
-"""Columns; with more of them a table is of no use."""
+"""Most columns of a table."""
 
 
 def short(action: Action) -> str:
-    """An action without its stage: ``F0``, in a chunk that is not the first one with as many primes.
+    """Text of an action without its stage; chunk numbers are shown as primes.
 
     >>> from parallel.pipeline.schedule.actions import BW
     >>> short(BW(2, 5, chunk=1))
@@ -25,19 +25,19 @@ def short(action: Action) -> str:
 
 
 def table(timeline: Timeline, width: int = 0) -> str:
-    """What every stage does in which unit of time.
+    """Format a timeline as a table.
 
     Parameters
     ----------
     timeline : Timeline
-        Of whole numbers or fractions.
+        With integer or fractional times.
     width : int
-        Columns of text: what does not fit follows below. 0 for no limit.
+        Columns of text after which the table is wrapped; 0 for no limit.
 
     Raises
     ------
     ValueError
-        If it takes very many units of time.
+        If the table needs more than `MOST` columns.
 
     Examples
     --------
@@ -52,7 +52,7 @@ def table(timeline: Timeline, width: int = 0) -> str:
     unit = Fraction(math.gcd(*(m.numerator for m in moments)) or 1, math.lcm(*(m.denominator for m in moments)))
     columns = math.ceil(Fraction(timeline.makespan) / unit)
     if columns > MOST:
-        raise ValueError(f"a table of {columns} columns is of no use: expected times with a common unit")
+        raise ValueError(f"timeline: expected times with a common unit, found {columns} columns")
     rows = [_cells(line, unit, columns) for line in timeline.computed]
     cell = max((len(text) for row in rows for text in row), default=1)
     names = [f"stage {stage}" for stage in range(len(rows))]
@@ -68,9 +68,9 @@ def table(timeline: Timeline, width: int = 0) -> str:
     )
 
 
-def _cells(line: Sequence[Event], unit: Fraction, columns: int) -> list[str]:
+def _cells(line: Sequence[PipelineEvent], unit: Fraction, columns: int) -> list[str]:
     row = [IDLE] * columns
     for event in line:
         first, stop = (int(Fraction(moment) / unit) for moment in (event.start, event.end))
-        row[first:stop] = [short(event.action), *[GOES_ON] * (stop - first - 1)] if stop > first else []
+        row[first:stop] = [short(event.action), *[CONTINUED] * (stop - first - 1)] if stop > first else []
     return row

@@ -1,7 +1,7 @@
-"""Plans made of plans: for a step that has fewer micro-batches, and for forwards alone.
+"""Plans derived from plans: with fewer microbatches, and with forwards only.
 
-Whatever is left out of a plan for all stages leaves one that ends: nothing waits for it any more, and all else keeps
-its order.
+Removing microbatches from all stages keeps a valid plan valid: nothing waits for the removed actions, and the order of
+the others is unchanged.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from parallel.pipeline.schedule.actions import Action
-from parallel.pipeline.schedule.pipeline_plan import Plan
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 
 
-def fewer(plan: Plan, microbatches: int) -> Plan:
-    """The plan without the last micro-batches.
+def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
+    """Plan with the first `microbatches` microbatches only.
 
     Raises
     ------
     ValueError
-        If it has not so many.
+        If the plan has fewer.
     """
     if not 0 <= microbatches <= plan.microbatches:
         raise ValueError(f"micro-batches: {plan.name} is planned for up to {plan.microbatches}, found {microbatches}")
     if microbatches == plan.microbatches:
         return plan
-    lines = [list(_only(line, microbatches)) for line in plan.actions]
+    lines = [list(_first_microbatches(line, microbatches)) for line in plan.actions]
     known = plan.versions and tuple(versions[:microbatches] for versions in plan.versions)
     return replace(plan, microbatches=microbatches, versions=known).with_actions(lines)
 
 
-def _only(line: Iterable[Action], microbatches: int) -> Iterator[Action]:
-    """Actions of the first micro-batches, and updates that have something to update with."""
+def _first_microbatches(line: Iterable[Action], microbatches: int) -> Iterator[Action]:
+    """Actions of the first microbatches, without updates that have no gradients."""
     gradients = False
     for action in line:
         if action.kind == "U":
@@ -43,10 +43,10 @@ def _only(line: Iterable[Action], microbatches: int) -> Iterator[Action]:
             yield action
 
 
-def forwards(plan: Plan, microbatches: int) -> Plan:
-    """Forwards of any number of micro-batches through the same parts, without messages.
+def forward_only(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
+    """Plan of forwards only, for any number of microbatches, on the same placement and without messages.
 
-    As many micro-batches as there are stages go through a part before the next part begins, everywhere in one order.
+    Groups of as many microbatches as there are stages pass through a part before the next part starts.
     """
     placement = plan.placement
     lines: list[list[Action]] = [[] for _ in range(placement.stages)]

@@ -260,3 +260,24 @@ def test_a_datatype_may_be_freed_while_the_call_is_under_way(comm):
     sent.Wait()
     assert room.tolist() == [float(r) for r in range(size) for _ in range(3)]
     assert total.sum() == 0
+
+
+@pytest.mark.parametrize("form", ["non-blocking", "persistent"])
+def test_a_datatype_may_be_freed_before_the_lengths_of_a_v_form_are_known(comm, form):
+    """Blocks that pass through other ranks: the data's part of the program is bound when all lengths are there."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    counts = [r % 2 + 1 for r in range(size)]
+    column = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()  # two numbers with a gap between them
+    mine = np.full((counts[rank], 3), float(rank))
+    room = np.full((sum(counts), 3), -1.0)
+    begin = comm.Igatherv if form == "non-blocking" else comm.Gatherv_init
+    request = begin([mine, counts[rank], column], [room, counts, None, column] if rank == 0 else None, algorithm="mst")
+    column.Free()
+    for _ in range(1 if form == "non-blocking" else 2):
+        if form == "persistent":
+            request.Start()
+        request.Wait()
+        if rank == 0:
+            assert room[:, 0].tolist() == room[:, 2].tolist() == [r for r in range(size) for _ in range(counts[r])]
+            assert (room[:, 1] == -1).all()
+    request.Free()

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from collectives import Communicator, kept
-from collectives.errors import InvalidArgument, OutOfStep
+from collectives import Communicator
+from collectives.errors import InvalidArgument, RanksDisagree
+from collectives.runtime import program_cache
 
 SOON, LATER = 0.1, 0.6  # seconds until a rank is interrupted, and until those that it waits for come
 
@@ -33,9 +34,9 @@ def ctrl_c():
 @pytest.fixture
 def own(world, monkeypatch):
     """A communicator that compiles soon, of at least two ranks that wait for each other in Python."""
-    monkeypatch.setattr(kept, "WORTH_COMPILING", 2)
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     with Communicator(world) as comm:
-        if comm.Get_size() == 1 or comm._plans.node is None:
+        if comm.Get_size() == 1 or comm._planner.node is None:
             pytest.skip("nobody waits in Python")
         yield comm
 
@@ -64,7 +65,7 @@ def test_ctrl_c_in_a_blocking_call(own, before, method):
         call(before)
     if rank == 0:
         for _ in range(2):
-            with pytest.raises(OutOfStep, match=r"broken off on rank 0 by KeyboardInterrupt.*new Communicator"):
+            with pytest.raises(RanksDisagree, match=r"broken off on rank 0 by KeyboardInterrupt.*new Communicator"):
                 call(before + 1)
     with Communicator(own) as new:
         total = np.zeros(5)
@@ -94,7 +95,7 @@ def test_ctrl_c_in_a_persistent_one(own, waits):
             assert (total == size).all()
         else:
             for verb in (request.Wait, request.Test):
-                with pytest.raises(OutOfStep, match="broken off"):
+                with pytest.raises(RanksDisagree, match="broken off"):
                     verb()
             with pytest.raises(InvalidArgument, match=r"broken off>: only an idle"):
                 request.Start()
@@ -123,7 +124,7 @@ def test_a_sum_that_raises(own):
         with np.errstate(over="raise"), pytest.raises(FloatingPointError):
             request.Wait()
         for verb in (request.Wait, request.Test):
-            with pytest.raises(OutOfStep, match="broken off"):
+            with pytest.raises(RanksDisagree, match="broken off"):
                 verb()
     else:
         request.Wait()
@@ -132,7 +133,7 @@ def test_a_sum_that_raises(own):
     if rank == 0:
         with np.errstate(over="raise"), pytest.raises(FloatingPointError):
             own.Reduce(most, total, algorithm="linear")
-        with pytest.raises(OutOfStep, match="by FloatingPointError: overflow"):
+        with pytest.raises(RanksDisagree, match="by FloatingPointError: overflow"):
             own.Barrier()
     else:
         own.Reduce(most, total, algorithm="linear")

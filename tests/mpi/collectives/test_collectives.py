@@ -5,9 +5,9 @@ from itertools import cycle
 import ml_dtypes
 import numpy as np
 import pytest
-import words
-from exchanges import ENTRIES, FORMS, TABLE, Question, ours, perform
 from mpi4py import MPI
+from support import argument_spellings
+from support.exchange_cases import ENTRIES, FORMS, TABLE, Question, ours, perform
 
 from collectives import Communicator
 from collectives.algorithms import catalog
@@ -19,6 +19,25 @@ ROOTED = [method for method in TABLE if TABLE[method].rooted]
 
 every_entry = pytest.mark.parametrize(("method", "algorithm"), ENTRIES)
 every_form = pytest.mark.parametrize("form", FORMS)
+blocking_first = pytest.mark.parametrize(
+    "form", [FORMS[0], *(pytest.param(form, marks=pytest.mark.full) for form in FORMS[1:])]
+)
+"""All forms run one program: the default tests take the blocking one."""
+
+
+def programs():
+    """Every algorithm in every form, out of place and in place where its collective can be.
+
+    The default tests take the blocking form of each and one other case: the next one from algorithm to algorithm.
+    """
+    for number, (method, algorithm) in enumerate(ENTRIES):
+        places = [False, True] if TABLE[method].in_place else [False]
+        cases = [(form, in_place) for in_place in places for form in FORMS]
+        other = 1 + number % (len(cases) - 1)
+        for index, (form, in_place) in enumerate(cases):
+            marks = [] if index in (0, other) else [pytest.mark.full]
+            name = f"{'in place' if in_place else 'out of place'}-{method}-{algorithm}-{form}"
+            yield pytest.param(method, algorithm, form, in_place, marks=marks, id=name)
 
 
 def question(comm, n, dtype, root=0, in_place=False, **more):
@@ -33,13 +52,9 @@ def test_every_collective_of_the_catalogue_is_in_the_table():
     assert set(catalog.CATALOG) <= {line.collective for line in TABLE.values()}
 
 
-@every_form
-@every_entry
-@pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
+@pytest.mark.parametrize(("method", "algorithm", "form", "in_place"), list(programs()))
 def test_every_algorithm(comm, method, algorithm, form, in_place):
     line = TABLE[method]
-    if in_place and not line.in_place:
-        in_place = False
     size, segments, dtypes = comm.Get_size(), cycle([None, 2, None, 3]), cycle("ifd")
     for number, n in enumerate(counts(size)):
         asked = question(comm, n, next(dtypes), number % size, in_place)
@@ -58,7 +73,7 @@ def test_every_dtype(comm, method, form):
 
 
 @every_entry
-@pytest.mark.parametrize("form", ["blocking", "non-blocking"])
+@pytest.mark.parametrize("form", ["blocking", pytest.param("non-blocking", marks=pytest.mark.full)])
 def test_long_vectors(comm, method, algorithm, form):
     """2.4 MB a vector, or of all blocks together: cut while it is combined."""
     line, size = TABLE[method], comm.Get_size()
@@ -115,7 +130,7 @@ def cluster(world, request):
         yield comm
 
 
-@every_form
+@blocking_first
 @pytest.mark.parametrize(("method", "algorithm"), [entry for entry in ENTRIES if entry[1] in KNOWING])
 def test_algorithms_that_know_nodes(cluster, method, algorithm, form):
     line, size, segments = TABLE[method], cluster.Get_size(), cycle([None, 2])
@@ -138,7 +153,7 @@ def test_all_others_do_not_mind_nodes(cluster, method):
 @pytest.fixture(scope="module")
 def joining():
     """The operation of `words`, which does not commute."""
-    op = MPI.Op.Create(words.join_buffers, commute=False)
+    op = MPI.Op.Create(argument_spellings.join_buffers, commute=False)
     yield op
     op.Free()
 
@@ -157,7 +172,7 @@ def adding():
 
 
 def letters(rank, count, dtype, turn):
-    return words.letters(rank, count, turn)
+    return argument_spellings.letters(rank, count, turn)
 
 
 @every_form
@@ -169,7 +184,14 @@ def test_operations_that_do_not_commute_take_ranks_in_order(comm, joining, metho
         for number, n in enumerate((0, 1, size + 1, 1000)):
             in_place = number % 2 == 1
             asked = question(
-                comm, n, words.DTYPE, number % size, in_place, op=joining, function=words.join, values=letters
+                comm,
+                n,
+                argument_spellings.DTYPE,
+                number % size,
+                in_place,
+                op=joining,
+                function=argument_spellings.join,
+                values=letters,
             )
             perform(comm, form, method, line.make(asked), algorithm=algorithm, segments=1 + number % 2)
 
@@ -180,7 +202,9 @@ def test_long_words_too(comm, joining, method):
     line, size = TABLE[method], comm.Get_size()
     n = 40_000 if line.collective != "reduce_scatter" else 40_000 // size
     for algorithm in ["auto", ours(line.collective)[0]]:
-        asked = question(comm, n, words.DTYPE, size - 1, op=joining, function=words.join, values=letters)
+        asked = question(
+            comm, n, argument_spellings.DTYPE, size - 1, op=joining, function=argument_spellings.join, values=letters
+        )
         perform(comm, "blocking", method, line.make(asked), turns=1, algorithm=algorithm)
 
 
@@ -189,7 +213,15 @@ def test_rank_order_on_nodes(cluster, joining, method):
     """Kept where the ranks of every node are neighbours; where they are not, the call is refused."""
     line, size = TABLE[method], cluster.Get_size()
     for name in ours(line.collective):
-        asked = question(cluster, 30, words.DTYPE, size - 1, op=joining, function=words.join, values=letters)
+        asked = question(
+            cluster,
+            30,
+            argument_spellings.DTYPE,
+            size - 1,
+            op=joining,
+            function=argument_spellings.join,
+            values=letters,
+        )
         if catalog.find(line.collective, name).keeps_order(cluster.nodes):
             perform(cluster, "blocking", method, line.make(asked), algorithm=name)
         else:

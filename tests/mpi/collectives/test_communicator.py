@@ -1,5 +1,7 @@
 """A Communicator is an mpi4py communicator: what it makes is one too, and all the rest is as inherited."""
 
+import threading
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -102,6 +104,16 @@ def test_close_and_with_leave_the_mpi_communicator_alone(world):
     ours.close()
     assert own.allreduce(1) == world.size
     own.Free()
+
+
+def test_free_in_lower_case_gives_everything_back(world):
+    """mpi4py's `free` forgets what is MPI's own and calls `Free` of all else."""
+    for comm in (Communicator(world), Communicator(world).Dup()):
+        comm.free()
+        assert comm == MPI.COMM_NULL
+        with pytest.raises(ValueError, match="was freed"):
+            comm.Barrier()
+    assert world != MPI.COMM_NULL
 
 
 def test_the_mpi_s_own_communicators_are_not_freed(world):
@@ -223,3 +235,33 @@ def test_intercommunicators_are_the_mpi_s(comm):
     assert total[0] == inter.Get_remote_size()
     inter.Free()
     half.Free()
+
+
+@pytest.mark.timeout(40)
+def test_threads_make_communicators_at_the_same_time(world):
+    """mpi4py's lower-case reductions hang there when they are first used on new communicators of two threads."""
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI serves one thread at a time")
+    bases = [world.Dup() for _ in range(2)]
+
+    def make(base):
+        for _ in range(30):
+            with Communicator(base) as comm:
+                comm.empty(3)
+
+    threads = [threading.Thread(target=make, args=(base,), daemon=True) for base in bases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for base in bases:
+        base.Free()
+
+
+def test_nothing_of_ours_is_reduced_by_mpi4py_s_objects(world):
+    """The cause of that hang, without the chance: the first reduction of objects leaves a lock's name behind."""
+    with Communicator(world) as comm:
+        comm.empty(3)
+        plans = comm._open_planner()
+        for used in [plans.comm] + ([plans.node.comm] if plans.node else []):
+            assert "@commctx_intra" not in MPI._comm_lock_table(used)

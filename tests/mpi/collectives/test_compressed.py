@@ -8,23 +8,28 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.cli.verify_errors import LAWS, noise, once, relative
 from collectives.compressed import (
-    Alltoall,
-    Hierarchical,
-    Parts,
-    Quantised,
-    Ring,
-    Segmented,
+    EncodedAlltoall,
+    HierarchicalAllreduce,
+    QuantCodec,
+    RingAllreduce,
+    SegmentedAllreduce,
     SharedScale,
-    TwoShot,
+    TwoShotAllreduce,
+    VectorPartition,
     run,
 )
-from quant import PerChannel, QuantSpec, grouped, parse
-from verify_errors import LAWS, noise, once, relative
+from quant import INT8, PerChannel, QuantSpec, grouped, parse
 
 COUNTS = (0, 1, 2, 5, 16, 17, 1000, 4099)
-WAYS = {"two_shot": TwoShot, "ring": Ring, "hierarchical": Hierarchical, "segmented": partial(Segmented, segments=3)}
-FLAT = {"two_shot": TwoShot, "ring": Ring}
+WAYS = {
+    "two_shot": TwoShotAllreduce,
+    "ring": RingAllreduce,
+    "hierarchical": HierarchicalAllreduce,
+    "segmented": partial(SegmentedAllreduce, segments=3),
+}
+FLAT = {"two_shot": TwoShotAllreduce, "ring": RingAllreduce}
 ways = pytest.mark.parametrize("way", WAYS)
 counts = pytest.mark.parametrize("count", COUNTS)
 
@@ -139,6 +144,17 @@ def test_wrong_widths_are_refused(comm, wrong):
         SharedScale(comm, 10, **wrong)
 
 
+def test_a_codec_only_where_one_is_expected(comm):
+    for given in ({"bits": QuantCodec(INT8)}, {"group": INT8}, {"bits": 8.0}):
+        with pytest.raises(TypeError, match=f"{next(iter(given))}: expected a whole number, found .*takes no codec"):
+            SharedScale(comm, 10, **given)
+    for way in (TwoShotAllreduce, RingAllreduce, SegmentedAllreduce, HierarchicalAllreduce, EncodedAlltoall):
+        for wrong in (8, INT8):
+            lengths = ([2] * comm.size, [2] * comm.size) if way is EncodedAlltoall else (10,)
+            with pytest.raises(TypeError, match=r"codec: expected a codec such as Quantised\(spec\), found"):
+                way(comm, *lengths, wrong)
+
+
 @pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("cut", ["even", "falling", "one"])
 @pytest.mark.parametrize("count", [0, 1, 2, 17, 1000])
@@ -167,19 +183,19 @@ def test_lengths_that_are_no_division_are_refused(comm, way, wrong):
 
 
 def test_segments_change_no_digit(comm):
-    count, codec = 10_001, Quantised(parse("int8_g128"))
+    count, codec = 10_001, QuantCodec(parse("int8_g128"))
     x, whole, cut = noise(comm.rank, count), np.empty(count, np.float32), np.empty(count, np.float32)
-    with TwoShot(comm, count, codec) as one, Segmented(comm, count, codec, segments=5) as several:
+    with TwoShotAllreduce(comm, count, codec) as one, SegmentedAllreduce(comm, count, codec, segments=5) as several:
         run(one.allreduce(x, whole))
         run(several.allreduce(x, cut))
     np.testing.assert_array_equal(cut, whole)
 
 
 def test_there_is_a_segment_at_least(comm):
-    with Segmented(comm, 0, Multiples()) as made:
+    with SegmentedAllreduce(comm, 0, Multiples()) as made:
         assert len(made.segments) == 1
     with pytest.raises(ValueError, match="segments: expected 1 or more, found 0"):
-        Segmented(comm, 10, Multiples(), segments=0)
+        SegmentedAllreduce(comm, 10, Multiples(), segments=0)
 
 
 # ---------------------------------------------------------------------------------------------- all to all
@@ -200,7 +216,7 @@ def test_what_all_have_for_one_comes_to_it(comm, most):
     starts = [[0, *accumulate(row)] for row in table]
     wanted = np.concatenate([x[s][starts[s][rank] : starts[s][rank + 1]] for s in range(comm.size)])
     out, lost = np.full_like(wanted, np.nan), np.full_like(x[rank], np.nan)
-    with Alltoall(comm, table[rank], [row[rank] for row in table], Multiples()) as made:
+    with EncodedAlltoall(comm, table[rank], [row[rank] for row in table], Multiples()) as made:
         for _ in range(2):
             run(made.alltoall(x[rank], out, lost))
             np.testing.assert_array_equal(out, wanted)
@@ -210,7 +226,7 @@ def test_what_all_have_for_one_comes_to_it(comm, most):
 @pytest.mark.parametrize("count", [0, 1, 5, 257])
 def test_as_many_for_each_in_place_and_what_is_lost(comm, count):
     x = terms(comm, count * comm.size)
-    with Alltoall(comm, count, count, Multiples(step=4)) as made:
+    with EncodedAlltoall(comm, count, count, Multiples(step=4)) as made:
         out, lost = x[comm.rank].copy(), np.full(count * comm.size, np.nan, np.float32)
         run(made.alltoall(out, out, lost))
     whole = np.array([comm.allgather(out), comm.allgather(lost), x]).reshape(3, comm.size, comm.size, count)
@@ -221,15 +237,15 @@ def test_as_many_for_each_in_place_and_what_is_lost(comm, count):
 
 
 def test_numbers_of_numpy_are_lengths_too(comm):
-    with Alltoall(comm, np.int64(3), np.int32(3), Multiples()) as made:
+    with EncodedAlltoall(comm, np.int64(3), np.int32(3), Multiples()) as made:
         assert made.sent.lengths == made.received.lengths == (3,) * comm.size
 
 
 def test_all_to_all_in_few_bits(comm):
-    count, codec = 4096, Quantised(parse("int8_g128"))
+    count, codec = 4096, QuantCodec(parse("int8_g128"))
     x = noise(comm.rank, count * comm.size)
     out = np.empty_like(x)
-    with Alltoall(comm, count, count, codec) as made:
+    with EncodedAlltoall(comm, count, count, codec) as made:
         run(made.alltoall(x, out))
     for source in range(comm.size):
         theirs = noise(source, count * comm.size)[comm.rank * count :][:count]
@@ -240,12 +256,12 @@ def test_all_to_all_in_few_bits(comm):
 
 def test_one_length_for_each_rank_is_wanted(comm):
     with pytest.raises(ValueError, match=f"received: expected the elements of {comm.size} ranks' parts"):
-        Alltoall(comm, 1, [1] * (comm.size + 1), Multiples())
+        EncodedAlltoall(comm, 1, [1] * (comm.size + 1), Multiples())
 
 
 @pytest.mark.parametrize("count,ranks,block", [(0, 3, 8), (1, 3, 8), (100, 3, 8), (7, 1, 8), (64, 8, 8), (63, 8, 8)])
 def test_parts_are_whole_blocks(count, ranks, block):
-    parts = Parts.even(count, ranks, block, lambda n: 2 * n)
+    parts = VectorPartition.even(count, ranks, block, lambda n: 2 * n)
     assert sum(parts.lengths) == count and sum(parts.sizes) == 2 * count
     assert all(start % block == 0 or start == count for start in parts.starts)
     vector = np.arange(count)
@@ -258,7 +274,7 @@ def test_parts_are_whole_blocks(count, ranks, block):
 @pytest.mark.parametrize("way", LAWS)
 @pytest.mark.parametrize("spec", ["int8_g128", "int4_g128"])
 def test_the_error_of_a_quantised_sum_follows_the_law(comm, way, spec):
-    count, codec = 1 << 16, Quantised(parse(spec))
+    count, codec = 1 << 16, QuantCodec(parse(spec))
     x, out = [noise(rank, count) for rank in range(comm.size)], np.empty(count, np.float32)
     kind, law = LAWS[way]
     with kind(comm, count, codec) as made:
@@ -271,7 +287,7 @@ def test_the_error_of_a_quantised_sum_follows_the_law(comm, way, spec):
 @counts
 def test_quantised_sums_of_any_length(comm, way, count):
     x, out, lost = terms(comm, count, 100), *np.full((2, count), np.nan, np.float32)
-    codec = Quantised(grouped(8, 32, "fp32"))
+    codec = QuantCodec(grouped(8, 32, "fp32"))
     with WAYS[way](comm, count, codec) as made:
         run(made.allreduce(x[comm.rank], out, lost))
     assert same_everywhere(comm, out)
@@ -282,7 +298,7 @@ def test_nan_in_one_group_of_one_rank_is_nan_in_that_group_on_all(comm):
     x, out = np.ones(256, np.float32), np.empty(256, np.float32)
     if comm.rank == comm.size - 1:
         x[70] = np.nan
-    with TwoShot(comm, 256, Quantised(grouped(8, 32, "fp32"))) as made:
+    with TwoShotAllreduce(comm, 256, QuantCodec(grouped(8, 32, "fp32"))) as made:
         run(made.allreduce(x, out))
     assert np.isnan(out[64:96]).all() and np.isfinite(np.delete(out, slice(64, 96))).all()
 
@@ -294,15 +310,15 @@ def test_ranks_that_round_at_random_do_so_each_on_its_own(comm):
         codec.encode(x, wire := np.empty(codec.nbytes(len(x)), np.uint8))
         return wire.tobytes()
 
-    codec = Quantised(spec, seed=comm.rank)
+    codec = QuantCodec(spec, seed=comm.rank)
     wires = [encoded(codec) for _ in range(3)]
     assert len({wire for those in comm.allgather(wires) for wire in those}) == 3 * comm.size
     codec.reseed(comm.rank)
     assert [encoded(codec) for _ in range(3)] == wires
     with pytest.raises(ValueError, match="seed: stochastic rounding needs one"):
-        Quantised(spec)
+        QuantCodec(spec)
 
 
 def test_a_vector_has_no_channels():
     with pytest.raises(ValueError, match="no channels"):
-        Quantised(QuantSpec(8, granularity=PerChannel(0)))
+        QuantCodec(QuantSpec(8, granularity=PerChannel(0)))

@@ -4,11 +4,11 @@ import inspect
 
 import numpy as np
 import pytest
-from exchanges import FORMS, TABLE, Question, perform
 from mpi4py import MPI
+from support.exchange_cases import FORMS, TABLE, Question, perform
 
-from collectives import Communicator
-from collectives.errors import InvalidArgument
+from collectives import Communicator, wait_all
+from collectives.errors import InvalidArgument, InvalidType
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,10 @@ def test_debug_mode_is_passed_on(checked):
         made.Free()
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False), (None, False), ("yes", True)])
+ON, OFF = ("1", "true", "True", "yes", "ON", " on "), ("0", "false", "FALSE", "no", "off", "", " ", None)
+
+
+@pytest.mark.parametrize(("value", "on"), [*((value, True) for value in ON), *((value, False) for value in OFF)])
 def test_the_environment_decides_where_nothing_is_said(world, monkeypatch, value, on):
     if value is None:
         monkeypatch.delenv("CHORUS_DEBUG", raising=False)
@@ -200,6 +203,32 @@ def test_the_environment_decides_where_nothing_is_said(world, monkeypatch, value
         comm.close()
 
 
+@pytest.mark.parametrize("value", ["2", "maybe", "-1", "o n"])
+def test_an_environment_that_means_nothing_is_refused(world, monkeypatch, value):
+    """By all ranks, also if one of them alone has it; not where the argument decides."""
+    for number in {0, world.Get_size() - 1}:
+        monkeypatch.setenv("CHORUS_DEBUG", value if world.Get_rank() == number else "1")
+        with pytest.raises(InvalidArgument, match=f"CHORUS_DEBUG: expected 1, .*found {value!r} on rank {number}"):
+            Communicator(world)
+    for given in (True, False):
+        monkeypatch.setenv("CHORUS_DEBUG", value)
+        with Communicator(world, debug=given) as comm:
+            assert (comm._checker is not None) == given
+
+
+def test_one_rank_that_wants_it_is_enough(world, monkeypatch):
+    """Launchers may give the environment to some ranks only."""
+    last = world.Get_rank() == world.Get_size() - 1
+    monkeypatch.setenv("CHORUS_DEBUG", "1" if last else "0")
+    with Communicator(world) as comm:
+        assert comm._checker is not None
+        comm.Barrier()
+    monkeypatch.delenv("CHORUS_DEBUG")
+    with Communicator(world, debug=True if last else None) as comm:
+        assert comm._checker is not None
+        comm.Barrier()
+
+
 def test_reduce_scatter_without_counts(checked):
     """The counts are asked for before the calls are compared; a rank elsewhere must not leave the others hanging."""
     rank, size = checked.Get_rank(), checked.Get_size()
@@ -209,3 +238,115 @@ def test_reduce_scatter_without_counts(checked):
     if size > 1:
         with pytest.raises(InvalidArgument, match="ranks make different calls"):
             checked.Reduce_scatter(np.ones(2 * size), got) if rank else checked.Barrier()
+
+
+# the call of rank 0, which is refused there; the call of all others; the error of rank 0; what the others hear of it
+REFUSALS = {
+    "a root": (
+        lambda c: c.Bcast(numbers(), c.Get_size()),
+        lambda c: c.Bcast(numbers(), 0),
+        InvalidArgument,
+        "InvalidArgument: root: expected a rank from 0 to",
+    ),
+    "no buffer": (
+        lambda c: c.Allreduce("no buffer", numbers()),
+        lambda c: c.Allreduce(numbers(), numbers()),
+        InvalidType,
+        "InvalidType: sendbuf: ",
+    ),
+    "too few arguments": (
+        lambda c: c.Allgather(numbers()),
+        lambda c: c.Allgather(numbers(), numbers(4 * c.Get_size())),
+        TypeError,
+        "TypeError: ",
+    ),
+    "an algorithm": (
+        lambda c: c.Scan(numbers(), numbers(), algorithm="none"),
+        lambda c: c.Scan(numbers(), numbers()),
+        InvalidArgument,
+        "algorithm",
+    ),
+    "segments": (
+        lambda c: c.Alltoall(numbers(c.Get_size()), numbers(c.Get_size()), segments=0),
+        lambda c: c.Alltoall(numbers(c.Get_size()), numbers(c.Get_size())),
+        InvalidArgument,
+        "segments: expected at least 1",
+    ),
+    "another collective": (
+        lambda c: c.Bcast(numbers(), c.Get_size()),
+        lambda c: c.Allreduce(numbers(), numbers()),
+        InvalidArgument,
+        "calls bcast, form blocking at ",
+    ),
+    "of a reduce_scatter, before counts are asked for": (
+        lambda c: c.Reduce_scatter(numbers(), "no buffer"),
+        lambda c: c.Reduce_scatter(numbers(2 * c.Get_size()), numbers(2)),
+        InvalidType,
+        "InvalidType: recvbuf: ",
+    ),
+    "of a reduce_scatter, after counts were asked for": (
+        lambda c: c.Reduce_scatter("no buffer", numbers(2)),
+        lambda c: c.Reduce_scatter(numbers(2 * c.Get_size()), numbers(2)),
+        InvalidType,
+        "InvalidType: sendbuf: ",
+    ),
+    "of a non-blocking call": (
+        lambda c: c.Iallreduce("no buffer", numbers()),
+        lambda c: c.Iallreduce(numbers(), numbers()).Wait(),
+        InvalidType,
+        "InvalidType: sendbuf: ",
+    ),
+    "of a persistent call": (
+        lambda c: c.Gather_init(numbers(), None, c.Get_size()),
+        lambda c: c.Gather_init(numbers(), None, 0),
+        InvalidArgument,
+        "InvalidArgument: root: ",
+    ),
+    "a non-blocking call among blocking ones": (
+        lambda c: c.Iallreduce("no buffer", numbers()),
+        lambda c: c.Allreduce(numbers(), numbers()),
+        InvalidType,
+        "calls allreduce, form non-blocking at ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_arguments_that_one_rank_refuses(checked, what):
+    """That rank raises its own error, and all others one that names it."""
+    first, others, kind, told = REFUSALS[what]
+    if checked.Get_rank():
+        with pytest.raises(InvalidArgument) as caught:
+            others(checked)
+        message = str(caught.value)
+        assert "rank 0 calls " in message and "and refuses its arguments: " in message and told in message
+        assert "test_debug_mode.py:" in message
+    else:
+        with pytest.raises(kind):
+            first(checked)
+    requests = [checked.Iallreduce(np.ones(1), total) for total in (numbers(1), numbers(1))]
+    total = numbers(1)
+    checked.Allreduce(np.ones(1), total)
+    wait_all(requests)
+    assert total[0] == checked.Get_size(), "and the next calls work"
+
+
+def test_arguments_that_all_ranks_refuse(checked):
+    with pytest.raises(InvalidArgument, match="root: expected a rank from 0 to"):
+        checked.Bcast(numbers(), checked.Get_size())
+    with pytest.raises(InvalidType, match="sendbuf"):
+        checked.Iallreduce("no buffer", numbers())
+    checked.Barrier()
+
+
+def test_a_subclass_that_calls_another_collective(world):
+    """The refusal of the inner call is told once."""
+
+    class Mine(Communicator):
+        def Bcast(self, buf, root=0, **options):
+            self.Allreduce(numbers(), numbers() if self.Get_rank() else "no buffer")
+
+    with Mine(world, debug=True) as comm:
+        with pytest.raises(InvalidArgument if comm.Get_rank() else InvalidType):
+            comm.Bcast(numbers())
+        comm.Barrier()

@@ -1,9 +1,9 @@
-"""Collectives on device arrays through the real MPI, which reaches the memory of a GPU that is none (tests/standin)."""
+"""Collectives on device arrays through the real MPI with the stand-in for CuPy."""
 
 import numpy as np
 import pytest
-from examples import EXAMPLES, check
-from fakes import cupy
+from support.doc_examples import EXAMPLES, check
+from support.fakes import cupy
 
 from collectives import Communicator, wait_all
 

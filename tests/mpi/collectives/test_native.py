@@ -1,15 +1,18 @@
 """The MPI's own collectives, asked for by name: in every form, on whatever our algorithms take, beside all else."""
 
+import threading
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
-import words
-from exchanges import FORMS, TABLE, Question, perform
 from mpi4py import MPI
+from support import argument_spellings
+from support.exchange_cases import FORMS, TABLE, Question, perform
 
 from collectives import Communicator, algorithms
-from collectives.runtime import native
 from collectives.errors import InvalidArgument
+from collectives.runtime import native
 
 METHODS = [method for method in TABLE if method != "Barrier"]
 REDUCING = [method for method in TABLE if TABLE[method].reduces]
@@ -27,24 +30,18 @@ def questions(comm, line):
             yield question(comm, n, "ifd"[number % 3], number % size, in_place)
 
 
-def made(method, asked):
-    """The exchange. In place, MPI may write all over what it is given, also where this rank's part is empty."""
-    exchange = TABLE[method].make(asked)
-    exchange.keeps_inputs = not asked.in_place
-    return exchange
-
-
 def right(world, form, method):
     """Whether this MPI has the persistent form, and performs it right: some accept it and give wrong results."""
     faults = []
 
     def judged(asked):
-        exchange = made(method, asked)
+        exchange = TABLE[method].make(asked)
+        exchange.keeps_inputs = not asked.in_place  # MPIs may write all over what they are given
         check = exchange.check
 
-        def note(turn):
+        def note(progress_lock):
             try:
-                check(turn)
+                check(progress_lock)
             except AssertionError as fault:
                 faults.append(fault)
 
@@ -66,12 +63,12 @@ def test_every_form(world, comm, method, form):
     wrong = native.unsound(method, form)
     if wrong is not None:
         with pytest.raises(InvalidArgument, match=wrong):
-            perform(comm, form, method, made(method, question(comm, 1, "i")), algorithm="native")
+            perform(comm, form, method, TABLE[method].make(question(comm, 1, "i")), algorithm="native")
         return
     if not right(world, form, method):
         pytest.skip(f"this MPI's {form} {method} is not right")
     for asked in questions(comm, TABLE[method]):
-        perform(comm, form, method, made(method, asked), turns=4, algorithm="native")
+        perform(comm, form, method, TABLE[method].make(asked), turns=4, algorithm="native")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -99,8 +96,19 @@ def test_what_mpi_cannot_add_is_refused(comm):
 @pytest.mark.parametrize("commute", [True, False])
 @pytest.mark.parametrize("method", REDUCING)
 def test_operations_of_one_s_own(comm, method, commute):
-    op = MPI.Op.Create(words.join_buffers, commute=False) if not commute else MPI.Op.Create(add, commute=True)
-    more = {} if commute else {"function": words.join, "values": lambda r, n, dtype, turn: words.letters(r, n, turn)}
+    op = (
+        MPI.Op.Create(argument_spellings.join_buffers, commute=False)
+        if not commute
+        else MPI.Op.Create(add, commute=True)
+    )
+    more = (
+        {}
+        if commute
+        else {
+            "function": argument_spellings.join,
+            "values": lambda r, n, dtype, progress_lock: argument_spellings.letters(r, n, progress_lock),
+        }
+    )
     for n in (3, 1000):
         asked = question(comm, n, "i8", comm.Get_size() - 1, op=op, **more)
         perform(comm, "blocking", method, TABLE[method].make(asked), algorithm="native")
@@ -116,13 +124,13 @@ def test_strided_memory(comm):
     """Ranks may describe the same data differently: here a column, elsewhere a plain vector."""
     table = np.zeros((6, 4), "i4")
     column = MPI.INT.Create_vector(6, 1, 4).Commit()
-    for turn in range(3):
-        root = turn % comm.Get_size()
-        plain = np.full(6, turn + 1, "i4")
-        table[:] = turn + 1 if comm.Get_rank() == root else 0
+    for progress_lock in range(3):
+        root = progress_lock % comm.Get_size()
+        plain = np.full(6, progress_lock + 1, "i4")
+        table[:] = progress_lock + 1 if comm.Get_rank() == root else 0
         buffer = [table, 1, column] if comm.Get_rank() % 2 else plain
         comm.Bcast(buffer, root, algorithm="native")
-        assert ((table[:, 0] if comm.Get_rank() % 2 else plain) == turn + 1).all()
+        assert ((table[:, 0] if comm.Get_rank() % 2 else plain) == progress_lock + 1).all()
     column.Free()
 
 
@@ -143,19 +151,22 @@ def test_others_go_on_while_it_waits_inside_mpi(comm):
 def test_a_fault_in_what_goes_on_meanwhile_is_told(comm):
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE or comm.Get_size() == 1:
         pytest.skip("nothing goes on meanwhile")
-    from collectives.runtime.requests import accompanied, under_way
+    from collectives.runtime.requests import active_requests, with_progress_thread
 
     class Faulty:
+        program, active = SimpleNamespace(position=0), True
+
         def _advance(self):
-            raise ArithmeticError("no such sum")
+            if threading.current_thread().name == "chorus-progress":  # not the one of native requests
+                raise ArithmeticError("no such sum")
 
     faulty = Faulty()
-    under_way.append(faulty)
+    active_requests.append(faulty)
     try:
         with pytest.raises(ArithmeticError, match="no such sum"):
-            accompanied(lambda: comm.Get_size() and __import__("time").sleep(0.05))
+            with_progress_thread(lambda: comm.Get_size() and __import__("time").sleep(0.05))
     finally:
-        under_way.remove(faulty)
+        active_requests.remove(faulty)
 
 
 def test_it_is_listed():

@@ -35,7 +35,7 @@ def test_ranks_of_different_nodes_share_no_memory(world, kind, shared):
         named = list(nodes_of(world.size, kind))
         alone = len(set(named)) == 1
         assert comm.nodes == (None if alone else tuple(named))
-        node = comm._plans.node
+        node = comm._planner.node
         assert (node is not None) == shared
         if shared:
             reached = [rank for rank in range(world.size) if node.reaches(rank)]

@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from exchanges import TABLE, Question
 from mpi4py import MPI
+from support.exchange_cases import TABLE, Question
 
 import collectives
 from collectives import Request, start_all, wait_all

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, kept
-from collectives.transport import compiled_exchange as compiled
+from collectives import Communicator
+from collectives.runtime import program_cache
+from collectives.transport import compiled_exchange
 
 OPERATIONS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
 COUNTS = (1, 2, 7, 14, 100, 1001)  # elements, beside the flag and in a cell
@@ -21,7 +22,7 @@ COUNTS = (1, 2, 7, 14, 100, 1001)  # elements, beside the flag and in a cell
 @pytest.fixture
 def quick(world, monkeypatch):
     """A communicator that compiles what it does for the third time."""
-    monkeypatch.setattr(kept, "WORTH_COMPILING", 2)
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2)
     with Communicator(world) as comm:
         yield comm
 
@@ -30,13 +31,13 @@ def quick(world, monkeypatch):
 def slow(world):
     """One that never gets so far."""
     with Communicator(world) as comm:
-        comm._plans.kept._repeats = -(10**9)
+        comm._planner.cache._repeats = -(10**9)
         yield comm
 
 
 def swaps(comm):
     """Whether calls of two ranks are swaps, and compiled ones."""
-    return comm.Get_size() == 2 and comm._plans.node is not None and compiled.available()
+    return comm.Get_size() == 2 and comm._planner.node is not None and compiled_exchange.available()
 
 
 def extremes(rank, count, dtype):
@@ -52,7 +53,7 @@ def extremes(rank, count, dtype):
     return np.resize(np.roll(np.repeat(few, len(few)) if rank % 2 else np.tile(few, len(few)), rank // 2), count)
 
 
-@pytest.mark.parametrize("dtype", sorted(map(str, compiled.DTYPES)))
+@pytest.mark.parametrize("dtype", sorted(map(str, compiled_exchange.DTYPES)))
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_same_bits(quick, slow, name, dtype):
     op, rank = getattr(MPI, name), quick.Get_rank()
@@ -71,10 +72,10 @@ def test_the_same_bits(quick, slow, name, dtype):
                     quick.Reduce(mine, total if rank == root else None, op, root)
                     assert rank != root or total.tobytes() == model.tobytes() or quick.Get_size() > 2
     if swaps(quick):
-        assert any(key[0] == "allreduce" for key in quick._plans.kept.quick)
+        assert any(key[0] == "allreduce" for key in quick._planner.cache.compiled)
 
 
-@pytest.mark.parametrize("dtype", sorted(map(str, compiled.DTYPES)))
+@pytest.mark.parametrize("dtype", sorted(map(str, compiled_exchange.DTYPES)))
 def test_vectors_arrive(quick, dtype):
     rank, size = quick.Get_rank(), quick.Get_size()
     for count in COUNTS:
@@ -87,9 +88,9 @@ def test_vectors_arrive(quick, dtype):
 def test_nothing_is_compiled_before_it_is_worth_it(world, monkeypatch):
     """Loading numba takes longer than the first hundred calls."""
     asked = []
-    monkeypatch.setattr(compiled, "swap", asked.append)
+    monkeypatch.setattr(compiled_exchange, "swap", asked.append)
     with Communicator(world) as comm:
-        for _ in range(kept.WORTH_COMPILING // 2 - 1):
+        for _ in range(program_cache.COMPILE_AFTER // 2 - 1):
             comm.Allreduce(np.ones(3), np.ones(3))
             comm.Bcast(np.ones(3))
     assert not asked
@@ -159,7 +160,7 @@ def test_errors_are_the_same(quick, slow, wrong):
 
 
 def test_a_compiled_rank_and_one_that_is_not(world, monkeypatch):
-    monkeypatch.setattr(kept, "WORTH_COMPILING", 2 if world.Get_rank() % 2 else 10**9)
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", 2 if world.Get_rank() % 2 else 10**9)
     with Communicator(world) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for turn in range(60):
@@ -200,7 +201,7 @@ def test_late_peers(quick, late):
 @pytest.mark.parametrize("worth", [1, 10**9], ids=["compiled", "in Python"])
 def test_whoever_is_ahead_waits_for_room(world, monkeypatch, worth, count):
     """The root of broadcasts runs ahead until there is no room, and swaps then: nothing is lost."""
-    monkeypatch.setattr(kept, "WORTH_COMPILING", worth)
+    monkeypatch.setattr(program_cache, "COMPILE_AFTER", worth)
     with Communicator(world) as comm:
         rank, size = comm.Get_rank(), comm.Get_size()
         for ahead in range(6):

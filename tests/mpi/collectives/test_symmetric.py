@@ -2,6 +2,7 @@
 
 import gc
 import os
+import stat
 import time
 from itertools import cycle
 from pathlib import Path
@@ -9,15 +10,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from exchanges import ENTRIES, FORMS, TABLE, Exchange, Question, perform
 from mpi4py import MPI
+from support.exchange_cases import ENTRIES, FORMS, TABLE, Exchange, Question, perform
 
 from collectives import Communicator
-from collectives.runtime import call as calls
-from collectives.runtime import eager_buffers as slots
 from collectives.errors import InvalidArgument, OutOfMemory
-from collectives.transport import mailbox, shm
-from collectives.transport import shared_heap as heap
+from collectives.runtime import call as calls
+from collectives.runtime import eager_buffers
+from collectives.transport import mailbox, shared_heap, shm
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_filled_ones(own):
 
 def test_arrays_do_not_share_cache_lines(own):
     arrays = [own.empty(n, "u1") for n in (1, 0, 5, 129, 0, 3)]
-    lines = [{(a.ctypes.data + i) // heap.LINE for i in range(max(1, a.size))} for a in arrays]
+    lines = [{(a.ctypes.data + i) // shared_heap.LINE for i in range(max(1, a.size))} for a in arrays]
     assert sum(map(len, lines)) == len(set.union(*lines))
 
 
@@ -135,7 +135,7 @@ def test_what_a_cycle_holds_comes_back(own):
     del ring
     gc.collect()
     kept = [own.empty(500) for _ in range(20)]
-    gaps = own._plans.heap._gaps
+    gaps = own._planner.heap._gaps
     assert len(gaps) == 1 and all(a.size for a in kept)
     runs = gaps[0]._runs
     assert runs == sorted(runs) and all(low < high for low, high in runs)
@@ -143,7 +143,7 @@ def test_what_a_cycle_holds_comes_back(own):
 
 def test_a_thousand_allocations_leak_nothing(own):
     def state():
-        return len(os.listdir("/proc/self/fd")), len(own._plans.heap._mine)
+        return len(os.listdir("/proc/self/fd")), len(own._planner.heap._mine)
 
     own.empty(1000)
     before = state()
@@ -165,7 +165,7 @@ def test_nothing_is_mapped_after_the_end(world):
     before = mapped()
     comm = Communicator(world)
     array, other = comm.empty(300_000), comm.empty(300_000)
-    if comm.Get_size() > 1 and comm._plans.heap.shows(array.ctypes.data, array.nbytes):
+    if comm.Get_size() > 1 and comm._planner.heap.shows(array.ctypes.data, array.nbytes):
         assert mapped() > before
     comm.Allreduce(array, other)
     comm.Iallreduce(array, other).Wait()
@@ -239,7 +239,7 @@ def test_where_there_is_little_segments_are_not_generous(own, monkeypatch):
     own.empty(40 << 20, "u1")
     kept = own.empty(30 << 20, "u1")
     little = 12 << 20
-    monkeypatch.setattr(heap, "_available", lambda: little * own.Get_size())
+    monkeypatch.setattr(shared_heap, "_available", lambda: little * own.Get_size())
     assert summed(own, own.empty(11 << 20, "u1")) and summed(own, own.empty(11 << 20, "u1"))
     with pytest.raises(OutOfMemory, match="bytes left"):
         own.empty(50 << 20, "u1")
@@ -248,15 +248,15 @@ def test_where_there_is_little_segments_are_not_generous(own, monkeypatch):
 
 def test_who_asks_for_nothing_pays_nothing(own):
     own.empty(10 << 20 if own.Get_rank() == 0 else 0, "u1")
-    whole = sum(segment.memory.size for segment in own._plans.heap._mine)
-    assert whole == (10 << 20 if own.Get_rank() == 0 else heap.PAGE)
+    whole = sum(segment.memory.size for segment in own._planner.heap._mine)
+    assert whole == (10 << 20 if own.Get_rank() == 0 else shared_heap.PAGE)
 
 
 # ------------------------------------------------------------------------------------------ where nothing is shared
 
 
 def nothing_maps(monkeypatch):
-    monkeypatch.setattr(heap, "_map", lambda *_: None)
+    monkeypatch.setattr(shared_heap, "_map", lambda *_: None)
 
 
 def one_rank_cannot_map(monkeypatch):
@@ -274,13 +274,13 @@ def beside_rank_0(own):
 
 def somebody_else_s(monkeypatch):
     """The number of the process means another one here."""
-    map_ = heap._map
+    map_ = shared_heap._map
 
     def wrong(*arguments):
         found = map_(*arguments)
         return None if found is None else np.zeros_like(found)
 
-    monkeypatch.setattr(heap, "_map", wrong)
+    monkeypatch.setattr(shared_heap, "_map", wrong)
 
 
 def no_memfd(monkeypatch):
@@ -289,7 +289,7 @@ def no_memfd(monkeypatch):
 
 def an_old_kernel(monkeypatch):
     """One that does not know how to populate memory."""
-    monkeypatch.setattr(heap, "POPULATE", 9999)
+    monkeypatch.setattr(shared_heap, "POPULATE", 9999)
 
 
 POORER = [nothing_maps, one_rank_cannot_map, somebody_else_s, no_memfd, an_old_kernel]
@@ -300,13 +300,37 @@ POORER = [nothing_maps, one_rank_cannot_map, somebody_else_s, no_memfd, an_old_k
 def test_where_memory_cannot_be_shared_all_works(own, monkeypatch, poorer, reads):
     shows = poorer is an_old_kernel or (poorer is one_rank_cannot_map and not beside_rank_0(own))
     poorer(monkeypatch)
-    if own._plans.node is not None and not reads:
-        own._plans.node.reads = False
+    if own._planner.node is not None and not reads:
+        own._planner.node.reads = False
     for n in (10, 3000, 200_000):
         mine, total = own.full(n, 1.0), own.empty(n)
         own.Allreduce(mine, total)
         assert (total == own.Get_size()).all()
-        assert own._plans.heap.shows(mine.ctypes.data, mine.nbytes) == shows
+        assert own._planner.heap.shows(mine.ctypes.data, mine.nbytes) == shows
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="a system without memfd")
+def test_no_process_can_shorten_the_memory_of_another(own, monkeypatch):
+    """Its owner would be killed by SIGBUS. The modes are the user's alone."""
+    made, make = [], shared_heap._make
+
+    def noted(nbytes):
+        descriptor, memory = make(nbytes)
+        made.append(os.dup(descriptor))
+        return descriptor, memory
+
+    monkeypatch.setattr(shared_heap, "_make", noted)
+    array = own.full(100_000, 1.0)
+    (descriptor,) = made
+    try:
+        size = os.fstat(descriptor).st_size
+        assert size >= array.nbytes and stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
+        for length in (0, size - 4096, size + 4096):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, length)
+    finally:
+        os.close(descriptor)
+    assert summed(own, array)
 
 
 def test_where_ranks_share_nothing(world):
@@ -351,7 +375,7 @@ def pool(comm, blocks, nbytes):
     return lambda wanted: arrays.pop() if wanted <= nbytes and arrays else None
 
 
-LIMITS = (mailbox.INLINE, slots.SLOT, shm.SEEN, slots.SWAPPED, mailbox.CELL, shm.STREAMED)
+LIMITS = (mailbox.INLINE, eager_buffers.SLOT, shm.SEEN, eager_buffers.SWAPPED, mailbox.CELL, shm.STREAMED)
 
 
 def mixed(comm, which, line, n, dtype, root, in_place):
@@ -403,22 +427,22 @@ def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm):
 def arriving(request):
     """Messages that come to this rank over shared memory in a bound program."""
     owners = [getattr(call, "__self__", None) for call in request.program.calls]
-    return len({id(owner) for owner in owners if isinstance(owner, shm._Arriving)})
+    return len({id(owner) for owner in owners if isinstance(owner, shm._EagerRecv)})
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 @pytest.mark.parametrize("plain", ["none", "rank 0's", "all"])
 def test_what_all_see_is_not_cut_if_all_know(own, plain, in_place):
     """A single array of another kind, and the messages of all ranks are cut alike."""
-    rank, size, node = own.Get_rank(), own.Get_size(), own._plans.node
+    rank, size, node = own.Get_rank(), own.Get_size(), own._planner.node
     mine, total = own.full(100_000, 1.0, "f"), own.full(100_000, 1.0, "f")
-    shared = size > 1 and node is not None and node.reads and own._plans.heap.shows(total.ctypes.data, total.nbytes)
+    shared = size > 1 and node is not None and node.reads and own._planner.heap.shows(total.ctypes.data, total.nbytes)
     seen = own.allreduce(shared, MPI.LAND) and plain == "none"
     if plain == "all" or (plain == "rank 0's" and rank == 0):
         total = total.copy()
     arguments = MPI.IN_PLACE if in_place else mine, total
-    sight = own._plans.sight(calls.allreduce(*arguments, MPI.SUM, rank, size))
-    assert sight.seen == seen and (sight.in_place == in_place or not seen)
+    sight = own._planner.visibility(calls.allreduce(*arguments, MPI.SUM, rank, size))
+    assert sight.shared == seen and (sight.in_place == in_place or not seen)
     request = own.Allreduce_init(*arguments, algorithm="ring")
     if node is not None and own.nodes is None:
         assert (arriving(request) == 2 * (size - 1)) == (seen or size == 1)
@@ -442,8 +466,8 @@ def weakly_ordered(node):
 @pytest.mark.parametrize("method", ["Allreduce", "Bcast", "Allgather", "Alltoall"])
 def test_on_other_machines(own, method, other):
     """Where the kernel lets no rank read another's memory, and where processors order stores weakly."""
-    if own._plans.node is not None:
-        other(own._plans.node)
+    if own._planner.node is not None:
+        other(own._planner.node)
     line, size, kinds = TABLE[method], own.Get_size(), cycle(memories(own))
     for number, nbytes in enumerate((8, *LIMITS, 1_500_000)[:: 1 if size <= 3 else 3]):
         exchange = mixed(own, next(kinds), line, nbytes // 4 + 1, "f", number % size, line.in_place and number % 2)
@@ -453,8 +477,8 @@ def test_on_other_machines(own, method, other):
 @pytest.mark.parametrize("form", FORMS)
 def test_elements_larger_than_a_cell_where_nothing_can_be_read(own, form):
     """They cannot be cut, and no cell holds them."""
-    if own._plans.node is not None:
-        cannot_read(own._plans.node)
+    if own._planner.node is not None:
+        cannot_read(own._planner.node)
     datatype = MPI.DOUBLE.Create_contiguous(40_000).Commit()
     op = MPI.Op.Create(add_doubles, commute=True)
     rank, size = own.Get_rank(), own.Get_size()

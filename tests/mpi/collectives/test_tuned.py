@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import tune
 from collectives import Communicator
+from collectives.cli import tune
 from collectives.runtime import native
-from collectives.selection import timing_file as tuning
-from collectives.selection.timing_table import NATIVE, Choice, Key, Table, shape
+from collectives.selection import timing_file
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable, shape
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def place(world):
 
 def table(world, place, fastest, collective="allreduce", form="blocking"):
     """One in which `fastest` always is, and linear comes next."""
-    row = {Choice("linear"): 2e-6, Choice("mst"): 3e-6} | {fastest: 1e-6}
-    return Table(entries={Key(collective, form, world.Get_size(), place): {8: row, 1 << 24: row}})
+    row = {AlgorithmChoice("linear"): 2e-6, AlgorithmChoice("mst"): 3e-6} | {fastest: 1e-6}
+    return TimingTable(entries={TimingKey(collective, form, world.Get_size(), place): {8: row, 1 << 24: row}})
 
 
 def total(comm, dtype="d", n=4, **keywords):
@@ -39,7 +39,9 @@ def total(comm, dtype="d", n=4, **keywords):
     assert (result == size * (size + 1) // 2).all()
 
 
-@pytest.mark.parametrize("fastest", [Choice("mst", 2), Choice("ring"), Choice(NATIVE)], ids=str)
+@pytest.mark.parametrize(
+    "fastest", [AlgorithmChoice("mst", 2), AlgorithmChoice("ring"), AlgorithmChoice(NATIVE)], ids=str
+)
 def test_auto_takes_what_was_measured(world, place, fastest):
     with Communicator(world, tuning=table(world, place, fastest)) as comm:
         assert comm.choice("allreduce", 64)[:2] == fastest
@@ -51,7 +53,7 @@ def test_auto_takes_what_was_measured(world, place, fastest):
 
 
 def test_native_is_not_taken_for_what_mpi_cannot_do(world, place):
-    with Communicator(world, tuning=table(world, place, Choice(NATIVE))) as comm:
+    with Communicator(world, tuning=table(world, place, AlgorithmChoice(NATIVE))) as comm:
         assert comm.choice("allreduce", 8)[0] == NATIVE
         for dtype in ("e", "d"):
             for _ in range(2):
@@ -65,7 +67,7 @@ def test_native_is_not_taken_for_what_mpi_cannot_do(world, place):
 def test_native_is_not_promised_where_this_mpi_is_unsound(world, place, monkeypatch):
     """`choice` says what a call takes."""
     everything, mine = np.empty(2 * world.Get_size()), np.arange(2.0)
-    with Communicator(world, tuning=table(world, place, Choice(NATIVE), "allgather", "persistent")) as comm:
+    with Communicator(world, tuning=table(world, place, AlgorithmChoice(NATIVE), "allgather", "persistent")) as comm:
         vendor = MPI.get_vendor()[0]
         monkeypatch.setattr(native, "UNSOUND", {})
         assert comm.choice("allgather", everything.nbytes, form="persistent")[0] == NATIVE
@@ -81,7 +83,7 @@ def test_native_is_not_promised_where_this_mpi_is_unsound(world, place, monkeypa
 def test_ranks_may_hold_their_data_differently(world, place):
     """Half of them a column, which is packed first: the choice is the same on all."""
     rank, size = world.Get_rank(), world.Get_size()
-    with Communicator(world, tuning=table(world, place, Choice(NATIVE), "broadcast")) as comm:
+    with Communicator(world, tuning=table(world, place, AlgorithmChoice(NATIVE), "broadcast")) as comm:
         column = MPI.INT.Create_vector(6, 1, 4).Commit()
         for root in range(size):
             buffer = np.full((6, 4), rank, "i4") if rank % 2 else np.full(6, rank, "i4")
@@ -91,7 +93,7 @@ def test_ranks_may_hold_their_data_differently(world, place):
 
 
 def test_others_go_on_while_auto_waits_inside_mpi(world, place):
-    with Communicator(world, tuning=table(world, place, Choice(NATIVE))) as comm:
+    with Communicator(world, tuning=table(world, place, AlgorithmChoice(NATIVE))) as comm:
         sums = np.empty(4)
         for _ in range(5):
             request = comm.Iallreduce(np.ones(4), sums, algorithm="linear")
@@ -105,7 +107,7 @@ def test_others_go_on_while_auto_waits_inside_mpi(world, place):
 def test_what_rank_0_finds_counts_for_all(world, folder, place):
     """Every rank names a file of its own: one good, others missing, broken, or saying something else."""
     rank = world.Get_rank()
-    tuning.write(folder / f"{rank}.json", table(world, place, Choice("mst" if rank == 0 else "ring")))
+    timing_file.write(folder / f"{rank}.json", table(world, place, AlgorithmChoice("mst" if rank == 0 else "ring")))
     if rank == 1:
         (folder / "1.json").write_text("{")
     if rank == 2:
@@ -139,20 +141,22 @@ def test_a_broken_table_is_told_of_once_and_everything_works(world, folder):
         total(comm)
 
 
-def test_the_tuner_makes_a_table_that_is_taken(world, folder, place):
+@pytest.mark.parametrize(
+    "names", ["allreduce,barrier", pytest.param("allreduce,broadcast,barrier,gatherv", marks=pytest.mark.full)]
+)
+def test_the_tuner_makes_a_table_that_is_taken(world, folder, place, names):
     path = folder / "table.json"
-    names = "allreduce,broadcast,barrier,gatherv"
     words = ["--collective", names, "--sizes", "8,1K,128K", "--seconds", "0", "--iterations", "5", "--table", str(path)]
     args = tune.parse(words)
-    made, wins, wrong = tune.tune(args, Table())
+    made, wins, wrong = tune.tune(args, TimingTable())
     world.Barrier()
     assert wrong == 0
-    assert sum(wins.values()) == 3 * 3 + 1
-    assert tuning.read(path) == made
+    assert sum(wins.values()) == 3 * names.count(",") + 1  # a barrier has one size
+    assert timing_file.read(path) == made
     size = world.Get_size()
     for collective in names.split(","):
-        rows = made.entries[Key(collective, "blocking", size, place)]
-        assert all(Choice(NATIVE) in row and len(row) >= 2 for row in rows.values())
+        rows = made.entries[TimingKey(collective, "blocking", size, place)]
+        assert all(AlgorithmChoice(NATIVE) in row and len(row) >= 2 for row in rows.values())
     with Communicator(world, tuning=path) as comm:
         for nbytes in (8, 1024, 4096, 1 << 17):
             chosen = comm.choice("allreduce", nbytes)
@@ -160,11 +164,11 @@ def test_the_tuner_makes_a_table_that_is_taken(world, folder, place):
             total(comm, n=nbytes // 8)
         assert comm.choice("barrier", 0).source == "measured"
     again, *_ = tune.tune(tune.parse([*words[:2], "--sizes", "64", *words[4:]]), made)
-    assert list(again.entries[Key("allreduce", "blocking", size, place)])[:2] == [8, 64]
+    assert list(again.entries[TimingKey("allreduce", "blocking", size, place)])[:2] == [8, 64]
 
 
 def test_the_tuner_measures_other_forms(world, folder, place):
     path = folder / "forms.json"
     words = ["--collective", "allreduce", "--sizes", "64", "--seconds", "0", "--iterations", "3", "--table", str(path)]
-    made, *_ = tune.tune(tune.parse([*words, "--form", "nonblocking"]), Table())
-    assert list(made.entries) == [Key("allreduce", "nonblocking", world.Get_size(), place)]
+    made, *_ = tune.tune(tune.parse([*words, "--form", "nonblocking"]), TimingTable())
+    assert list(made.entries) == [TimingKey("allreduce", "nonblocking", world.Get_size(), place)]

@@ -5,24 +5,28 @@ from functools import partial
 import numpy as np
 import pytest
 from mpi4py import MPI
-from wires import CONTRACT
+from support.transport_contract import CONTRACT
 
-from collectives.buffers import view
+from collectives.buffers.memory import view
 from collectives.transport import shm
-from collectives.transport.shared_heap import Heap
-from collectives.transport.mailbox import Node
-from collectives.transport.mpi import Immediate, Persistent
-from collectives.transport.shm import Nearest, Shared
-from collectives.transport.wire import Piece
+from collectives.transport.mailbox import NodeMemory
+from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
+from collectives.transport.shared_heap import SharedHeap
+from collectives.transport.shm import NodeAwareTransport, SharedMemoryTransport
+from collectives.transport.wire import Iovec
 
 WIRES = {
-    "persistent": lambda comm, node: Persistent(comm, 3),
-    "immediate": lambda comm, node: Immediate(comm),
-    "shared": lambda comm, node: Nearest(Shared(node, 1, {}), Persistent(comm, 3)),
-    "weakly ordered": lambda comm, node: Nearest(Shared(fenced(node), 1, {}), Persistent(comm, 3)),
-    "symmetric": lambda comm, node: Told(node, Nearest(Shared(unreadable(node), 1, {}), Persistent(comm, 3))),
+    "persistent": lambda comm, node: PersistentTransport(comm, 3),
+    "immediate": lambda comm, node: ImmediateTransport(comm),
+    "shared": lambda comm, node: NodeAwareTransport(SharedMemoryTransport(node, 1, {}), PersistentTransport(comm, 3)),
+    "weakly ordered": lambda comm, node: NodeAwareTransport(
+        SharedMemoryTransport(fenced(node), 1, {}), PersistentTransport(comm, 3)
+    ),
+    "symmetric": lambda comm, node: Told(
+        node, NodeAwareTransport(SharedMemoryTransport(unreadable(node), 1, {}), PersistentTransport(comm, 3))
+    ),
     "symmetric, weakly ordered": lambda comm, node: Told(
-        node, Nearest(Shared(unreadable(fenced(node)), 1, {}), Persistent(comm, 3))
+        node, NodeAwareTransport(SharedMemoryTransport(unreadable(fenced(node)), 1, {}), PersistentTransport(comm, 3))
     ),
 }
 
@@ -54,23 +58,23 @@ class Told:
         self._wire, self._room, self._used = wire, node.heap.allocate(1 << 23), 0
         self._copies, self._messages = {}, []
 
-    def send(self, peer, pieces, stays=True):
+    def send(self, peer, pieces, stable=True):
         copies, seen = [], []
         for address, nbytes in pieces:
             array = self._room[self._used : self._used + nbytes]
             self._used += nbytes
             copies.append(partial(np.copyto, array, view(address, nbytes, np.dtype(np.uint8))))
-            seen.append(Piece(array.ctypes.data, nbytes))
-        message = self._wire.send(peer, seen, stays)
-        near = self._wire.grain(peer, 0) is not None
-        assert isinstance(message, shm._Told) or not near or not sum(nbytes for _, nbytes in pieces)
+            seen.append(Iovec(array.ctypes.data, nbytes))
+        message = self._wire.send(peer, seen, stable)
+        near = self._wire.split_size(peer, 0) is not None
+        assert isinstance(message, shm._RendezvousSend) or not near or not sum(nbytes for _, nbytes in pieces)
         self._copies[id(message)] = copies  # an MPI request cannot be a key
         self._messages.append(message)
         return message
 
-    def starting(self, messages):
+    def start_calls(self, messages):
         copies = [copy for message in messages for copy in self._copies.get(id(message), ())]
-        return [*copies, *self._wire.starting(messages)]
+        return [*copies, *self._wire.start_calls(messages)]
 
     def __getattr__(self, name):
         return getattr(self._wire, name)
@@ -83,8 +87,8 @@ def test_contract(world, monkeypatch, kind, program):
         monkeypatch.setattr(shm, "SEEN", 1)
     own = world.Dup()
     neighbours = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED))
-    heap = Heap(own, neighbours)
-    node = Node(neighbours, own.Get_rank(), heap)
+    heap = SharedHeap(own, neighbours)
+    node = NodeMemory(neighbours, own.Get_rank(), heap)
     wire = WIRES[kind](own, node)
     program(world.rank, world.size, wire)
     wire.free()

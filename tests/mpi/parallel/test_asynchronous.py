@@ -2,22 +2,24 @@
 
 import numpy as np
 import pytest
-import tiny
-from states import differing, whole
+from support import tiny_models
+from support.training_states import differing, whole
 
-from parallel.runtime.consistency_check import StepFailed
+from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.optim.optimizers import LAMB, SGD, AdamW
-from parallel.pipeline.asynchronous_pipeline import Asynchronous, intervals_of
-from parallel.pipeline.engine import Pipeline
-from parallel.pipeline.schedule.truncate import fewer
+from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
+from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.truncate import truncate
+from parallel.pipeline.stage_params import intervals_of
+from parallel.runtime.consistency_check import StepFailed
 
 SCHEDULES = ["pipedream", "pipedream-2bw"]
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
-class Watched(tiny.Dense):
+class Watched(tiny_models.Dense):
     """Remembers the weights with which it went forward and backward."""
 
     def __init__(self, inputs, outputs):
@@ -40,8 +42,8 @@ def model(stages):
 
 def engine(comm, schedule, microbatches, made=None, optimizer=None, **settings):
     made, optimizer = made or model(comm.size), optimizer or SGD(rate=0.05)
-    plan = {"schedule": schedule, "mesh": f"pp={comm.size}", "microbatches": microbatches}
-    return Asynchronous(made, tiny.Squares(), comm, optimizer, **plan, **settings)
+    plan = {"layout": f"pp:{schedule}", "mesh": f"pp={comm.size}", "microbatches": microbatches}
+    return AsynchronousPipeline(made, tiny_models.Squares(), comm, optimizer, Settings(**plan, **settings))
 
 
 def version_of(schedule, stage, stages, number):
@@ -58,7 +60,7 @@ def test_forward_and_backward_use_the_version_that_is_predicted(comm, schedule):
     with engine(comm, schedule, count, net) as made:
         mine = net.items[made.cuts[stage]]
         first = mine.weight.data.copy()
-        made.step(tiny.batches(made.share(count)))
+        made.step(tiny_models.batches(made.share(count)))
         by_kind = {kind: [seen for one, seen in mine.seen if one == kind] for kind in "FB"}
         assert len(by_kind["F"]) == len(by_kind["B"]) == count
         wanted = [version_of(schedule, stage, stages, number) for number in range(count)]
@@ -83,21 +85,21 @@ def test_twice_the_same_bits_and_learning(comm, schedule, optimizer):
     found = []
     for _ in range(2):
         with engine(comm, schedule, 8, optimizer=optimizer) as made:
-            reports = [made.step(tiny.batches(made.share(count), 0)) for count in (8, 8, 5, 8)]
+            reports = [made.step(tiny_models.batches(made.share(count), 0)) for count in (8, 8, 5, 8)]
             found.append(whole(comm, made))
             assert reports[-1].loss < reports[0].loss
             assert all(report.norm is None and not report.skipped for report in reports)
             assert dict(made.ledger.allocated) == dict(made.ledger.predicted)
             assert len(set(comm.allgather(made.updates))) == 1
-            assert made.evaluate(tiny.batches(made.share(3), 9)).count == 15
+            assert made.evaluate(tiny_models.batches(made.share(3), 9)).count == 15
     assert differing(*found) == []
 
 
 def test_updates_of_a_line():
     plan = build("pipedream-2bw", 2, 2, steps=3)
     assert intervals_of(plan.actions[0]) == [[0, 1], [2, 3], [4, 5]]
-    assert intervals_of(fewer(plan, 5).actions[1]) == [[0, 1], [2, 3], [4]]
-    assert intervals_of(fewer(plan, 0).actions[1]) == []
+    assert intervals_of(truncate(plan, 5).actions[1]) == [[0, 1], [2, 3], [4]]
+    assert intervals_of(truncate(plan, 0).actions[1]) == []
 
 
 @schedules
@@ -111,11 +113,11 @@ def test_a_stage_that_fails(comm, schedule):
         if comm.Get_rank() == comm.size - 1:
             net.items[-1].forward = fail
         with pytest.raises(StepFailed, match=r"made before stay; .*the unit has had enough"):
-            made.step(tiny.batches(made.share(8)))
+            made.step(tiny_models.batches(made.share(8)))
         assert len(set(comm.allgather(made.updates))) == 1
         if comm.Get_rank() == comm.size - 1:
             del net.items[-1].forward
-        assert made.step(tiny.batches(made.share(8))).count == 40
+        assert made.step(tiny_models.batches(made.share(8))).count == 40
 
 
 @pytest.mark.parametrize(
@@ -130,17 +132,21 @@ def test_what_cannot_be(comm, settings, told):
     settings = {name: value.format(comm.size) if name == "mesh" else value for name, value in settings.items()}
     if "mesh" in settings and comm.size == 1:
         pytest.skip("one rank has no replicas")
-    plan = {"schedule": "pipedream", "mesh": f"pp={comm.size}", "microbatches": 8, **settings}
+    plan = {"layout": "pp:pipedream", "mesh": f"pp={comm.size}", "microbatches": 8, **settings}
     with pytest.raises(ValueError, match=told):
-        Asynchronous(model(comm.size), tiny.Squares(), comm, SGD(rate=0.1), **plan)
+        AsynchronousPipeline(model(comm.size), tiny_models.Squares(), comm, SGD(rate=0.1), Settings(**plan))
 
 
 def test_the_other_engine(comm):
     plan = {"mesh": f"pp={comm.size}", "microbatches": 8}
     with pytest.raises(ValueError, match="it is for Asynchronous"):
-        Pipeline(model(comm.size), tiny.Squares(), comm, SGD(rate=0.1), schedule="pipedream", **plan)
-    with pytest.raises(ValueError, match=r"it is for Pipeline|gpipe ends a step before the next"):
-        Asynchronous(model(comm.size), tiny.Squares(), comm, SGD(rate=0.1), schedule="gpipe", **plan)
+        Pipeline(model(comm.size), tiny_models.Squares(), comm, SGD(rate=0.1), Settings(layout="pp:pipedream", **plan))
+    with pytest.raises(ValueError, match=r"it is for Pipeline|gpipe flushes after every step"):
+        AsynchronousPipeline(
+            model(comm.size), tiny_models.Squares(), comm, SGD(rate=0.1), Settings(layout="pp:gpipe", **plan)
+        )
     if comm.size > 1:
         with pytest.raises(ValueError, match="belongs to several"):
-            Asynchronous(tiny.model(), tiny.Squares(), comm, SGD(rate=0.1), schedule="pipedream", **plan)
+            AsynchronousPipeline(
+                tiny_models.model(), tiny_models.Squares(), comm, SGD(rate=0.1), Settings(layout="pp:pipedream", **plan)
+            )

@@ -1,14 +1,13 @@
 """A checkpoint knows no layout: it is written by all ranks, read by any, and refused by all at once."""
 
-
 import numpy as np
 import pytest
 
 pytest.importorskip("safetensors")
 
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, tensors_in
-from parallel.layouts import LAYOUTS
-from parallel.settings import complete
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.settings import complete
 from parallel.trainer.trainer import Training
 
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "micro_batch": 5, "dropout": 0.1, "steps": 6}
@@ -128,7 +127,7 @@ def test_a_rank_that_cannot_write_fails_all(world, comm, folder, monkeypatch):
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("parallel.checkpoint.checkpoint_files.Writer", full)
+        monkeypatch.setattr("parallel.checkpoint.checkpoint_files.SafetensorsWriter", full)
     with Training(complete(SAID), comm) as training:
         training.engine.steps = 7
         if world.Get_size() <= 4:  # there is a tensor for each rank

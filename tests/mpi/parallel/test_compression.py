@@ -4,23 +4,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 from mpi4py import MPI
+from support import tiny_models
 
 from collectives import Communicator
-from collectives.compressed import compression_model as worthwhile
-from collectives.compressed import Hierarchical, Quantised, Segmented
+from collectives.compressed import HierarchicalAllreduce, QuantCodec, SegmentedAllreduce, compression_model
+from collectives.compressed.compression_model import CompressionForecast, LinkCost, crowding, forecast
 from collectives.runtime.requests import wait_all
-from collectives.compressed.compression_model import Forecast, Wire, crowding, forecast
-from parallel.checkpoint import checkpoint_files as checkpoint
-from parallel.data_parallel.grad_bucket import Bucket
+from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint
-from parallel.grad_compression import COMPRESSORS, auto, parse
-from parallel.grad_compression.signs import Signs
+from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.engine.data_parallel_engine import Engine
-from parallel.nn.flat_params import Flat
-from parallel.runtime.consistency_check import StepFailed
+from parallel.engine.settings import Settings
+from parallel.grad_compression import COMPRESSORS, auto_select, parse
+from parallel.grad_compression.signs import SignCompressor
+from parallel.nn.flat_params import FlatParams
 from parallel.optim.optimizers import SGD
+from parallel.runtime.consistency_check import StepFailed
 from quant import grouped
 
 HOWS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "topk:1", "powersgd:1", "powersgd:3")
@@ -39,7 +39,7 @@ def test_every_compressor_is_here():
 
 def bucket(comm):
     """All of a small model."""
-    return Bucket(0, Flat(tiny.model()).places, comm.size, comm.rank)
+    return GradBucket(0, FlatParams(tiny_models.model()).places, comm.size, comm.rank)
 
 
 def filled(of, seed):
@@ -95,7 +95,7 @@ def test_what_is_not_fed_back_is_not_kept(comm, how):
     with engine(comm, how) as made:
         train(made, range(2))
         for sum_ in made._gradients.sums:
-            assert (sum_.lost is not None) == sum_.compressor.feedback == parse(how).feedback
+            assert (sum_.residual is not None) == sum_.compressor.feedback == parse(how).feedback
             assert (sum_._before is not None) == sum_.compressor.feedback
 
 
@@ -128,7 +128,7 @@ def test_a_matrix_of_low_rank_is_carried_whole(comm):
 
 
 def test_signs_are_a_bit_and_a_scale_for_every_block():
-    codec = Signs()
+    codec = SignCompressor()
     for count in (0, 1, 255, 256, 257, 1000):
         x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
         wire, out = np.zeros(codec.nbytes(count), np.uint8), np.empty(count, np.float32)
@@ -165,7 +165,7 @@ def test_the_size_of_signs_is_that_of_elements_and_not_of_what_fills_the_block(c
 
 
 def test_a_block_that_is_not_finite_stays_so():
-    codec, x = Signs(), np.ones(512, np.float32)
+    codec, x = SignCompressor(), np.ones(512, np.float32)
     x[300] = np.nan
     wire, out = np.zeros(codec.nbytes(512), np.uint8), np.empty(512, np.float32)
     codec.encode(x, wire)
@@ -200,7 +200,9 @@ def test_what_makes_no_sense_is_refused(how, words):
 def engine(comm, how, layout="dp", **settings):
     settings = {"first_bytes": 1, "bucket_bytes": 5000, **settings}
     optimizer = SGD(rate=0.05, momentum=0.9)
-    return Engine(tiny.model(), tiny.Squares(), comm, optimizer, layout=layout, compress=how, **settings)
+    return Engine(
+        tiny_models.model(), tiny_models.Squares(), comm, optimizer, Settings(layout=layout, compress=how, **settings)
+    )
 
 
 def parameters(made):
@@ -208,7 +210,7 @@ def parameters(made):
 
 
 def train(made, steps):
-    return [made.step(tiny.batches(made.share(4), 0)).loss for _ in steps]
+    return [made.step(tiny_models.batches(made.share(4), 0)).loss for _ in steps]
 
 
 @pytest.mark.parametrize("how,layout", [*((how, "dp") for how in HOWS), ("int8", "dp-naive"), ("sign", "dp-bucket")])
@@ -229,7 +231,7 @@ def test_a_restart_goes_on_bit_for_bit(comm, how, tmp_path_factory):
     folder = comm.bcast(str(tmp_path_factory.mktemp("here")) if comm.rank == 0 else None)
     with engine(comm, how) as made:
         train(made, range(5))
-        path = checkpoint.save(comm, Path(folder), 5, made.stretches(), {"engine": made.state()})
+        path = checkpoint_files.save(comm, Path(folder), 5, made.stretches(), {"engine": made.state()})
         went_on = train(made, range(5)), parameters(made)
     with engine(comm, how) as again:
         found = Checkpoint(comm, path)
@@ -248,9 +250,9 @@ def owed(comm, made):
     for sum_ in made._gradients.sums:
         for place in sum_.bucket.places:
             start = place.span.start - sum_.bucket.span.start
-            if sum_.lost is None:
+            if sum_.residual is None:
                 continue
-            total[place.parameter.name] = comm.allreduce(sum_.lost[start : start + place.size].astype("f8"))
+            total[place.parameter.name] = comm.allreduce(sum_.residual[start : start + place.size].astype("f8"))
     return total
 
 
@@ -258,7 +260,7 @@ def test_other_ranks_owe_as_much(comm, tmp_path_factory):
     folder = comm.bcast(str(tmp_path_factory.mktemp("here")) if comm.rank == 0 else None)
     with engine(comm, "sign") as made:
         train(made, range(5))
-        path = checkpoint.save(comm, Path(folder), 5, made.stretches(), {"engine": made.state()})
+        path = checkpoint_files.save(comm, Path(folder), 5, made.stretches(), {"engine": made.state()})
         before = owed(comm, made)
     with comm.Split(0 if comm.rank == 0 else 1) as few, engine(few, "topk:0.1") as other:
         found = Checkpoint(few, path)
@@ -276,7 +278,7 @@ def test_a_gradient_that_is_not_finite_ends_nothing_but_the_step(comm, how):
     with engine(comm, how) as made:
         train(made, range(3))
         before, due = parameters(made), owed(comm, made)
-        mine = tiny.batches(made.share(comm.size), 1)
+        mine = tiny_models.batches(made.share(comm.size), 1)
         huge = [(number, x, np.full_like(y, 3e38 if number == 0 else 1), samples) for number, x, y, samples in mine]
         with pytest.raises(StepFailed), np.errstate(all="ignore"):
             made.step(huge)
@@ -295,7 +297,7 @@ def test_a_step_that_the_loss_scale_skips_leaves_what_is_owed(comm, how):
         train(made, range(3))
         due, at = owed(comm, made), parameters(made)
         made.scaling.value = 2.0**30
-        skipped = made.step(tiny.batches(made.share(4), 0)).skipped
+        skipped = made.step(tiny_models.batches(made.share(4), 0)).skipped
         assert skipped and any(values.any() for values in due.values())
         for name, values in owed(comm, made).items():
             np.testing.assert_array_equal(values, due[name])
@@ -324,13 +326,13 @@ def test_auto_declines_within_a_node():
 
 def test_auto_takes_what_it_foresees_to_be_quickest_between_nodes(monkeypatch):
     """All ranks alike; what is measured is the machine's, so the forecasts are given."""
-    made_of = {8: Forecast(3.0, 1.0, 1.0), 4: Forecast(3.0, 0.5, 2.0)}
-    monkeypatch.setattr(auto, "forecast", lambda comm, count, codec, wire, feedback: made_of[codec.spec.bits])
+    made_of = {8: CompressionForecast(3.0, 1.0, 1.0), 4: CompressionForecast(3.0, 0.5, 2.0)}
+    monkeypatch.setattr(auto_select, "forecast", lambda comm, count, codec, wire, feedback: made_of[codec.spec.bits])
     nodes = list(range(MPI.COMM_WORLD.size))
     with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm:
-        found = auto.choose(comm, 1000)
-        made_of.update({8: Forecast(1.0, 1.0, 1.0), 4: Forecast(1.0, 1.0, 1.0)})
-        declined = auto.choose(comm, 1000)
+        found = auto_select.choose(comm, 1000)
+        made_of.update({8: CompressionForecast(1.0, 1.0, 1.0), 4: CompressionForecast(1.0, 1.0, 1.0)})
+        declined = auto_select.choose(comm, 1000)
     if comm.size > 1:
         assert found[0] == "int8" and "1e+03 ms of kernels" in found[1]
         assert declined[0] == "none" and declined[1].startswith("plain is quicker (int8")
@@ -342,14 +344,14 @@ def test_ranks_of_a_node_add_up_before_they_encode(monkeypatch):
     """With two ranks on a node, the leaders' sum; the forecast is of that too, and of what it takes within nodes."""
     nodes = [rank // 2 for rank in range(MPI.COMM_WORLD.size)]
     several = MPI.COMM_WORLD.size > 2
-    codec, wire = Quantised(grouped(8, 256, "fp32")), Wire(0, 1e-9)
+    codec, wire = QuantCodec(grouped(8, 256, "fp32")), LinkCost(0, 1e-9)
     with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm, engine(comm, "int8") as made:
         sums = [sum_.compressor._sum for sum_ in made._gradients.sums]
-        assert {type(each) for each in sums} == {Hierarchical if several else Segmented}
+        assert {type(each) for each in sums} == {HierarchicalAllreduce if several else SegmentedAllreduce}
         train(made, range(2))
         for each in sums:
             assert not several or (each._flat is None) == bool(comm.rank % 2)
-        monkeypatch.setattr(worthwhile, "fitted", lambda comm: Wire(0, 2e-9))
+        monkeypatch.setattr(compression_model, "fitted", lambda comm: LinkCost(0, 2e-9))
         found = forecast(comm, 1 << 20, codec, wire)
     inside = 4 * 2e-9 * (1 << 20) if several else 0
     assert found.messages == pytest.approx(1e-9 * codec.nbytes(1 << 20) + inside, rel=0.01)
@@ -357,11 +359,11 @@ def test_ranks_of_a_node_add_up_before_they_encode(monkeypatch):
 
 def test_noting_what_is_lost_takes_time_too(comm, monkeypatch):
     seconds = iter([1.0, 2.0, 4.0, 8.0] * 2)
-    monkeypatch.setattr(worthwhile, "_median", lambda run: next(seconds))
-    monkeypatch.setattr(worthwhile, "crowding", lambda nodes, cores: 1.0)
-    codec, twice = Quantised(grouped(8, 256, "fp32")), 1 + 1 / comm.size
+    monkeypatch.setattr(compression_model, "_median", lambda run: next(seconds))
+    monkeypatch.setattr(compression_model, "crowding", lambda nodes, cores: 1.0)
+    codec, twice = QuantCodec(grouped(8, 256, "fp32")), 1 + 1 / comm.size
     for feedback, noting in ((False, 0), (True, 10 * twice)):
-        made = forecast(comm, 100, codec, Wire(0, 0), feedback=feedback)
+        made = forecast(comm, 100, codec, LinkCost(0, 0), feedback=feedback)
         assert made.kernels == pytest.approx(twice + 4 + 2 + noting)
 
 
@@ -369,5 +371,5 @@ def test_kernels_take_longer_where_ranks_share_cores(comm):
     assert crowding([0, 0], [{0}, {1}]) == 1
     assert crowding([0, 0, 1, 1, 1, 1], [{0, 1}] * 6) == 2
     assert crowding([0, 1], [{0, 1, 2}, {0}]) == 1
-    made = forecast(comm, 1 << 12, Quantised(grouped(8, 256, "fp32")))
+    made = forecast(comm, 1 << 12, QuantCodec(grouped(8, 256, "fp32")))
     assert min(made.plain, made.messages) >= 0 and made.kernels > 0 and made.encoded == made.messages + made.kernels

@@ -4,21 +4,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiny
 from mpi4py import MPI
-from states import differing, whole
+from support import tiny_models
+from support.training_states import differing, whole
 
 from collectives import Communicator
 from parallel.engine.data_parallel_engine import Engine
-from parallel.runtime.consistency_check import Disagreement, Diverged, StepFailed
+from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.optim.optimizers import LAMB, SGD, AdamW
+from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.actions import BW, F
-from parallel.pipeline.engine import Pipeline
-from parallel.pipeline.schedule.stage_placement import loop
-from parallel.pipeline.schedule.pipeline_plan import Plan
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.pipeline.schedule.stage_placement import loop
+from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch, StepFailed
 
 STEPS = (6, 6, 5, 1)
 """Micro-batches of each step: as many as are planned, fewer, and fewer than there are replicas."""
@@ -51,18 +52,23 @@ def pipeline(comm, schedule="1f1b", mesh=None, model=None, optimizer=None, **set
     ranks = comm.Get_size()
     settings = {"first_bytes": 1, "bucket_bytes": 5000, "microbatches": MICROBATCHES, **settings}
     optimizer = optimizer or SGD(rate=0.05, momentum=0.9)
+    name, plan = (schedule, None) if isinstance(schedule, str) else ("1f1b", schedule)
     return Pipeline(
-        model or tiny.model(depth=2 * ranks), tiny.Squares(), comm, optimizer,
-        schedule=schedule, mesh=mesh or f"pp={ranks}", **settings,
+        model or tiny_models.model(depth=2 * ranks), tiny_models.Squares(), comm, optimizer,
+        Settings(layout=f"pp:{name}", mesh=mesh or f"pp={ranks}", **settings), plan,
     )  # fmt: skip
 
 
 def after(comm, made):
     """The state, the reports and an evaluation after some steps."""
     with made:
-        reports = [made.step(tiny.batches(made.share(count), step)) for step, count in enumerate(STEPS)]
+        reports = [made.step(tiny_models.batches(made.share(count), step)) for step, count in enumerate(STEPS)]
         assert dict(made.ledger.allocated) == dict(made.ledger.predicted)
-        return whole(comm, made), reports, made.evaluate(tiny.batches(made.share(7), 99), lambda scores, y: len(y))
+        return (
+            whole(comm, made),
+            reports,
+            made.evaluate(tiny_models.batches(made.share(7), 99), lambda scores, y: len(y)),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +80,13 @@ def reference(alone):
         key = depth, tuple(sorted(settings.items()))
         if key not in known:
             optimizer = SGD(rate=0.05, momentum=0.9)
-            made = Engine(tiny.model(depth=depth), tiny.Squares(), alone, optimizer, layout="dp-naive", **settings)
+            made = Engine(
+                tiny_models.model(depth=depth),
+                tiny_models.Squares(),
+                alone,
+                optimizer,
+                Settings(layout="dp-naive", **settings),
+            )
             known[key] = after(alone, made)
         return known[key]
 
@@ -103,7 +115,7 @@ def test_the_same_bits(comm, schedule, mesh, reference):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_same_bits_in_half_precision_and_recomputed(comm, schedule, precision, reference):
     settings = {"clip": 1.0, "reproducible": True, "precision": precision}
-    model = tiny.model(depth=2 * comm.size, recompute=True)
+    model = tiny_models.model(depth=2 * comm.size, recompute=True)
     expected = reference(2 * comm.size, **settings)
     same(after(comm, pipeline(comm, schedule, model=model, **settings)), expected)
     assert any(report.skipped for report in expected[1]) == (precision == "fp16")  # its first loss scale is too large
@@ -130,8 +142,16 @@ def test_uneven_parts(comm, schedule, tied, alone):
     depth = 2 * comm.size
     cuts = (0, *range(depth + 3 - parts, depth + 2), depth + 2)  # all but one of the parts have one unit
     assert len(cuts) == parts + 1
-    made = pipeline(comm, schedule, model=tiny.model(depth=depth, tied=tied), cuts=cuts, **settings)
-    other = Engine(tiny.model(depth=depth, tied=tied), tiny.Squares(), alone, SGD(rate=0.05, momentum=0.9), **settings)
+    made = pipeline(
+        comm, schedule, model=tiny_models.model(depth=depth, tied=tied), cuts=",".join(map(str, cuts)), **settings
+    )
+    other = Engine(
+        tiny_models.model(depth=depth, tied=tied),
+        tiny_models.Squares(),
+        alone,
+        SGD(rate=0.05, momentum=0.9),
+        Settings(**settings),
+    )
     same(after(comm, made), after(alone, other))
 
 
@@ -155,10 +175,10 @@ def test_the_same_bits_of_a_transformer(comm, schedule, alone):
         return transformer(30, 8, 2 * comm.size, 2, 16, dropout=0.2, recompute=recompute)
 
     settings = {"reproducible": True, "bucket_bytes": 4000, "first_bytes": 1000}
-    expected = trained(alone, Engine(model(False), SoftmaxCrossEntropy(), alone, LAMB(rate=0.01), **settings))
+    expected = trained(alone, Engine(model(False), SoftmaxCrossEntropy(), alone, LAMB(rate=0.01), Settings(**settings)))
     for mesh in MESHES[:2]:
-        plan = {"schedule": schedule, "mesh": mesh, "microbatches": 5}
-        made = Pipeline(model(True), SoftmaxCrossEntropy(), comm, LAMB(rate=0.01), **plan, **settings)
+        plan = {"layout": f"pp:{schedule}", "mesh": mesh, "microbatches": 5}
+        made = Pipeline(model(True), SoftmaxCrossEntropy(), comm, LAMB(rate=0.01), Settings(**plan, **settings))
         assert differing(trained(comm, made), expected) == []
 
 
@@ -175,23 +195,25 @@ def test_a_state_knows_no_layout(comm, mesh, alone):
         other.refresh()
 
     def replicas(seed):
-        model = tiny.model(depth=2 * comm.size)
-        return Engine(model, tiny.Squares(), comm, AdamW(rate=0.01), layout="dp", seed=seed, **settings)
+        model = tiny_models.model(depth=2 * comm.size)
+        return Engine(
+            model, tiny_models.Squares(), comm, AdamW(rate=0.01), Settings(layout="dp", seed=seed, **settings)
+        )
 
     def stages(seed):
         return pipeline(comm, "zb-h1", mesh, optimizer=AdamW(rate=0.01), seed=seed, **settings)
 
     with replicas(0) as one, stages(1) as two, replicas(2) as three:
-        one.step(tiny.batches(one.share(6), 0))
+        one.step(tiny_models.batches(one.share(6), 0))
         handed(one, two)
-        two.step(tiny.batches(two.share(6), 1))
+        two.step(tiny_models.batches(two.share(6), 1))
         handed(two, three)
-        three.step(tiny.batches(three.share(6), 2))
+        three.step(tiny_models.batches(three.share(6), 2))
         found = whole(comm, three)
-    model = tiny.model(depth=2 * comm.size)
-    with Engine(model, tiny.Squares(), alone, AdamW(rate=0.01), **settings) as made:
+    model = tiny_models.model(depth=2 * comm.size)
+    with Engine(model, tiny_models.Squares(), alone, AdamW(rate=0.01), Settings(**settings)) as made:
         for step in range(3):
-            made.step(tiny.batches(range(6), step))
+            made.step(tiny_models.batches(range(6), step))
         assert differing(found, whole(alone, made)) == []
 
 
@@ -201,7 +223,7 @@ def test_a_state_knows_no_layout(comm, mesh, alone):
 @schedules
 def test_messages_are_those_of_the_plan(comm, schedule):
     with pipeline(comm, schedule, trace=True) as made:
-        made.step(tiny.batches(made.share(MICROBATCHES)))
+        made.step(tiny_models.batches(made.share(MICROBATCHES)))
         planned = {peer: count for (stage, peer), count in made.plan.messages().items() if stage == comm.Get_rank()}
         assert dict(made.sent) == planned
         assert comm.Get_rank() not in made.sent
@@ -209,7 +231,7 @@ def test_messages_are_those_of_the_plan(comm, schedule):
         line = made.plan.actions[comm.Get_rank()]
         assert done == [str(action) for action in line if action.kind in ("F", "B", "W", "BW")]
         made.events.clear()
-        made.evaluate(tiny.batches(made.share(MICROBATCHES)))
+        made.evaluate(tiny_models.batches(made.share(MICROBATCHES)))
         assert all(event.name.startswith("evaluate ") for event in made.events if event.kind == "compute")
 
 
@@ -217,7 +239,7 @@ def test_sums_of_gradients_start_when_a_stage_is_through(comm):
     if comm.size % 2:
         pytest.skip("two replicas need an even number of ranks")
     with pipeline(comm, "gpipe", f"pp={comm.size // 2},dp=2", trace=True) as made:
-        made.step(tiny.batches(made.share(2 * MICROBATCHES)))
+        made.step(tiny_models.batches(made.share(2 * MICROBATCHES)))
         names = [(event.kind, event.name) for event in made.events]
         last = max(
             at for at, (kind, name) in enumerate(names) if kind == "compute" and name.endswith(f"BW{MICROBATCHES - 1}")
@@ -229,7 +251,7 @@ def test_sums_of_gradients_start_when_a_stage_is_through(comm):
 # ------------------------------------------------------------------------------------------ when something is wrong
 
 
-class Failing(tiny.Dense):
+class Failing(tiny_models.Dense):
     """Raises an exception in the motion that it is told."""
 
     when = ""
@@ -254,57 +276,57 @@ class Failing(tiny.Dense):
 @pytest.mark.parametrize("when", ["forward", "backward", "weights"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-v", "dualpipe"])
 def test_a_stage_that_fails(comm, schedule, when):
-    model = tiny.model(depth=2 * comm.size, tied=False)
+    model = tiny_models.model(depth=2 * comm.size, tied=False)
     middle = Failing(20, 20)
     model.items.insert(len(model.items) // 2, middle)
     with pipeline(comm, schedule, model=model, reproducible=True) as made:
-        made.step(tiny.batches(made.share(6), 0))
+        made.step(tiny_models.batches(made.share(6), 0))
         middle.when, before = when, whole(comm, made)
         with pytest.raises(StepFailed, match=r"nothing was updated; .*rank \d+: RuntimeError: the unit has had enough"):
-            made.step(tiny.batches(made.share(6), 1))
+            made.step(tiny_models.batches(made.share(6), 1))
         assert differing(whole(comm, made), before) == []
         middle.when = ""
-        made.step(tiny.batches(made.share(6), 2))
+        made.step(tiny_models.batches(made.share(6), 2))
         assert differing(whole(comm, made), before) != []
 
 
 def test_a_unit_whose_outline_is_wrong(comm):
-    class Odd(tiny.Dense):
+    class Odd(tiny_models.Dense):
         def forward(self, x, run):
             y, saved = super().forward(x, run)
             return y[:, :10], saved
 
-    model = tiny.model(depth=2 * comm.size, tied=False)
+    model = tiny_models.model(depth=2 * comm.size, tied=False)
     model.items[0] = Odd(7, 20)
     expected = "part 0 of the model makes" if comm.size > 1 else "matmul"
     cuts = (0, *range(1, comm.size), len(model.items))
-    with pipeline(comm, model=model, cuts=cuts) as made, pytest.raises(StepFailed, match=expected):
-        made.step(tiny.batches(made.share(6)))
+    with pipeline(comm, model=model, cuts=",".join(map(str, cuts))) as made, pytest.raises(StepFailed, match=expected):
+        made.step(tiny_models.batches(made.share(6)))
 
 
 def test_a_unit_without_an_outline(comm):
-    class Silent(tiny.Dense):
+    class Silent(tiny_models.Dense):
         def outline(self, x):
             raise NotImplementedError
 
-    model = tiny.model(depth=2 * comm.size, tied=False)
+    model = tiny_models.model(depth=2 * comm.size, tied=False)
     model.items[1] = Silent(20, 20)
     with pipeline(comm, model=model) as made, pytest.raises(StepFailed, match="has no outline"):
-        made.step(tiny.batches(made.share(6)))
+        made.step(tiny_models.batches(made.share(6)))
 
 
 def test_a_loss_that_is_no_number(comm):
     with pipeline(comm) as made:
-        bad = [(number, x * np.inf, y, samples) for number, x, y, samples in tiny.batches(made.share(6))]
+        bad = [(number, x * np.inf, y, samples) for number, x, y, samples in tiny_models.batches(made.share(6))]
         with pytest.raises(StepFailed, match="loss of micro-batch"):
             made.step(bad)
-        assert made.step(tiny.batches(made.share(6))).step == 0
+        assert made.step(tiny_models.batches(made.share(6))).step == 0
 
 
 def test_a_loss_scale_for_all(comm):
     """In fp16 a gradient that overflows on one stage makes all of them skip."""
     with pipeline(comm, precision="fp16") as made:
-        reports = [made.step(tiny.batches(made.share(6))) for _ in range(10)]
+        reports = [made.step(tiny_models.batches(made.share(6))) for _ in range(10)]
         assert reports[0].skipped and not reports[-1].skipped
         assert len(set(comm.allgather((made.scaling.value, made.updates)))) == 1
 
@@ -314,21 +336,21 @@ def test_weights_that_part(comm):
     if comm.size < 2:
         pytest.skip("one rank has nobody to part with")
     with pipeline(comm, "dualpipe", check_every=1) as made:
-        made.step(tiny.batches(made.share(6)))
+        made.step(tiny_models.batches(made.share(6)))
         if comm.Get_rank() == comm.size - 1:
             next(iter(made.stretches())).array[0] += 1
-        with pytest.raises(Diverged, match=f"of ranks? .*{comm.size - 1}|from that of rank {comm.size - 1}"):
-            made.step(tiny.batches(made.share(6)))
+        with pytest.raises(ParameterMismatch, match=f"of ranks? .*{comm.size - 1}|from that of rank {comm.size - 1}"):
+            made.step(tiny_models.batches(made.share(6)))
 
 
 def test_fewer_units_than_parts(comm):
     with pytest.raises(ValueError, match=r"stages: \d+ units cannot be cut in \d+ parts"):
-        pipeline(comm, "interleaved", model=tiny.model(depth=2 * comm.size - 2), virtual=3)
+        pipeline(comm, "interleaved", model=tiny_models.model(depth=2 * comm.size - 2), virtual=3)
 
 
 def test_more_micro_batches_than_planned(comm):
     with pipeline(comm) as made, pytest.raises(ValueError, match="expected at most 6 for each pipeline, found 7"):
-        made.step(tiny.batches(made.share(7)))
+        made.step(tiny_models.batches(made.share(7)))
 
 
 @pytest.mark.parametrize(
@@ -343,21 +365,22 @@ def test_a_mesh_without_a_meaning(comm, mesh, told):
 @pytest.mark.parametrize("cuts", [(0, 1), (0, 0, 1), (1, 2, 3), (0, 99)])
 def test_cuts_without_a_meaning(comm, cuts):
     with pytest.raises(ValueError, match="cuts: expected"):
-        pipeline(comm, cuts=cuts)
+        pipeline(comm, cuts=",".join(map(str, cuts)))
 
 
 def test_stages_with_other_micro_batches(comm):
     if comm.size == 1:
         pytest.skip("one stage has nobody to differ from")
     with pipeline(comm) as made, pytest.raises(ValueError, match="are stages of one pipeline and must have the same"):
-        made.step(tiny.batches(range(5 + (comm.Get_rank() == 1))))
+        made.step(tiny_models.batches(range(5 + (comm.Get_rank() == 1))))
 
 
 def test_models_that_differ(comm):
     if comm.size == 1:
         pytest.skip("one rank has nobody to differ from")
-    with pytest.raises(Disagreement, match="ranks differ"):
-        pipeline(comm, cuts=None if comm.Get_rank() else (0, *range(2, comm.size + 1), 2 * comm.size + 2))
+    with pytest.raises(RankMismatch, match="ranks differ"):
+        cuts = (0, *range(2, comm.size + 1), 2 * comm.size + 2)
+        pipeline(comm, cuts=None if comm.Get_rank() else ",".join(map(str, cuts)))
 
 
 def test_plans_that_do_not_work_out(comm):
@@ -365,11 +388,11 @@ def test_plans_that_do_not_work_out(comm):
     placement = loop(comm.size)
 
     def plan(lines):
-        return Plan("mine", placement, 2, tuple(map(tuple, lines)))
+        return PipelinePlan("mine", placement, 2, tuple(map(tuple, lines)))
 
     good = [[F(s, 0), F(s, 1), BW(s, 0), BW(s, 1)] for s in range(comm.size)]
     with pipeline(comm, plan(good), microbatches=2) as made:
-        assert made.step(tiny.batches(made.share(2))).count == 10
+        assert made.step(tiny_models.batches(made.share(2))).count == 10
     missing = [line if stage else line[:-1] for stage, line in enumerate(good)]
     with pytest.raises(ValueError, match="0B1 is missing; 0W1 is missing"):
         pipeline(comm, plan(missing), microbatches=2)
@@ -386,5 +409,5 @@ def test_what_was_held_is_given_back(comm):
     before = len(_open)
     for _ in range(3):
         with pipeline(comm, "dualpipe") as made:
-            made.step(tiny.batches(made.share(6)))
+            made.step(tiny_models.batches(made.share(6)))
     assert len(_open) == before

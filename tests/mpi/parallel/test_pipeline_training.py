@@ -2,11 +2,11 @@
 
 import pytest
 from mpi4py import MPI
-from states import differing, whole
+from support.training_states import differing, whole
 
 from collectives import Communicator
+from parallel.engine.settings import complete
 from parallel.pipeline.schedule.schedules import SCHEDULES
-from parallel.settings import complete
 from parallel.trainer.trainer import Training
 
 SAID = {"data": "copy", "model": "gpt:tiny", "length": 16, "batch": 16, "steps": 3, "dropout": 0.1, "warm_up": 0}
@@ -56,7 +56,7 @@ def test_the_fastest_way_is_found(comm):
 def test_too_little_memory(comm):
     if comm.size > UNITS:
         pytest.skip("more stages than units")
-    with pytest.raises(ValueError, match="the pipeline cannot be cut: limit: nothing keeps to 1000"):
+    with pytest.raises(ValueError, match="the pipeline cannot be cut: limit: no schedule keeps 1000"):
         trained(comm, layout="pp:auto", memory=1000.0, microbatches=4)
 
 

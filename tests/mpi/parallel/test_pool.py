@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from parallel.data.work_queue import Pool
+from parallel.data.work_queue import WorkQueue
 
 
 @pytest.fixture
 def pool(comm):
-    with Pool(comm) as pool:
+    with WorkQueue(comm) as pool:
         yield pool
 
 
@@ -101,7 +101,7 @@ def test_an_iterator_of_an_earlier_round_is_refused(comm, pool):
 
 
 def test_closed(comm):
-    pool = Pool(comm)
+    pool = WorkQueue(comm)
     numbers = pool.draw(1)
     pool.close()
     pool.close()

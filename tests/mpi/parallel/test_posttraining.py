@@ -1,6 +1,5 @@
 """Models in few bits on many ranks: each shows its share of the samples, and all have the same model in the end."""
 
-
 import numpy as np
 import pytest
 
@@ -8,19 +7,19 @@ pytest.importorskip("safetensors")
 
 from mpi4py import MPI
 
+from parallel.engine.settings import complete
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
-from parallel.ptq import load_model as trained
+from parallel.ptq import load_model
 from parallel.ptq.calibration import OBSERVERS, calibrate, dealt, observed
-from parallel.ptq.quantizable_layers import layers_of
-from parallel.ptq.methods import METHODS
-from parallel.ptq.mixed_precision import mixture, options_of
-from parallel.ptq.packed_weights import Rounded, packed, weights_of
-from parallel.ptq.quantize_model import quantise, rounded
 from parallel.ptq.evaluation import compare, evaluate
+from parallel.ptq.methods import METHODS
+from parallel.ptq.mixed_precision import MixtureOptions, mixture, options_of
+from parallel.ptq.packed_weights import RoundedInput, packed, weights_of
+from parallel.ptq.quantizable_layers import layers_of
+from parallel.ptq.quantize_model import quantise, rounded
 from parallel.ptq.sensitivity import SENSITIVITIES
-from parallel.settings import complete
 from parallel.trainer.trainer import Training
 from quant import INT8, grouped
 
@@ -90,7 +89,7 @@ def test_all_ranks_have_the_model_of_one(comm, method):
         assert (weights_of(many)[name].few.codes.buffer == weight.few.codes.buffer).all()
         if weight.few.divisor is not None:
             assert (weights_of(many)[name].few.divisor == weight.few.divisor).all()
-    rounds = [{v.name: v.given for _, v in made.walk() if isinstance(v, Rounded)} for made in (many, alone)]
+    rounds = [{v.name: v.given for _, v in made.walk() if isinstance(v, RoundedInput)} for made in (many, alone)]
     assert len(rounds[0]) == 3 and str(rounds[0]) == str(rounds[1])
 
 
@@ -106,7 +105,7 @@ def test_scores_and_errors_are_those_of_all_samples(comm):
     specs = options_of(grouped(3, 16), [2, 3], [16])
 
     def mixed(sensitivity, batches, some):
-        return mixture(model, loss, layers, specs, {}, batches, some, method="rtn", sensitivity=sensitivity)
+        return mixture(model, loss, layers, specs, {}, batches, some, MixtureOptions("rtn", sensitivity))
 
     for sensitivity in SENSITIVITIES.values():
         many, alone = of_all(comm, mixed, sensitivity)
@@ -132,7 +131,7 @@ def test_a_checkpoint_of_any_layout(comm, folder, layout):
         training.save(folder)
         score = training.score()
     for some in (comm, SELF):
-        job = trained.from_checkpoint(some, folder)
+        job = load_model.from_checkpoint(some, folder)
         batches = dealt(job.task.test, 1000, 64, some.Get_rank(), some.Get_size())
         found = evaluate(job.model, job.loss, batches, some, job.measure)
         assert found.loss == pytest.approx(score.loss, rel=1e-5)

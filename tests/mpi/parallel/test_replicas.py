@@ -6,37 +6,36 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny
 from mpi4py import MPI
+from support import tiny_models
 
 from collectives import Communicator
+from parallel.decentralized import gossip, group_averaging
+from parallel.decentralized.averaging_style import ReplicaSums
+from parallel.decentralized.gossip import Gossip
+from parallel.decentralized.group_averaging import GroupAveraging
+from parallel.decentralized.hogwild import LINE
+from parallel.decentralized.local_sgd import LocalSGD
+from parallel.decentralized.replica_engine import ReplicaEngine
+from parallel.decentralized.styles import STYLES, StyleOptions
 from parallel.engine.data_parallel_engine import Engine
-from parallel.runtime.consistency_check import Disagreement, StepFailed
-from parallel.runtime.vector_memory import Memory
+from parallel.engine.settings import Settings, complete
 from parallel.nn.compose import Sequential
 from parallel.optim.optimizers import SGD, AdamW
-from parallel.decentralized import gossip
-from parallel.decentralized import group_averaging as groups
-from parallel.decentralized.replica_engine import Replicas
-from parallel.decentralized.gossip import Gossip
-from parallel.decentralized.group_averaging import Groups
-from parallel.decentralized.hogwild import LINE
-from parallel.decentralized.local_sgd import Local
-from parallel.replicas.style import Seen
-from parallel.decentralized.styles import STYLES, Options
-from parallel.settings import complete
+from parallel.runtime.consistency_check import RankMismatch, StepFailed
+from parallel.runtime.vector_memory import VectorAllocator
 from parallel.trainer.trainer import Training
 
-NOTHING = Seen(0.0, 0)
+NOTHING = ReplicaSums(0.0, 0)
 
 ALL = {
-    "local": ("local", Options()),
-    "local, tau 1": ("local", Options(tau=1)),
-    "group": ("group", Options(tau=5)),
-    "group of three": ("group", Options(tau=100, group=3)),
-    "sgp": ("sgp", Options()),
-    "sgp, late": ("sgp", Options(tau=2)),
-    "hogwild": ("hogwild", Options()),
+    "local": ("local", StyleOptions()),
+    "local, tau 1": ("local", StyleOptions(tau=1)),
+    "group": ("group", StyleOptions(tau=5)),
+    "group of three": ("group", StyleOptions(tau=100, group=3)),
+    "sgp": ("sgp", StyleOptions()),
+    "sgp, late": ("sgp", StyleOptions(tau=2)),
+    "hogwild": ("hogwild", StyleOptions()),
 }
 styles = pytest.mark.parametrize("style", ALL)
 of_their_own = pytest.mark.parametrize("style", [name for name in ALL if name != "hogwild"])
@@ -47,14 +46,16 @@ def replicas(comm, name, model=None, optimizer=None, **settings):
     if style == "hogwild" and comm.size > 1 and not comm.allreduce(comm.nodes is None):
         pytest.skip("ranks share no memory")
     if options.group is not None and options.group > comm.size:
-        options = Options(tau=options.tau)
-    settings = {"style": style, "options": options, **settings}
-    return Replicas(model or tiny.model(), tiny.Squares(), comm, optimizer or SGD(rate=0.05, momentum=0.9), **settings)
+        options = StyleOptions(tau=options.tau)
+    settings = Settings(layout=style, **{**options._asdict(), **settings})
+    return ReplicaEngine(
+        model or tiny_models.model(), tiny_models.Squares(), comm, optimizer or SGD(rate=0.05, momentum=0.9), settings
+    )
 
 
 def context(comm):
     """What a style needs where nobody learns."""
-    return SimpleNamespace(comm=comm, memory=Memory(comm))
+    return SimpleNamespace(comm=comm, memory=VectorAllocator(comm))
 
 
 def at_random(comm, size=1000):
@@ -105,7 +106,7 @@ def test_weights_that_are_not_one(comm):
     style = Gossip(context(comm), z)
     style.mass.w = 0.5 + comm.rank
     total, weights = comm.allreduce(style.mass.x), comm.allreduce(style.mass.w)
-    style.mass.settle()
+    style.mass.update_estimate()
     for step in range(80):
         style.mix(step, NOTHING)
     np.testing.assert_allclose(z, total / weights, rtol=1e-9, atol=1e-12)
@@ -119,8 +120,8 @@ def test_groups_agree_after_as_many_steps_as_there_are_axes(comm, most, start):
     if most > max(2, comm.size):
         pytest.skip("more than there are ranks")
     z, mean = at_random(comm)
-    style = Groups(context(comm), z, most, tau=1000)
-    steps = len(groups.grid(comm.size, most))
+    style = GroupAveraging(context(comm), z, most, tau=1000)
+    steps = len(group_averaging.grid(comm.size, most))
     assert steps <= max(1, math.ceil(math.log(comm.size, most)))
     for step in range(start, start + steps):
         style.mix(step, NOTHING)
@@ -130,14 +131,17 @@ def test_groups_agree_after_as_many_steps_as_there_are_axes(comm, most, start):
 
 def test_all_meet_every_tau_steps(comm):
     for make, met in (
-        (lambda z: Groups(context(comm), z, 2, tau=4), lambda step: groups.group(comm.rank, comm.size, 2, step)),
-        (lambda z: Local(context(comm), z, tau=4), lambda step: [comm.rank]),
+        (
+            lambda z: GroupAveraging(context(comm), z, 2, tau=4),
+            lambda step: group_averaging.group(comm.rank, comm.size, 2, step),
+        ),
+        (lambda z: LocalSGD(context(comm), z, tau=4), lambda step: [comm.rank]),
     ):
         z, mean = at_random(comm)
         style = make(z)
         for step in range(4):
             told = len(met(step)) if step < 3 else comm.size
-            assert style.mix(step, Seen(1.5, 2)) == (1.5 * told, 2 * told)
+            assert style.mix(step, ReplicaSums(1.5, 2)) == (1.5 * told, 2 * told)
         assert equal_everywhere(comm, z) and distance(comm, z, mean) < 1e-14
         style.close()
 
@@ -145,6 +149,7 @@ def test_all_meet_every_tau_steps(comm):
 # ------------------------------------------------------------------------------------------ learning
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("style", STYLES)
 def test_digits_are_learned(comm, style):
@@ -163,15 +168,15 @@ def test_means_of_everyone_after_every_step_are_data_parallelism(comm, style):
         pytest.skip("it is something else")
     with (
         replicas(comm, style, optimizer=SGD(rate=0.1), precision="fp64") as made,
-        Engine(tiny.model(), tiny.Squares(), comm, SGD(rate=0.1), precision="fp64") as other,
+        Engine(tiny_models.model(), tiny_models.Squares(), comm, SGD(rate=0.1), Settings(precision="fp64")) as other,
     ):
         for step in range(4):
-            mine = tiny.batches(made.share(2 * comm.size), step)
+            mine = tiny_models.batches(made.share(2 * comm.size), step)
             made.step(mine)
             report = other.step(mine)
         for one, two in zip(made.flat.places, other.flat.places):
             np.testing.assert_allclose(one.parameter.data, two.parameter.data, rtol=1e-11, atol=1e-13)
-        tested = tiny.batches(made.share(5), 99)
+        tested = tiny_models.batches(made.share(5), 99)
         assert made.evaluate(tested).loss == pytest.approx(other.evaluate(tested).loss, rel=1e-11)
         assert report.step == 3 and made.steps == 4
 
@@ -181,13 +186,13 @@ def test_hogwild_is_one_vector(comm):
     with (
         Communicator(MPI.COMM_SELF, shared=False) as alone,
         replicas(comm, "hogwild", optimizer=SGD(rate=0.1)) as made,
-        Engine(tiny.model(), tiny.Squares(), alone, SGD(rate=0.1), layout="dp-naive") as other,
+        Engine(tiny_models.model(), tiny_models.Squares(), alone, SGD(rate=0.1), Settings(layout="dp-naive")) as other,
     ):
         for step, turn in product(range(3), range(comm.size)):
             comm.Barrier()
             if turn == comm.rank:
-                made.step(tiny.batches([turn], step))
-            ((_, *batch),) = tiny.batches([turn], step)
+                made.step(tiny_models.batches([turn], step))
+            ((_, *batch),) = tiny_models.batches([turn], step)
             other.step([(0, *batch)])
         comm.Barrier()
         for one, two in zip(made.flat.places, other.flat.places):
@@ -203,18 +208,18 @@ def test_the_account_of_bytes(comm, style, precision):
         pytest.skip("refused")
     with replicas(comm, style, precision=precision, optimizer=AdamW(rate=0.01)) as made:
         for step in range(7):
-            made.step(tiny.batches(made.share(2 * comm.size), step))
+            made.step(tiny_models.batches(made.share(2 * comm.size), step))
         assert made.ledger.predicted == made.ledger.allocated
-        assert made.evaluate(tiny.batches(made.share(5))).count == 25
+        assert made.evaluate(tiny_models.batches(made.share(5))).count == 25
 
 
 @styles
 def test_a_test_leaves_replicas_as_they_are(comm, style):
     with replicas(comm, style) as made:
-        made.step(tiny.batches(made.share(comm.size)))
+        made.step(tiny_models.batches(made.share(comm.size)))
         made.style.drain()
         before = [place.parameter.data.copy() for place in made.flat.places]
-        found = made.evaluate(tiny.batches(made.share(3), 9), lambda scores, y: len(y))
+        found = made.evaluate(tiny_models.batches(made.share(3), 9), lambda scores, y: len(y))
         assert found.measure == 1 and found.count == 15
         for place, values in zip(made.flat.places, before):
             np.testing.assert_array_equal(place.parameter.data, values)
@@ -228,13 +233,13 @@ def test_a_test_leaves_replicas_as_they_are(comm, style):
 def test_ranks_without_work(comm, style):
     with replicas(comm, style, clip=1.0) as made:
         for step, count in enumerate((1, 0, 2 * comm.size, 1)):
-            mine = tiny.batches(made.share(count), step)
+            mine = tiny_models.batches(made.share(count), step)
             report = made.step(mine)
             assert report.skipped == (not mine) and report.step == step
-        assert made.evaluate(tiny.batches(made.share(1))).count == 5
+        assert made.evaluate(tiny_models.batches(made.share(1))).count == 5
         assert math.isnan(made.evaluate([]).loss)
     with replicas(comm, style, Sequential([])) as made:
-        made.step(tiny.batches(made.share(comm.size)))
+        made.step(tiny_models.batches(made.share(comm.size)))
 
 
 # ------------------------------------------------------------------------------------------ who waits for whom
@@ -246,19 +251,19 @@ def test_ranks_without_work(comm, style):
 def test_who_does_not_wait_for_a_late_rank(comm, style, free):
     """Rank 0 begins when others have made so many steps; in groups, those who are not in its first one."""
     if style == "group" and comm.size > 1:
-        first = groups.group(comm.rank, comm.size, groups.usual(comm.size), 0)
+        first = group_averaging.group(comm.rank, comm.size, group_averaging.default_size(comm.size), 0)
         free = 0 if 0 in first else free
     with replicas(comm, style) as made:
         if comm.rank == 0:
             for rank in range(1, comm.size):
                 assert comm.recv(source=rank) == "free"
         for step in range(free if comm.rank else 0):
-            made.step(tiny.batches([0], step))
+            made.step(tiny_models.batches([0], step))
         if comm.rank:
             comm.send("free", 0)
         for step in range(made.steps, 60):
-            made.step(tiny.batches([0], step))
-        assert made.evaluate(tiny.batches(made.share(1))).count == 5
+            made.step(tiny_models.batches([0], step))
+        assert made.evaluate(tiny_models.batches(made.share(1))).count == 5
 
 
 # ------------------------------------------------------------------------------------------ an end for all
@@ -271,7 +276,9 @@ def test_one_rank_wants_to_stop(comm, style, when):
         for _ in range(2):  # and they may go on
             begin = made.steps
             while True:
-                report = made.step(tiny.batches([0], made.steps), stop=made.steps - begin >= when and comm.rank == 0)
+                report = made.step(
+                    tiny_models.batches([0], made.steps), stop=made.steps - begin >= when and comm.rank == 0
+                )
                 assert report.step < begin + when + 200
                 if report.stop:
                     break
@@ -286,7 +293,7 @@ def test_one_rank_fails(comm, style):
     """The others hear of it where they meet, and all end after the same step."""
     last = comm.size - 1
 
-    class Fails(tiny.Dense):
+    class Fails(tiny_models.Dense):
         broken = False
 
         def forward(self, x, run):
@@ -294,40 +301,41 @@ def test_one_rank_fails(comm, style):
                 raise ArithmeticError("no more")
             return super().forward(x, run)
 
-    model = tiny.model()
+    model = tiny_models.model()
     model.items[2] = Fails(20, 20)
     with replicas(comm, style, model) as made:
         for step in range(2):
-            made.step(tiny.batches([0], step))
+            made.step(tiny_models.batches([0], step))
         model.items[2].broken = comm.rank == last
-        with pytest.raises(StepFailed, match=rf"a rank has failed: ArithmeticError: no more( \(rank {last}\))?$"):
+        told = r"a rank has failed: ArithmeticError: no more \(in the forward of Fails 2\)"
+        with pytest.raises(StepFailed, match=rf"{told}( \(rank {last}\))?$"):
             for step in range(2, 300):
-                made.step(tiny.batches([0], step))
+                made.step(tiny_models.batches([0], step))
         assert len(set(comm.allgather(made.steps))) == 1
         model.items[2].broken = False
         for step in range(3):
-            made.step(tiny.batches([0], step))
+            made.step(tiny_models.batches([0], step))
 
 
 @styles
 def test_a_failure_is_told_by_the_next_test_at_the_latest(comm, style):
-    with replicas(comm, style, **({"options": Options(tau=50)} if style.startswith("local") else {})) as made:
-        bad = tiny.batches([0])
+    with replicas(comm, style, **({"tau": 50} if style.startswith("local") else {})) as made:
+        bad = tiny_models.batches([0])
         bad[0][1][...] = np.nan if comm.rank == 0 else bad[0][1]
         with pytest.raises(StepFailed, match=r"FloatingPointError: the loss of micro-batch 0 is not a finite number"):
             made.step(bad)
-            made.evaluate(tiny.batches(made.share(3)))
+            made.evaluate(tiny_models.batches(made.share(3)))
 
 
 @pytest.mark.parametrize(
     ("style", "settings", "words"),
     [
-        ("local", {"options": Options(tau=0)}, "tau: expected 1 steps or more, found 0"),
-        ("sgp", {"options": Options(tau=-1)}, "tau: expected 0 steps or more, found -1"),
-        ("sgp", {"options": Options(group=2)}, "group: sgp has none, found 2"),
-        ("hogwild", {"options": Options(tau=2)}, "tau: hogwild has none, found 2"),
-        ("group", {"options": Options(group=1)}, "group: expected 2 to .* found 1"),
-        ("group", {"options": Options(group=1000)}, "group: expected 2 to .* found 1000"),
+        ("local", {"tau": 0}, "tau: expected 1 steps or more, found 0"),
+        ("sgp", {"tau": -1}, "tau: expected 0 steps or more, found -1"),
+        ("sgp", {"group": 2}, "group: sgp has none, found 2"),
+        ("hogwild", {"tau": 2}, "tau: hogwild has none, found 2"),
+        ("group", {"group": 1}, "group: expected 2 to .* found 1"),
+        ("group", {"group": 1000}, "group: expected 2 to .* found 1000"),
         ("hogwild", {"precision": "bf16"}, "precision: hogwild has fp32 or fp64, found bf16"),
         ("sgp", {"device": "cuda"}, "device: sgp is for cpu, found cuda"),
         ("local", {"reproducible": True}, "reproducible: with local other numbers of ranks learn otherwise"),
@@ -337,7 +345,9 @@ def test_a_failure_is_told_by_the_next_test_at_the_latest(comm, style):
 )
 def test_refused(comm, style, settings, words):
     with pytest.raises(ValueError, match=words):
-        Replicas(tiny.model(), tiny.Squares(), comm, SGD(rate=0.1), style=style, **settings)
+        ReplicaEngine(
+            tiny_models.model(), tiny_models.Squares(), comm, SGD(rate=0.1), Settings(layout=style, **settings)
+        )
 
 
 def test_hogwild_is_for_one_node(world):
@@ -348,14 +358,14 @@ def test_hogwild_is_for_one_node(world):
         Communicator(world, nodes=[rank % 2 for rank in range(world.Get_size())]) as two,
         pytest.raises(ValueError, match=words),
     ):
-        Replicas(tiny.model(), tiny.Squares(), two, SGD(rate=0.1), style="hogwild")
+        ReplicaEngine(tiny_models.model(), tiny_models.Squares(), two, SGD(rate=0.1), Settings(layout="hogwild"))
 
 
 def test_ranks_of_different_minds(comm):
     if comm.size == 1:
         pytest.skip("one rank agrees with itself")
-    with pytest.raises(Disagreement, match="style local's tau: 3"):
-        replicas(comm, "local", options=Options(tau=3 + comm.rank))
+    with pytest.raises(RankMismatch, match="tau: 3"):
+        replicas(comm, "local", tau=3 + comm.rank)
 
 
 def test_the_window_has_room_for_the_counter():

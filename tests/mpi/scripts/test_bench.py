@@ -2,26 +2,33 @@
 
 import pytest
 
-from benchlib import ours
-from benchlib.calibrate import SWEEPS, calibrate, lengths
-from benchlib.cases import CASES, DTYPES
-from benchlib.measure import measure
+from collectives.benchmark import chorus_side
+from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
+from collectives.benchmark.cases import CASES, DTYPES
+from collectives.benchmark.measure import measure
 
 FEW = {"iterations": 3, "warmup": 2, "seconds": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("mode", "in_place", "against"),
-    [
-        ("blocking", False, "native"),
-        ("blocking", True, "native"),
-        ("nonblocking", False, "native"),
-        ("persistent", False, "none"),  # not every MPI performs its own persistent collectives right
-    ],
-)
-@pytest.mark.parametrize("collective", CASES)
+FORMS = [
+    ("blocking", False, "native"),
+    ("blocking", True, "native"),
+    ("nonblocking", False, "native"),
+    ("persistent", False, "none"),  # not every MPI performs its own persistent collectives right
+]
+
+
+def forms():
+    """Every collective in every form; beyond the first form, the default tests take two collectives."""
+    for collective in CASES:
+        for form in FORMS:
+            quick = form == FORMS[0] or collective in ("allreduce", "gatherv")
+            yield pytest.param(collective, *form, marks=[] if quick else [pytest.mark.full])
+
+
+@pytest.mark.parametrize(("collective", "mode", "in_place", "against"), list(forms()))
 def test_every_form(world, comm, collective, mode, in_place, against):
-    if collective not in ours.known_collectives():
+    if collective not in chorus_side.known_collectives():
         pytest.skip(f"the library has no {collective} yet")
     form = {"collective": collective, "modes": [mode], "in_place": in_place, "against": against}
     for nbytes in (0, 1000):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import bench_layouts
+from parallel.cli import bench_layouts
 from parallel.engine.data_parallel_engine import LAYOUTS
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-import bench_pipeline
+from parallel.cli import bench_pipeline
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-import compare_compression
+from parallel.cli import compare_compression
 
 
 @pytest.mark.parametrize(

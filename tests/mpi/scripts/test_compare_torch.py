@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-import compare_torch
+from parallel.cli import compare_torch
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 
@@ -38,7 +38,7 @@ def test_without_torch_there_is_a_clear_error(world, capsys, monkeypatch):
         compare_torch.parse([])
     assert caught.value.code == 2
     if world.Get_rank() == 0:
-        assert "chorus-mpi[peers]" in capsys.readouterr().err
+        assert "chorus-mpi[torch]" in capsys.readouterr().err
 
 
 @needs_torch

@@ -7,7 +7,7 @@ pytest.importorskip("sklearn")
 from mpi4py import MPI
 
 from collectives import Communicator
-from demo_digits import first_difference, train
+from parallel.cli.demo import first_difference, train
 
 
 def test_all_ranks_train_as_one(comm):

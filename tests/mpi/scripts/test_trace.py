@@ -1,17 +1,11 @@
 """A call is recorded on all ranks, and nothing of it is lost or out of order."""
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
-from spans import check
+from support.span_checks import check
 
-from benchlib import traces
 from collectives.algorithms import catalog
-
-trace = SimpleNamespace(**runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "trace.py")))
-"""By its path: Python has a module of this name."""
+from collectives.benchmark import traces
+from collectives.cli import trace
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "rabenseifner", "direct"])

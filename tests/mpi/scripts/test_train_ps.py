@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from states import same, whole
+from support.training_states import same, whole
 
-from parallel.checkpoint import checkpoint_files as checkpoint
+from parallel.checkpoint import checkpoint_files
+from parallel.engine.settings import complete
 from parallel.runtime.consistency_check import StepFailed
-from parallel.settings import complete
 from parallel.trainer.trainer import Training
 
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "steps": 12, "batch": 40, "micro_batch": 10, "clip": 1.0}
@@ -24,7 +24,7 @@ def run(comm, said, folder=None, resume=None):
     """The state, the lines of all steps, and the score; with a checkpoint of the middle."""
     with Training(complete(said), comm) as training:
         if resume is not None:
-            training.resume(checkpoint.Checkpoint(comm, resume))
+            training.resume(checkpoint_files.Checkpoint(comm, resume))
         lines = []
         for record in training.run():
             lines.append(record.line())
@@ -45,7 +45,7 @@ def test_bsp_is_data_parallel_training(comm):
 def test_a_checkpoint_goes_on_in_another_layout(comm, tmp_path):
     folder, said = Path(comm.bcast(str(tmp_path))), {**SAID, "reproducible": True}
     want, _, _ = run(comm, {**said, "layout": "ps"}, folder)
-    middle = checkpoint.latest(comm, folder)
+    middle = checkpoint_files.latest(comm, folder)
     assert same(run(comm, said, resume=middle)[0], want)
     assert same(run(comm, {**said, "layout": "ps", "servers": comm.size - 1}, resume=middle)[0], want)
 

@@ -668,6 +668,8 @@ def fuse(*, kernel_name):
         return fused
 
     return decorate
+
+
 _SHIM = """
 #include <cmath>
 #include <cstring>

@@ -18,14 +18,15 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from collectives.buffers import PAIRS, Buffer, blocks, blocks_v, kind, numbers, numpy_dtype, vector, view
+from collectives.buffers import dlpack
+from collectives.buffers.arguments import Buffer, blocks, blocks_v, numbers, vector
+from collectives.buffers.datatypes import PAIRS, kind, numpy_dtype
+from collectives.buffers.memory import view
+from collectives.buffers.staging import PackedStaging
 from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, UnknownDatatype
-from collectives.buffers.staging import Packed
 
 NUMERIC = [np.dtype(char) for char in "?bhilqBHILQefdgFDG"]
-SMALL = [
-    np.dtype(t) for t in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4)
-]
+SMALL = [np.dtype(t) for t in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4)]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def datatypes():
 def payload(buffer):
     """The described bytes, one block after the other."""
     if not buffer.contiguous:
-        packed = Packed(buffer, load=True, store=False)
+        packed = PackedStaging(buffer, load=True, store=False)
         packed.load()
         return packed.host.tobytes()
     if buffer.counts is None:
@@ -100,9 +101,7 @@ def test_plain_array(dtype, shape):
 
 
 def test_kind_sees_through_small_types():
-    assert [kind(np.dtype(t)) for t in (ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.uint4, "i4", "?")] == [
-        *"fiuib"
-    ]
+    assert [kind(np.dtype(t)) for t in (ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.uint4, "i4", "?")] == [*"fiuib"]
 
 
 def test_the_memory_lives_as_long_as_the_description():
@@ -195,6 +194,42 @@ def test_dlpack(dtype, version):
     gc.collect()
     assert payload(b) == x.tobytes()
     assert blocks([Exports(x, version), (1, 2), b.datatype], 3, "x").address == b.address + 2 * dtype.itemsize
+
+
+_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
+class Pairs:
+    """Offers complex numbers by DLPack as pairs of floats, as mpi4py does: their bits may not fit DLPack's field."""
+
+    def __init__(self, x, lanes=2):
+        self.x, self.shape = x, (ctypes.c_int64 * 1)(x.size)
+        self.tensor = dlpack._Tensor(x.ctypes.data, (1, 0), 1, (2, x.itemsize * 8 // lanes, lanes), self.shape, None, 0)
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self):
+        return _capsule(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+@pytest.mark.parametrize("char", "FDG")
+def test_dlpack_with_two_lanes_is_complex(char):
+    x = np.arange(4).astype(char)
+    for spec, count in ((Pairs(x), 4), ([Pairs(x), 3], 3), ([Pairs(x), (2, 1), char], 2)):
+        b = vector(spec, "x", writable=True)
+        assert b.dtype == x.dtype and b.count == count
+    b = blocks_v([Pairs(x), ([1, 2], [0, 2])], 2, "x")
+    assert b.dtype == x.dtype and b.counts == (1, 2) and b.displs == (0, 2)
+
+
+def test_dlpack_with_other_lanes_has_no_type():
+    x = np.arange(4, dtype="D")
+    with pytest.raises(UnknownDatatype, match="have no MPI datatype"):
+        vector(Pairs(x, lanes=4), "x")
+    assert vector([Pairs(x, lanes=4), MPI.C_DOUBLE_COMPLEX], "x").count == 4
 
 
 def test_dlpack_refuses_what_cannot_be_used():
@@ -295,9 +330,7 @@ WRONG_TYPES = [
 
 
 @pytest.mark.parametrize(("spec", "error", "message"), WRONG_TYPES)
-@pytest.mark.parametrize(
-    "parse", [vector, lambda spec, name: blocks(spec, 1, name)], ids=["vector", "blocks"]
-)
+@pytest.mark.parametrize("parse", [vector, lambda spec, name: blocks(spec, 1, name)], ids=["vector", "blocks"])
 def test_wrong_types(parse, spec, error, message):
     with pytest.raises(error, match=message) as caught:
         parse(spec, "x")
@@ -361,9 +394,7 @@ def test_read_only_arrays():
         lambda *a, **k: blocks(a[0], 3, *a[1:], **k),
         lambda *a, **k: blocks_v(a[0], 3, *a[1:], **k),
     ):
-        with pytest.raises(
-            InvalidBuffer, match="recvbuf: the array is read-only and cannot receive"
-        ) as caught:
+        with pytest.raises(InvalidBuffer, match="recvbuf: the array is read-only and cannot receive") as caught:
             parse(x, "recvbuf", writable=True)
     assert isinstance(caught.value, BufferError)
 
@@ -414,11 +445,7 @@ def test_numbers():
 @pytest.mark.parametrize("n", [0, 1, 4, 7])
 def test_v_forms_default_to_an_even_share(n, size):
     b = blocks_v(np.zeros(n), size, "x")
-    assert (
-        sum(b.counts) == n
-        and max(b.counts) - min(b.counts) <= 1
-        and b.counts == tuple(sorted(b.counts)[::-1])
-    )
+    assert sum(b.counts) == n and max(b.counts) - min(b.counts) <= 1 and b.counts == tuple(sorted(b.counts)[::-1])
     assert b.displs == tuple(sum(b.counts[:i]) for i in range(size))
 
 
@@ -512,12 +539,7 @@ def specified(a, spec, datatypes):
 def dangerous(error):
     """Whether mpi4py would let it through, to read or write what is not ours."""
     past = error.Get_error_class() == MPI.ERR_TRUNCATE
-    return (
-        past
-        or "begins" in str(error)
-        or "no negative number" in str(error)
-        or "None but the counts" in str(error)
-    )
+    return past or "begins" in str(error) or "no negative number" in str(error) or "None but the counts" in str(error)
 
 
 def same_as_mpi4py(comm, move, parse, spec, datatypes, writable):
@@ -541,16 +563,12 @@ def same_as_mpi4py(comm, move, parse, spec, datatypes, writable):
         move(comm, *((other_spec, spec) if writable else (spec, other_spec)))
     except Exception as error:
         event("refused")
-        assert not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE, (
-            "not refused"
-        )
+        assert not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE, "not refused"
         assert ours is None, f"mpi4py refuses {spec!r}: {error!r}; we described {ours}"
         return
     assert ours is not None, f"mpi4py takes {spec!r}"
     event("taken")
-    assert (memory[:128] == 0xAA).all() and (memory[-128:] == 0xAA).all(), (
-        f"mpi4py writes beyond {ours} for {spec!r}"
-    )
+    assert (memory[:128] == 0xAA).all() and (memory[-128:] == 0xAA).all(), f"mpi4py writes beyond {ours} for {spec!r}"
     if writable and overlapping(ours):
         return
     assert payload(ours) == other.tobytes()

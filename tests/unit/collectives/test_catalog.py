@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 
 from collectives.algorithms import catalog
-from collectives.schedule import semantics
 from collectives.algorithms.catalog import BOUNDS, CATALOG
-from collectives.schedule.topology import numbered
+from collectives.analysis.prove import prove
+from collectives.schedule import semantics
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers
-from collectives.analysis.prove import prove
+from collectives.schedule.topology import numbered
 
 LARGEST, LARGER = 17, 33
 ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]

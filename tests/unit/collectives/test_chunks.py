@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.schedule.chunks import Layout, Place, aligned, even, joined, split
+from collectives.schedule.chunks import ChunkLayout, MemorySpan, aligned, even, joined, split
 from collectives.schedule.steps import NOTHING, one, span
 
 fast = settings(deadline=None, max_examples=200)
@@ -57,7 +57,7 @@ def test_even_with_a_grain_starts_every_part_on_it(elements, parts, grain):
 @fast
 @given(st.lists(st.integers(0, 20)), st.integers(1, 5))
 def test_layouts_are_packed_and_cuts_stay_inside_their_chunk(lengths, segments):
-    layout = Layout.packed(lengths)
+    layout = ChunkLayout.packed(lengths)
     assert layout.elements == sum(lengths)
     assert all(a + length == b for (a, b), length in zip(pairwise(layout.offsets), lengths))
     pieces = layout.cut(segments)
@@ -69,11 +69,11 @@ def test_layouts_are_packed_and_cuts_stay_inside_their_chunk(lengths, segments):
 
 
 def test_cuts_keep_the_gaps_between_chunks():
-    assert Layout((5, 2), (10, 3)).cut(2) == Layout((3, 2, 1, 1), (10, 13, 3, 4))
+    assert ChunkLayout((5, 2), (10, 3)).cut(2) == ChunkLayout((3, 2, 1, 1), (10, 13, 3, 4))
 
 
 def test_a_layout_measures_scratch_like_the_chunks_it_mirrors():
-    layout = Layout.packed((5, 3, 2))
+    layout = ChunkLayout.packed((5, 3, 2))
     assert layout.length(NOTHING) == 0
     assert layout.length(one(1)) == layout.length(one(4)) == layout.length(one(7)) == 3
     assert layout.length(span(0, 3)) == layout.length(span(2, 5)) == 10
@@ -96,7 +96,7 @@ def columns(draw):
         column = []
         for start, stop in pairwise([0, *cuts, total]):
             shift = draw(st.sampled_from([0, 0, 0, 100]))
-            column.append(Place(draw(st.integers(0, 1)), start + shift, stop + shift))
+            column.append(MemorySpan(draw(st.integers(0, 1)), start + shift, stop + shift))
         found.append(column)
     return found
 

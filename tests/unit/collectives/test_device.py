@@ -11,18 +11,17 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from examples import EXAMPLES, check
-from fakes import Foreign, GpuHub, NoInterface, cupy
 from mpi4py import MPI
+from support.doc_examples import EXAMPLES, check
+from support.fakes import Foreign, GpuHub, NoInterface, cupy
 
 from collectives import Communicator
-from collectives.runtime import binding
-from collectives.runtime import call as calls
 from collectives.algorithms import catalog
-from collectives.runtime import planner as plans
 from collectives.buffers import staging
-from collectives.buffers import vector
-from collectives.selection.select import Choice
+from collectives.buffers.arguments import vector
+from collectives.runtime import binding, planner
+from collectives.runtime import call as calls
+from collectives.selection.select import AlgorithmChoice
 from collectives.transport import device
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -93,8 +92,8 @@ def play(name, algorithm, size, n, hub, direct, dtype="f4", root=0, in_place=Fal
         send, recv = blank(example.send), blank(example.recv)
         call, lane = call_of(example, send, recv, rank, size), None
         if direct(rank):
-            call, lane = binding.direct(call)
-        program = binding.bound(call, Choice(algorithm, segments), rank, size, hub.wire(rank), lane)
+            call, lane = binding.as_device_call(call)
+        program = binding.bind_call(call, AlgorithmChoice(algorithm, segments), rank, size, hub.wire(rank), lane)
         for form in forms:
             for array, fresh in ((send, example.send), (recv, example.recv)):
                 if array is not None:
@@ -201,10 +200,10 @@ def test_the_test_would_see_a_missing_wait(monkeypatch):
 
 def test_scratch_lies_on_the_device(gpu):
     x = cupy.asarray(np.ones(40, "f4"))
-    call, lane = binding.direct(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
-    program = binding.bound(call, Choice("mst"), 2, 4, GpuHub(4).wire(2), lane)
+    call, lane = binding.as_device_call(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
+    program = binding.bind_call(call, AlgorithmChoice("mst"), 2, 4, GpuHub(4).wire(2), lane)
     assert program.nbytes > 0
-    memories = program._kept[0]
+    memories = program._references[0]
     assert all(isinstance(memory.array, cupy.ndarray) for memory in memories)
     assert sum(memory.array.nbytes for memory in memories[2:]) == program.nbytes
 
@@ -217,7 +216,7 @@ def test_sums_in_place_need_no_copy(gpu):
 @pytest.mark.parametrize("op", ["SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR"])
 def test_every_operation_with_a_kernel(op):
     x, y = cupy.asarray(np.arange(6, dtype="i4")), cupy.asarray(np.zeros(6, "i4"))
-    found = binding.direct(calls.allreduce(x, y, getattr(MPI, op), 0, 2))
+    found = binding.as_device_call(calls.allreduce(x, y, getattr(MPI, op), 0, 2))
     kernel = found[0].combine
     left, right = np.array([0, 1, 2, 3], "i4"), np.array([2, 1, 0, 3], "i4")
     here, there, out = cupy.asarray(left), cupy.asarray(right), cupy.zeros(4, "i4")
@@ -232,28 +231,28 @@ def test_what_the_device_cannot_do_is_staged():
     small = Foreign(cupy.zeros(8, "u1"), dtype=ml_dtypes.bfloat16)
     x = cupy.zeros(4, "i4")
     for send, op in ((small, MPI.SUM), (x, user), (x, MPI.REPLACE)):
-        assert binding.direct(calls.allreduce(send, send, op, 0, 2)) is None
-    assert binding.direct(calls.broadcast(small, 0, 0, 2)) is not None  # bytes are bytes
-    assert binding.direct(calls.barrier()) is None
+        assert binding.as_device_call(calls.allreduce(send, send, op, 0, 2)) is None
+    assert binding.as_device_call(calls.broadcast(small, 0, 0, 2)) is not None  # bytes are bytes
+    assert binding.as_device_call(calls.barrier()) is None
     user.Free()
 
 
 def test_memory_in_two_places_is_staged():
     here, there = cupy.zeros(4), np.zeros(4)
-    assert binding.direct(calls.allreduce(here, there, MPI.SUM, 0, 2)) is None
-    assert binding.direct(calls.allreduce(there, here, MPI.SUM, 0, 2)) is None
+    assert binding.as_device_call(calls.allreduce(here, there, MPI.SUM, 0, 2)) is None
+    assert binding.as_device_call(calls.allreduce(there, here, MPI.SUM, 0, 2)) is None
     with cupy.cuda.Device(1):
         second = cupy.empty(4)
-    assert binding.direct(calls.allreduce(here, second, MPI.SUM, 0, 2)) is None
-    assert binding.direct(calls.allreduce(here, here, MPI.SUM, 0, 2)) is not None
+    assert binding.as_device_call(calls.allreduce(here, second, MPI.SUM, 0, 2)) is None
+    assert binding.as_device_call(calls.allreduce(here, here, MPI.SUM, 0, 2)) is not None
 
 
 def test_the_second_device_is_worked_on_from_the_first(gpu):
     with cupy.cuda.Device(1):
         x, y = cupy.asarray(np.arange(5.0)), cupy.asarray(np.zeros(5))
-    call, lane = binding.direct(calls.allreduce(x, y, MPI.SUM, 0, 1))
+    call, lane = binding.as_device_call(calls.allreduce(x, y, MPI.SUM, 0, 1))
     assert lane.number == 1
-    binding.bound(call, Choice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
+    binding.bind_call(call, AlgorithmChoice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
     assert y._seen().tolist() == [0, 1, 2, 3, 4]
 
 
@@ -289,10 +288,10 @@ def test_streams_of_two_arrays_are_ordered_on_the_device(gpu):
         y = cupy.zeros(3)
         y += 5  # would come after the result if nobody minded
     sender, receiver = Foreign(x, stream=one), Foreign(y, stream=other)
-    call, lane = binding.direct(calls.allreduce(sender, receiver, MPI.SUM, 0, 1))
+    call, lane = binding.as_device_call(calls.allreduce(sender, receiver, MPI.SUM, 0, 1))
     gpu.log.clear()
     lane.follow(sender, receiver)
-    binding.bound(call, Choice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
+    binding.bind_call(call, AlgorithmChoice("ring"), 0, 1, GpuHub(1).wire(0), lane).run()
     assert y._seen().tolist() == [1, 1, 1]
     assert {number for kind, number, _ in gpu.log if kind == "wait"} == {one.number}
 
@@ -333,8 +332,8 @@ def test_a_later_call_follows_the_stream_of_its_own_time(gpu):
             assert waited == {stream.number}
             assert (y._seen() == turn + 1).all()
     bound.Free()
-    programs = comm._plans
-    assert len(programs.kept.bound) == 1 and sum(map(len, programs._idle.values())) == 1
+    programs = comm._planner
+    assert len(programs.cache.bound) == 1 and sum(map(len, programs._idle.values())) == 1
     comm.Free()
 
 
@@ -358,16 +357,16 @@ def test_new_communicators_inherit_the_setting():
     for setting in (True, False, None):
         comm = alone(setting)
         others = [comm.Dup(), comm.Split(0), comm.Clone(), comm.Split_type(MPI.COMM_TYPE_SHARED)]
-        assert [other._plans.aware for other in others] == [device.cuda_aware() if setting is None else setting] * 4
+        assert [other._planner.aware for other in others] == [device.cuda_aware() if setting is None else setting] * 4
         for made in (*others, comm):
             made.Free()
 
 
 def test_by_default_the_mpi_decides(monkeypatch):
     for answer in (True, False):
-        monkeypatch.setattr(plans, "cuda_aware", lambda answer=answer: answer)
+        monkeypatch.setattr(planner, "cuda_aware", lambda answer=answer: answer)
         comm = alone()
-        assert comm._plans.aware is answer
+        assert comm._planner.aware is answer
         comm.Free()
 
 

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import words
-from wires import spmd
+from support import argument_spellings
+from support.transport_contract import spmd
 
 from collectives.algorithms import catalog
-from collectives.runtime import binder as execute
+from collectives.runtime import binder
+from collectives.runtime.binder import bind
+from collectives.runtime.program import LANDING, SCRATCH, SOURCE, TARGET, ElementArray, Task
 from collectives.schedule import semantics
-from collectives.schedule.chunks import Place, even
-from collectives.runtime.binder import LANDING, SCRATCH, SOURCE, TARGET, Memory, Task, bind
+from collectives.schedule.chunks import MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, one, span
-from collectives.transport.loopback import Hub
+from collectives.transport.loopback import LoopbackHub
 
 ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
 SIZES = [1, 2, 3, 4, 5, 7, 8]
@@ -36,7 +37,7 @@ class Joining:
     """The operation of `words`, ready to be bound."""
 
     def bind(self, left, right, out):
-        return lambda: np.copyto(out, words.join(left, right))
+        return lambda: np.copyto(out, argument_spellings.join(left, right))
 
 
 class Adding:
@@ -75,21 +76,21 @@ class Case:
         self.n = sum(self.lengths)
         starts = tuple(accumulate(self.lengths[:-1], initial=0))
         self.slices = [slice(start, start + length) for start, length in zip(starts, self.lengths)]
-        self.hub = hub or Hub(size)
+        self.hub = hub or LoopbackHub(size)
         self.ordered = catalog.find(collective, name).ordered
         self.brings = [semantics.before(collective, rank, size, root, parts, count) for rank in range(size)]
         self.takes = [semantics.after(collective, rank, size, root, parts, count) for rank in range(size)]
         self.sources, self.targets, self.programs, self.in_place = [], [], [], in_place
         for rank in range(size):
-            target = np.full(self.n, POISON, words.DTYPE)
-            source = target if in_place else np.full(self.n, POISON, words.DTYPE)
+            target = np.full(self.n, POISON, argument_spellings.DTYPE)
+            source = target if in_place else np.full(self.n, POISON, argument_spellings.DTYPE)
             where = TARGET if in_place else SOURCE
             task = Task(
                 catalog.build(collective, name, rank, size, root, segments),
                 self.lengths,
                 {chunk: self.place(where, chunk) for chunk in self.brings[rank]},
                 {chunk: self.place(TARGET, chunk) for chunk in self.takes[rank]},
-                words.DTYPE.itemsize,
+                argument_spellings.DTYPE.itemsize,
                 cut,
             )
             self.sources.append(source)
@@ -97,10 +98,10 @@ class Case:
             self.programs.append(self.bind(rank, task, source, target))
 
     def place(self, memory, chunk):
-        return Place(memory, self.slices[chunk].start, self.slices[chunk].stop)
+        return MemorySpan(memory, self.slices[chunk].start, self.slices[chunk].stop)
 
     def bind(self, rank, task, source, target):
-        memories = [Memory(array, array.ctypes.data) for array in (source, target)]
+        memories = [ElementArray(array, array.ctypes.data) for array in (source, target)]
         combining = Joining() if self.ordered else Adding()
         return bind(task, *memories, self.hub.wire(rank), combining)
 
@@ -113,7 +114,7 @@ class Case:
                 self.sources[rank][self.slices[chunk]] = letters[self.slices[chunk]]
 
     def letters(self, rank, turn):
-        return words.letters(rank, self.n, turn)
+        return argument_spellings.letters(rank, self.n, turn)
 
     def check(self, turn=0):
         for rank in range(self.size):
@@ -122,7 +123,7 @@ class Case:
                 values = [self.letters(origin, turn)[place] for origin, _ in terms]
                 whole = values[0]
                 for value in values[1:]:
-                    whole = words.join(whole, value) if self.ordered else whole + value
+                    whole = argument_spellings.join(whole, value) if self.ordered else whole + value
                 found = self.targets[rank][place]
                 assert (found == whole).all(), f"rank {rank}, chunk {chunk}: {found} instead of {whole}"
             if self.in_place:
@@ -242,21 +243,21 @@ def log(monkeypatch):
             def told(line, call):
                 return lambda *arguments: (lines.append(line), call(*arguments))[1]
 
-            def starting(messages):
-                first, *others = wire.starting(messages)
+            def start_calls(messages):
+                first, *others = wire.start_calls(messages)
                 return [told("start", first), *others]
 
             watched = copy_of(wire)
-            watched.starting = starting
+            watched.start_calls = start_calls
             combining = Joining() if self.ordered else Adding()
             bound = combining.bind
             combining = SimpleNamespace(bind=lambda *views: told("combine", bound(*views)))
-            memories = [Memory(array, array.ctypes.data) for array in (source, target)]
+            memories = [ElementArray(array, array.ctypes.data) for array in (source, target)]
             with monkeypatch.context() as patch:
-                patch.setattr(execute, "_copy", lambda *ends: (lines.append("copy"), copy(*ends)))
+                patch.setattr(binder, "_copy", lambda *ends: (lines.append("copy"), copy(*ends)))
                 return bind(task, *memories, watched, combining)
 
-    copy = execute._copy
+    copy = binder._copy
     return Watched
 
 
@@ -292,7 +293,7 @@ def test_copies_are_only_of_what_stays_and_nothing_comes_for(log, collective, na
             if copies(collective, name, rank, size):
                 continue
             assert "copy" not in place.logs[rank]
-            comes = execute._written(catalog.build(collective, name, rank, size, size - 1))
+            comes = binder._written(catalog.build(collective, name, rank, size, size - 1))
             stays = set(out.brings[rank]) & set(out.takes[rank]) - comes
             stays = {chunk for chunk in stays if out.lengths[chunk]}
             assert lines.count("copy") == bool(stays), f"rank {rank} of {size}"
@@ -337,7 +338,7 @@ def test_parts_are_added_while_others_come(log):
 def test_no_more_is_sent_ahead_than_has_come(name, monkeypatch):
     """Of a message in many parts, part i + WINDOW leaves when part i of what comes meanwhile is there."""
     size, part = 4, 16
-    hub, parts = Hub(size), 5
+    hub, parts = LoopbackHub(size), 5
     ahead = [0] * size
     furthest = [0] * size
     start, wire = hub.start, hub.wire
@@ -351,7 +352,7 @@ def test_no_more_is_sent_ahead_than_has_come(name, monkeypatch):
 
     def watched(rank):
         watched = wire(rank)
-        waiting = watched.waiting
+        waiting = watched.wait_calls
 
         def told(messages):
             (wait,) = waiting(messages)
@@ -365,16 +366,16 @@ def test_no_more_is_sent_ahead_than_has_come(name, monkeypatch):
 
             return [wait._replace(test=test)]
 
-        watched.waiting = told
+        watched.wait_calls = told
         return watched
 
     monkeypatch.setattr(hub, "start", counting)
     monkeypatch.setattr(hub, "wire", watched)
-    case = Case("allreduce", name, size, size * parts * part // words.DTYPE.itemsize, cut=part, hub=hub)
+    case = Case("allreduce", name, size, size * parts * part // argument_spellings.DTYPE.itemsize, cut=part, hub=hub)
     case.fill()
     case.step_by_step()
     case.check()
-    assert furthest == [execute.WINDOW] * size
+    assert furthest == [binder.MESSAGE_WINDOW] * size
     assert ahead == [0] * size
 
 
@@ -410,13 +411,13 @@ def test_scratch_is_as_large_as_what_passes_through():
 
 def play(schedules, brings, takes, lengths=(3, 3), cut=0, combining=None, turns=2):
     """Run schedules of one's own on vectors of chunks; rank r brings 10 r + c as chunk c. Gives the targets."""
-    hub, n = Hub(len(schedules)), sum(lengths)
+    hub, n = LoopbackHub(len(schedules)), sum(lengths)
     starts = list(accumulate(lengths[:-1], initial=0))
-    lie = [{c: Place(m, starts[c], starts[c] + lengths[c]) for c in range(len(lengths))} for m in (SOURCE, TARGET)]
+    lie = [{c: MemorySpan(m, starts[c], starts[c] + lengths[c]) for c in range(len(lengths))} for m in (SOURCE, TARGET)]
     targets, programs, sources = [], [], []
     for rank, schedule in enumerate(schedules):
-        source = np.repeat([10 * rank + c for c in range(len(lengths))], lengths).astype(words.DTYPE)
-        target = np.full(n, POISON, words.DTYPE)
+        source = np.repeat([10 * rank + c for c in range(len(lengths))], lengths).astype(argument_spellings.DTYPE)
+        target = np.full(n, POISON, argument_spellings.DTYPE)
         task = Task(
             tuple(map(tuple, schedule)),
             lengths,
@@ -425,7 +426,7 @@ def play(schedules, brings, takes, lengths=(3, 3), cut=0, combining=None, turns=
             8,
             cut,
         )
-        memories = [Memory(array, array.ctypes.data) for array in (source, target)]
+        memories = [ElementArray(array, array.ctypes.data) for array in (source, target)]
         programs.append(bind(task, *memories, hub.wire(rank), combining or Adding()))
         targets.append(target)
         sources.append(source)
@@ -480,10 +481,10 @@ def test_two_sums_into_one_chunk():
 
 
 def test_a_reduction_without_an_operation_is_refused():
-    task = Task(((RecvReduce(1, one(0)),),), (1,), {0: Place(SOURCE, 0, 1)}, {0: Place(TARGET, 0, 1)}, 8)
-    memory = Memory.allocate(1, words.DTYPE)
+    task = Task(((RecvReduce(1, one(0)),),), (1,), {0: MemorySpan(SOURCE, 0, 1)}, {0: MemorySpan(TARGET, 0, 1)}, 8)
+    memory = ElementArray.allocate(1, argument_spellings.DTYPE)
     with pytest.raises(ValueError, match="no operation was given"):
-        bind(task, memory, memory, Hub(2).wire(0))
+        bind(task, memory, memory, LoopbackHub(2).wire(0))
 
 
 def test_a_program_that_is_freed_keeps_nothing():
@@ -491,17 +492,20 @@ def test_a_program_that_is_freed_keeps_nothing():
     program = case.programs[0]
     program.keep("this")
     program.free()
-    assert program._kept == []
+    assert program._references == []
     with pytest.raises(RuntimeError, match="this program was freed"):
         program.run()
 
 
 def test_calls_before_the_first_round_and_after_the_last():
     lines = []
-    task = Task((), (2,), {0: Place(SOURCE, 0, 2)}, {0: Place(TARGET, 0, 2)}, 8)
-    source, target = Memory.allocate(2, words.DTYPE), Memory.allocate(2, words.DTYPE)
+    task = Task((), (2,), {0: MemorySpan(SOURCE, 0, 2)}, {0: MemorySpan(TARGET, 0, 2)}, 8)
+    source, target = (
+        ElementArray.allocate(2, argument_spellings.DTYPE),
+        ElementArray.allocate(2, argument_spellings.DTYPE),
+    )
     program = bind(
-        task, source, target, Hub(1).wire(0),
+        task, source, target, LoopbackHub(1).wire(0),
         first=[lambda: source.array.__setitem__(slice(None), 5)],
         last=[lambda: lines.append(target.array.tolist())],
     )  # fmt: skip
@@ -510,8 +514,13 @@ def test_calls_before_the_first_round_and_after_the_last():
 
 
 def test_words_spell_the_order():
-    assert words.spelled([0, 1], 1) == words.join(words.letters(0, 1), words.letters(1, 1))
-    assert (words.spelled([0, 1, 2], 4) != words.spelled([0, 2, 1], 4)).all()
-    first, second, third = (words.letters(rank, 9) for rank in range(3))
-    assert (words.join(words.join(first, second), third) == words.join(first, words.join(second, third))).all()
-    assert hex(int(words.spelled([0, 1, 2], 1)[0])) == "0x7e3"
+    assert argument_spellings.spelled([0, 1], 1) == argument_spellings.join(
+        argument_spellings.letters(0, 1), argument_spellings.letters(1, 1)
+    )
+    assert (argument_spellings.spelled([0, 1, 2], 4) != argument_spellings.spelled([0, 2, 1], 4)).all()
+    first, second, third = (argument_spellings.letters(rank, 9) for rank in range(3))
+    assert (
+        argument_spellings.join(argument_spellings.join(first, second), third)
+        == argument_spellings.join(first, argument_spellings.join(second, third))
+    ).all()
+    assert hex(int(argument_spellings.spelled([0, 1, 2], 1)[0])) == "0x7e3"

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from wires import CONTRACT, asking, begin, piece, spmd, swap
+from support.transport_contract import CONTRACT, asking, begin, piece, spmd, swap
 
-from collectives.transport.loopback import Hub
+from collectives.transport.loopback import LoopbackHub
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -14,14 +14,14 @@ def test_contract(program, size):
 
 
 def test_a_send_waits_for_its_receiver():
-    wire, data = Hub(2).wire(0), np.zeros(3)
+    wire, data = LoopbackHub(2).wire(0), np.zeros(3)
     message = wire.send(1, [piece(data)])
     begin(wire, [message])
     assert not asking(wire, [message])()
 
 
 def test_data_is_read_when_it_leaves_and_not_when_it_is_bound():
-    hub, data, room = Hub(2), np.zeros(3), np.ones(3)
+    hub, data, room = LoopbackHub(2), np.zeros(3), np.ones(3)
     send, receive = hub.wire(0).send(1, [piece(data)]), hub.wire(1).receive(0, [piece(room)])
     data[:] = 5
     begin(hub.wire(0), [send])
@@ -30,9 +30,9 @@ def test_data_is_read_when_it_leaves_and_not_when_it_is_bound():
 
 
 def test_a_message_that_does_not_fit_is_refused():
-    hub, data, room = Hub(2), np.zeros(3), np.zeros(2)
+    hub, data, room = LoopbackHub(2), np.zeros(3), np.zeros(2)
     begin(hub.wire(0), [hub.wire(0).send(1, [piece(data)])])
-    with pytest.raises(ValueError, match=r"a message of 24 bytes met room for 16, pair \(0, 1\)"):
+    with pytest.raises(ValueError, match=r"expected a message of 16 bytes, found 24, pair \(0, 1\)"):
         begin(hub.wire(1), [hub.wire(1).receive(0, [piece(room)])])
 
 

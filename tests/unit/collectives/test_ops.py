@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.buffers import PAIRS, kind, vector
+from collectives.buffers.arguments import vector
+from collectives.buffers.datatypes import PAIRS, kind
 from collectives.errors import InvalidArgument, InvalidType
 from collectives.runtime.ops import combine, is_commutative
 
@@ -218,9 +219,7 @@ def test_empty(op):
     user = op == "user"
     op = affine("f8") if user else op
     dtype, datatype = (
-        (np.dtype([("val", "f4"), ("loc", "i4")]), MPI.FLOAT_INT)
-        if op == MPI.MAXLOC
-        else (np.dtype("f8"), MPI.DOUBLE)
+        (np.dtype([("val", "f4"), ("loc", "i4")]), MPI.FLOAT_INT) if op == MPI.MAXLOC else (np.dtype("f8"), MPI.DOUBLE)
     )
     nothing = np.empty(0, dtype)
     combine(op, dtype, datatype)(nothing, nothing, nothing)

@@ -6,13 +6,19 @@ import numpy as np
 import pytest
 
 from collectives.algorithms import catalog
-from collectives.schedule.chunks import Layout
-from collectives.analysis.cost_functions import Clustered, Curve, Line, Twofold
-from collectives.schedule.topology import regular
-from collectives.analysis.simulate_large import Crowd
+from collectives.analysis.cost_functions import (
+    ClusteredNetwork,
+    LinearCost,
+    PiecewiseCost,
+    SharedCardCost,
+    UniformNetwork,
+)
+from collectives.analysis.prove import ScheduleError, price
+from collectives.analysis.simulate_large import VectorSimulator
+from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Recv, Send, freeze, one, span
-from collectives.analysis.prove import ScheduleError, Uniform, price
+from collectives.schedule.topology import regular
 
 ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
 
@@ -36,8 +42,8 @@ class Uneven:
 def cluster(size):
     """Nodes with different numbers of ranks, costs by length."""
     nodes = tuple(sorted(random.Random(size).randrange(3) for _ in range(size)))
-    inside = Twofold(Line(1.3, 0.1), Line(1.5, 0.3))
-    return Clustered(nodes, inside, Curve((1, 20, 50), (3.0, 5.0, 11.0)), Line(0, 0.21))
+    inside = SharedCardCost(LinearCost(1.3, 0.1), LinearCost(1.5, 0.3))
+    return ClusteredNetwork(nodes, inside, PiecewiseCost((1, 20, 50), (3.0, 5.0, 11.0)), LinearCost(0, 0.21))
 
 
 @pytest.mark.parametrize(("collective", "name"), ENTRIES)
@@ -50,9 +56,9 @@ def test_the_crowd_ends_when_its_ranks_do(collective, name):
                 schedules = catalog.build_all(collective, name, size, root, segments, nodes)
                 generated = catalog.rounds_of_all(collective, name, size, root, segments, nodes)
                 blocks = catalog.blocks(collective, name, size) * segments
-                layout = Layout.packed([chance.randrange(9) for _ in range(blocks)])
-                crowd = Crowd(generated)
-                for network in (Uneven(size), cluster(size), Uniform(1.1, 0.7, 0.3)):
+                layout = ChunkLayout.packed([chance.randrange(9) for _ in range(blocks)])
+                crowd = VectorSimulator(generated)
+                for network in (Uneven(size), cluster(size), UniformNetwork(1.1, 0.7, 0.3)):
                     finish = price(schedules, layout, 4, network).finish
                     assert tuple(crowd.price(layout, 4, network).tolist()) == finish
 
@@ -62,9 +68,9 @@ def test_ranks_that_drift_are_aligned():
     chance = random.Random(5)
     schedules = catalog.build_all("allreduce", "rabenseifner", 13)
     drifting = [[steps for it in schedule for steps in [()] * chance.randrange(3) + [it]] for schedule in schedules]
-    layout = Layout.packed([3] * 8)
+    layout = ChunkLayout.packed([3] * 8)
     expected = price(schedules, layout, 4, Uneven(13)).finish
-    assert tuple(Crowd(drifting).price(layout, 4, Uneven(13)).tolist()) == expected
+    assert tuple(VectorSimulator(drifting).price(layout, 4, Uneven(13)).tolist()) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,12 +83,12 @@ def test_ranks_that_drift_are_aligned():
 )
 def test_what_a_crowd_cannot_play_is_refused(schedules, told):
     with pytest.raises(ScheduleError, match=told):
-        Crowd([freeze(schedule) for schedule in schedules])
+        VectorSimulator([freeze(schedule) for schedule in schedules])
 
 
 def test_what_the_busiest_rank_moves():
-    crowd = Crowd(catalog.rounds_of_all("broadcast", "linear", 5))
-    assert (crowd.size, crowd.messages, crowd.volume(Layout.packed([2] * 5), 4)) == (5, 4, 4 * 40)
+    crowd = VectorSimulator(catalog.rounds_of_all("broadcast", "linear", 5))
+    assert (crowd.size, crowd.messages, crowd.volume(ChunkLayout.packed([2] * 5), 4)) == (5, 4, 4 * 40)
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8])
@@ -91,32 +97,32 @@ def test_ranks_of_a_node_share_its_card(per_node):
     size = 2 * per_node
     schedules = [freeze([[Send(rank + per_node, span(0, size))]]) for rank in range(per_node)]
     schedules += [freeze([[Recv(rank, span(0, size))]]) for rank in range(per_node)]
-    network = Clustered(regular(size, per_node), Line(1, 1), Line(100, 2), Line(0, 0))
-    layout = Layout.packed([1] * size)
+    network = ClusteredNetwork(regular(size, per_node), LinearCost(1, 1), LinearCost(100, 2), LinearCost(0, 0))
+    layout = ChunkLayout.packed([1] * size)
     expected = (100 + per_node * size * 2,) * size
     assert price(schedules, layout, 1, network).finish == expected
-    assert tuple(Crowd(schedules).price(layout, 1, network)) == expected
+    assert tuple(VectorSimulator(schedules).price(layout, 1, network)) == expected
 
 
 def test_a_root_that_sends_to_all_uses_the_cards_alone():
     """One message after another leaves: nobody shares the card, though all receive in the same round."""
-    network = Clustered(regular(8, 4), Line(0, 0), Line(100, 2), Line(0, 0))
-    layout = Layout.packed([1] * 8)
+    network = ClusteredNetwork(regular(8, 4), LinearCost(0, 0), LinearCost(100, 2), LinearCost(0, 0))
+    layout = ChunkLayout.packed([1] * 8)
     assert price(catalog.build_all("broadcast", "direct", 8), layout, 1, network).seconds == 4 * (100 + 16)
 
 
 def test_curves_are_straight_between_what_was_measured_and_beyond():
-    curve = Curve((10, 20, 40), (1.0, 2.0, 6.0))
+    curve = PiecewiseCost((10, 20, 40), (1.0, 2.0, 6.0))
     assert [float(curve(n)) for n in (0, 10, 15, 20, 30, 40, 50)] == [1, 1, 1.5, 2, 4, 6, 8]
-    assert float(Curve((8,), (3.0,))(1000)) == 3
-    assert float(Curve((8, 16), (3.0, 2.0))(1000)) == 2, "what fell by chance does not fall for ever"
-    assert Twofold(curve, Line(0, 1))(np.array([15, 15]), np.array([False, True])).tolist() == [1.5, 15]
+    assert float(PiecewiseCost((8,), (3.0,))(1000)) == 3
+    assert float(PiecewiseCost((8, 16), (3.0, 2.0))(1000)) == 2, "what fell by chance does not fall for ever"
+    assert SharedCardCost(curve, LinearCost(0, 1))(np.array([15, 15]), np.array([False, True])).tolist() == [1.5, 15]
 
 
 def test_65536_ranks():
     """A log-round schedule is built and priced in seconds, and costs what its formula says."""
     size, nbytes = 1 << 16, 1 << 20
-    crowd = Crowd(catalog.rounds_of_all("broadcast", "mst", size))
-    layout = Layout.packed((nbytes // size,) * size)
-    seconds = crowd.price(layout, 1, Uniform(1024.0, 2.0, 0.0)).max()
+    crowd = VectorSimulator(catalog.rounds_of_all("broadcast", "mst", size))
+    layout = ChunkLayout.packed((nbytes // size,) * size)
+    seconds = crowd.price(layout, 1, UniformNetwork(1024.0, 2.0, 0.0)).max()
     assert seconds == catalog.find("broadcast", "mst").seconds(size, nbytes, 1024, 2, 0)

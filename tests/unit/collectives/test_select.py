@@ -1,19 +1,19 @@
 """The choice of an algorithm: the cheapest that can do the call, from what all ranks know; measured beats the model."""
 
 import time
-from functools import partial
 
 import pytest
 
 from collectives.algorithms import catalog
-from collectives.selection import select
-from collectives.schedule.chunks import Layout, even
-from collectives.selection.cost_model import BUILT_IN, Costs, alike, network
+from collectives.analysis.cost_functions import UniformNetwork
+from collectives.analysis.prove import price
 from collectives.errors import InvalidArgument
-from collectives.selection.timing_table import NATIVE, Choice, Key, Table
-from collectives.selection.select import Selector, choose, formula
+from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
-from collectives.analysis.prove import Uniform, price
+from collectives.selection import select
+from collectives.selection.cost_model import BUILT_IN, Costs, alike, network
+from collectives.selection.select import CallTraits, Selector, choose, formula
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
 
 COLLECTIVES = list(catalog.CATALOG)
 TWO_NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -63,7 +63,7 @@ def test_short_messages_take_few_rounds_and_long_ones_little_volume(collective):
         fewest = min(catalog.evaluate(entry.rounds, size) for entry in entries.values())
         assert catalog.evaluate(entries[short.algorithm].rounds, size) == fewest
         assert short.segments == 1
-        bytes_only = Uniform(0, 1, 0)
+        bytes_only = UniformNetwork(0, 1, 0)
         least = min(
             formula(collective, name, size, 1 << 34, segments, bytes_only)
             for name in entries
@@ -75,7 +75,7 @@ def test_short_messages_take_few_rounds_and_long_ones_little_volume(collective):
 @pytest.mark.parametrize(("size", "nbytes"), [(8, 1 << 20), (5, 1 << 22), (16, 1 << 16)])
 def test_pipelines_are_cut_by_the_square_root_law(size, nbytes):
     """The chain's best number of segments is sqrt((p-2) n beta / alpha): doubling comes within a factor of two."""
-    wire = Uniform(1e-6, 1e-9, 0)
+    wire = UniformNetwork(1e-6, 1e-9, 0)
     segments, seconds = select._in_segments(lambda k: formula("broadcast", "chain", size, nbytes, k, wire), 1 << 20)
     best = ((size - 2) * nbytes * wire.beta / wire.alpha) ** 0.5
     assert best / 2 <= segments <= best * 2
@@ -97,7 +97,7 @@ def test_formulas_for_segments_are_near_the_clock(collective):
 
 
 def test_each_edge_costs_what_its_wire_does():
-    costs = Costs(Uniform(1, 2, 3), Uniform(10, 20, 30))
+    costs = Costs(UniformNetwork(1, 2, 3), UniformNetwork(10, 20, 30))
     assert alike(None, costs) == costs.shared
     assert alike((0, 1, 2), costs) == costs.network
     mixed = network((0, 0, 1), costs)
@@ -106,7 +106,7 @@ def test_each_edge_costs_what_its_wire_does():
 
 def test_the_wire_flips_the_choice():
     """Many cheap messages within a node, few dear ones between nodes."""
-    cheap, dear = Uniform(1e-9, 1e-9, 0), Uniform(1e-2, 1e-9, 0)
+    cheap, dear = UniformNetwork(1e-9, 1e-9, 0), UniformNetwork(1e-2, 1e-9, 0)
     costs = Costs(cheap, dear)
     on_a_node = choose("broadcast", 16, 1 << 20, costs=costs)
     between = choose("broadcast", 16, 1 << 20, nodes=tuple(range(16)), costs=costs)
@@ -139,10 +139,10 @@ def test_large_clusters_are_priced_by_a_part():
 
 def test_a_choice_that_was_made_is_looked_up():
     selector = Selector(64)
-    first = selector.choose("allreduce", 1 << 20)
+    first = selector.choose(CallTraits("allreduce", 1 << 20))
     begin = time.perf_counter()
     for _ in range(1000):
-        assert selector.choose("allreduce", (1 << 20) + 8) is first
+        assert selector.choose(CallTraits("allreduce", (1 << 20) + 8)) is first
     assert time.perf_counter() - begin < 0.01  # 10 us each: a hundredth would do, but machines are busy
 
 
@@ -150,20 +150,25 @@ def test_what_neighbours_see_is_priced_by_the_model():
     """In place what is both sent and combined must land first, so fewer rounds pay less; tables know nothing of it."""
     table = measured({8: {RING: 1e-9, OWN: 1e-9}, 1 << 20: {RING: 1e-9, OWN: 1e-9}}, ranks=2, placement="2")
     for selector in (Selector(2), Selector(2, None, table)):
-        seen = partial(selector.decide, "allreduce", native=True, form="persistent", seen=True)
+
+        def seen(nbytes, selector=selector, in_place=False):
+            traits = CallTraits("allreduce", nbytes, native=True, form="persistent", shared=True, in_place=in_place)
+            return selector.decide(traits)
+
         assert seen(1 << 16)[:2] == ("recursive_doubling", 1) and seen(1 << 16, in_place=True)[:2] == ("ring", 1)
         assert seen(1 << 18).source == "model" and seen(1 << 18)[:2] == ("ring", 1)
-        assert seen(8) == selector.decide("allreduce", 8, native=True, form="persistent")
-        reduce = selector.decide("reduce", 1 << 18, form="persistent", seen=True)
-        assert reduce == selector.decide("reduce", 1 << 18, form="persistent"), "its partial sums lie in scratch"
+        assert seen(8) == selector.decide(CallTraits("allreduce", 8, native=True, form="persistent"))
+        reduce = selector.decide(CallTraits("reduce", 1 << 18, form="persistent", shared=True))
+        plain = selector.decide(CallTraits("reduce", 1 << 18, form="persistent"))
+        assert reduce == plain, "its partial sums are in scratch memory"
 
 
 # ------------------------------------------------------------------------------------------ tables
 
 
 def measured(rows, collective="allreduce", form="blocking", ranks=4, placement="4"):
-    rows = {nbytes: {Choice(*choice): s for choice, s in row.items()} for nbytes, row in rows.items()}
-    return Table(entries={Key(collective, form, ranks, placement): rows})
+    rows = {nbytes: {AlgorithmChoice(*choice): s for choice, s in row.items()} for nbytes, row in rows.items()}
+    return TimingTable(entries={TimingKey(collective, form, ranks, placement): rows})
 
 
 RING, DIRECT, OWN = ("ring", 1), ("direct", 1), (NATIVE, 1)
@@ -172,64 +177,64 @@ ROWS = {8: {RING: 4e-6, DIRECT: 2e-6, OWN: 1e-6}, 8192: {RING: 1e-5, DIRECT: 8e-
 
 def test_the_measured_winner_is_taken_and_flips_between_sizes():
     selector = Selector(4, None, measured(ROWS))
-    short, long = selector.decide("allreduce", 8), selector.decide("allreduce", 8192)
+    short, long = selector.decide(CallTraits("allreduce", 8)), selector.decide(CallTraits("allreduce", 8192))
     assert short == ("direct", 1, 2e-6, "measured")
     assert long == ("ring", 1, 1e-5, "measured")
-    names = [selector.choose("allreduce", 1 << power).algorithm for power in range(3, 14)]
+    names = [selector.choose(CallTraits("allreduce", 1 << power)).algorithm for power in range(3, 14)]
     assert names == sorted(names)  # direct, then ring, with one change
     assert {"direct", "ring"} == set(names)
 
 
 def test_native_is_taken_only_where_it_may_be():
     selector = Selector(4, None, measured(ROWS))
-    assert selector.choose("allreduce", 8, native=True) == OWN
-    assert selector.choose("allreduce", 8192, native=True) == RING
-    assert selector.choose("allreduce", 8) == DIRECT
-    assert Selector(4).choose("allreduce", 8, native=True).algorithm != NATIVE
+    assert selector.choose(CallTraits("allreduce", 8, native=True)) == OWN
+    assert selector.choose(CallTraits("allreduce", 8192, native=True)) == RING
+    assert selector.choose(CallTraits("allreduce", 8)) == DIRECT
+    assert Selector(4).choose(CallTraits("allreduce", 8, native=True)).algorithm != NATIVE
     huge = Selector(4, None, measured({1 << 31: {RING: 1.0, OWN: 0.5}}))
-    assert huge.choose("allreduce", 1 << 31, native=True) == RING
+    assert huge.choose(CallTraits("allreduce", 1 << 31, native=True)) == RING
 
 
 def test_what_was_measured_for_blocking_calls_does_not_speak_for_native_in_other_forms():
     selector = Selector(4, None, measured(ROWS))
-    assert selector.choose("allreduce", 8, native=True, form="persistent") == DIRECT
+    assert selector.choose(CallTraits("allreduce", 8, native=True, form="persistent")) == DIRECT
     both = measured(ROWS).merged(measured({8: {RING: 2e-6, OWN: 1e-6}}, form="persistent"))
-    assert Selector(4, None, both).choose("allreduce", 8, native=True, form="persistent") == OWN
+    assert Selector(4, None, both).choose(CallTraits("allreduce", 8, native=True, form="persistent")) == OWN
 
 
 def test_blocks_of_any_length_have_rows_of_their_own():
     rows = {64: {("linear", 1): 1e-6, ("direct", 1): 2e-6, OWN: 1e-7}}
     selector = Selector(4, None, measured(rows, "allgather"))
-    assert selector.choose("allgather", 64, native=True, uneven=True) == ("linear", 1)
+    assert selector.choose(CallTraits("allgather", 64, native=True, v_form=True)) == ("linear", 1)
     own = measured(rows, "allgather").merged(measured({64: {("direct", 1): 2e-6, OWN: 1e-7}}, "allgatherv"))
-    assert Selector(4, None, own).choose("allgather", 64, native=True, uneven=True) == OWN
+    assert Selector(4, None, own).choose(CallTraits("allgather", 64, native=True, v_form=True)) == OWN
 
 
 def test_an_operation_that_needs_order_gets_none_that_was_measured_without():
     table = measured({8: {RING: 1e-6, ("mst", 1): 9e-6, ("gone", 1): 1e-9, ("census", 1): 1e-8}})
-    assert Selector(4, None, table).choose("allreduce", 8) == RING
-    assert Selector(4, None, table).choose("allreduce", 8, ordered=True) == ("mst", 1)
+    assert Selector(4, None, table).choose(CallTraits("allreduce", 8)) == RING
+    assert Selector(4, None, table).choose(CallTraits("allreduce", 8, ordered=True)) == ("mst", 1)
 
 
 def test_where_nothing_was_measured_the_model_decides_at_the_fitted_costs():
-    costs = Costs(shared=Uniform(1e-2, 1e-12, 1e-12))
+    costs = Costs(shared=UniformNetwork(1e-2, 1e-12, 1e-12))
     table = measured(ROWS)._replace(costs=costs)
-    far = Selector(4, None, table).decide("allreduce", 1 << 24)
+    far = Selector(4, None, table).decide(CallTraits("allreduce", 1 << 24))
     assert far.source == "model"
     assert far.seconds == pytest.approx(formula("allreduce", far.algorithm, 4, 1 << 24, 1, costs.shared))
     assert far.algorithm != choose("allreduce", 4, 1 << 24).algorithm
-    assert Selector(4, None, table).decide("broadcast", 8).source == "model"
+    assert Selector(4, None, table).decide(CallTraits("broadcast", 8)).source == "model"
 
 
 def test_near_numbers_of_ranks_and_like_placements_are_taken():
     table = measured(ROWS)
-    assert [Selector(p, None, table).decide("allreduce", 8).source for p in (1, 2, 3, 5, 6, 7)] == [
+    assert [Selector(p, None, table).decide(CallTraits("allreduce", 8)).source for p in (1, 2, 3, 5, 6, 7)] == [
         "model", "model", "measured", "measured", "measured", "model",
     ]  # fmt: skip
-    assert Selector(4, (0, 0, 1, 1), table).decide("allreduce", 8).source == "model"
+    assert Selector(4, (0, 0, 1, 1), table).decide(CallTraits("allreduce", 8)).source == "model"
     paired = measured(ROWS, placement="2x2")
-    assert Selector(6, (0, 0, 1, 1, 2, 2), paired).decide("allreduce", 8).source == "measured"
-    assert Selector(4, (0, 1, 0, 1), paired).decide("allreduce", 8).source == "model"
+    assert Selector(6, (0, 0, 1, 1, 2, 2), paired).decide(CallTraits("allreduce", 8)).source == "measured"
+    assert Selector(4, (0, 1, 0, 1), paired).decide(CallTraits("allreduce", 8)).source == "model"
 
 
 # ------------------------------------------------------------------------------------------ what a user names
@@ -272,7 +277,7 @@ def test_predictions_are_the_clock_s(collective):
     for name in catalog.names(collective):
         for size, nbytes in ((1, 8), (3, 1000), (4, 1 << 20)):
             blocks = catalog.blocks(collective, name, size)
-            layout = Layout.packed(even(nbytes * blocks // vector(collective, size, blocks), blocks))
+            layout = ChunkLayout.packed(even(nbytes * blocks // vector(collective, size, blocks), blocks))
             found = select.predict(collective, name, size, nbytes)
             assert found == price(catalog.build_all(collective, name, size), layout, 1, BUILT_IN.shared).seconds
             assert (found > 0) == (size > 1)

@@ -21,7 +21,7 @@ SPELLED = {
         [[0, 1, 2], [3, 4, 5], [6, 7, 8]],
         [{0: [0], 3: [1], 6: [2]}, {1: [0], 4: [1], 7: [2]}, {2: [0], 5: [1], 8: [2]}],
     ),
-    "scan": ([ALL, ALL, ALL], [{c: origins for c in ALL} for origins in ([0], [0, 1], [0, 1, 2])]),
+    "scan": ([ALL, ALL, ALL], [dict.fromkeys(ALL, origins) for origins in ([0], [0, 1], [0, 1, 2])]),
     "exscan": ([ALL, ALL, ALL], [{}, {c: [0] for c in ALL}, {c: [0, 1] for c in ALL}]),
 }
 FLAGS = {

@@ -3,17 +3,17 @@
 import pytest
 
 from collectives.algorithms import catalog
+from collectives.runtime.program import SOURCE, TARGET, Task
+from collectives.runtime.single_exchange import as_single_exchange
 from collectives.schedule import semantics
-from collectives.schedule.chunks import Place
-from collectives.runtime.binder import SOURCE, TARGET, Task
-from collectives.runtime.single_exchange import shorten
+from collectives.schedule.chunks import MemorySpan
 
 COLLECTIVES = [name for name, meaning in semantics.MEANINGS.items() if name not in ("barrier", "scan", "exscan")]
 LENGTH = 3
 
 
 def places(memory, chunks):
-    return {chunk: Place(memory, at * LENGTH, (at + 1) * LENGTH) for at, chunk in enumerate(sorted(chunks))}
+    return {chunk: MemorySpan(memory, at * LENGTH, (at + 1) * LENGTH) for at, chunk in enumerate(sorted(chunks))}
 
 
 def tasks(collective, name, size=2, root=0):
@@ -48,7 +48,7 @@ def test_two_ranks(collective, root):
     found = 0
     for name in catalog.names(collective):
         pair = tasks(collective, name, root=root)
-        shorts = [shorten(task) for task in pair]
+        shorts = [as_single_exchange(task) for task in pair]
         if None in shorts:
             continue
         found += 1
@@ -76,17 +76,17 @@ def test_two_ranks(collective, root):
 
 def test_what_is_not_short():
     """Two rounds, several peers, chunks that lie apart, news without data, and nothing at all."""
-    assert shorten(tasks("allreduce", "ring")[0]) is None
-    assert shorten(tasks("broadcast", "linear", size=3)[0]) is None
+    assert as_single_exchange(tasks("allreduce", "ring")[0]) is None
+    assert as_single_exchange(tasks("broadcast", "linear", size=3)[0]) is None
     apart = tasks("allreduce", "recursive_doubling")[0]
     scattered = {
-        chunk: Place(SOURCE, place.start * 2, place.start * 2 + LENGTH) for chunk, place in apart.source.items()
+        chunk: MemorySpan(SOURCE, place.start * 2, place.start * 2 + LENGTH) for chunk, place in apart.source.items()
     }
-    assert shorten(apart._replace(source=scattered)) is None
-    assert shorten(Task(catalog.build("barrier", "dissemination", 0, 2), (1, 1), {}, {}, 1)) is None
-    assert shorten(Task((), (1,), {0: Place(SOURCE, 0, 1)}, {0: Place(TARGET, 0, 1)}, 1)) is None
+    assert as_single_exchange(apart._replace(source=scattered)) is None
+    assert as_single_exchange(Task(catalog.build("barrier", "dissemination", 0, 2), (1, 1), {}, {}, 1)) is None
+    assert as_single_exchange(Task((), (1,), {0: MemorySpan(SOURCE, 0, 1)}, {0: MemorySpan(TARGET, 0, 1)}, 1)) is None
 
 
 def test_the_side():
     """What comes from a lower rank stands on the left."""
-    assert [shorten(task).side for task in tasks("allreduce", "recursive_doubling")] == ["right", "left"]
+    assert [as_single_exchange(task).side for task in tasks("allreduce", "recursive_doubling")] == ["right", "left"]

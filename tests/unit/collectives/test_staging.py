@@ -3,12 +3,13 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from fakes import Foreign, cupy
 from mpi4py import MPI
+from support.fakes import Foreign, cupy
 
-from collectives.buffers import PAIRS, blocks, blocks_v, vector
+from collectives.buffers.arguments import blocks, blocks_v, vector
+from collectives.buffers.datatypes import PAIRS
+from collectives.buffers.staging import DeviceStaging, PackedStaging, stage
 from collectives.errors import InvalidBuffer
-from collectives.buffers.staging import OnDevice, Packed, stage
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -79,7 +80,7 @@ def test_pairs_travel_without_padding(pair):
     buffer = vector(x, "x", writable=True)
     assert buffer.datatype == datatype and buffer.dtype.itemsize == buffer.itemsize == datatype.Get_size()
     assert buffer.contiguous == (aligned.itemsize == datatype.Get_size())
-    staged = Packed(buffer, load=True, store=True)
+    staged = PackedStaging(buffer, load=True, store=True)
     staged.load()
     assert staged.host.view(buffer.dtype).tolist() == x.tolist()
     staged.host.view(buffer.dtype)["loc"] = 7
@@ -126,7 +127,7 @@ def test_device_arrays_round_trip(gpu, dtype):
     assert buffer.device and buffer.contiguous and buffer.dtype == dtype and buffer.count == 6
     assert buffer.owner is array
     staged = stage(buffer, load=True, store=True)
-    assert isinstance(staged, OnDevice)
+    assert isinstance(staged, DeviceStaging)
     staged.load()
     np.testing.assert_array_equal(staged.host.view(dtype), values)
     staged.host.view(dtype)[:] = values[::-1]

@@ -3,9 +3,9 @@
 import pytest
 
 from collectives.algorithms import linear, mst, ring
+from collectives.analysis.prove import prove
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, freeze, one, span
 from collectives.schedule.transforms import on, pipelined, reverse, segmented
-from collectives.analysis.prove import prove
 
 SIZES = [1, 2, 3, 5, 8, 13]
 

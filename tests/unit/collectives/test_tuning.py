@@ -5,16 +5,16 @@ import warnings
 
 import pytest
 
-from collectives.selection import timing_file as tuning
-from collectives.selection.cost_model import BUILT_IN, Costs
+from collectives.analysis.cost_functions import UniformNetwork
 from collectives.errors import InvalidType
-from collectives.selection.timing_table import Choice, Key, Table, interpolate, parse, shape
+from collectives.selection import timing_file
+from collectives.selection.cost_model import BUILT_IN, Costs
 from collectives.selection.timing_file import TableError, agreed, default_path, read, to_json, write
-from collectives.analysis.prove import Uniform
+from collectives.selection.timing_table import AlgorithmChoice, TimingKey, TimingTable, interpolate, parse, shape
 
-RING, CHAIN = Choice("ring"), Choice("chain", 16)
-KEY = Key("allreduce", "blocking", 4, "4")
-TABLE = Table(Costs(Uniform(1e-6, 2e-9, 3e-10)), {KEY: {8: {RING: 1e-6, CHAIN: 2e-6}, 1024: {RING: 4e-6}}})
+RING, CHAIN = AlgorithmChoice("ring"), AlgorithmChoice("chain", 16)
+KEY = TimingKey("allreduce", "blocking", 4, "4")
+TABLE = TimingTable(Costs(UniformNetwork(1e-6, 2e-9, 3e-10)), {KEY: {8: {RING: 1e-6, CHAIN: 2e-6}, 1024: {RING: 4e-6}}})
 
 
 class Alone:
@@ -30,7 +30,7 @@ class Alone:
 # ------------------------------------------------------------------------------------------ the table
 
 
-@pytest.mark.parametrize("choice", [RING, CHAIN, Choice("recursive_doubling", 4)])
+@pytest.mark.parametrize("choice", [RING, CHAIN, AlgorithmChoice("recursive_doubling", 4)])
 def test_a_choice_is_read_back_from_its_text(choice):
     assert parse(str(choice)) == choice
 
@@ -57,7 +57,7 @@ def test_who_dropped_out_is_not_asked_for_between():
 
 
 def test_merging_keeps_what_was_there_and_takes_what_is_new():
-    new = Table(BUILT_IN, {KEY: {8: {RING: 5e-6}, 64: {RING: 6e-6}}, KEY._replace(ranks=2): {8: {RING: 1.0}}})
+    new = TimingTable(BUILT_IN, {KEY: {8: {RING: 5e-6}, 64: {RING: 6e-6}}, KEY._replace(ranks=2): {8: {RING: 1.0}}})
     both = TABLE.merged(new)
     assert list(both.entries[KEY]) == [8, 64, 1024]
     assert both.entries[KEY][8] == {RING: 5e-6}
@@ -79,8 +79,8 @@ def test_a_table_is_read_back_as_it_was_written(tmp_path):
     path = tmp_path / "new" / "folder" / "table.json"
     write(path, TABLE)
     assert read(path) == TABLE
-    write(path, Table())
-    assert read(path) == Table()
+    write(path, TimingTable())
+    assert read(path) == TimingTable()
     assert [each.name for each in path.parent.iterdir()] == ["table.json"]
 
 
@@ -91,9 +91,9 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(tuning.json, "dump", full)
+    monkeypatch.setattr(timing_file.json, "dump", full)
     with pytest.raises(OSError, match="no space left"):
-        write(path, Table())
+        write(path, TimingTable())
     monkeypatch.undo()
     assert read(path) == TABLE
     assert len(list(tmp_path.iterdir())) == 1
@@ -169,7 +169,7 @@ def test_other_things_than_paths_are_refused():
 
 
 def test_costs_are_fitted():
-    from benchlib.tuning import fit
+    from collectives.benchmark.tuner import fit
 
     alpha, beta = fit({n: 3e-6 + 2e-10 * n for n in (8, 4096, 1 << 16, 1 << 20)})
     assert alpha == pytest.approx(3e-6)
@@ -178,13 +178,13 @@ def test_costs_are_fitted():
 
 
 def test_who_lost_by_far_at_two_sizes_in_a_row_is_out():
-    from benchlib.tuning import Field
+    from collectives.benchmark.tuner import TunerCandidates
 
-    field, native = Field(), Choice("native")
-    everyone = [RING, CHAIN, Choice("chain"), native]
-    field.note({RING: 1.0, CHAIN: 4.0, Choice("chain"): 5.0, native: 9.0})
+    field, native = TunerCandidates(), AlgorithmChoice("native")
+    everyone = [RING, CHAIN, AlgorithmChoice("chain"), native]
+    field.note({RING: 1.0, CHAIN: 4.0, AlgorithmChoice("chain"): 5.0, native: 9.0})
     assert field.left(everyone) == everyone
-    field.note({RING: 1.0, CHAIN: 2.0, Choice("chain"): 50.0, native: 9.0})
+    field.note({RING: 1.0, CHAIN: 2.0, AlgorithmChoice("chain"): 50.0, native: 9.0})
     field.note({RING: 1.0, CHAIN: 4.0, native: 9.0})
     assert field.left(everyone) == everyone
     field.note({RING: 1.0, CHAIN: 4.0, native: 9.0})
@@ -192,15 +192,15 @@ def test_who_lost_by_far_at_two_sizes_in_a_row_is_out():
 
 
 def test_candidates_are_what_auto_may_take():
-    from benchlib.tuning import candidates
+    from collectives.benchmark.tuner import candidates
 
     short, long = (candidates("allreduce", nbytes, 16, None, BUILT_IN) for nbytes in (8, 1 << 24))
-    assert Choice("native") in short
-    assert Choice("census") not in short
-    assert Choice("hierarchical") not in short
+    assert AlgorithmChoice("native") in short
+    assert AlgorithmChoice("census") not in short
+    assert AlgorithmChoice("hierarchical") not in short
     assert all(choice.segments == 1 for choice in short)
     assert any(choice.segments > 1 for choice in long)
-    assert Choice("hierarchical") in candidates("allreduce", 8, 4, (0, 0, 1, 1), BUILT_IN)
+    assert AlgorithmChoice("hierarchical") in candidates("allreduce", 8, 4, (0, 0, 1, 1), BUILT_IN)
     assert all(choice.segments == 1 for choice in candidates("gatherv", 1 << 24, 4, None, BUILT_IN))
     pair = candidates("broadcast", 8, 2, None, BUILT_IN)
     assert len(pair) < 6, "on two ranks most algorithms are the same"

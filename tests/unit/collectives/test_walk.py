@@ -7,11 +7,11 @@ from itertools import chain
 import pytest
 
 from collectives.algorithms import catalog
-from collectives.schedule.chunks import Layout, even
-from collectives.analysis.cost_functions import Line
+from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost, UniformNetwork
+from collectives.analysis.prove import ScheduleError, SimulatedEvent, match, price, prove
+from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.steps import NOTHING, Copy, Recv, RecvReduce, Reduce, Send, freeze, one, span
-from collectives.analysis.prove import Clustered, Event, ScheduleError, Uniform, match, price, prove
 
 A, B, C = one(0), one(1), one(2)
 BOTH = span(0, 2)
@@ -262,11 +262,11 @@ def test_empty_rounds_change_nothing(collective, name):
 # ------------------------------------------------------------------------------------------ prices
 
 ALPHA, BETA, GAMMA = 1024.0, 2.0, 0.5  # sums of their multiples are exact
-PLAIN = Uniform(ALPHA, BETA, GAMMA)
+PLAIN = UniformNetwork(ALPHA, BETA, GAMMA)
 
 
 def seconds(collective, name, size, n, root=0, network=PLAIN):
-    layout = Layout.packed(even(n, catalog.blocks(collective, name, size)))
+    layout = ChunkLayout.packed(even(n, catalog.blocks(collective, name, size)))
     return price(catalog.build_all(collective, name, size, root), layout, 1, network).seconds
 
 
@@ -289,11 +289,11 @@ def test_prices_agree_with_the_catalogue(collective, name):
     entry = catalog.find(collective, name)
     for size in (1, 2, 3, 4, 5, 7, 8, 13, 16):
         blocks = catalog.blocks(collective, name, size)
-        layout, n = Layout.packed((16,) * blocks), 16 * vector(collective, size, blocks)
+        layout, n = ChunkLayout.packed((16,) * blocks), 16 * vector(collective, size, blocks)
         roots = range(size) if MEANINGS[collective].rooted else [0]
         schedules = [catalog.build_all(collective, name, size, root) for root in roots]
         for gamma in (0, GAMMA):
-            worst = max(price(its, layout, 1, Uniform(ALPHA, BETA, gamma)).seconds for its in schedules)
+            worst = max(price(its, layout, 1, UniformNetwork(ALPHA, BETA, gamma)).seconds for its in schedules)
             formula = float(entry.seconds(size, n, ALPHA, BETA, gamma))
             assert worst == formula if entry.exact else worst <= formula <= 2 * worst or size == 1, size
 
@@ -302,14 +302,14 @@ def test_uneven_and_empty_chunks_cost_what_they_weigh():
     """5 bytes in chunks of 2, 2, 1: the ring's rounds wait for the longest chunk under way."""
     assert seconds("allgather", "ring", 3, 5) == 2 * (ALPHA + 2 * BETA)
     assert seconds("broadcast", "mst", 8, 0) == 3 * ALPHA
-    layout = Layout.packed((2, 2, 1))
+    layout = ChunkLayout.packed((2, 2, 1))
     assert price(catalog.build_all("broadcast", "mst", 3), layout, 8, PLAIN).seconds == 2 * (ALPHA + 40 * BETA)
 
 
 def test_a_slow_network_between_fast_nodes():
     """Ranks 0, 1 on one node and 2, 3 on the other."""
-    inside, between = Line(1.0, 0.0), Line(100.0, 1.0)
-    network = Clustered((0, 0, 1, 1), inside, between, adding=Line(0.0, 0.0))
+    inside, between = LinearCost(1.0, 0.0), LinearCost(100.0, 1.0)
+    network = ClusteredNetwork((0, 0, 1, 1), inside, between, adding=LinearCost(0.0, 0.0))
     assert network.message(0, 1, 10) == network.message(3, 2, 10) == inside(10)
     assert network.message(1, 2, 10) == network.message(3, 0, 10) == between(10)
     assert seconds("broadcast", "mst", 4, 8, 0, network) == (100 + 8) + 1  # 0 to 2, then within both
@@ -322,7 +322,7 @@ def test_a_slow_network_between_fast_nodes():
 def test_one_port_out_and_one_in():
     """Messages of one round leave one after another, and arrive one after another; both ways at once is free."""
     everything = span(0, 3)
-    layout, message = Layout.packed((4, 4, 4)), ALPHA + 12 * BETA
+    layout, message = ChunkLayout.packed((4, 4, 4)), ALPHA + 12 * BETA
     fan_out = [freeze([[Send(1, everything), Send(2, everything)]])]
     fan_out += [freeze([[Recv(0, everything)]])] * 2
     assert price(fan_out, layout, 1, PLAIN).finish == (2 * message, message, 2 * message)
@@ -330,31 +330,31 @@ def test_one_port_out_and_one_in():
     fan_in += [freeze([[Send(0, everything)]])] * 2
     assert price(fan_in, layout, 1, PLAIN).finish == (2 * message, message, 2 * message)
     exchange = [freeze([[Send(1, A), Recv(1, B)]]), freeze([[Send(0, B), Recv(0, A)]])]
-    assert price(exchange, Layout.packed((4, 4)), 1, PLAIN).finish == (ALPHA + 4 * BETA,) * 2
+    assert price(exchange, ChunkLayout.packed((4, 4)), 1, PLAIN).finish == (ALPHA + 4 * BETA,) * 2
 
 
 def test_a_message_waits_for_both_ends():
     """Rank 2 is busy with rank 1 for one message before it can take rank 0's; rank 0 waits for it."""
     schedules = [freeze([[Send(2, A)]]), freeze([[Send(2, A)]]), freeze([[Recv(1, A)], [Recv(0, A)]])]
     message = ALPHA + 4 * BETA
-    assert price(schedules, Layout.packed((4, 4, 4)), 1, PLAIN).finish == (2 * message, message, 2 * message)
+    assert price(schedules, ChunkLayout.packed((4, 4, 4)), 1, PLAIN).finish == (2 * message, message, 2 * message)
 
 
 def test_local_work_costs_gamma_per_byte():
     schedules = [freeze([[Reduce(B, A)], [Copy(A, B)]])]
-    assert price(schedules, Layout.packed((6, 6)), 8, PLAIN).seconds == 48 * GAMMA
+    assert price(schedules, ChunkLayout.packed((6, 6)), 8, PLAIN).seconds == 48 * GAMMA
 
 
 def test_the_trace_is_everything_that_happened():
     everything = span(0, 2)
-    layout = Layout.packed((3, 3))
+    layout = ChunkLayout.packed((3, 3))
     message, work = ALPHA + 24 * BETA, 24 * GAMMA
     schedules = catalog.build_all("allreduce", "mst", 2)
     assert price(schedules, layout, 4, PLAIN).trace == ()
     assert price(schedules, layout, 4, PLAIN, trace=True).trace == (
-        Event("message", 1, 0, 0, everything, 24, 0.0, message),
-        Event("combine", 0, 0, 0, everything, 24, message, message + work),
-        Event("message", 0, 1, 1, everything, 24, message + work, 2 * message + work),
+        SimulatedEvent("message", 1, 0, 0, everything, 24, 0.0, message),
+        SimulatedEvent("combine", 0, 0, 0, everything, 24, message, message + work),
+        SimulatedEvent("message", 0, 1, 1, everything, 24, message + work, 2 * message + work),
     )
 
 
@@ -363,7 +363,7 @@ def test_the_trace_carries_as_many_bytes_as_the_proof_counts(collective, name):
     size, length = 5, 8
     schedules = catalog.build_all(collective, name, size)
     blocks = catalog.blocks(collective, name, size)
-    found = price(schedules, Layout.packed((length,) * blocks), 1, PLAIN, trace=True)
+    found = price(schedules, ChunkLayout.packed((length,) * blocks), 1, PLAIN, trace=True)
     proof = prove(collective, schedules, blocks=blocks)
     messages = [event for event in found.trace if event.kind == "message"]
     assert len(messages) == proof.messages

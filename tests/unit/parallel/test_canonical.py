@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.runtime.tree_sum import Counter, Node, Pool, played
+from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, played
 
 
 def leaf(number):
@@ -23,7 +23,7 @@ def by_the_book(first, last, level):
 
 
 def counter():
-    return Counter(Pool(lambda: np.empty(3, np.float32)))
+    return TreeSum(VectorPool(lambda: np.empty(3, np.float32)))
 
 
 def summed(ranks):
@@ -32,7 +32,7 @@ def summed(ranks):
     for numbers in ranks:
         own = counter()
         for number in numbers:
-            own.push(Node(0, number), leaf(number), ours=True)
+            own.push(TreeNode(0, number), leaf(number), ours=True)
         assert tuple(sorted(own.sums, key=lambda node: node.first)) == played(tuple(numbers)).nodes
         for node, vector in own.sums.items():
             together.push(node, vector, ours=False)
@@ -81,7 +81,7 @@ def test_as_many_vectors_as_foreseen(count, ours):
         made.append(np.empty(3, np.float32))
         return made[-1]
 
-    sums = Counter(Pool(make))
+    sums = TreeSum(VectorPool(make))
     for _ in range(3):  # again and again in the same memory
         for number in range(count):
             vector = leaf(number)
@@ -89,7 +89,7 @@ def test_as_many_vectors_as_foreseen(count, ours):
                 taken = sums.pool.take()
                 taken[...] = vector
                 vector = taken
-            sums.push(Node(0, number), vector, ours)
+            sums.push(TreeNode(0, number), vector, ours)
         sums.pool.give(sums.total())
     foreseen = played(tuple(range(count)))
     assert len(made) == (foreseen.taken if ours else foreseen.kept)
@@ -99,5 +99,5 @@ def test_vectors_of_others_are_only_read():
     sums, vectors = counter(), [leaf(number) for number in range(6)]
     for number, vector in enumerate(vectors):
         vector.flags.writeable = False
-        sums.push(Node(0, number), vector, ours=False)
+        sums.push(TreeNode(0, number), vector, ours=False)
     np.testing.assert_array_equal(sums.total(), by_the_book(0, 6, 3))

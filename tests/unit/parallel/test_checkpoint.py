@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +16,7 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
-from parallel.checkpoint import checkpoint_files as checkpoint
-from parallel.checkpoint import safetensors_writer as tensorfile
+from parallel.checkpoint import checkpoint_files, safetensors_writer
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, name_of, save
 
 SELF = MPI.COMM_SELF
@@ -122,6 +122,87 @@ def test_elements_that_nobody_or_everybody_writes(tmp_path, held, words):
     assert all_in(tmp_path) == []
 
 
+# ---------------------------------------------------------------------------------------------- what is not ours
+
+UNFINISHED = ".step-000000007.0123456789abcdef.partial"
+"""As a crash leaves it."""
+
+
+def test_folders_of_others_are_left_alone(tmp_path):
+    foreign = [".precious.partial/data", f"{UNFINISHED}/notes.txt", ".step-000000003.partial/state.json"]
+    foreign += ["step-000000001/thesis.tex", "step-000000002/state.json"]
+    for name in foreign:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    for step in (4, 5, 6):
+        save(SELF, tmp_path, step, whole(), {}, keep=1)
+    left = {path for path in everything(tmp_path) if path.parts[0] != name_of(6)}
+    assert left == set(map(Path, foreign))
+    assert equal(restored(tmp_path / name_of(6))[1], whole())
+
+
+def test_what_a_crash_has_left_goes_but_for_what_is_being_written(tmp_path):
+    mine, theirs = tmp_path / UNFINISHED, tmp_path / UNFINISHED.replace("7", "8")
+    for folder in (mine, theirs):
+        folder.mkdir()
+        (folder / "model-00001-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / UNFINISHED.replace("7", "9")).symlink_to(theirs)
+    other = subprocess.Popen(
+        [sys.executable, "-c", LOCKS, theirs], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout.readline() == "locked\n"
+        save(SELF, tmp_path, 9, whole(), {})
+        assert not mine.exists() and (theirs / "model-00001-of-00001.safetensors").read_bytes() == b"half"
+        other.communicate("end")
+    save(SELF, tmp_path, 10, whole(), {})
+    assert not theirs.exists() and (tmp_path / UNFINISHED.replace("7", "9")).is_symlink()
+
+
+LOCKS = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_trainings_in_one_directory_leave_each_others_halves_alone(tmp_path, monkeypatch):
+    """While one writes step 2, another one writes step 3 and clears up."""
+    first = True
+
+    def close(writer, sync=True):
+        nonlocal first
+        if first:
+            first = False
+            save(SELF, tmp_path, 3, whole(3), {})
+        return closed(writer, sync=sync)
+
+    closed = safetensors_writer.SafetensorsWriter.close
+    monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "close", close)
+    save(SELF, tmp_path, 2, whole(2), {})
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [name_of(2), name_of(3)]
+    for step in (2, 3):
+        assert equal(restored(tmp_path / name_of(step))[1], whole(step))
+
+
+def test_links_and_files_with_a_checkpoints_name_stop_nothing(tmp_path):
+    elsewhere = save(SELF, tmp_path / "elsewhere", 1, whole(1), {})
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / name_of(1)).symlink_to(elsewhere)
+    (folder / name_of(2)).symlink_to(tmp_path / "nowhere")
+    (folder / name_of(3)).write_text("a file")
+    for step in (2, 3):
+        with pytest.raises(CheckpointError, match=rf"step-00000000{step} was not written: .*exists"):
+            save(SELF, folder, step, whole(), {})
+    for step in (4, 5):
+        save(SELF, folder, step, whole(step), {}, keep=1)
+    assert sorted(path.name for path in folder.iterdir()) == [name_of(step) for step in (1, 2, 3, 5)]
+    assert all_in(folder) == [folder / name_of(1), folder / name_of(5)]
+    assert equal(restored(folder / name_of(1))[1], whole(1))
+
+
 # ---------------------------------------------------------------------------------------------- crashes
 
 
@@ -158,7 +239,7 @@ def fuse():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files stay open, as in a crash
 def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
     """Whatever is done to files, the process may end before it: the old checkpoint is there, or the new one."""
-    written, fsync = tensorfile.Writer._write, checkpoint.os.fsync
+    written, fsync = safetensors_writer.SafetensorsWriter._write, checkpoint_files.os.fsync
 
     def write(writer, data):
         fuse.burn()
@@ -170,8 +251,8 @@ def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
         fuse.burn()
         fsync(descriptor)
 
-    monkeypatch.setattr(tensorfile.Writer, "_write", write)
-    monkeypatch.setattr(checkpoint.os, "fsync", synced)
+    monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "_write", write)
+    monkeypatch.setattr(checkpoint_files.os, "fsync", synced)
     outcomes = []
     for moment in range(1000):
         folder = tmp_path / str(moment)
@@ -203,7 +284,7 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorfile.Writer, "add", full)
+    monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "add", full)
     with pytest.raises(CheckpointError, match=r"step-000000002 was not written: .*No space left"):
         save(SELF, tmp_path, 2, whole(1), {})
     monkeypatch.undo()
@@ -234,7 +315,7 @@ def edit(path, old, new):
 
 def reseal(path, **other):
     state = json.loads((path / "state.json").read_text()) | other
-    (path / "state.json").write_text(json.dumps(state | {"sha256": checkpoint._seal(state)}))
+    (path / "state.json").write_text(json.dumps(state | {"sha256": checkpoint_files._seal(state)}))
 
 
 def replace_by_a_foreign_file(path):
@@ -296,4 +377,4 @@ def test_another_model_is_told_before_anything_changes(tmp_path, other):
 
 def test_a_name_that_is_none(tmp_path):
     with pytest.raises(CheckpointError, match="is called step-000000000 or the like"):
-        checkpoint.step_of(Path("step-1"))
+        checkpoint_files.step_of(Path("step-1"))

@@ -12,8 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 from parallel.nn import kernels
-from parallel.nn.kernels import philox, reference
-from parallel.nn.kernels import compiled_kernels as compiled
+from parallel.nn.kernels import compiled_kernels, philox, reference_kernels
 
 F = np.float32
 SHAPES = [(0,), (1,), (7,), (16,), (33,), (1000,), (3, 5), (2, 3, 17)]
@@ -69,7 +68,7 @@ def test_every_compiled_kernel_is_taken():
     """One that nobody calls would not be tested here either."""
     public = {
         name
-        for name, value in vars(compiled).items()
+        for name, value in vars(compiled_kernels).items()
         if getattr(value, "__module__", "").startswith("parallel.nn") and not name.startswith("_")
     }
     taken = {name for name in public if hasattr(kernels, name) and hasattr(getattr(kernels, name), "__wrapped__")}
@@ -83,21 +82,21 @@ def test_every_compiled_kernel_is_taken():
         "keep",
         "sum_rows",
     }
-    assert kernels._compiled()["gelu"] is compiled.gelu
+    assert kernels._compiled()["gelu"] is compiled_kernels.gelu
 
 
 def exactly(name, *arrays):
     """The reference in float64, rounded: in float32 it has fewer digits than what is tested, and overflows earlier."""
-    return getattr(reference, name)(*(array.astype(np.float64) for array in arrays)).astype(F)
+    return getattr(reference_kernels, name)(*(array.astype(np.float64) for array in arrays)).astype(F)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", UNARY)
 def test_of_one_array(name, shape):
     x = numbers(*shape)
-    close(getattr(compiled, name)(x), exactly(name, x))
+    close(getattr(compiled_kernels, name)(x), exactly(name, x))
     out = np.empty_like(x)
-    assert getattr(compiled, name)(x, out=out) is out
+    assert getattr(compiled_kernels, name)(x, out=out) is out
     close(out, exactly(name, x))
 
 
@@ -105,26 +104,26 @@ def test_of_one_array(name, shape):
 @pytest.mark.parametrize("name", BINARY)
 def test_of_two_arrays(name, shape):
     dy, x = numbers(*shape), numbers(*shape, seed=1)
-    close(getattr(compiled, name)(dy, x), exactly(name, dy, x))
+    close(getattr(compiled_kernels, name)(dy, x), exactly(name, dy, x))
     in_place = dy.copy()
-    getattr(compiled, name)(in_place, x, out=in_place)
+    getattr(compiled_kernels, name)(in_place, x, out=in_place)
     close(in_place, exactly(name, dy, x))
 
 
 @pytest.mark.parametrize("name", UNARY)
 def test_extremes(name):
-    close(getattr(compiled, name)(EXTREMES), exactly(name, EXTREMES))
+    close(getattr(compiled_kernels, name)(EXTREMES), exactly(name, EXTREMES))
 
 
 @pytest.mark.parametrize("name", BINARY)
 def test_extremes_backward(name):
     """The reference makes NaN of inf - inf far out; here it may be the slope there, 0 or 1. A NaN stays one."""
     dy = np.ones_like(EXTREMES)
-    found, expected = getattr(compiled, name)(dy, EXTREMES), exactly(name, dy, EXTREMES)
+    found, expected = getattr(compiled_kernels, name)(dy, EXTREMES), exactly(name, dy, EXTREMES)
     known = ~np.isnan(expected)
     close(found[known], expected[known])
     assert np.isnan(found[np.isnan(EXTREMES)]).all() or name == "relu_backward"
-    assert np.isnan(getattr(compiled, name)(np.full(3, np.nan, F), np.ones(3, F))).all()
+    assert np.isnan(getattr(compiled_kernels, name)(np.full(3, np.nan, F), np.ones(3, F))).all()
 
 
 @pytest.mark.parametrize("name", ["relu", *UNARY])
@@ -134,8 +133,8 @@ def test_with_a_bias_first(name, shape):
     z, bias = numbers(*shape), numbers(shape[-1], seed=1)
     z.reshape(-1)[: len(EXTREMES)] = EXTREMES[: z.size]
     total = z + bias
-    expected = kernels.relu(total) if name == "relu" else getattr(compiled, name)(total)
-    found = getattr(compiled, f"biased_{name}")(z, bias)
+    expected = kernels.relu(total) if name == "relu" else getattr(compiled_kernels, name)(total)
+    found = getattr(compiled_kernels, f"biased_{name}")(z, bias)
     assert found.dtype == F and (found is z) == (name == "relu")
     np.testing.assert_array_equal(found, expected)
     if name != "relu":
@@ -151,7 +150,7 @@ def test_gelu_is_right_to_its_last_digits():
     """Against erfc of the C library, in float64: also where it is small, on the left, where 1 + erf has no digits."""
     x = np.linspace(-9, 9, 20001).astype(F)
     expected = exact_gelu(x)
-    found = compiled.gelu(x).astype(np.float64)
+    found = compiled_kernels.gelu(x).astype(np.float64)
     assert np.abs(found / np.where(expected, expected, 1) - 1)[(x != 0) & (x > -3)].max() < 1e-6
     assert np.abs(found / np.where(expected, expected, 1) - 1)[x != 0].max() < 1e-5
     assert np.abs(found - expected).max() < 5e-7
@@ -173,7 +172,7 @@ def test_the_coefficients_fit_what_they_stand_for():
 def test_masked(shape):
     x = numbers(*shape)
     keep = np.random.default_rng(0).random(shape) < 0.7
-    np.testing.assert_array_equal(compiled.masked(x, keep, 1.25), reference.masked(x, keep, 1.25))
+    np.testing.assert_array_equal(compiled_kernels.masked(x, keep, 1.25), reference_kernels.masked(x, keep, 1.25))
 
 
 @pytest.mark.parametrize("elements", [0, 1, 3, 4, 5, 127, 128])
@@ -181,7 +180,7 @@ def test_masked(shape):
 def test_keep_draws_the_same_bits(samples, elements):
     samples = np.array(samples, np.int64)
     for rate in (0.0, 0.1, 0.5, 0.999):
-        found = compiled.keep(samples, elements, rate, (3, 2**32 - 1))
+        found = compiled_kernels.keep(samples, elements, rate, (3, 2**32 - 1))
         np.testing.assert_array_equal(found, philox.keep(samples, elements, rate, (3, 2**32 - 1)))
         assert found.dtype == bool and found.flags.c_contiguous
 
@@ -190,9 +189,9 @@ def test_keep_draws_the_same_bits(samples, elements):
 def test_sum_rows(shape):
     x = numbers(*shape)
     expected = x.astype(np.float64).sum(axis=0).astype(F)
-    close(compiled.sum_rows(x), np.asarray(expected).reshape(shape[1:]), atol=1e-5)
+    close(compiled_kernels.sum_rows(x), np.asarray(expected).reshape(shape[1:]), atol=1e-5)
     out = np.empty(shape[1:], F)
-    assert compiled.sum_rows(x, out=out) is out
+    assert compiled_kernels.sum_rows(x, out=out) is out
     close(out, expected, atol=1e-5)
 
 
@@ -200,20 +199,22 @@ def test_sum_rows(shape):
 def test_norms(shape):
     x, dy = numbers(*shape), numbers(*shape, seed=1)
     gain, bias = numbers(shape[1], seed=2), numbers(shape[1], seed=3)
-    normed = compiled.layer_norm(x, gain, bias, 1e-5)
-    for found, expected in zip(normed, reference.layer_norm(x, gain, bias, 1e-5)):
+    normed = compiled_kernels.layer_norm(x, gain, bias, 1e-5)
+    for found, expected in zip(normed, reference_kernels.layer_norm(x, gain, bias, 1e-5)):
         close(found, expected, atol=4e-6)
-    _, mean, rstd = reference.layer_norm(x, gain, bias, 1e-5)
+    _, mean, rstd = reference_kernels.layer_norm(x, gain, bias, 1e-5)
     wide = [array.astype(np.float64) for array in (dy, x, gain, mean, rstd)]
     for found, expected in zip(
-        compiled.layer_norm_backward(dy, x, gain, mean, rstd), reference.layer_norm_backward(*wide)
+        compiled_kernels.layer_norm_backward(dy, x, gain, mean, rstd), reference_kernels.layer_norm_backward(*wide)
     ):
         close(found, expected.astype(F), atol=5e-5, rtol=1e-5)
-    for found, expected in zip(compiled.rms_norm(x, gain, 1e-5), reference.rms_norm(x, gain, 1e-5)):
+    for found, expected in zip(compiled_kernels.rms_norm(x, gain, 1e-5), reference_kernels.rms_norm(x, gain, 1e-5)):
         close(found, expected, atol=4e-6)
-    _, rstd = reference.rms_norm(x, gain, 1e-5)
+    _, rstd = reference_kernels.rms_norm(x, gain, 1e-5)
     wide = [array.astype(np.float64) for array in (dy, x, gain, rstd)]
-    for found, expected in zip(compiled.rms_norm_backward(dy, x, gain, rstd), reference.rms_norm_backward(*wide)):
+    for found, expected in zip(
+        compiled_kernels.rms_norm_backward(dy, x, gain, rstd), reference_kernels.rms_norm_backward(*wide)
+    ):
         close(found, expected.astype(F), atol=5e-5, rtol=1e-5)
 
 
@@ -222,23 +223,27 @@ def test_norms_hide_nothing(bad):
     x = numbers(3, 40)
     x[1, 7] = bad
     gain = np.ones(40, F)
-    y = compiled.layer_norm(x, gain, gain, 1e-5)[0]
+    y = compiled_kernels.layer_norm(x, gain, gain, 1e-5)[0]
     assert np.isnan(y[1]).any() and np.isfinite(y[[0, 2]]).all()
-    dx, dgain, dbias = compiled.layer_norm_backward(x, numbers(3, 40), gain, np.zeros(3, F), np.ones(3, F))
+    dx, dgain, dbias = compiled_kernels.layer_norm_backward(x, numbers(3, 40), gain, np.zeros(3, F), np.ones(3, F))
     assert not np.isfinite(dx[1]).all() and not np.isfinite(dgain).all() and not np.isfinite(dbias).all()
-    assert not np.isfinite(compiled.sum_rows(x)).all()
+    assert not np.isfinite(compiled_kernels.sum_rows(x)).all()
 
 
 @pytest.mark.parametrize(("queries", "keys", "first"), [(1, 1, 0), (5, 5, 0), (7, 20, 13), (64, 128, 64), (3, 9, 2)])
 @pytest.mark.parametrize("leading", [(), (1,), (2, 3), (0,)])
 def test_softmax(leading, queries, keys, first):
     scores = numbers(*leading, queries, keys, scale=8)
-    found = compiled.causal_softmax(scores.copy(), 0.5, first)
-    p = reference.causal_softmax(scores.copy(), 0.5, first)
+    found = compiled_kernels.causal_softmax(scores.copy(), 0.5, first)
+    p = reference_kernels.causal_softmax(scores.copy(), 0.5, first)
     close(found, p, atol=1e-7)
     assert not found[..., 0, first + 1 :].any()
     dp = numbers(*leading, queries, keys, seed=1)
-    close(compiled.softmax_backward(dp.copy(), p, 0.5), reference.softmax_backward(dp.copy(), p, 0.5), atol=2e-6)
+    close(
+        compiled_kernels.softmax_backward(dp.copy(), p, 0.5),
+        reference_kernels.softmax_backward(dp.copy(), p, 0.5),
+        atol=2e-6,
+    )
 
 
 def test_softmax_of_extremes():
@@ -250,33 +255,38 @@ def test_softmax_of_extremes():
     scores[4] = -np.inf
     scores[5] = 3e38, -3e38, 1e38, 0
     stacked = scores[:, None, :].repeat(1, axis=1)
-    close(compiled.causal_softmax(stacked.copy(), 1.0, 3), reference.causal_softmax(stacked.copy(), 1.0, 3))
+    close(
+        compiled_kernels.causal_softmax(stacked.copy(), 1.0, 3),
+        reference_kernels.causal_softmax(stacked.copy(), 1.0, 3),
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7), (65, 256), (30, 1000)])
 def test_cross_entropy(shape):
     scores = numbers(*shape, scale=5)
     targets = np.random.default_rng(0).integers(-1, shape[1], shape[0])
-    loss, log_sum = compiled.softmax_cross_entropy(scores, targets)
-    expected, of_reference = reference.softmax_cross_entropy(scores, targets)
+    loss, log_sum = compiled_kernels.softmax_cross_entropy(scores, targets)
+    expected, of_reference = reference_kernels.softmax_cross_entropy(scores, targets)
     assert loss == pytest.approx(expected, rel=1e-6, abs=1e-5)
     close(log_sum, of_reference)
-    found = compiled.softmax_cross_entropy_backward(0.25, scores, targets, of_reference)
-    close(found, reference.softmax_cross_entropy_backward(0.25, scores, targets, of_reference))
+    found = compiled_kernels.softmax_cross_entropy_backward(0.25, scores, targets, of_reference)
+    close(found, reference_kernels.softmax_cross_entropy_backward(0.25, scores, targets, of_reference))
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_cross_entropy_hides_nothing(bad):
     scores = numbers(3, 20)
     scores[1, 4] = bad
-    loss, log_sum = compiled.softmax_cross_entropy(scores, np.zeros(3, np.int64))
+    loss, log_sum = compiled_kernels.softmax_cross_entropy(scores, np.zeros(3, np.int64))
     assert not math.isfinite(loss)
-    assert np.isnan(compiled.softmax_cross_entropy_backward(1.0, scores, np.zeros(3, np.int64), log_sum)[1]).any()
+    assert np.isnan(
+        compiled_kernels.softmax_cross_entropy_backward(1.0, scores, np.zeros(3, np.int64), log_sum)[1]
+    ).any()
 
 
 def test_a_target_that_is_no_class_is_refused():
     with pytest.raises(IndexError):
-        compiled.softmax_cross_entropy(numbers(2, 3), np.array([0, 3]))
+        compiled_kernels.softmax_cross_entropy(numbers(2, 3), np.array([0, 3]))
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(0, 3), (1, 1), (100, 7), (300, 64)])
@@ -285,21 +295,21 @@ def test_embedding_gradient(tokens, width):
     expected = np.zeros((11, width))
     np.add.at(expected, which, dy.astype(np.float64))
     out = np.full((11, width), np.nan, F)
-    assert compiled.embedding_gradient(dy, which, out) is out
+    assert compiled_kernels.embedding_gradient(dy, which, out) is out
     close(out, expected.astype(F), atol=1e-5)
 
 
 def test_a_token_out_of_the_table_is_refused():
     with pytest.raises(IndexError):
-        compiled.embedding_gradient(numbers(2, 3), np.array([0, 5]), np.empty((5, 3), F))
+        compiled_kernels.embedding_gradient(numbers(2, 3), np.array([0, 5]), np.empty((5, 3), F))
 
 
 def test_views_float64_and_halves_go_to_the_reference(monkeypatch):
-    monkeypatch.setattr(compiled, "gelu", lambda *_, **__: pytest.fail("the compiled kernel was taken"))
+    monkeypatch.setattr(compiled_kernels, "gelu", lambda *_, **__: pytest.fail("the compiled kernel was taken"))
     kernels._compiled.cache_clear()
     try:
         for x in (numbers(8, 8).T[::2], numbers(9)[::2], numbers(4).astype(np.float64), numbers(4).astype(np.float16)):
-            close(kernels.gelu(x), reference.gelu(x))
+            close(kernels.gelu(x), reference_kernels.gelu(x))
     finally:
         kernels._compiled.cache_clear()
 
@@ -307,18 +317,18 @@ def test_views_float64_and_halves_go_to_the_reference(monkeypatch):
 def test_unaligned_arrays_are_right_too():
     x = np.frombuffer(b"\0" + numbers(100).tobytes(), np.uint8)[1:].view(F)
     assert not x.flags.aligned
-    close(compiled.gelu(x), reference.gelu(np.array(x)))
+    close(compiled_kernels.gelu(x), reference_kernels.gelu(np.array(x)))
 
 
 def test_read_only_arrays_are_taken():
     x = numbers(50)
     x.flags.writeable = False
-    close(compiled.gelu(x), reference.gelu(x))
+    close(compiled_kernels.gelu(x), reference_kernels.gelu(x))
 
 
 def test_results_are_the_same_every_time():
     x, gain = numbers(130, 100), numbers(100)
-    once, again = (compiled.layer_norm(x.copy(), gain, gain, 1e-5)[0] for _ in range(2))
+    once, again = (compiled_kernels.layer_norm(x.copy(), gain, gain, 1e-5)[0] for _ in range(2))
     np.testing.assert_array_equal(once, again)
 
 

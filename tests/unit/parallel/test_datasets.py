@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.data import datasets
+from parallel.data.datasets import TASKS, ArrayDataset, TokenWindows, documentation, from_npz, load
 from parallel.data.sampler import Sampler
-from parallel.data.datasets import TASKS, Arrays, Windows, documentation, from_npz, load
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -65,9 +65,9 @@ def test_no_digit_is_in_both_parts():
 
 
 def test_flat_images():
-    images = Arrays(np.arange(24.0).reshape(2, 3, 4), np.arange(2))
+    images = ArrayDataset(np.arange(24.0).reshape(2, 3, 4), np.arange(2))
     assert images.flat().take(np.array([1]))[0].tolist() == [list(range(12, 24))]
-    assert Arrays(np.zeros((0, 3, 4)), np.zeros(0)).flat().x.shape == (0, 12)
+    assert ArrayDataset(np.zeros((0, 3, 4)), np.zeros(0)).flat().x.shape == (0, 12)
 
 
 # The standard library's documentation.
@@ -167,7 +167,7 @@ def test_all_of_the_teachers_classes_occur():
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 25))
 def test_windows(size, length, stride):
     text = np.arange(size, dtype=np.uint8)
-    windows = Windows(text, length, stride)
+    windows = TokenWindows(text, length, stride)
     starts = list(range(0, max(size - length, 0), stride or length))
     assert len(windows) == len(starts)
     x, y = windows.take(np.arange(len(windows)))
@@ -181,11 +181,11 @@ def test_windows(size, length, stride):
 @pytest.mark.parametrize("index", [-1, 3])
 def test_windows_that_are_not_there(index):
     with pytest.raises(IndexError, match="of a text that has 3"):
-        Windows(np.zeros(10, np.uint8), 3).take(np.array([index]))
+        TokenWindows(np.zeros(10, np.uint8), 3).take(np.array([index]))
 
 
 def test_every_place_of_a_long_text_through_the_sampler():
-    windows = Windows(np.arange(250, dtype=np.uint8), 10, stride=1)
+    windows = TokenWindows(np.arange(250, dtype=np.uint8), 10, stride=1)
     sampler = Sampler(len(windows), 32, 5, seed=2)
     firsts = [
         x for step in sampler.steps(0) for batch in step.batches(windows, range(len(step.parts))) for x in batch.x[:, 0]
@@ -196,7 +196,7 @@ def test_every_place_of_a_long_text_through_the_sampler():
 @pytest.mark.parametrize("arguments, message", [((0, 1), "length: .* found 0"), ((1, -1), "stride: .* found -1")])
 def test_bad_windows(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Windows(np.zeros(10, np.uint8), *arguments)
+        TokenWindows(np.zeros(10, np.uint8), *arguments)
 
 
 # A user's files.

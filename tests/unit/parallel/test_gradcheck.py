@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from parallel.nn.gradcheck import Mismatch, check, check_loss
+from parallel.nn.compose import Sequential
+from parallel.nn.gradcheck import GradientMismatch, check, check_loss
 from parallel.nn.linear import Linear
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
-from parallel.nn.operator import Operator, Outline, Parameter, Spec, constant
+from parallel.nn.operator import ArraySpec, Operator, OperatorOutline, Parameter, constant
 
 X = np.arange(1.0, 7).reshape(2, 3)
 
@@ -25,7 +26,7 @@ class Scale(Operator):
         return dy * self.factor.data
 
     def outline(self, x):
-        return Outline(Spec(x.shape, x.dtype), x)
+        return OperatorOutline(ArraySpec(x.shape, x.dtype), x)
 
 
 class WrongDx(Scale):
@@ -41,6 +42,34 @@ class WrongGradient(Scale):
 
 class NoGradient(Scale):
     def backward(self, dy, saved, grads):
+        return dy * self.factor.data
+
+
+class Returns(Scale):
+    def backward(self, dy, saved, grads):
+        grads(self.factor, lambda out: (dy * saved).sum())
+        return dy * self.factor.data
+
+
+class ReturnsAnArray(Linear):
+    def backward(self, dy, saved, grads):
+        grads(self.weight, lambda out: saved.T @ dy)
+        grads(self.bias, lambda out: dy.sum(axis=0, out=out))
+        return dy @ self.weight.data.T
+
+
+class ReturnsAView(Scale):
+    """As it may: NumPy's functions return their `out`."""
+
+    def backward(self, dy, saved, grads):
+        grads(self.factor, lambda out: [np.sum(dy * saved, out=out.reshape(())), None])
+        return dy * self.factor.data
+
+
+class Twice(Scale):
+    def backward(self, dy, saved, grads):
+        for half in (dy[:1], dy[1:]):
+            grads(self.factor, lambda out, half=half: np.sum(half * saved[: len(half)], out=out))
         return dy * self.factor.data
 
 
@@ -69,7 +98,7 @@ class SavesMore(Scale):
         return x * self.factor.data, x.copy()
 
     def outline(self, x):
-        return Outline(Spec(x.shape, x.dtype), ())
+        return OperatorOutline(ArraySpec(x.shape, x.dtype), ())
 
 
 class SavesAnother(Scale):
@@ -83,12 +112,12 @@ class SavesAnother(Scale):
         return super().backward(dy, saved / self.factor.data, grads)
 
     def outline(self, x):
-        return Outline(Spec(x.shape, x.dtype), Spec(x.shape, x.dtype))
+        return OperatorOutline(ArraySpec(x.shape, x.dtype), ArraySpec(x.shape, x.dtype))
 
 
 class AnotherShape(Scale):
     def outline(self, x):
-        return Outline(Spec((*x.shape, 1), x.dtype), x)
+        return OperatorOutline(ArraySpec((*x.shape, 1), x.dtype), x)
 
 
 class ShapeOfDx(Scale):
@@ -107,6 +136,7 @@ class Forgets(Scale):
 
 def test_right():
     assert 0 < check(Scale(), X) < 1e-9
+    assert check(ReturnsAView(), X) == check(Scale(), X)
     assert check(Scale(), X[:0]) == 0
 
 
@@ -116,6 +146,9 @@ def test_right():
         (WrongDx, "gradient by x, along direction 0: differences give"),
         (WrongGradient, "gradient by factor, along direction 0"),
         (NoGradient, "factor is held 1 times, and its gradient came 0 times"),
+        (Returns, "backward: Returns: the gradient of factor was returned; expected it in the array"),
+        (lambda: Sequential([ReturnsAnArray(3, 2)]), "ReturnsAnArray 0: the gradient of 0.weight was returned"),
+        (Twice, "backward of Twice: factor is held 1 times, and its gradient came 2 times"),
         (Adds, "gradient by factor"),
         (WritesSaved, "backward wrote into dy or what was saved"),
         (WritesDy, "backward wrote into dy or what was saved"),
@@ -127,7 +160,7 @@ def test_right():
     ],
 )
 def test_wrong(operator, message):
-    with pytest.raises(Mismatch, match=message):
+    with pytest.raises(GradientMismatch, match=message):
         check(operator(), X)
 
 
@@ -176,5 +209,5 @@ def test_wrong_loss():
         def backward(self, scale, saved):
             return super().backward(2 * scale, saved)
 
-    with pytest.raises(Mismatch, match="gradient by y"):
+    with pytest.raises(GradientMismatch, match="gradient by y"):
         check_loss(Wrong(), X, X + 1)

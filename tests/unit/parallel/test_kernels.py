@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parallel.nn.kernels import reference
+from parallel.nn.kernels import reference_kernels
 from parallel.nn.kernels.philox import keep, key_of, philox
 from parallel.nn.kernels.special import erf
 from parallel.nn.kernels.storage import narrow, widen
@@ -81,19 +81,19 @@ def test_matmul(dtype):
     a, b = np.arange(24).reshape(2, 3, 4) % 5 - 2, np.arange(40).reshape(2, 4, 5) % 7 - 3
     left, right = a.astype(dtype), b.astype(dtype)
     for one, other in ((left, right), (left.copy(order="F"), right.swapaxes(1, 2).copy().swapaxes(1, 2))):
-        y = reference.matmul(one, other)
+        y = reference_kernels.matmul(one, other)
         assert y.dtype == dtype and np.array_equal(y, (a @ b).astype(dtype))
     for kind in (dtype, np.float64 if dtype == np.float64 else np.float32):
         out = np.full((2, 5, 3), 9, kind).swapaxes(1, 2)
-        assert reference.matmul(left, right, out=out) is out and np.array_equal(out, (a @ b).astype(dtype))
-    assert np.array_equal(reference.matmul(left[:, :, :0], right[:, :0]), np.zeros((2, 3, 5)))
+        assert reference_kernels.matmul(left, right, out=out) is out and np.array_equal(out, (a @ b).astype(dtype))
+    assert np.array_equal(reference_kernels.matmul(left[:, :, :0], right[:, :0]), np.zeros((2, 3, 5)))
 
 
 def test_matmul_of_halves_rounds_once():
     """Products are summed in float32: 1 and 2048 times 2^-12 are 1.5, which a sum in float16 would never reach."""
     a = np.full((1, 2049), 2.0**-12, np.float16)
     a[0, 0] = 1
-    assert reference.matmul(a, np.ones((2049, 1), np.float16))[0, 0] == 1.5
+    assert reference_kernels.matmul(a, np.ones((2049, 1), np.float16))[0, 0] == 1.5
 
 
 def test_float16_overflows_silently():
@@ -102,14 +102,14 @@ def test_float16_overflows_silently():
 
 
 ELEMENTWISE = [
-    (reference.relu, 1),
-    (reference.relu_backward, 2),
-    (reference.gelu, 1),
-    (reference.gelu_backward, 2),
-    (reference.gelu_tanh, 1),
-    (reference.gelu_tanh_backward, 2),
-    (reference.silu, 1),
-    (reference.silu_backward, 2),
+    (reference_kernels.relu, 1),
+    (reference_kernels.relu_backward, 2),
+    (reference_kernels.gelu, 1),
+    (reference_kernels.gelu_backward, 2),
+    (reference_kernels.gelu_tanh, 1),
+    (reference_kernels.gelu_tanh_backward, 2),
+    (reference_kernels.silu, 1),
+    (reference_kernels.silu_backward, 2),
 ]
 
 
@@ -127,7 +127,7 @@ def test_elementwise(kernel, count, dtype):
     assert kernel(*arrays[:, :0]).shape == (0,)
 
 
-@pytest.mark.parametrize("kernel", [reference.gelu, reference.gelu_tanh, reference.silu])
+@pytest.mark.parametrize("kernel", [reference_kernels.gelu, reference_kernels.gelu_tanh, reference_kernels.silu])
 def test_activations_of_the_largest_numbers(kernel):
     """They overflow no sooner than their results do."""
     x = np.array([3e38, 1e20, -1e20, -3e38, np.inf], np.float32)
@@ -135,7 +135,7 @@ def test_activations_of_the_largest_numbers(kernel):
         np.testing.assert_array_equal(kernel(x), [x[0], x[1], 0, 0, np.inf])
 
 
-@pytest.mark.parametrize("backward", [reference.gelu_tanh_backward, reference.silu_backward])
+@pytest.mark.parametrize("backward", [reference_kernels.gelu_tanh_backward, reference_kernels.silu_backward])
 def test_slopes_far_out(backward):
     """Small ones keep their digits, on the way to 0; the largest numbers have the limits."""
     x = np.array([-3e38, -1e20, -13, -9, -6, -4, 4, 9, 1e20, 3e38], np.float32)
@@ -146,7 +146,7 @@ def test_slopes_far_out(backward):
     assert found[0] == found[1] == 0 and found[-1] == found[-2] == 1
 
 
-@pytest.mark.parametrize("kernel", [reference.gelu_tanh, reference.silu])
+@pytest.mark.parametrize("kernel", [reference_kernels.gelu_tanh, reference_kernels.silu])
 def test_logistic_tails_keep_their_digits(kernel):
     x = np.array([-20, -13, -9, -6, -4, -1], np.float32)
     np.testing.assert_allclose(kernel(x), kernel(x.astype("f8")), rtol=1e-4, atol=1e-38)
@@ -155,26 +155,26 @@ def test_logistic_tails_keep_their_digits(kernel):
 def test_causal_softmax():
     """A block of queries in the middle: rows sum to 1, the future is 0, equal scores share alike, in place."""
     scores = np.zeros((2, 3, 5))
-    p = reference.causal_softmax(scores, 0.5, 2)
+    p = reference_kernels.causal_softmax(scores, 0.5, 2)
     assert p is scores
     expected = [[1 / 3] * 3 + [0, 0], [1 / 4] * 4 + [0], [1 / 5] * 5]
     np.testing.assert_allclose(p, [expected, expected], rtol=1e-15)
-    large = reference.causal_softmax(np.array([[[1e30, 0.0], [-1e30, -1e30]]], np.float32), 1.0, 0)
+    large = reference_kernels.causal_softmax(np.array([[[1e30, 0.0], [-1e30, -1e30]]], np.float32), 1.0, 0)
     np.testing.assert_array_equal(large, [[[1, 0], [0.5, 0.5]]])
 
 
 def test_cross_entropy_of_large_scores():
     """No overflow, and a row that does not count counts nothing."""
     scores = np.array([[1e4, 0, -1e4], [3e38, 0, 0]], np.float32)
-    loss, log_sum = reference.softmax_cross_entropy(scores, np.array([1, -1]))
+    loss, log_sum = reference_kernels.softmax_cross_entropy(scores, np.array([1, -1]))
     assert loss == 1e4 and log_sum.dtype == np.float32
-    d = reference.softmax_cross_entropy_backward(2.0, scores, np.array([1, -1]), log_sum)
+    d = reference_kernels.softmax_cross_entropy_backward(2.0, scores, np.array([1, -1]), log_sum)
     np.testing.assert_array_equal(d, [[2, -2, 0], [0, 0, 0]])
 
 
 def test_no_samples():
-    assert reference.softmax_cross_entropy(np.zeros((0, 4)), np.zeros(0, int))[0] == 0
-    assert reference.squared_error(np.zeros((0, 4)), np.zeros((0, 4))) == 0
+    assert reference_kernels.softmax_cross_entropy(np.zeros((0, 4)), np.zeros(0, int))[0] == 0
+    assert reference_kernels.squared_error(np.zeros((0, 4)), np.zeros((0, 4))) == 0
 
 
 @pytest.mark.parametrize("tokens", [[], [3], [3, 3, 3], [5, 0, 5, 2, 0, 5]])
@@ -186,7 +186,7 @@ def test_embedding_gradient(tokens):
     for token, row in zip(tokens, dy):
         expected[token] += row
     out = np.full((6, 2), np.nan)
-    assert reference.embedding_gradient(dy, tokens, out) is out
+    assert reference_kernels.embedding_gradient(dy, tokens, out) is out
     np.testing.assert_array_equal(out, expected)
 
 
@@ -194,8 +194,8 @@ def test_embedding_gradient(tokens):
 def test_im2col_and_its_adjoint(window, stride, padding):
     """Element by element as the definition says; and <im2col x, c> = <x, col2im c>."""
     x = np.arange(2.0 * 3 * 5 * 6).reshape(2, 3, 5, 6)
-    columns = reference.im2col(x, window, stride, padding)
-    down, across = (reference.positions(n, w, stride, padding) for n, w in zip((5, 6), window))
+    columns = reference_kernels.im2col(x, window, stride, padding)
+    down, across = (reference_kernels.positions(n, w, stride, padding) for n, w in zip((5, 6), window))
     framed = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     seen = columns.reshape(3, *window, 2, down, across)
     for i in range(down):
@@ -203,4 +203,4 @@ def test_im2col_and_its_adjoint(window, stride, padding):
             here = framed[:, :, i * stride : i * stride + window[0], j * stride : j * stride + window[1]]
             np.testing.assert_array_equal(seen[..., i, j], np.moveaxis(here, 0, -1))
     c = np.arange(columns.size).reshape(columns.shape) % 11 - 5.0
-    assert (columns * c).sum() == (x * reference.col2im(c, x.shape, window, stride, padding)).sum()
+    assert (columns * c).sum() == (x * reference_kernels.col2im(c, x.shape, window, stride, padding)).sum()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh, MeshAxis
 
 MESHES = ["dp=1", "dp=2,pp=2", "pp=3,dp=2", "a=2,b=3,c=4"]
 
@@ -30,7 +30,7 @@ def test_lines_divide_the_ranks(text):
 
 
 def test_the_last_axis_has_neighbours():
-    mesh = Mesh((Axis("pp", 2), Axis("dp", 3)))
+    mesh = Mesh((MeshAxis("pp", 2), MeshAxis("dp", 3)))
     assert mesh.lines("dp") == ((0, 1, 2), (3, 4, 5))
     assert mesh.lines("pp") == ((0, 3), (1, 4), (2, 5))
     nodes = [0, 0, 0, 1, 1, 1]

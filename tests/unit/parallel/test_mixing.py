@@ -5,9 +5,8 @@ from math import ceil, inf, log, prod
 import numpy as np
 import pytest
 
-from parallel.decentralized import gossip
-from parallel.decentralized import group_averaging as groups
-from parallel.decentralized.push_sum import Mass
+from parallel.decentralized import gossip, group_averaging
+from parallel.decentralized.push_sum import PushSumMass
 
 SIZES = range(1, 65)
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -27,7 +26,9 @@ def shifts(size, most, step):
     """The same of a step of groups."""
     matrix = np.zeros((size, size))
     for rank in range(size):
-        matrix[rank, list(groups.group(rank, size, most, step))] = groups.share(rank, size, most, step)
+        matrix[rank, list(group_averaging.group(rank, size, most, step))] = group_averaging.share(
+            rank, size, most, step
+        )
     return matrix
 
 
@@ -92,11 +93,11 @@ def test_news_are_everywhere_in_time(size, tau):
 def test_a_mean_of_masses_whatever_the_shares(size):
     """Shares of all kinds and messages of several steps ago: the sums stay, and the estimates come to their mean."""
     random = np.random.default_rng(size)
-    masses = [Mass(random.normal(size=3), np.zeros(3)) for _ in range(size)]
+    masses = [PushSumMass(random.normal(size=3), np.zeros(3)) for _ in range(size)]
     mean, under_way = np.mean([mass.z for mass in masses], axis=0), []
     for step in range(120):
         for rank, mass in enumerate(masses):
-            mass.moved()
+            mass.absorb_update()
             share = random.uniform(0.2, 0.8) if size > 1 else 0.0
             to, _ = gossip.peers(rank, size, step)
             under_way.append((step + random.integers(0, 3), to, mass.x * share, mass.w * share))
@@ -106,20 +107,20 @@ def test_a_mean_of_masses_whatever_the_shares(size):
                 masses[to].add(x, w)
         under_way = [message for message in under_way if message[0] > step]
         for mass in masses:
-            mass.settle()
+            mass.update_estimate()
         total = sum(mass.w for mass in masses) + sum(message[3] for message in under_way)
         assert total == pytest.approx(size, rel=1e-12)
     np.testing.assert_allclose([mass.z for mass in masses], np.tile(mean, (size, 1)), rtol=1e-5, atol=1e-7)
 
 
 def test_an_optimiser_moves_the_mass_as_far_as_the_estimate():
-    mass = Mass(np.array([2.0, -4.0]), np.zeros(2))
+    mass = PushSumMass(np.array([2.0, -4.0]), np.zeros(2))
     mass.keep(0.5)
     mass.add(np.array([1.0, 1.0]), 0.25)
-    mass.settle()
+    mass.update_estimate()
     before = mass.x.copy()
     mass.z += np.array([0.5, -1.0])
-    mass.moved()
+    mass.absorb_update()
     np.testing.assert_allclose(mass.x - before, [0.5, -1.0], rtol=1e-15)
 
 
@@ -131,21 +132,21 @@ SOME = (2, 3, 4, 8)
 @sizes
 @pytest.mark.parametrize("most", SOME)
 def test_groups_are_the_same_for_all_their_members(size, most):
-    axes = groups.grid(size, most)
+    axes = group_averaging.grid(size, most)
     assert size / 2 < prod(axes) <= size and all(2 <= axis <= most for axis in axes)
     assert len(axes) <= max(1, ceil(log(size, most) - 1e-9))
     for step in range(len(axes) or 1):
         for rank in range(size):
-            mine = groups.group(rank, size, most, step)
+            mine = group_averaging.group(rank, size, most, step)
             assert rank in mine and list(mine) == sorted(set(mine)) and len(mine) <= 2 * most
-            assert all(groups.group(other, size, most, step) == mine for other in mine)
+            assert all(group_averaging.group(other, size, most, step) == mine for other in mine)
 
 
 @sizes
 @pytest.mark.parametrize("most", SOME)
 def test_groups_lose_no_mass_and_mix_fully(size, most):
     """Whichever axis comes first, k steps leave everyone with its share of all there was: one and the same mean."""
-    turns = len(groups.grid(size, most))
+    turns = len(group_averaging.grid(size, most))
     matrices = [shifts(size, most, step) for step in range(turns)]
     for matrix in matrices:
         np.testing.assert_allclose(matrix.sum(0), 1, rtol=1e-15)
@@ -163,4 +164,4 @@ def test_groups_lose_no_mass_and_mix_fully(size, most):
     ("size", "most", "steps"), [(8, 2, 3), (16, 4, 2), (64, 4, 3), (27, 3, 3), (12, 4, 2), (7, 2, 2)]
 )
 def test_as_many_steps_as_the_logarithm(size, most, steps):
-    assert len(groups.grid(size, most)) == steps
+    assert len(group_averaging.grid(size, most)) == steps

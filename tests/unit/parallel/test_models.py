@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from parallel.nn.flat_params import Flat
-from parallel.nn.compose import Recompute
+from parallel.nn.compose import Recompute, Sequential
+from parallel.nn.flat_params import FlatParams
+from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import MODELS, TRANSFORMERS, build, convnet, mlp, transformer
-from parallel.nn.operator import Run, Spec, nbytes_of
+from parallel.nn.operator import ArraySpec, Operator, ParameterNotGathered, PassMode, nbytes_of
 
 SAMPLES = {"mlp": (1, 8, 8), "convnet": (1, 8, 8), "gpt": (16,)}
 EVERY = [f"{family}:{size}" for family in MODELS for size in MODELS[family].sizes]
@@ -23,7 +24,7 @@ def test_every_size_has_an_outline(name):
     shape = SAMPLES[name.partition(":")[0]]
     model = build(name, shape, 10)
     tokens = name.startswith("gpt")
-    outline = model.outline(Spec((3, *shape), np.dtype(np.int64 if tokens else np.float32)))
+    outline = model.outline(ArraySpec((3, *shape), np.dtype(np.int64 if tokens else np.float32)))
     assert outline.y == ((3, 16, 10) if tokens else (3, 10), np.float32)
     assert outline.flops > 0
 
@@ -36,7 +37,7 @@ def test_it_learns(name):
     tokens = name.startswith("gpt")
     x = random.integers(0, 10, (4, *shape)) if tokens else random.standard_normal((4, *shape)).astype(np.float32)
     targets = random.integers(0, 10, x.shape if tokens else 4)
-    flat = Flat(model)
+    flat = FlatParams(model)
     vector, gradient = np.zeros(flat.length, np.float32), np.zeros(flat.length, np.float32)
     flat.initialise(vector, 0)
     flat.bind(vector)
@@ -48,7 +49,7 @@ def test_it_learns(name):
 
     losses = []
     for _ in range(60):
-        y, saved = model.forward(x, Run(samples=np.arange(4)))
+        y, saved = model.forward(x, PassMode(samples=np.arange(4)))
         sum_, kept = loss.forward(y, targets)
         losses.append(sum_ / targets.size)
         gradient[...] = 0
@@ -64,17 +65,17 @@ def test_parameters_of_gpt_2():
 
 def test_recompute_keeps_names_and_forgets_activations():
     plain, again = (build("gpt:tiny", (16,), 10, recompute=recompute) for recompute in (False, True))
-    assert [place.parameter.name for place in Flat(plain).places] == [
-        place.parameter.name for place in Flat(again).places
+    assert [place.parameter.name for place in FlatParams(plain).places] == [
+        place.parameter.name for place in FlatParams(again).places
     ]
-    spec = Spec((2, 16), np.dtype(np.int64))
+    spec = ArraySpec((2, 16), np.dtype(np.int64))
     assert nbytes_of(again.outline(spec).saved) < nbytes_of(plain.outline(spec).saved) / 4
     assert [isinstance(unit, Recompute) for unit in again.items] == [False, True, True, False]
 
 
 def test_the_embedding_is_tied():
     model = transformer(7, 4, 1, 1, 8)
-    Flat(model)
+    FlatParams(model)
     assert [p.name for p in model.parameters() if p.uses == 2] == ["0.0.weight"]
 
 
@@ -82,7 +83,7 @@ def test_first_values_do_not_depend_on_the_rest():
     """A parameter of the same name begins the same in a deeper model."""
     shallow, deep = mlp([4, 5, 3]), mlp([4, 5, 5, 3])
     for model in (shallow, deep):
-        Flat(model)
+        FlatParams(model)
     first = [model.parameters()[0].first(3) for model in (shallow, deep)]
     assert np.array_equal(*first) and abs(first[0]).max() > 0
 
@@ -109,5 +110,35 @@ def test_too_few_widths():
 
 def test_odd_images():
     """Heights and widths that do not halve evenly lose their last row or column, in the linear map's size as well."""
-    outline = convnet((3, 9, 5), 4).outline(Spec((2, 3, 9, 5), np.dtype(np.float32)))
+    outline = convnet((3, 9, 5), 4).outline(ArraySpec((2, 3, 9, 5), np.dtype(np.float32)))
     assert outline.y.shape == (2, 4)
+
+
+@pytest.mark.parametrize("kept", [lambda unit: {"a": unit}, lambda unit: [[unit]], lambda unit: {unit.weight}])
+def test_an_operator_where_the_tree_does_not_look_is_told(kept):
+    class Holder(Operator):
+        def __init__(self):
+            self.parts = kept(Linear(2, 3))
+
+    with pytest.raises(ValueError, match=r"Holder 0: parts holds a \w+ in a (dict|list|set); expected it as an"):
+        FlatParams(Sequential([Holder()]))
+
+
+def test_what_the_tree_has_anyway_may_be_in_a_dictionary_as_well():
+    class Holder(Operator):
+        def __init__(self):
+            self.first = Linear(2, 3)
+            self.by_name = {"first": self.first}
+
+    assert len(FlatParams(Sequential([Holder()])).places) == 2
+
+
+def test_a_parameter_without_values_says_where_they_come_from():
+    with pytest.raises(ParameterNotGathered, match="expected it, or the operator that holds it, as an attribute"):
+        _ = Linear(2, 3).weight.data
+    model = Sequential([Linear(2, 3)])
+    FlatParams(model)
+    with pytest.raises(
+        ParameterNotGathered, match=r"parameter 0.weight of shape \(2, 3\) has no values here: an engine gives it"
+    ):
+        _ = model.items[0].weight.data

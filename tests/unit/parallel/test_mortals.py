@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mortals import Training
+from support.simulated_deaths import Training
 
 RULES = ("bsp", "ssp:1", "async")
 

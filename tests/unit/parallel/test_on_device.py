@@ -7,13 +7,13 @@ import sys
 
 import numpy as np
 import pytest
-from operators import CASES, chains, on_device_as_on_host, play
+from support.operator_cases import CASES, chains, on_device_as_on_host, play
 
 from parallel.nn import kernels
 from parallel.nn.activation import GELU
 from parallel.nn.compose import Sequential
 from parallel.nn.dropout import Dropout
-from parallel.nn.kernels import fused, reference
+from parallel.nn.kernels import fused, reference_kernels
 from parallel.nn.linear import Linear
 
 
@@ -28,7 +28,7 @@ def test_like_the_host(gpu, name, dtype):
 def test_a_chain_is_one_kernel(gpu, name, dtype):
     """Of many operations in the reference, which it is equal to; also into an `out`."""
     cupy, (arrays, numbers) = sys.modules["cupy"], chains(name, dtype)
-    expected = getattr(reference, name)(*(array.copy() for array in arrays), *numbers)
+    expected = getattr(reference_kernels, name)(*(array.copy() for array in arrays), *numbers)
     given = [cupy.asarray(array) for array in arrays]
     gpu.log.clear()
     found = getattr(kernels, name)(*given, *numbers)

@@ -5,9 +5,8 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from operators import CASES, inputs, play
+from support.operator_cases import CASES, inputs, play
 
-from parallel.nn.flat_params import Flat
 from parallel.nn import gradcheck, kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import QUERIES, CausalAttention, self_attention
@@ -15,8 +14,9 @@ from parallel.nn.compose import Recompute, Sequential
 from parallel.nn.conv import MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Linear
-from parallel.nn.operator import NotAtHand, Run, Spec, nbytes_of
+from parallel.nn.operator import ArraySpec, ParameterNotGathered, PassMode, nbytes_of
 
 SHAPES = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
 WRONG = [(name, shape) for name, case in CASES.items() for shape in case.wrong]
@@ -40,9 +40,9 @@ def test_wrong_shapes(name, shape):
     case = CASES[name]
     operator = case.make()
     with pytest.raises(ValueError, match="expected"):
-        operator.outline(Spec(shape, np.dtype(np.int64 if case.tokens else np.float64)))
+        operator.outline(ArraySpec(shape, np.dtype(np.int64 if case.tokens else np.float64)))
     with pytest.raises(ValueError, match="expected"):
-        play(operator, inputs(case, shape), run=Run(samples=np.zeros(2, np.int64)))
+        play(operator, inputs(case, shape), run=PassMode(samples=np.zeros(2, np.int64)))
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -56,7 +56,7 @@ def test_half_types(name, half):
     assert found.y.dtype == dtype and found.y.flags.c_contiguous
     assert found.dx is None or found.dx.dtype == dtype
     assert {gradient.dtype for gradient in found.gradients.values()} <= {np.dtype(np.float32)}
-    outline = operator.outline(Spec(x.shape, x.dtype if case.tokens else np.dtype(dtype)))
+    outline = operator.outline(ArraySpec(x.shape, x.dtype if case.tokens else np.dtype(dtype)))
     assert outline.y == (found.y.shape, found.y.dtype) and nbytes_of(outline.saved) == nbytes_of(found.saved)
 
     expected = play(operator, rounded, np.float32, through=dtype)
@@ -84,7 +84,7 @@ def test_many_micro_batches_under_way(name):
     case = CASES[name]
     operator, x = case.make(), inputs(case)
     expected = play(operator, x)
-    run = Run(samples=np.arange(len(x), dtype=np.int64))
+    run = PassMode(samples=np.arange(len(x), dtype=np.int64))
     y, saved = operator.forward(x, run)
     operator.forward(inputs(case, seed=5), run)
     dy = np.random.default_rng(3).standard_normal(y.shape)
@@ -98,9 +98,9 @@ def test_gradients_may_be_computed_later(name):
     case = CASES[name]
     operator, x = case.make(), inputs(case)
     expected, queue, found = play(operator, x), [], {}
-    run = Run(samples=np.arange(len(x), dtype=np.int64))
+    run = PassMode(samples=np.arange(len(x), dtype=np.int64))
     random = np.random.default_rng(2)
-    random.standard_normal(Flat(operator).length)  # as play draws
+    random.standard_normal(FlatParams(operator).length)  # as play draws
     y, saved = operator.forward(x, run)
     operator.backward(random.standard_normal(y.shape), saved, lambda *use: queue.append(use))
     for parameter, compute in queue:
@@ -114,8 +114,8 @@ def test_gradients_may_be_computed_later(name):
 
 
 def test_weights_that_are_not_at_hand():
-    with pytest.raises(NotAtHand):
-        Linear(2, 2).forward(np.ones((1, 2)), Run())
+    with pytest.raises(ParameterNotGathered):
+        Linear(2, 2).forward(np.ones((1, 2)), PassMode())
 
 
 @pytest.mark.parametrize("token, message", [(7, "token 7 is not below 7"), (-1, "token -1 is below 0")])
@@ -123,27 +123,27 @@ def test_tokens_out_of_range(token, message):
     operator = Embedding(7, 4)
     operator.weight.data = np.zeros((7, 4))
     with pytest.raises(ValueError, match=message):
-        operator.forward(np.array([[0, token]]), Run())
+        operator.forward(np.array([[0, token]]), PassMode())
 
 
 def test_tokens_that_are_no_integers():
     with pytest.raises(ValueError, match="an array of integers"):
-        Embedding(7, 4).forward(np.zeros((2, 2)), Run())
+        Embedding(7, 4).forward(np.zeros((2, 2)), PassMode())
 
 
 def test_attention_sees_no_future():
     """What comes after a position does not change its result, across the edges of blocks."""
     operator, x = CausalAttention(2), np.random.default_rng(0).standard_normal((1, 2 * QUERIES + 3, 12))
-    y = operator.forward(x, Run())[0]
+    y = operator.forward(x, PassMode())[0]
     for length in (1, QUERIES, QUERIES + 1, 2 * QUERIES + 2):
         changed = x.copy()
         changed[:, length:] = 100
-        np.testing.assert_array_equal(operator.forward(changed, Run())[0][:, :length], y[:, :length])
+        np.testing.assert_array_equal(operator.forward(changed, PassMode())[0][:, :length], y[:, :length])
 
 
 def test_attention_keeps_half_of_the_square():
     length = 8 * QUERIES
-    outline = CausalAttention(2).outline(Spec((1, length, 12), np.dtype(np.float32)))
+    outline = CausalAttention(2).outline(ArraySpec((1, length, 12), np.dtype(np.float32)))
     assert sum(p.nbytes for p in outline.saved[1]) == 4 * 2 * length * (length + QUERIES) / 2
 
 
@@ -153,7 +153,7 @@ def test_heads_that_do_not_divide_the_width():
 
 
 def test_max_pool_of_nan_is_nan():
-    y = MaxPool2d(2).forward(np.array([[[[1.0, np.nan], [2.0, 0.0]]]]), Run())[0]
+    y = MaxPool2d(2).forward(np.array([[[[1.0, np.nan], [2.0, 0.0]]]]), PassMode())[0]
     assert np.isnan(y).all()
 
 
@@ -163,7 +163,7 @@ def test_max_pool_of_nan_is_nan():
 def mask(samples, name="a", seed=0, step=0, elements=1000, rate=0.25):
     operator = Dropout(rate)
     operator.name = name
-    run = Run(seed=seed, step=step, samples=np.asarray(samples, np.int64))
+    run = PassMode(seed=seed, step=step, samples=np.asarray(samples, np.int64))
     return operator.forward(np.ones((len(samples), elements)), run)[0] != 0
 
 
@@ -190,19 +190,19 @@ def test_mask_of_fewer_elements_is_a_beginning():
 
 def test_dropout_keeps_the_mean():
     x = np.ones((50, 1000), np.float32)
-    y, _ = Dropout(0.25).forward(x, Run(samples=np.arange(50)))
+    y, _ = Dropout(0.25).forward(x, PassMode(samples=np.arange(50)))
     assert y.dtype == np.float32 and abs(y.mean() - 1) < 0.01 and set(np.unique(y)) == {0, np.float32(1 / 0.75)}
 
 
 def test_no_dropout_outside_training():
     x = np.ones((3, 4))
-    y, saved = Dropout(0.5).forward(x, Run(training=False))
+    y, saved = Dropout(0.5).forward(x, PassMode(training=False))
     assert y is x and saved is None and Dropout(0.5).backward(x, saved, lambda *_: None) is x
 
 
 def test_dropout_wants_numbers_of_samples():
     with pytest.raises(ValueError, match="a batch of 2"):
-        Dropout(0.5).forward(np.ones((3, 4)), Run(samples=np.arange(2)))
+        Dropout(0.5).forward(np.ones((3, 4)), PassMode(samples=np.arange(2)))
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
@@ -258,5 +258,5 @@ def test_what_is_no_plain_bias_is_left_alone(first, factor):
     first.weight.data = np.eye(2)
     if first.bias:
         first.bias.data = np.zeros(2)
-    y, saved = Sequential([first, ReLU()]).forward(np.array([[1.0, -1]]), Run())
+    y, saved = Sequential([first, ReLU()]).forward(np.array([[1.0, -1]]), PassMode())
     assert y.tolist() == [[factor, 0]] and len(saved) == 2

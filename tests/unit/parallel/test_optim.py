@@ -10,8 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parallel.nn.flat_params import BLOCK, Place, Span
+from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
+from parallel.optim.kernels import kernels, reference_updates
+from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizers import (
     LAMB,
     OPTIMIZERS,
@@ -19,12 +21,10 @@ from parallel.optim.optimizers import (
     SGD,
     Adam,
     AdamW,
-    Piece,
+    OptimizerSpan,
     block_squares,
     clip_factor,
 )
-from parallel.optim.lr_schedules import Schedule
-from parallel.optim.kernels import kernels, reference
 
 SIZES = {"first": 700, "bias": 3, "second": 1025, "none": 0, "gain": 256, "last": 40}
 NOT_DECAYING = ("bias", "gain")
@@ -36,7 +36,7 @@ OPTIONS = {
     "momentum": {"rate": 0.05, "momentum": 0.9, "decay": 0.01},
     "nesterov": {"rate": 0.05, "momentum": 0.9, "nesterov": True, "decay": 0.01},
     "adam": {"rate": 0.01, "decay": 0.02},
-    "adamw": {"rate": Schedule("warm_up_cosine", rate=0.02, warm_up=5, steps=STEPS), "decay": 0.1},
+    "adamw": {"rate": LRSchedule("warm_up_cosine", rate=0.02, warm_up=5, steps=STEPS), "decay": 0.1},
     "lamb": {"rate": 0.02, "decay": 0.1},
     "lamb-bounded": {"rate": 0.02, "decay": 0.1, "low": 0.5, "high": 3.0},
 }
@@ -53,7 +53,7 @@ def places():
         parameter = Parameter((size,), constant(0.0), decay=name not in NOT_DECAYING)
         parameter.name = name
         length = -(-size // BLOCK) * BLOCK
-        result.append(Place(parameter, Span(place, place + length)))
+        result.append(ParamSpan(parameter, Span(place, place + length)))
         place += length
     return tuple(result)
 
@@ -75,7 +75,7 @@ def divide(bounds, weights, optimizer, stored=None):
         span = Span(start * BLOCK, stop * BLOCK)
         own = weights[span.start : span.stop].copy()
         half = None if stored is None else np.empty(span.size, stored)
-        pieces.append(Piece(span, own, np.empty_like(own), optimizer.fresh(own), PLACES, half))
+        pieces.append(OptimizerSpan(span, own, np.empty_like(own), optimizer.fresh(own), PLACES, half))
     return pieces
 
 
@@ -133,7 +133,7 @@ def plain(name):
 def arithmetic(request, monkeypatch):
     """Whatever this machine has for host arrays, and the reference."""
     if request.param == "reference":
-        monkeypatch.setattr("parallel.optim.optimizers.kernels", lambda x: reference)
+        monkeypatch.setattr("parallel.optim.optimizers.kernels", lambda x: reference_updates)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -222,7 +222,7 @@ def test_compiled_gives_the_same_bits_as_the_reference(name, dtype, monkeypatch)
     pytest.importorskip("numba")
     assert kernels(np.zeros(1)) is importlib.import_module("parallel.optim.kernels.compiled_updates")
     expected = train(make(name), dtype=dtype)
-    monkeypatch.setattr("parallel.optim.optimizers.kernels", lambda x: reference)
+    monkeypatch.setattr("parallel.optim.optimizers.kernels", lambda x: reference_updates)
     equal(train(make(name), dtype=dtype), expected)
 
 
@@ -238,7 +238,7 @@ def test_no_pieces_and_empty_pieces(name):
     optimizer = make(name)
     optimizer.update([], 0, 1.0, lambda sums: np.zeros(LENGTH // BLOCK))
     none = np.zeros(0, np.float32)
-    piece = Piece(Span(512, 512), none, none, optimizer.fresh(none), PLACES)
+    piece = OptimizerSpan(Span(512, 512), none, none, optimizer.fresh(none), PLACES)
     optimizer.update([piece], 0, 1.0, lambda sums: np.zeros(LENGTH // BLOCK))
     assert piece.runs == ()
 
@@ -387,17 +387,17 @@ def test_a_rate_that_goes_wrong_and_a_step_that_cannot_be():
 )
 def test_pieces_that_do_not_fit(change, message):
     good = {"span": Span(0, 256), "weights": np.zeros(256), "gradient": np.zeros(256), "state": {}, "places": PLACES}
-    Piece(**good)
+    OptimizerSpan(**good)
     with pytest.raises(ValueError, match=message):
-        Piece(**{**good, **change})
+        OptimizerSpan(**{**good, **change})
 
 
 def test_nothing_is_allocated_from_step_to_step():
     optimizer = AdamW(rate=0.1)
     size = 64 * BLOCK * BLOCK
-    place = Place(Parameter((size,), constant(0.0)), Span(0, size))
+    place = ParamSpan(Parameter((size,), constant(0.0)), Span(0, size))
     weights = np.zeros(size, np.float32)
-    piece = Piece(Span(0, size), weights, np.ones_like(weights), optimizer.fresh(weights), [place])
+    piece = OptimizerSpan(Span(0, size), weights, np.ones_like(weights), optimizer.fresh(weights), [place])
     optimizer.update([piece], 0, 1.0)
     tracemalloc.start()
     optimizer.update([piece], 1, 1.0)

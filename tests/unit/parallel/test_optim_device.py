@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from parallel.nn.flat_params import BLOCK, Place, Span
+from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
-from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW, Piece, block_squares
+from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW, OptimizerSpan, block_squares
 
 
 class Foreign:
@@ -50,8 +50,8 @@ def open_(value):
 
 SPAN = Span(0, 8 * BLOCK)
 PLACES = [
-    Place(Parameter((5 * BLOCK,), constant(0.0)), Span(0, 5 * BLOCK)),
-    Place(Parameter((3 * BLOCK,), constant(0.0), decay=False), Span(5 * BLOCK, 8 * BLOCK)),
+    ParamSpan(Parameter((5 * BLOCK,), constant(0.0)), Span(0, 5 * BLOCK)),
+    ParamSpan(Parameter((3 * BLOCK,), constant(0.0), decay=False), Span(5 * BLOCK, 8 * BLOCK)),
 ]
 
 
@@ -72,7 +72,7 @@ def test_the_same_bits_as_on_the_host(optimizer):
         first = np.random.default_rng(0).normal(size=SPAN.size).astype(np.float32)
         weights, gradient = wrap(first), wrap(first[::-1])
         stored = wrap(np.zeros(SPAN.size, np.float16))
-        piece = Piece(SPAN, weights, gradient, optimizer.fresh(weights), PLACES, stored)
+        piece = OptimizerSpan(SPAN, weights, gradient, optimizer.fresh(weights), PLACES, stored)
         for step in range(3):
             optimizer.update([piece], step, 0.5, lambda sums: sums)
         vectors = [piece.weights, piece.stored, *piece.state.values()]

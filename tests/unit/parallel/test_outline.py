@@ -10,16 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parallel.nn.flat_params import Flat
 from parallel.nn import kernels
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Linear
 from parallel.nn.norm import LayerNorm, RMSNorm
-from parallel.nn.operator import Run, Spec, nbytes_of
+from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
 
 LARGE = {
     "linear": (partial(Linear, 128, 256), (1000, 128)),
@@ -52,11 +52,11 @@ def temporaries(name, dtype):
     """The most that a forward or a backward takes, and what is foretold. Compiling comes first and does not count."""
     make, shape = LARGE[name]
     operator, x = make(), np.random.default_rng(0).standard_normal(shape).astype(dtype)
-    flat = Flat(operator)
+    flat = FlatParams(operator)
     vector = np.zeros(flat.length, dtype)
     flat.initialise(vector, 0)
     flat.bind(vector)
-    run = Run(samples=np.arange(len(x)))
+    run = PassMode(samples=np.arange(len(x)))
     gradients = {parameter: np.empty(parameter.shape, np.float32) for parameter in operator.parameters()}
 
     def sink(parameter, compute):
@@ -69,7 +69,7 @@ def temporaries(name, dtype):
     forward, (y, saved) = peak(lambda: operator.forward(x, run))
     forward -= nbytes_of((x, y, saved)) - x.nbytes
     backward, _ = peak(lambda: operator.backward(dy, saved, sink))
-    return max(forward, backward - x.nbytes), operator.outline(Spec(x.shape, x.dtype)).work
+    return max(forward, backward - x.nbytes), operator.outline(ArraySpec(x.shape, x.dtype)).work
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

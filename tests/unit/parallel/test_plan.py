@@ -4,29 +4,29 @@ import itertools
 
 import numpy as np
 import pytest
-import tiny
+from support import tiny_models
 
-from parallel.data_parallel.grad_bucket import Bucket, Filling, buckets_of
 from parallel.data_parallel.ddp import MOST_REQUESTS
-from parallel.nn.flat_params import Flat, Place, Span
-from parallel.nn.flat_params import buckets as divide
-from parallel.layouts import LAYOUTS
-from parallel.engine.memory_ledger import FORMULAS, RECIPES, on_paper, predict
-from parallel.engine.microbatch_pass import Motion, nobody
-from parallel.nn.compose import Sequential
-from parallel.nn.operator import Parameter, Run, constant
-from parallel.data_parallel.partition_spec import Plan
-from parallel.optim.precision import PRECISIONS
-from parallel.runtime.profiler import Recorder
+from parallel.data_parallel.grad_bucket import GradBucket, buckets_of
+from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.param_store import resident_slots
-from parallel.data_parallel.zero import Stage3, slots, users_of
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.data_parallel.zero import Zero3, slots, users_of
+from parallel.engine.memory_ledger import FORMULAS, RECIPES, on_paper, predict
+from parallel.engine.microbatch_pass import MicrobatchPass, nobody
+from parallel.nn.compose import Sequential
+from parallel.nn.flat_params import FlatParams, ParamSpan, Span
+from parallel.nn.flat_params import buckets as divide
+from parallel.nn.operator import Parameter, PassMode, constant
+from parallel.optim.precision import PRECISIONS
+from parallel.runtime.profiler import Profiler
 
 
 def plan(ranks=2, rank=0, model=None, **settings):
-    model = model or tiny.model()
+    model = model or tiny_models.model()
     settings = {"precision": PRECISIONS["fp32"], "reproducible": False, **settings}
-    flat = Flat(model)
-    return Plan(tuple(model.items), flat, ranks, rank, bucket_bytes=5000, first_bytes=1, **settings)
+    flat = FlatParams(model)
+    return PartitionSpec(tuple(model.items), flat, ranks, rank, bucket_bytes=5000, first_bytes=1, **settings)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -56,14 +56,14 @@ def test_buckets_divide_the_vector(layout, ranks):
 def test_no_bucket_is_too_small(nbytes, first, expected):
     sizes, at, places = (256, 768, 512, 512, 256, 256), 0, []
     for number, size in enumerate(sizes):
-        places.append(Place(number, Span(at, at + size)))
+        places.append(ParamSpan(number, Span(at, at + size)))
         at += size
     found = divide(places, nbytes, first)
     assert [[place.parameter for place in reversed(bucket)] for bucket in found] == expected
 
 
 def test_buckets_that_have_requests_are_few():
-    here = plan(model=tiny.model(50, 60))
+    here = plan(model=tiny_models.model(50, 60))
     assert len(here.flat.places) > MOST_REQUESTS + 1
     for layout in ("dp-bucket", "dp"):
         assert 10 < len(LAYOUTS[layout].gradients.cut(here)) <= MOST_REQUESTS + 1
@@ -72,7 +72,7 @@ def test_buckets_that_have_requests_are_few():
 
 def test_a_bucket_of_stage_3_is_of_one_unit_or_tied():
     here = plan()
-    buckets = buckets_of(Stage3.cut(here), here)
+    buckets = buckets_of(Zero3.cut(here), here)
     names = {users: [p.parameter.name for p in b.places] for users, b in zip(users_of(buckets, here), buckets)}
     assert names[(0, 4)] == ["0.weight"] and names[(0,)] == ["0.bias"] and names[(4,)] == ["4.bias"]
 
@@ -105,7 +105,7 @@ def test_every_stage_takes_less(ranks, precision):
     """Of what it divides: the optimiser's state, then gradients, then weights."""
     of = {}
     for layout in FORMULAS:
-        here = plan(ranks, model=tiny.model(200, 6), precision=PRECISIONS[precision])
+        here = plan(ranks, model=tiny_models.model(200, 6), precision=PRECISIONS[precision])
         of[layout] = predict(here, layout, 2, [()] * ranks)
     kinds = PRECISIONS[precision].bytes_per_parameter(2)
     length = here.flat.length
@@ -134,41 +134,57 @@ def test_on_paper():
 
 def filling():
     first, second = (Parameter(shape, constant(0.0)) for shape in ((3, 5), (300,)))
-    model = tiny.Dense(3, 5)
+    model = tiny_models.Dense(3, 5)
     model.weight, model.bias = first, second
-    bucket = Bucket(0, Flat(model).places, 1, 0)
-    return Filling(bucket, np.empty(300)), first, second, np.full(bucket.span.size, np.nan)
+    bucket = GradBucket(0, FlatParams(model).places, 1, 0)
+    bucket.use_scratch(np.empty(300))
+    return bucket, first, second, np.full(bucket.span.size, np.nan)
 
 
 def test_a_gradient_is_written_then_added_to():
     fill, first, second, vector = filling()
-    fill.fresh(vector)
+    fill.reset(vector)
     for times in (1, 2):
-        fill.expect()
-        assert fill.missing == 2
-        fill.put(second, lambda out: out.fill(2.0))
-        fill.put(first, lambda out: out.fill(1.0))
-        assert not fill.missing
+        fill.begin_backward()
+        fill.accumulate(second, lambda out: out.fill(2.0))
+        fill.accumulate(first, lambda out: out.fill(1.0))
         assert (vector[:15] == times).all() and (vector[256:556] == 2 * times).all()
     fill.complete(gaps=True)
     assert (vector[15:256] == 0).all() and (vector[556:] == 0).all()
 
 
+def test_a_tensor_may_come_twice_until_the_bucket_is_shut():
+    fill, first, second, vector = filling()
+    fill.reset(vector)
+    fill.begin_backward()
+    fill.accumulate(first, lambda out: out.fill(1.0))
+    fill.accumulate(first, lambda out: out.fill(2.0))
+    fill.use_scratch(np.empty(0))  # no tensor has several uses: no memory was foreseen
+    fill.reset(vector)
+    fill.begin_backward()
+    for value in (1.0, 2.0, 4.0):
+        fill.accumulate(second, lambda out, value=value: out.fill(value))
+    fill.end_backward()
+    assert (vector[:15] == 3).all() and (vector[256:556] == 7).all()
+    with pytest.raises(ValueError, match="came after the backward had left the units that hold it"):
+        fill.accumulate(second, lambda out: out.fill(1.0))
+
+
 def test_what_got_nothing_is_zero():
     fill, first, _, vector = filling()
-    fill.fresh(vector)
-    fill.expect()
-    fill.put(first, lambda out: out.fill(1.0))
+    fill.reset(vector)
+    fill.begin_backward()
+    fill.accumulate(first, lambda out: out.fill(1.0))
     fill.complete()
-    assert fill.missing == 1 and (vector[256:] == 0).all() and (vector[:15] == 1).all()
+    assert (vector[256:] == 0).all() and (vector[:15] == 1).all()
 
 
 def test_a_motion_that_fails_goes_on_as_nobody():
-    unit = tiny.Dense(7, 7)
-    flat = Flat(Sequential([unit]))
+    unit = tiny_models.Dense(7, 7)
+    flat = FlatParams(Sequential([unit]))
     flat.bind(np.zeros(flat.length))
-    number, x, y, samples = tiny.batches([0])[0]
-    broken = Motion(x[:, :3], y, Run(True, 0, number, samples), tiny.Squares())
+    number, x, y, samples = tiny_models.batches([0])[0]
+    broken = MicrobatchPass(x[:, :3], y, PassMode(True, 0, number, samples), tiny_models.Squares())
     for motion in (broken, nobody()):
         motion.forward(unit)
         motion.score()
@@ -179,7 +195,7 @@ def test_a_motion_that_fails_goes_on_as_nobody():
 
 
 def test_seconds_add_up():
-    recorder = Recorder()
+    recorder = Profiler()
     recorder.note("communication", "a", 1.0, 3.0)
     recorder.note("communication", "b", 3.0, 3.5)
     with recorder("compute", "c"):

@@ -12,24 +12,24 @@ from collectives import Communicator
 from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import Engine
+from parallel.engine.settings import complete
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
-from parallel.nn.operator import Run, name_all
+from parallel.nn.operator import PassMode, name_all
 from parallel.optim.optimizers import SGD
+from parallel.ptq import load_model
 from parallel.ptq import packed_weights as module
-from parallel.ptq import load_model as trained
 from parallel.ptq.calibration import OBSERVERS, calibrate, dealt, forward, watch
-from parallel.ptq.quantizable_layers import expect_finite, kind_of, layers_of
-from parallel.ptq.methods import METHODS
-from parallel.ptq.mixed_precision import mixture, options_of
-from parallel.ptq.packed_weights import Rounded, nbytes, packed, weights_of
-from parallel.ptq.quantize_model import nbytes_of, quantise, rounded
 from parallel.ptq.evaluation import compare, evaluate
+from parallel.ptq.methods import METHODS
+from parallel.ptq.mixed_precision import MixtureOptions, mixture, options_of
+from parallel.ptq.packed_weights import RoundedInput, nbytes, packed, weights_of
+from parallel.ptq.quantizable_layers import expect_finite, kind_of, layers_of
+from parallel.ptq.quantize_model import nbytes_of, quantise, rounded
 from parallel.ptq.sensitivity import SENSITIVITIES, fisher, gradients
-from parallel.settings import complete
 from parallel.trainer.trainer import Training
 from quant import INT8, PRESETS, PerGroup, QuantSpec, grouped, parse, quantize
-from quant.io import safetensors_file as files
+from quant.io import safetensors_file
 from quant.search import SEARCHES
 
 SELF = MPI.COMM_SELF
@@ -134,18 +134,18 @@ def test_rounded_inputs(name, spec, monkeypatch):
     see = watch(made, {user.name for layer in layers_of(model) for user in layer.users}, lambda *seen: keep(*seen))
 
     def keep(operator, x, y):
-        if isinstance(operator, Rounded):
+        if isinstance(operator, RoundedInput):
             arriving[operator.name] = operator, x, y
 
     outputs(see, batches)
     assert len(arriving) == {"m": 2, "c": 3, "g": 9}[name[0]]
     monkeypatch.setattr(module, "exact", lambda x, w: False)
     for operator, x, y in arriving.values():
-        np.testing.assert_allclose(operator.forward(x, Run(training=False))[0], y, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(operator.forward(x, PassMode(training=False))[0], y, rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(module, "exact", lambda x, w: pytest.fail("nobody asks whether codes are integers"))
     operator, x, _ = arriving.popitem()[1]
     with pytest.raises(pytest.fail.Exception):
-        operator.forward(x, Run(training=False))
+        operator.forward(x, PassMode(training=False))
     monkeypatch.undo()
     plain = outputs(quantise(model, spec, batches, SELF), batches)
     assert 0 < np.linalg.norm(outputs(made, batches) - plain) < 0.1 * np.linalg.norm(plain)
@@ -214,7 +214,7 @@ def test_latency_is_a_cost():
     layers, loss = layers_of(model), SoftmaxCrossEntropy()
     specs = options_of(grouped(3, 16), [3, 8], [16])
     how = {"method": "rtn", "sensitivity": SENSITIVITIES["fisher"], "cost": "latency", "activations": INT8}
-    made = mixture(model, loss, layers, specs, {}, batches, SELF, **how)
+    made = mixture(model, loss, layers, specs, {}, batches, SELF, MixtureOptions(**how))
     assert made.table.costs.shape == (3, 2) and (made.table.costs > 0).all() and (made.table.costs < 1).all()
     assert (made.nbytes[:, 0] < made.nbytes[:, 1]).all()
 
@@ -278,7 +278,7 @@ def job(request, tmp_path_factory):
         list(training.run())
         before = training.score()
         training.save(folder)
-    made = trained.from_checkpoint(SELF, folder)
+    made = load_model.from_checkpoint(SELF, folder)
     found = made.score(evaluate(made.model, made.loss, dealt(made.task.test, 1000, 100, 0, 1), SELF, made.measure))
     assert found.accuracy == before.accuracy > 0.95 and found.loss == pytest.approx(before.loss, rel=1e-5)
     return made
@@ -323,8 +323,8 @@ def test_an_engine_evaluates_it_unchanged(job):
 @pytest.mark.parametrize("method", METHODS)
 def test_files(job, method, tmp_path):
     made = quantise(job.model, grouped(4, 32), shown(job, 64), SELF, method=method, activations=QuantSpec(8))
-    trained.save(tmp_path / "m.safetensors", job, made)
-    back = trained.load(tmp_path / "m.safetensors")
+    load_model.save(tmp_path / "m.safetensors", job, made)
+    back = load_model.load(tmp_path / "m.safetensors")
     batches = shown(job, 100)
     assert (outputs(back.model, batches) == outputs(made, batches)).all()
     assert nbytes(back.model) == nbytes(made) and back.settings == job.settings
@@ -333,10 +333,10 @@ def test_files(job, method, tmp_path):
 
 def test_files_that_are_none(job, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file"):
-        trained.load(tmp_path / "none")
-    files.save(tmp_path / "a", {"w": np.ones(3, F)})
+        load_model.load(tmp_path / "none")
+    safetensors_file.save(tmp_path / "a", {"w": np.ones(3, F)})
     with pytest.raises(ValueError, match="no model in few bits"):
-        trained.load(tmp_path / "a")
+        load_model.load(tmp_path / "a")
 
 
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
@@ -344,7 +344,7 @@ def test_widths_of_their_own_beat_one_for_all(job, sensitivity):
     """At no more bytes, scales counted; searches are ordered as they should be, and a budget is kept."""
     spec, batches, layers = grouped(3, 32), shown(job), layers_of(job.model)
     how = {"method": "rtn", "sensitivity": SENSITIVITIES[sensitivity]}
-    made = mixture(job.model, job.loss, layers, options_of(spec), {}, batches, SELF, **how)
+    made = mixture(job.model, job.loss, layers, options_of(spec), {}, batches, SELF, MixtureOptions(**how))
     uniform = made.uniform(spec)
     budget = made.budget(spec, 3.0)
     assert budget == made.table.cost(uniform) == sum(nbytes_of(layer, spec, "rtn") for layer in layers)
@@ -365,14 +365,14 @@ def test_widths_of_their_own_beat_one_for_all(job, sensitivity):
 
 def test_checkpoints_that_will_not_do(tmp_path):
     with pytest.raises(CheckpointError, match="has no checkpoints"):
-        trained.from_checkpoint(SELF, tmp_path / "none")
+        load_model.from_checkpoint(SELF, tmp_path / "none")
     said = complete({"data": "teacher_classes", "model": "mlp:tiny", "steps": 2})
     with Training(said, Communicator(SELF)) as training:
         list(training.run())
         training.engine.flat.places[0].parameter.data[0, 0] = np.nan
         training.save(tmp_path / "nan")
     with pytest.raises(ValueError, match=r"cannot be used: .*weight\[0, 0\] is nan: this model is broken"):
-        trained.from_checkpoint(SELF, tmp_path / "nan")
+        load_model.from_checkpoint(SELF, tmp_path / "nan")
 
 
 def test_the_run_is_no_training():
@@ -381,4 +381,4 @@ def test_the_run_is_no_training():
     for parameter in name_all(model):
         parameter.data = parameter.first(1).astype(F)
     (batch,) = sample("mlp:tiny", 1)
-    assert (forward(model, batch) == model.forward(batch.x, Run(training=False))[0]).all()
+    assert (forward(model, batch) == model.forward(batch.x, PassMode(training=False))[0]).all()

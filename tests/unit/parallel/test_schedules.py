@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from parallel.optim.lr_schedules import SCHEDULES, Schedule, describe, rate_at
+from parallel.optim.lr_schedules import SCHEDULES, LRSchedule, describe, rate_at
 
 EXAMPLES = {
     "constant": {"rate": 0.5},
@@ -25,7 +25,7 @@ EXAMPLES = {
     ],
 )
 def test_corners(name, points):
-    schedule = Schedule(name, **EXAMPLES[name])
+    schedule = LRSchedule(name, **EXAMPLES[name])
     assert {step: schedule(step) for step in points} == pytest.approx(points, abs=1e-15)
 
 
@@ -40,7 +40,7 @@ def test_corners(name, points):
     ],
 )
 def test_nothing_to_warm_up_or_to_cool_down(name, settings, first):
-    assert Schedule(name, **settings)(0) == pytest.approx(first)
+    assert LRSchedule(name, **settings)(0) == pytest.approx(first)
 
 
 def test_every_schedule_has_an_example():
@@ -49,11 +49,11 @@ def test_every_schedule_has_an_example():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_description_makes_the_same_schedule(name):
-    schedule = Schedule(name, **EXAMPLES[name])
-    again = Schedule(**json.loads(json.dumps(describe(schedule))))
+    schedule = LRSchedule(name, **EXAMPLES[name])
+    again = LRSchedule(**json.loads(json.dumps(describe(schedule))))
     assert again == schedule and hash(again) == hash(schedule)
     assert [again(step) for step in range(20)] == [schedule(step) for step in range(20)]
-    assert again != Schedule(name, **{**EXAMPLES[name], "rate": 0.25})
+    assert again != LRSchedule(name, **{**EXAMPLES[name], "rate": 0.25})
 
 
 def test_rates_that_are_no_schedules():
@@ -75,4 +75,4 @@ def test_rates_that_are_no_schedules():
 )
 def test_settings_out_of_range(name, settings, message):
     with pytest.raises(ValueError, match=message):
-        Schedule(name, **settings)
+        LRSchedule(name, **settings)

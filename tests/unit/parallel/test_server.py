@@ -4,26 +4,26 @@ import math
 
 import numpy as np
 import pytest
-import tiny
+from support import tiny_models
 
-from parallel.data.sampler import OnDemand, Sampler
-from parallel.data.datasets import Arrays
-from parallel.nn.flat_params import Flat, Span
+from parallel.data.datasets import ArrayDataset
+from parallel.data.sampler import OnDemandSampler, Sampler
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.engine.settings import Settings, complete
 from parallel.nn.compose import Sequential
 from parallel.nn.embedding import Embedding, Unembedding
+from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.linear import Linear
-from parallel.optim.optimizers import SGD, Adam, Piece
-from parallel.data_parallel.partition_spec import Plan
+from parallel.optim.optimizers import SGD, Adam, OptimizerSpan
 from parallel.optim.precision import PRECISIONS
-from parallel.parameter_server.worker_clocks import Clocks, rule_of
-from parallel.parameter_server.key_assignment import Table, buckets_of, keys_of, tables
-from parallel.parameter_server.messages import Kind, Letter, Message, Wire
-from parallel.server.order import Entry, Order, Played
-from parallel.parameter_server.event_record import Recording, file_of, read
-from parallel.parameter_server.shard_store import Apart, Cell, Pushed, Together
-from parallel.parameter_server.work_assignment import Outcome, Part, Work, joined
-from parallel.settings import Settings, complete
-from parallel.ways import way_of
+from parallel.parameter_server.event_order import EventEntry, EventOrder, ReplayMismatch
+from parallel.parameter_server.event_record import EventRecording, file_of, read
+from parallel.parameter_server.key_assignment import EmbeddingTable, buckets_of, keys_of, tables
+from parallel.parameter_server.messages import Envelope, MessageFormat, MessageKind, ServerMessage
+from parallel.parameter_server.shard_store import AsyncStore, PushedGradient, ShardState, SyncStore
+from parallel.parameter_server.work_assignment import PartResult, WorkAssignment, WorkPart, joined
+from parallel.parameter_server.worker_clocks import WorkerClocks, rule_of
+from parallel.trainer.strategies import strategy_of
 
 # ---------------------------------------------------------------------------------------------- clocks
 
@@ -32,7 +32,7 @@ from parallel.ways import way_of
 def test_a_rule_lets_read_up_to_its_staleness(text, staleness):
     rule = rule_of(text)
     assert rule.staleness == staleness
-    assert rule.together == (staleness == 0)
+    assert rule.synchronous == (staleness == 0)
     for gap in range(6):
         assert rule.allows(10 + gap, 10) == (gap <= staleness)
 
@@ -44,7 +44,7 @@ def test_other_rules_are_refused(text):
 
 
 def test_ticks_that_are_late_or_come_twice_change_nothing():
-    clocks = Clocks(2, start=3)
+    clocks = WorkerClocks(2, start=3)
     for worker, clock in ((0, 5), (0, 4), (1, 4), (1, 4)):
         clocks.tick(worker, clock)
     assert clocks.vector == [5, 4]
@@ -52,11 +52,11 @@ def test_ticks_that_are_late_or_come_twice_change_nothing():
 
 
 def test_a_message_survives_the_wire():
-    wire = Wire(3)
-    message = Message(Kind.PULL, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 10, 11, 12, 13, 0.1, -2.5, (7, 8, 9))
+    wire = MessageFormat(3)
+    message = ServerMessage(MessageKind.PULL, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 10, 11, 12, 13, 0.1, -2.5, (7, 8, 9))
     assert wire.unpack(bytearray(wire.pack(message))) == message
     assert len(wire.pack(message)) == wire.nbytes
-    assert wire.unpack(wire.pack(Message(Kind.REST))) == Message(Kind.REST, clocks=(0, 0, 0))
+    assert wire.unpack(wire.pack(ServerMessage(MessageKind.REST))) == ServerMessage(MessageKind.REST, clocks=(0, 0, 0))
 
 
 # ---------------------------------------------------------------------------------------------- keys
@@ -64,12 +64,12 @@ def test_a_message_survives_the_wire():
 
 def plan_of(model, ranks=4, bucket_bytes=5000):
     units = tuple(model.items)
-    return Plan(units, Flat(model), ranks, 0, PRECISIONS["fp32"], False, bucket_bytes, 1)
+    return PartitionSpec(units, FlatParams(model), ranks, 0, PRECISIONS["fp32"], False, bucket_bytes, 1)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7, 40])
 def test_keys_make_up_the_vector_in_equal_shards(servers):
-    plan = plan_of(tiny.model())
+    plan = plan_of(tiny_models.model())
     keys = keys_of(plan, buckets_of(plan), servers)
     spans = sorted(key.span for key in keys)
     assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
@@ -83,16 +83,16 @@ def test_only_an_embedding_that_serves_nothing_else_is_a_table():
     embedding = Embedding(50, 6)
     alone = Sequential([embedding, Linear(6, 50)])
     plan = plan_of(alone)
-    assert list(tables(plan).values()) == [Table(0, 6)]
+    assert list(tables(plan).values()) == [EmbeddingTable(0, 6)]
     by_rows = [key for key in keys_of(plan, buckets_of(plan), 2) if key.table]
     assert sum(key.span.size for key in by_rows) == 512
     assert not tables(plan_of(Sequential([embedding, Unembedding(embedding)])))
-    assert not tables(plan_of(tiny.model()))
+    assert not tables(plan_of(tiny_models.model()))
 
 
 @pytest.mark.parametrize("span", [Span(0, 256), Span(256, 512), Span(512, 1024), Span(1024, 1280)])
 def test_rows_of_a_table_within_a_span(span):
-    table, rows = Table(256, 100), np.array([0, 1, 3, 6])
+    table, rows = EmbeddingTable(256, 100), np.array([0, 1, 3, 6])
     wanted = [256 + row * 100 + column for row in rows for column in range(100)]
     wanted = [place - span.start for place in wanted if span.start <= place < span.stop]
     here = table.within(rows, span)
@@ -104,42 +104,42 @@ def test_rows_of_a_table_within_a_span(span):
 
 
 def test_every_part_goes_to_one_worker():
-    work, drawn = Work(3), []
+    work, drawn = WorkAssignment(3), []
     for turn in range(9):
         part = work.draw(turn % 3, 0, 5)
         if part is not None:
             drawn.append(part.number)
-            work.done(turn % 3, part, Outcome(1.0, 2, 0.5, turn % 3))
+            work.done(turn % 3, part, PartResult(1.0, 2, 0.5, turn % 3))
     assert drawn == [0, 1, 2, 3, 4]
     assert joined(work.outcome(0)) == (0.5, 10, 0.5)
     assert math.isnan(joined([])[0])
 
 
 def test_what_a_worker_held_that_is_gone_is_done_by_another():
-    work = Work(2)
-    assert work.draw(0, 0, 2) == Part(0, 0)
-    assert work.draw(1, 0, 2) == Part(0, 1)
-    work.done(1, Part(0, 1), Outcome(1.0, 1, 0.0, 1))
+    work = WorkAssignment(2)
+    assert work.draw(0, 0, 2) == WorkPart(0, 0)
+    assert work.draw(1, 0, 2) == WorkPart(0, 1)
+    work.done(1, WorkPart(0, 1), PartResult(1.0, 1, 0.0, 1))
     work.gone(0)
     work.gone(0)
-    assert work.draw(1, 0, 2) == Part(0, 0)
-    work.done(1, Part(0, 0), Outcome(1.0, 1, 0.0, 1))
+    assert work.draw(1, 0, 2) == WorkPart(0, 0)
+    work.done(1, WorkPart(0, 0), PartResult(1.0, 1, 0.0, 1))
     assert work.draw(1, 0, 2) is None
 
 
 def test_what_comes_back_waits_for_who_has_come_as_far():
-    work = Work(2)
-    assert work.draw(0, clock=1, parts=1) == Part(1, 0)
+    work = WorkAssignment(2)
+    assert work.draw(0, clock=1, parts=1) == WorkPart(1, 0)
     work.gone(0)
-    assert work.draw(1, clock=0, parts=1) == Part(0, 0)
-    work.done(1, Part(0, 0), Outcome(1.0, 1, 0.1, 1))
+    assert work.draw(1, clock=0, parts=1) == WorkPart(0, 0)
+    work.done(1, WorkPart(0, 0), PartResult(1.0, 1, 0.1, 1))
     assert work.draw(1, clock=0, parts=1) is None  # to work on step 1 it must have ended step 0
     assert work.returned
-    assert work.draw(1, clock=1, parts=1) == Part(1, 0)
+    assert work.draw(1, clock=1, parts=1) == WorkPart(1, 0)
 
 
 def test_the_end_comes_where_nobody_has_been():
-    work = Work(2)
+    work = WorkAssignment(2)
     work.draw(0, 4, 1)
     work.draw(1, 2, 1)
     work.end()
@@ -153,45 +153,45 @@ def test_the_end_comes_where_nobody_has_been():
 
 
 def letter(kind, source, key=-1):
-    return Letter(source, Message(kind, key))
+    return Envelope(source, ServerMessage(kind, key))
 
 
 def test_what_is_not_allowed_waits_and_the_rest_goes_on():
-    order = Order()
-    for some in (letter(Kind.PULL, 1, 0), letter(Kind.PUSH, 2, 0)):
+    order = EventOrder()
+    for some in (letter(MessageKind.PULL, 1, 0), letter(MessageKind.PUSH, 2, 0)):
         order.put(some)
-    push = order.take(lambda some: some.message.kind is not Kind.PULL)
+    push = order.take(lambda some: some.message.kind is not MessageKind.PULL)
     assert push.source == 2
     order.note(push)
     assert order.take(lambda some: False) is None
     assert order.take(lambda some: True).source == 1
-    assert order.entries == [Entry(Kind.PUSH, 2, 0, -1)]
+    assert order.entries == [EventEntry(MessageKind.PUSH, 2, 0, -1)]
 
 
 def test_a_script_decides_but_for_what_has_no_order():
-    order = Order([Entry(Kind.DRAW, 2, -1, 7), Entry(Kind.PUSH, 1, 3, -1)])
-    order.put(letter(Kind.PUSH, 1, 3))
+    order = EventOrder([EventEntry(MessageKind.DRAW, 2, -1, 7), EventEntry(MessageKind.PUSH, 1, 3, -1)])
+    order.put(letter(MessageKind.PUSH, 1, 3))
     assert order.take(lambda some: True) is None
-    order.put(letter(Kind.READ, 5))
+    order.put(letter(MessageKind.READ, 5))
     assert order.take(lambda some: True).source == 5
-    order.put(letter(Kind.DRAW, 2))
+    order.put(letter(MessageKind.DRAW, 2))
     draw = order.take(lambda some: True)
     assert order.forced() == 7
     order.note(draw, 7)
     order.note(order.take(lambda some: True))
-    with pytest.raises(Played, match="the record ends before a TICK of rank 1"):
-        order.put(letter(Kind.TICK, 1))
+    with pytest.raises(ReplayMismatch, match="the record ends before a TICK of rank 1"):
+        order.put(letter(MessageKind.TICK, 1))
 
 
 def test_who_rests_where_it_did_not_is_told():
-    for script, arrives in ((Kind.DRAW, Kind.REST), (Kind.REST, Kind.DRAW)):
-        with pytest.raises(Played, match="tests and checkpoints must come after the same steps"):
-            Order([Entry(script, 1, -1, -1)]).put(letter(arrives, 1))
+    for script, arrives in ((MessageKind.DRAW, MessageKind.REST), (MessageKind.REST, MessageKind.DRAW)):
+        with pytest.raises(ReplayMismatch, match="tests and checkpoints must come after the same steps"):
+            EventOrder([EventEntry(script, 1, -1, -1)]).put(letter(arrives, 1))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
-    entries, facts = [Entry(1, 2, 3, 4), Entry(5, 6, -1, -1)], {"ranks": 3, "spans": [(0, 256)]}
-    recording = Recording(tmp_path / "a" / "order.0", facts)
+    entries, facts = [EventEntry(1, 2, 3, 4), EventEntry(5, 6, -1, -1)], {"ranks": 3, "spans": [(0, 256)]}
+    recording = EventRecording(tmp_path / "a" / "order.0", facts)
     recording.write(entries[:1])
     recording.write(entries)
     recording.close()
@@ -207,14 +207,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 
 
 def cells_of(model, optimizer, servers=1):
-    flat, plan = Flat(model), plan_of(model)
+    flat, plan = FlatParams(model), plan_of(model)
     vector = np.empty(flat.length, np.float32)
     flat.initialise(vector, 0)
     cells = []
     for key in keys_of(plan, buckets_of(plan), servers):
         weights = vector[key.span.start : key.span.stop].copy()
         state = optimizer.fresh(weights)
-        cells.append(Cell(key, Piece(key.span, weights, np.zeros_like(weights), state, flat.places)))
+        cells.append(ShardState(key, OptimizerSpan(key.span, weights, np.zeros_like(weights), state, flat.places)))
     return cells, flat
 
 
@@ -223,17 +223,17 @@ def gradients(length, count):
 
 
 def pushed(store, key, number, gradient, clock=0, parts=3):
-    room = store.room(key.number)
+    room = store.gradient_buffer(key.number)
     room[...] = gradient[key.span.start : key.span.stop]
-    return store.push(key.number, Pushed(clock, number, parts, 5, 0.2, room))
+    return store.push(key.number, PushedGradient(clock, number, parts, 5, 0.2, room))
 
 
 def test_together_nothing_depends_on_the_order_and_nothing_counts_twice():
     results = []
     for order in ((0, 1, 2), (2, 0, 1), (1, 1, 2, 0, 2)):
         optimizer = Adam(rate=0.1)
-        cells, flat = cells_of(tiny.model(), optimizer)
-        store = Together(cells, optimizer, flat.length, 0.5, True)
+        cells, flat = cells_of(tiny_models.model(), optimizer)
+        store = SyncStore(cells, optimizer, flat.length, 0.5, True)
         made = gradients(flat.length, 3)
         for turn, number in enumerate(order):
             assert store.whole(3) == ({0, 1, 2} <= set(order[:turn]))
@@ -250,16 +250,16 @@ def test_together_nothing_depends_on_the_order_and_nothing_counts_twice():
 
 def test_apart_each_counts_once_and_a_step_goes_as_far_as_one_update():
     optimizer = SGD(rate=0.5)
-    cells, flat = cells_of(tiny.model(), optimizer)
+    cells, flat = cells_of(tiny_models.model(), optimizer)
     before = np.concatenate([cell.visible for cell in cells])
-    store, made = Apart(cells, optimizer, flat.length, None, False), gradients(flat.length, 3)
+    store, made = AsyncStore(cells, optimizer, flat.length, None, False), gradients(flat.length, 3)
     taken = [[pushed(store, cell.key, number, made[number]) for cell in cells] for number in (1, 0, 1, 2)]
     assert [all(some) for some in taken] == [True, True, False, True]
     assert not any(taken[2])
-    store.settle()
+    store.quiesce()
     assert store.updates == 3
     store.applied = 1
-    store.settle()
+    store.quiesce()
     assert not any(pushed(store, cell.key, 1, made[1]) for cell in cells)  # asked again, long after
     spans = [cell.key.span for cell in cells]
     mean = np.concatenate([sum(made)[span.start : span.stop] for span in spans]) / 15
@@ -289,12 +289,12 @@ class Slow:
 @pytest.mark.parametrize("read", [False, True])
 def test_who_still_reads_sees_the_weights_of_then(read):
     optimizer = SGD(rate=0.5)
-    cells, flat = cells_of(tiny.model(), optimizer)
+    cells, flat = cells_of(tiny_models.model(), optimizer)
     cell, reader = cells[0], Slow()
     lent, before = cell.visible, cell.visible.copy()
     cell.lend(reader)
     reader.over = read
-    store = Apart([cell], optimizer, flat.length, None, False)
+    store = AsyncStore([cell], optimizer, flat.length, None, False)
     pushed(store, cell.key, 0, gradients(flat.length, 1)[0])
     assert (cell.visible != before).any()
     assert (lent is cell.visible) == read
@@ -316,19 +316,19 @@ def test_who_still_reads_sees_the_weights_of_then(read):
         ({"slow": "2"}, "slow: expected RANK:FACTOR, found '2'"),
         ({"slow": "0:2"}, "slow: rank 0 is no worker; these are 1 to 3"),
         ({"check_every": 5}, "check_every: expected 0, since ps has one copy"),
-        ({"record": "a", "replay": "a"}, "record: a is what is to be replayed"),
+        ({"record": "a", "replay": "a"}, "record: a is the file to replay"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(said, why):
     settings = complete({"layout": "ps", **said})
     with pytest.raises(ValueError, match=why):
-        way_of(settings).check(settings, 4)
+        strategy_of(settings).check(settings, 4)
 
 
 def test_settings_of_servers_belong_to_ps():
     with pytest.raises(ValueError, match="consistency: it belongs to ps"):
-        way_of(Settings(layout="dp", consistency="async"))
-    assert way_of(Settings(layout="ps", servers=2)).workers(Settings(layout="ps", servers=2), 5) == 3
+        strategy_of(Settings(layout="dp", consistency="async"))
+    assert strategy_of(Settings(layout="ps", servers=2)).workers(Settings(layout="ps", servers=2), 5) == 3
 
 
 def test_a_restart_asks_anew_what_concerns_one_run():
@@ -340,13 +340,13 @@ def test_a_restart_asks_anew_what_concerns_one_run():
 def test_parts_are_made_when_they_are_taken():
     asked = []
 
-    class Asked(Arrays):
+    class Asked(ArrayDataset):
         def take(self, indices):
             asked.append(indices.tolist())
             return super().take(indices)
 
     data = Asked(np.arange(10.0), np.arange(10))
-    parts = OnDemand(Sampler(10, 6, 2, shuffle=False).at(0, 0), data)
+    parts = OnDemandSampler(Sampler(10, 6, 2, shuffle=False).at(0, 0), data)
     assert len(parts) == 3
     assert not asked
     assert parts[1].samples.tolist() == [2, 3]

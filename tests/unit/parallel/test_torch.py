@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from operators import CASES, inputs, play
+from support.operator_cases import CASES, inputs, play
 
-from parallel.nn.flat_params import Flat
+from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
-from parallel.nn.operator import Run
+from parallel.nn.operator import PassMode
 
 torch = pytest.importorskip("torch")
 
@@ -26,7 +26,7 @@ def test_like_torch(name, dtype):
     leaf = torch.tensor(x) if case.tokens else torch.tensor(x.astype(dtype), requires_grad=True)
     y = case.peer(torch, leaf, parameters)
     dy = np.random.default_rng(2)
-    dy.standard_normal(Flat(operator).length)  # as play draws
+    dy.standard_normal(FlatParams(operator).length)  # as play draws
     y.backward(torch.tensor(dy.standard_normal(found.y.shape).astype(dtype)))
     compare(found.y, y.detach(), dtype)
     if found.dx is not None:
@@ -73,7 +73,7 @@ def test_a_few_steps_of_descent(name):
     """Whole models with plain SGD in float64: the same parameters after three steps, to the last digits."""
     case = CASES[name]
     operator, x = case.make(), inputs(case)
-    flat, loss = Flat(operator), SoftmaxCrossEntropy()
+    flat, loss = FlatParams(operator), SoftmaxCrossEntropy()
     vector = np.zeros(flat.length)
     flat.initialise(vector, 0)
     flat.bind(vector)
@@ -87,7 +87,7 @@ def test_a_few_steps_of_descent(name):
             place = flat.by_name[parameter.name]
             flat.view(gradient, parameter, place.span.start)[...] += out
 
-        y, saved = operator.forward(x, Run(samples=np.arange(len(x))))
+        y, saved = operator.forward(x, PassMode(samples=np.arange(len(x))))
         targets = np.arange(y[..., 0].size).reshape(y.shape[:-1]) % 4
         operator.backward(loss.backward(1 / targets.size, loss.forward(y, targets)[1]), saved, sink)
         vector -= 0.5 * gradient

@@ -10,14 +10,14 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.checkpoint import checkpoint_files as checkpoint
-from parallel.runtime import resources as machine
-from parallel.trainer import trainer as training
+from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
+from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import Batch
-from parallel.data.datasets import Arrays
-from parallel.layouts import LAYOUTS
-from parallel.settings import complete
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.settings import complete
+from parallel.runtime import resources
+from parallel.trainer import trainer as training
 from parallel.trainer.trainer import Training, prepare, settings_in
 
 
@@ -41,32 +41,30 @@ def test_bytes_stay_integers():
 def test_the_forecast_is_what_the_ledger_says_afterwards(monkeypatch, layout, more):
     """In every kind of memory, before an engine is there; and it is what the machine is asked for."""
     asked = []
-    monkeypatch.setattr(machine, "expect_room", lambda comm, kinds: asked.append(kinds))
+    monkeypatch.setattr(resources, "expect_room", lambda comm, kinds: asked.append(kinds))
     said = complete(SAID | {"micro_batch": 5, "layout": layout} | more)
     with Training(said, Communicator(MPI.COMM_SELF)) as made:
         list(made.run(lambda: True))
-        (forecast,), ledger = asked, made.engine.ledger
-        assert forecast.pop("temporaries") == ledger.work
-        assert forecast == ledger.predicted
+        assert asked == [made.engine.ledger.needed]
 
 
 def test_too_large_for_the_machine(monkeypatch):
     """Told before anything is allocated; a system that does not say how much memory it has is not asked."""
     comm = Communicator(MPI.COMM_SELF)
-    assert machine.memory() > 10**8
-    monkeypatch.setattr(machine, "memory", lambda: 100_000)
+    assert resources.memory() > 10**8
+    monkeypatch.setattr(resources, "memory", lambda: 100_000)
     monkeypatch.setattr(comm, "zeros", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(ValueError, match=r"not enough memory: it needs 22 MB \(.*\), and there are 100 kB; a smaller"):
         Training(complete(SAID | {"model": "mlp:medium"}), comm)
     monkeypatch.undo()
-    monkeypatch.setattr(machine, "memory", lambda: 0)
+    monkeypatch.setattr(resources, "memory", lambda: 0)
     Training(complete(SAID), comm).close()
 
 
 @pytest.mark.parametrize("count, of", [(0, 7), (1, 7), (3, 7), (7, 7), (5, 10**6)])
 def test_samples_from_all_over_a_data_set(count, of):
     """Each once, in order, the first among them, and none farther from its neighbour than it must be."""
-    data = Arrays(np.arange(of), -np.arange(of))
+    data = ArrayDataset(np.arange(of), -np.arange(of))
     some = training._Spread(data, count)
     x, y = some.take(np.arange(count))
     assert len(some) == count == len(np.unique(x)) and np.array_equal(y, -x)
@@ -111,7 +109,7 @@ def forged(path, *keys, value):
         del inner[keys[-1]]
     else:
         inner[keys[-1]] = value
-    (path / "state.json").write_text(json.dumps(state | {"sha256": checkpoint._seal(state)}))
+    (path / "state.json").write_text(json.dumps(state | {"sha256": checkpoint_files._seal(state)}))
 
 
 ENGINE = ("facts", "engine")

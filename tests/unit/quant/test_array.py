@@ -20,12 +20,12 @@ from quant import (
     QuantizedArray,
     QuantSpec,
     Scales,
-    files,
     grouped,
     kernels,
     quantize,
     wire_nbytes,
 )
+from quant.io import safetensors_file
 
 F = np.float32
 RNG = np.random.default_rng(1)
@@ -82,7 +82,7 @@ def test_over_the_wire(name, shape):
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_every_form_gives_the_same_bits(name, shape, gpu):
-    from standin import cupy
+    from support.standin import cupy
 
     spec, x = SPECS[name], numbers(shape)
     with kernels.forms():
@@ -177,14 +177,26 @@ def test_slices_through_what_is_shared():
         ragged.slice(2, 4)
 
 
+def test_slices_of_scales_that_share_less_than_a_whole_group():
+    """Groups of 8 scales, of which a line has 4 only: each line's have a larger scale of their own."""
+    x = (np.linspace(0.5, 1, 64, dtype=F) * F([[1], [10], [100], [1000]])).astype(F)
+    spec = QuantSpec(4, granularity=PerGroup(16), scale=Scales("uint4", PerGroup(8), Scales("fp32")))
+    q = quantize(x, spec)
+    flat = q.dequantize().reshape(-1)
+    for start, stop in ((0, 8), (4, 12), (8, 16), (0, 16), (0, 6), (5, 8)):
+        assert same(q.slice(start, stop).dequantize(), flat[16 * start : 16 * stop])
+    with pytest.raises(ValueError, match="cut through groups of 4 "):
+        q.slice(3, 6)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_files(name, tmp_path):
     spec, x = SPECS[name], numbers((4, 33))
     q = quantize(x, spec, seed=3)
     path = tmp_path / "a.safetensors"
-    files.save(path, {"w": q, "plain": x}, {"of": [1, 2]})
-    assert files.about(path) == {"of": [1, 2]}
-    found = files.load(path)
+    safetensors_file.save(path, {"w": q, "plain": x}, {"of": [1, 2]})
+    assert safetensors_file.about(path) == {"of": [1, 2]}
+    found = safetensors_file.load(path)
     assert found["w"].spec == spec and found["w"].shape == x.shape
     assert same(found["w"].buffer, q.buffer) and same(found["plain"], x)
 
@@ -192,7 +204,7 @@ def test_files(name, tmp_path):
 def test_a_file_that_is_none(tmp_path):
     (tmp_path / "a").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="a is no safetensors file"):
-        files.load(tmp_path / "a")
+        safetensors_file.load(tmp_path / "a")
 
 
 def test_parts_are_numbers():

@@ -1,11 +1,12 @@
 """Levels by k-means: the exact ones are the best there are, Lloyd's are what scikit-learn's iterations come to."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
 
-from quant import PerChannel, QuantSpec, quantize
+from quant import INT4_G32, NF4, PerChannel, QuantizedArray, QuantSpec, kernels, quantize
 from quant.scaling import codebook
 from quant.scaling.codebook import kmeans_exact, kmeans_lloyd
 
@@ -86,3 +87,37 @@ def test_what_has_no_mean():
         quantize(np.array([1, np.nan], np.float32), QuantSpec(2, code="kmeans"))
     with pytest.raises(ValueError, match="does not fit fp16"):
         quantize(np.array([1, 1e6], np.float32), QuantSpec(2, code="kmeans", scale="fp16"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("multiply", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 7, 15, 255])
+def test_codes_at_thresholds(k, own, multiply):
+    """A threshold itself takes the level below it, and the next number the one above; as the reference does it."""
+    pytest.importorskip("numba")
+    limits = np.sort(np.random.default_rng(k).standard_normal((2, 3, k) if own else k), axis=-1).astype(np.float32)
+    flat = limits.reshape(-1)
+    numbers = np.concatenate([flat, np.nextafter(flat, np.float32(9)), np.float32([-99, 99, 0, -0.0])])
+    lines = np.resize(numbers, (2, 3 * 2 * k + 2)).astype(np.float32)
+    by, size = np.ones((2, 3), np.float32), 2 * k + 1
+    codes = [np.empty(lines.shape, np.uint8) for _ in range(2)]
+    kernels.encode_table(lines, size, by, multiply, limits, codes[0])
+    with kernels.forms():
+        kernels.encode_table(lines, size, by, multiply, limits, codes[1])
+    np.testing.assert_array_equal(*codes)
+    if not own:
+        np.testing.assert_array_equal(codes[0], (lines[..., None] > limits).sum(axis=-1))
+
+
+def test_16_levels_cost_little_more_than_four_bits():
+    """A search for each element's level took 30 times as long, so 8 leaves room for noise."""
+    pytest.importorskip("numba")
+    x = np.random.default_rng(1).standard_normal(1 << 20).astype(np.float32)
+    made = {spec: QuantizedArray(spec, x.shape) for spec in (NF4, INT4_G32)}
+    seconds = {spec: [] for spec in made}
+    for _ in range(12):
+        for spec, out in made.items():
+            start = time.perf_counter()
+            quantize(x, spec, out=out)
+            seconds[spec].append(time.perf_counter() - start)
+    assert min(seconds[NF4]) < 8 * min(seconds[INT4_G32])

@@ -14,6 +14,7 @@ from quant import (
     VSQ,
     PerChannel,
     QuantSpec,
+    Scales,
     grouped,
     kernels,
     quantize,
@@ -32,6 +33,7 @@ SPECS = PRESETS | {
 def form(request):
     if request.param == "compiled":
         pytest.importorskip("numba")
+        assert kernels.available("compiled")
     with kernels.forms(*([] if request.param == "reference" else [request.param])):
         yield
 
@@ -41,9 +43,9 @@ def form(request):
 def test_no_code_for_what_is_not_finite(name, value):
     x = np.ones((3, 64), F)
     x[1, 5] = value
-    with pytest.raises(ValueError, match=r"x\[1, 5\] is -?(nan|inf), of which there is no code"):
+    with pytest.raises(ValueError, match=r"x\[1, 5\] is -?(nan|inf), which has no code"):
         quantize(x, SPECS[name])
-    with pytest.raises(ValueError, match="there is no code"):
+    with pytest.raises(ValueError, match="which has no code"):
         quantize(x, INT8, scales=F(1))
 
 
@@ -127,6 +129,40 @@ def test_huge_outliers():
         quantize(x, INT4_G32)
 
 
+@pytest.mark.parametrize("scale", ["fp32", "e8m0", Scales("uint8", parent=Scales())])
+@pytest.mark.parametrize("zero", ["integer", "fp32"])
+@pytest.mark.parametrize("divisor", ["stored", "inverse"])
+def test_a_range_beyond_that_of_float32(scale, zero, divisor):
+    """The scale of one bit is the range itself, which is 6e38 here: it becomes the largest number."""
+    for bits, signed in ((1, True), (1, False), (4, True), (8, False)):
+        spec = QuantSpec(bits, signed, symmetric=False, scale=scale, zero=zero, divisor=divisor)
+        back = quantize(F([3e38, -3e38]), spec).dequantize()
+        assert not np.isnan(back).any() and back[0] >= back[1]
+        if bits == 1 and scale == "fp32":
+            assert np.isfinite(back).all() and abs(back.astype(float) - [3e38, -3e38]).max() <= np.finfo(F).max
+
+
+@pytest.mark.parametrize("tiny", [2.0**-126, 2.0**-127])
+def test_powers_of_two_down_to_the_smallest(tiny):
+    spec = QuantSpec(8, scale="e8m0")
+    for given in (None, F(tiny)):
+        q = quantize(F([127 * tiny, -tiny]), spec, scales=given)
+        assert q.scales() == F(tiny) and q.integers().tolist() == [127, -1]
+    assert quantize(F([1.0]), spec, scales=F(tiny * 0.75)).scales() == max(F(tiny), F(2.0**-127))
+
+
+def test_lists_of_numbers():
+    for spec in (INT8, INT4_G32, NF4, ASYMMETRIC):
+        q = quantize([1.0, -2.0], spec)
+        np.testing.assert_array_equal(q.buffer, quantize(F([1, -2]), spec).buffer)
+    assert quantize([[1.0], [2.0]], INT8).shape == (2, 1) and quantize(2.0, INT8).shape == ()
+    for wrong in ([1, 2], ["a"], None, [[1.0], [1.0, 2.0]]):
+        with pytest.raises((TypeError, ValueError), match=r"floating-point|inhomogeneous"):
+            quantize(wrong, INT8)
+    with pytest.raises(TypeError, match="expected an array of NumPy or CuPy, found list"):
+        kernels.array_namespace([1.0])
+
+
 def test_an_overflow_of_float64():
     with pytest.raises(ValueError, match="is 1e"):
         quantize(np.array([1.0, 1e300]), INT8)
@@ -142,6 +178,9 @@ def test_given_scales():
     for scales in ([1, 0], [1, np.nan], [1, np.inf]):
         with pytest.raises(ValueError, match="finite and not 0"):
             quantize(x, rows, scales=F(scales))
+    for scale in ("e8m0", Scales("uint8", parent=Scales())):
+        with pytest.raises(ValueError, match="have no sign, and -1 is below 0"):
+            quantize(x, rows.replace(scale=scale), scales=F([1, -1]))
     with pytest.raises(ValueError, match="scales are 3 numbers, for 2 groups"):
         quantize(x, rows, scales=np.ones(3, F))
     with pytest.raises(ValueError, match="come together"):

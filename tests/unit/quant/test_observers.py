@@ -199,12 +199,12 @@ def test_percentiles(percentile):
 
 
 def mean_square(x, spec, low, high):
-    from quant.scaling import scales as scaling
+    from quant.scaling import scales
 
     if spec.symmetric:
         return float(((quantize(x, spec, scales=F(high / spec.q_max)).dequantize().astype(float) - x) ** 2).mean())
-    scale, bottom = scaling.affine(spec, F([low]), F([high]))
-    zero = scaling.zero_point(spec, scale, bottom)
+    scale, bottom = scales.affine(spec, F([low]), F([high]))
+    zero = scales.zero_point(spec, scale, bottom)
     return float(((quantize(x, spec, scales=scale, zeros=zero).dequantize().astype(float) - x) ** 2).mean())
 
 
@@ -255,7 +255,7 @@ def test_specs_that_a_range_is_not_enough_for():
 
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_on_a_device(name, gpu):
-    from standin import cupy
+    from support.standin import cupy
 
     here, there = OBSERVERS[name](), OBSERVERS[name]()
     for x in batches(3, 3):

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from quant import MXFP4, MXFP8, Q4_0, Q8_0, PerChannel, PerGroup, PerTensor, QuantSpec, grouped, kernels, quantize
-from quant.io import ggml_blocks as ggml
 from quant.formats import MINIFLOATS, values
+from quant.io import ggml_blocks
 from quant.kernels import minifloat_bits
 
 F = np.float32
@@ -117,21 +117,21 @@ def test_ggml(spec, scale):
     x[7, :64] = np.tile([2, -2], 32)  # of equal sizes the first one decides the sign of the scale
     theirs = gguf.quantize(x, getattr(gguf.GGMLQuantizationType, kind))
     own = quantize(x, spec)
-    np.testing.assert_array_equal(ggml.to_blocks(own), theirs)
+    np.testing.assert_array_equal(ggml_blocks.to_blocks(own), theirs)
     back = gguf.dequantize(theirs, getattr(gguf.GGMLQuantizationType, kind))
     np.testing.assert_array_equal(own.dequantize(), back)
-    np.testing.assert_array_equal(ggml.from_blocks(theirs, kind).dequantize(), back)
+    np.testing.assert_array_equal(ggml_blocks.from_blocks(theirs, kind).dequantize(), back)
 
 
 def test_what_is_no_block():
     with pytest.raises(ValueError, match="ggml has blocks for Q4_0, Q8_0"):
-        ggml.to_blocks(quantize(np.ones(32, F), QuantSpec(8)))
+        ggml_blocks.to_blocks(quantize(np.ones(32, F), QuantSpec(8)))
     with pytest.raises(ValueError, match="rows of 33 elements"):
-        ggml.to_blocks(quantize(np.ones(33, F), Q4_0))
+        ggml_blocks.to_blocks(quantize(np.ones(33, F), Q4_0))
     with pytest.raises(ValueError, match="multiples of 18"):
-        ggml.from_blocks(np.zeros(17, np.uint8), "Q4_0")
+        ggml_blocks.from_blocks(np.zeros(17, np.uint8), "Q4_0")
     with pytest.raises(ValueError, match="Q4_0 or Q8_0, not 'Q4_1'"):
-        ggml.from_blocks(np.zeros(18, np.uint8), "Q4_1")
+        ggml_blocks.from_blocks(np.zeros(18, np.uint8), "Q4_1")
 
 
 # ------------------------------------------------------------------------------------------ ml_dtypes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quant.search import SEARCHES, Table, brute, dynamic, evolutionary, exact, greedy, milp
+from quant.search import SEARCHES, SearchTable, brute, dynamic, evolutionary, exact, greedy, milp
 
 pytest.importorskip("scipy")
 
@@ -16,7 +16,7 @@ def problem(seed, whole=True):
     losses = random.normal(size=(layers, options)) * 10.0 ** random.integers(-6, 3)
     missing = random.random((layers, options)) < 0.15
     missing[:, 0] = False
-    table = Table(np.where(missing, np.inf, costs), losses)
+    table = SearchTable(np.where(missing, np.inf, costs), losses)
     least = table.cost(table.cheapest(np.inf))
     return table, least + float(random.integers(0, 60))
 
@@ -51,7 +51,7 @@ def test_few_cells_cost_no_more_than_a_unit_for_each_layer(seed, cells):
 
 def test_what_greedy_misses():
     """One step gains most for its price and leaves no room for two others that are better together."""
-    table = Table([[0, 6], [0, 5], [0, 5]], [[7.0, 0.0], [5.0, 0.0], [5.0, 0.0]])
+    table = SearchTable([[0, 6], [0, 5], [0, 5]], [[7.0, 0.0], [5.0, 0.0], [5.0, 0.0]])
     assert greedy(table, 10) == (1, 0, 0)
     assert milp(table, 10) == dynamic(table, 10) == evolutionary(table, 10) == brute(table, 10) == (0, 1, 1)
 
@@ -59,9 +59,9 @@ def test_what_greedy_misses():
 @pytest.mark.parametrize(
     "table, budget",
     [
-        (Table([[500000, 1000000, 1000001], [1000000, 2000000, 2000001]], [[9, 3, 2.0], [9, 3, 2.9]]), 3_000_000),
-        (Table([[0, 0.1], [0, 0.2]], [[1, 0], [1, 0]]), 0.3),
-        (Table([[0, 1e-7], [0, 0]], [[2, 0], [1, 0]]), 0),
+        (SearchTable([[500000, 1000000, 1000001], [1000000, 2000000, 2000001]], [[9, 3, 2.0], [9, 3, 2.9]]), 3_000_000),
+        (SearchTable([[0, 0.1], [0, 0.2]], [[1, 0], [1, 0]]), 0.3),
+        (SearchTable([[0, 1e-7], [0, 0]], [[2, 0], [1, 0]]), 0),
     ],
     ids=["a byte", "rounding", "nothing"],
 )
@@ -76,7 +76,7 @@ def test_a_few_bytes_of_millions(seed):
     """Many choices cost the budget but for a few bytes, some of them more."""
     random = np.random.default_rng(seed)
     widths = random.integers(1, 6, (4, 4)).cumsum(axis=1)
-    table = Table(1_000_000 * widths + random.integers(-2, 3, (4, 4)), -widths + random.random((4, 4)))
+    table = SearchTable(1_000_000 * widths + random.integers(-2, 3, (4, 4)), -widths + random.random((4, 4)))
     budget = 1_000_000.0 * random.integers(widths[:, 0].sum() + 1, widths[:, -1].sum())
     assert table.cost(milp(table, budget)) <= budget
     assert table.loss(milp(table, budget)) == pytest.approx(table.loss(brute(table, budget)), rel=1e-9)
@@ -86,7 +86,7 @@ def test_a_few_bytes_of_millions(seed):
 def test_more_choices_over_the_budget_than_are_cut_off(monkeypatch, cuts):
     """What is left is found within a smaller budget, and is no worse than what greed finds."""
     monkeypatch.setattr(exact, "CUTS", cuts)
-    tables = [Table([[0, 0.1 * i], [0, 0.2 * i], [0.01, 0.02]], [[1, 0], [1, 0], [0.1, 0]]) for i in (1, 2, 3)]
+    tables = [SearchTable([[0, 0.1 * i], [0, 0.2 * i], [0.01, 0.02]], [[1, 0], [1, 0], [0.1, 0]]) for i in (1, 2, 3)]
     for i, table in enumerate(tables, 1):
         budget = np.nextafter(0.1 * i + 0.2 * i + 0.02, 0)
         found = milp(table, budget)
@@ -98,7 +98,7 @@ def test_more_choices_over_the_budget_than_are_cut_off(monkeypatch, cuts):
 
 def test_what_the_table_does_not_know():
     """Layers that work on each other: evolutionary search may measure, each choice once."""
-    table = Table([[0, 1]] * 4, [[1.0, 0.0]] * 4)
+    table = SearchTable([[0, 1]] * 4, [[1.0, 0.0]] * 4)
     asked = []
 
     def measure(choice):
@@ -112,16 +112,16 @@ def test_what_the_table_does_not_know():
 
 @pytest.mark.parametrize("search", [*SEARCHES.values(), brute])
 def test_budgets(search):
-    table = Table([[1, 5], [2, np.inf]], [[3.0, 1.0], [2.0, 0.0]])
+    table = SearchTable([[1, 5], [2, np.inf]], [[3.0, 1.0], [2.0, 0.0]])
     assert search(table, 3) == (0, 0)
     assert search(table, np.inf) == search(table, 1e300) == (1, 0)
     with pytest.raises(ValueError, match=r"budget: the cheapest options cost 3 together, found 2\.5"):
         search(table, 2.5)
     with pytest.raises(ValueError, match="found nan"):
         search(table, np.nan)
-    assert search(Table([[0, 0.5]], [[1.0, 0.0]]), 0) == (0,)
-    assert search(Table([[0, 0]], [[1.0, 0.5]]), 0) == (1,)
-    assert search(Table([[7, 7, 7]], [[1.0, 1.0, 1.0]]), 7) == (0,)
+    assert search(SearchTable([[0, 0.5]], [[1.0, 0.0]]), 0) == (0,)
+    assert search(SearchTable([[0, 0]], [[1.0, 0.5]]), 0) == (1,)
+    assert search(SearchTable([[7, 7, 7]], [[1.0, 1.0, 1.0]]), 7) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -137,4 +137,4 @@ def test_budgets(search):
 )
 def test_no_table(costs, losses, told):
     with pytest.raises(ValueError, match=told):
-        Table(costs, losses)
+        SearchTable(costs, losses)

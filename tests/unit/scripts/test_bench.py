@@ -7,10 +7,10 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from benchlib import rows, sizes, table, timing
-from benchlib.calibrate import Costs, predicted_us
-from benchlib.cases import CASES, DTYPES, ROOT, Buffers, elements, parts
-from collectives.analysis.cost_functions import Clustered, Line
+from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
+from collectives.benchmark import result_rows, result_table, size_arguments, timing
+from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
+from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements, parts
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -35,20 +35,18 @@ class Seat:
     ],
 )
 def test_sizes(text, expected):
-    assert sizes.parse_sizes(text) == expected
+    assert size_arguments.parse_sizes(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["", "8:", "64:8", "0:8", "8:64:1", "8:64:x", "8:64:2:2", "1T", "-8", "8,,16", "1.5K"]
-)
+@pytest.mark.parametrize("text", ["", "8:", "64:8", "0:8", "8:64:1", "8:64:x", "8:64:2:2", "1T", "-8", "8,,16", "1.5K"])
 def test_bad_sizes(text):
     with pytest.raises(argparse.ArgumentTypeError):
-        sizes.parse_sizes(text)
+        size_arguments.parse_sizes(text)
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 8, 1000, 1024, 1536, 65536, 3 * 2**20, 2**30])
 def test_format_is_read_back(nbytes):
-    assert sizes.parse_size(sizes.format_size(nbytes)) == nbytes
+    assert size_arguments.parse_size(size_arguments.format_size(nbytes)) == nbytes
 
 
 def test_statistics():
@@ -71,8 +69,8 @@ def test_first_and_last_call_are_checked(iterations):
     + [(name, 0.75) for name in ("allgather", "reduce_scatter", "scatter", "gather", "alltoall")],
 )
 def test_bus_bandwidth(collective, factor):
-    assert rows.bandwidths(collective, 4, 2_000_000, 1000.0) == (2.0, 2.0 * factor)
-    assert rows.bandwidths(collective, 1, 0, 0.0) == (0.0, 0.0)
+    assert result_rows.bandwidths(collective, 4, 2_000_000, 1000.0) == (2.0, 2.0 * factor)
+    assert result_rows.bandwidths(collective, 1, 0, 0.0) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,7 +118,7 @@ def result(name, gives, rank, size, n):
 def test_closed_forms(name, size, dtype):
     """Right results pass, and results of the call before do not."""
     n = elements(CASES[name], 70, 1, size)
-    ranks = [Buffers(CASES[name], Seat(r, size), n, DTYPES[dtype]) for r in range(size)]
+    ranks = [CaseBuffers(CASES[name], Seat(r, size), n, DTYPES[dtype]) for r in range(size)]
     for _ in range(4):
         for one in ranks:
             one.advance()
@@ -139,11 +137,11 @@ def test_closed_forms(name, size, dtype):
 def make_row(**labels):
     ours = timing.summarise(np.array([10.0, 20.0, 30.0]))
     native = timing.summarise(np.array([40.0, 40.0, 40.0]))
-    return rows.make_row("allreduce", "ring", 4, 1024, ours, native, 12.5, mode="blocking", **labels)
+    return result_rows.make_row("allreduce", "ring", 4, 1024, ours, native, 12.5, mode="blocking", **labels)
 
 
 def test_json_holds_what_readers_expect(tmp_path):
-    rows.write_report(tmp_path / "a.json", rows.make_report(4, [make_row()]))
+    result_rows.write_report(tmp_path / "a.json", result_rows.make_report(4, [make_row()]))
     report = json.loads((tmp_path / "a.json").read_text())
     assert set(report) >= {"mpi", "ranks", "machine", "rows"}
     expected = {
@@ -166,16 +164,16 @@ def test_json_holds_what_readers_expect(tmp_path):
 
 
 def test_no_native_time_is_null_and_a_dash():
-    row = rows.make_row("allreduce", "ring", 2, 8, timing.summarise(np.ones(3)), None, None)
+    row = result_rows.make_row("allreduce", "ring", 2, 8, timing.summarise(np.ones(3)), None, None)
     assert row["native_us"] is None and row["ratio"] is None
-    assert table.Look().line(row).split()[:5] == ["8", "ring", "1.00", "-", "-"]
+    assert result_table.TableStyle().line(row).split()[:5] == ["8", "ring", "1.00", "-", "-"]
 
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("memories", [["plain"], ["plain", "symmetric"]])
 @pytest.mark.parametrize("modes", [["blocking"], ["blocking", "persistent"]])
 def test_table_lines_up_with_its_heading(full, memories, modes):
-    look = table.Look(full, memories, modes)
+    look = result_table.TableStyle(full, memories, modes)
     heading, line, title = look.heading(), look.line(make_row()), look.title(make_row())
     assert heading.startswith("# Size")
     assert len(line) == len(heading)
@@ -186,12 +184,14 @@ def test_table_lines_up_with_its_heading(full, memories, modes):
 def test_the_model_is_judged_by_the_long_rows():
     told = [make_row() | {"bytes": 1 << 20, "ours_us": 100.0, "predicted_us": us} for us in (76, 100, 140, 250)]
     told += [make_row(), make_row() | {"bytes": 1 << 20, "predicted_us": None}]  # a short row, and one without
-    assert table.verdict(told).startswith("# The model: 2 of 4 rows above 64 KiB within 25 %")
-    assert table.verdict(told).endswith("median error 32%")
-    assert table.verdict([make_row()]) is None
+    assert result_table.verdict(told).startswith("# The model: 2 of 4 rows above 64 KiB within 25 %")
+    assert result_table.verdict(told).endswith("median error 32%")
+    assert result_table.verdict([make_row()]) is None
 
 
-LINES = Costs(Clustered((0, 0, 0, 0), Line(1.0, 1.0), Line(0, 0), Line(0, 0.5)), Line(0, 10.0))
+LINES = CalibratedCosts(
+    ClusteredNetwork((0, 0, 0, 0), LinearCost(1.0, 1.0), LinearCost(0, 0), LinearCost(0, 0.5)), LinearCost(0, 10.0)
+)
 
 
 @pytest.mark.parametrize(
@@ -232,16 +232,16 @@ def test_symmetric_arrays_are_asked_for_alike_on_all_ranks():
         n = elements(case, 70, 1, 3)
         ranks = [Rank(rank, 3) for rank in range(3)]
         for rank in ranks:
-            Buffers(case, rank, n, DTYPES["int8"], "symmetric")
+            CaseBuffers(case, rank, n, DTYPES["int8"], "symmetric")
         assert len({tuple(rank.asked[1::2]) for rank in ranks}) == 1, name
         assert all(count <= 100 for rank in ranks for count in rank.asked), name
 
 
 def test_merge_takes_medians_over_launches():
     launches = [
-        rows.make_report(4, [make_row() | {"ours_us": us, "ratio": us / 40}]) for us in (10.0, 90.0, 20.0)
+        result_rows.make_report(4, [make_row() | {"ours_us": us, "ratio": us / 40}]) for us in (10.0, 90.0, 20.0)
     ]
-    merged = rows.merge(launches)
+    merged = result_rows.merge(launches)
     (row,) = merged["rows"]
     assert (row["ours_us"], row["ratio"], row["ratio_min"], row["ratio_max"]) == (20.0, 0.5, 0.25, 2.25)
     assert (row["launches"], row["iterations"], row["wrong"], merged["launches"]) == (3, 9, 0, 3)
@@ -249,19 +249,19 @@ def test_merge_takes_medians_over_launches():
 
 def test_merge_keeps_different_measurements_apart_and_refuses_different_machines():
     both = [make_row(), make_row(memory="symmetric")]
-    assert len(rows.merge([rows.make_report(4, both)] * 2)["rows"]) == 2
+    assert len(result_rows.merge([result_rows.make_report(4, both)] * 2)["rows"]) == 2
     with pytest.raises(ValueError, match="ranks"):
-        rows.merge([rows.make_report(4, both), rows.make_report(2, both)])
+        result_rows.merge([result_rows.make_report(4, both), result_rows.make_report(2, both)])
 
 
 def test_the_race_becomes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    from benchlib.plots import plot_race
+    from collectives.benchmark.race_plots import plot_race
 
     race = [make_row() | {"bytes": 8 << k} for k in range(5)]
     race += [row | {"collective": "broadcast", "native_us": None, "ratio": None} for row in race]
     race += [row | {"memory": "symmetric"} for row in race] + [row | {"mode": "persistent"} for row in race]
-    plot_race(tmp_path / "race.png", rows.make_report(4, race))
+    plot_race(tmp_path / "race.png", result_rows.make_report(4, race))
     assert (tmp_path / "race.png").stat().st_size > 10_000
 
 
@@ -269,7 +269,7 @@ def test_the_race_becomes_a_picture(tmp_path):
 @pytest.mark.parametrize("measure", [{}, {"test_accuracy": 0.9}, {"bits_per_byte": 2.5}], ids=["loss", "right", "bits"])
 def test_a_training_becomes_a_picture(tmp_path, steps, measure):
     pytest.importorskip("matplotlib")
-    from benchlib.plots import plot_learning
+    from parallel.benchmark.training_plots import plot_learning
 
     lines = [{"step": step, "loss": 1 / step} for step in range(1, steps + 1)]
     plot_learning(tmp_path / "all.png", [*lines, {"final": True, "step": steps, "test_loss": 0.1, **measure}], "a", "b")

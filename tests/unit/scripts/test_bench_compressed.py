@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import bench_compressed
-from collectives.compressed.compression_model import Forecast
+from collectives.cli import bench_compressed
+from collectives.compressed.compression_model import CompressionForecast
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,8 @@ def test_what_pays_is_said(capsys):
     rows = [
         {"bytes": 1024, "name": "plain", "median": 1e-3, "q1": 1e-3, "q3": 2e-3, "error": 0.0, "ratio": {"median": 1}}
     ]
-    bench_compressed.show(rows, {"int8": Forecast(2e-3, 1e-3, 0.5e-3), "int4": Forecast(1e-3, 1e-3, 1e-3)})
+    bench_compressed.show(
+        rows, {"int8": CompressionForecast(2e-3, 1e-3, 0.5e-3), "int4": CompressionForecast(1e-3, 1e-3, 1e-3)}
+    )
     told = capsys.readouterr().out.splitlines()
     assert told[-2].endswith("it pays") and told[-1].endswith("plain is quicker")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 VENV = Path(sys.prefix)
 STAMP = VENV / "chorus-installed"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")

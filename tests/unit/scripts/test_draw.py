@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from collectives.analysis import draw
 from collectives.algorithms.catalog import CATALOG, blocks, build_all
+from collectives.analysis import draw
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, one, span
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]
 
 

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from spans import check
+from support.span_checks import check
 
-from benchlib import timelines
+from parallel.benchmark import timelines
 from parallel.pipeline.schedule.actions import from_csv
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def script(*arguments):
@@ -46,9 +46,9 @@ def test_as_a_picture(tmp_path, name):
 def test_as_a_trace(name):
     """Also when many messages fly at once, nothing in a thread overlaps."""
     from parallel.pipeline.schedule.lowering import lower
-    from parallel.pipeline.schedule.simulator import Times, simulate
+    from parallel.pipeline.schedule.simulator import ActionTimes, simulate
 
-    timeline = simulate(lower(build(name, 3, 5)), Times(message=4))
+    timeline = simulate(lower(build(name, 3, 5)), ActionTimes(message=4))
     entries = timelines.entries(timeline, second=1000)
     check(entries)
     shown = [entry["name"] for entry in entries if entry["ph"] == "X"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
     "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 )
@@ -35,8 +35,8 @@ def last_look():
             sys.stdout.write(f"left: {thing!r}\\n")
 
 from collectives import Communicator, wait_all
-from collectives.runtime import planner as plans
-from collectives.transport import mpi
+from collectives.runtime import planner
+from collectives.transport.mpi_transport import PersistentTransport
 
 def noting(function, what):
     def wrapped(*arguments):
@@ -45,8 +45,8 @@ def noting(function, what):
         return result
     return wrapped
 
-mpi.Persistent._bound = noting(mpi.Persistent._bound, lambda arguments, result: result)
-plans.Plans.__init__ = noting(plans.Plans.__init__, lambda arguments, result: arguments[1])
+PersistentTransport._bound = noting(PersistentTransport._bound, lambda arguments, result: result)
+planner.Planner.__init__ = noting(planner.Planner.__init__, lambda arguments, result: arguments[1])
 comm = Communicator(MPI.COMM_WORLD, shared=SHARED)
 n = comm.Get_size()
 small, large, total = np.ones(4), np.ones(100_000), np.zeros(4)
@@ -181,7 +181,7 @@ import json, os, signal
 
 def shared():
     lines = [line.split(maxsplit=5) for line in open("/proc/self/maps")]
-    return {line[5].strip() for line in lines if line[1].endswith("s") and len(line) > 5}
+    return {(line[4], line[5].strip()) for line in lines if line[1].endswith("s") and len(line) > 5}
 
 before = shared()
 ours = comm.Dup()
@@ -189,7 +189,8 @@ big = ours.full(300_000, 1.0)
 ours.Allreduce(MPI.IN_PLACE, big)
 ours.Allreduce_init(big, ours.empty(300_000)).Start()
 ours.Allreduce(small, total)
-sys.stdout.write("mapped " + json.dumps([sorted(before), sorted(shared() - before)]) + chr(10))
+names = [sorted({name for _, name in its}) for its in (before, shared() - before)]
+sys.stdout.write("mapped " + json.dumps(names) + chr(10))
 sys.stdout.flush()
 ours.Barrier()
 if comm.Get_rank() == n - 1:
@@ -201,8 +202,8 @@ ours.Barrier()
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 def test_a_rank_that_is_killed_leaves_no_shared_memory_behind():
-    """Symmetric memory has no name and ends with the last process; so do the window's mailboxes, as far as the MPI
-    sees to it. What MPICH leaves of a killed program, with Chorus or without it, this test removes."""
+    """Symmetric memory and mailboxes have no names and end with the last process. What MPICH leaves of a killed
+    program, with Chorus or without it, this test removes."""
     done = run(KILLED, ranks=3)
     told = [json.loads(line.partition("mapped ")[2]) for line in done.stdout.splitlines() if "mapped [" in line]
     assert len(told) == 3 and done.returncode != 0, done.stdout

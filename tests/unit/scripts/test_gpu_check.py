@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
     "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 )
@@ -19,7 +19,7 @@ def gpu_check(*arguments, **environment):
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("PMI_", "OMPI_", "PYTEST_"))},
         "PYTHON": sys.executable,
-        "PYTHONPATH": str(ROOT / "tests" / "standin"),
+        "PYTHONPATH": str(ROOT / "tests" / "support" / "standin"),
         **({"MPIEXEC": MPIEXEC} if MPIEXEC else {}),
         **environment,
     }

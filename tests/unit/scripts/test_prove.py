@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from collectives.algorithms import catalog
-from collectives.algorithms import mst, ring
-from collectives.algorithms.catalog import Algorithm, Bound
+from collectives.algorithms import catalog, mst, ring
+from collectives.algorithms.catalog import Algorithm, LowerBound
 from collectives.schedule.steps import NOTHING, Recv, Send, span
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "prove.py"
 
 
@@ -36,7 +35,7 @@ def test_the_catalogue_is_proved_from_the_command_line():
 @pytest.fixture
 def prove(monkeypatch, capsys):
     """prove(*arguments) -> (status, output, errors) of the script, run in this process."""
-    spec = importlib.util.spec_from_file_location("prove_under_test", SCRIPT)
+    spec = importlib.util.spec_from_file_location("prove_under_test", ROOT / "collectives" / "cli" / "prove.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
@@ -105,7 +104,7 @@ def test_a_planted_fault_ends_with_a_status(prove, monkeypatch, fault):
 
 
 def test_costs_below_the_bound_are_a_fault(prove, monkeypatch):
-    monkeypatch.setitem(catalog.BOUNDS, "broadcast", Bound("q", "2"))
+    monkeypatch.setitem(catalog.BOUNDS, "broadcast", LowerBound("q", "2"))
     status, _, errors = prove("--max-size", "3", "--collective", "broadcast")
     assert status == 1
     assert "volume 1 is below the lower bound 2 = 2" in errors

@@ -10,9 +10,9 @@ import pytest
 from parallel.pipeline.schedule import formulas
 from parallel.pipeline.schedule.actions import BW, F
 from parallel.pipeline.schedule.formulas import Formulas
-from parallel.pipeline.schedule.schedules import SCHEDULES, Entry, gpipe
+from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, gpipe
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "prove_pipeline.py"
 
 
@@ -32,7 +32,9 @@ def test_the_table_is_proved_from_the_command_line():
 
 @pytest.fixture
 def module():
-    spec = importlib.util.spec_from_file_location("prove_pipeline_under_test", SCRIPT)
+    spec = importlib.util.spec_from_file_location(
+        "prove_pipeline_under_test", ROOT / "parallel" / "cli" / "prove_pipeline.py"
+    )
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
@@ -45,7 +47,7 @@ def stuck(stage, stages, microbatches):
 
 
 def test_a_planted_deadlock_is_found(module, monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "planted", Entry(stuck))
+    monkeypatch.setitem(SCHEDULES, "planted", ScheduleEntry(stuck))
     assert module.first_fault("planted", 2, 4) == (None, 4)
     found, count = module.first_fault("planted", 3, 4)
     assert count == 0 and "stages=3" in found and "deadlock" in found and "\nstage  2" in found
@@ -54,19 +56,19 @@ def test_a_planted_deadlock_is_found(module, monkeypatch):
 @pytest.mark.parametrize(
     "says, told",
     [
-        (Formulas("(p-1)*(F+B)", "m"), "planted: idle for 3, where (p-1)*(F+B) is 2"),
-        (Formulas("(p-1)*(F+B+W)", "min(m, p)"), "planted: stage 0 keeps 3 micro-batches, where min(m, p) is 2"),
+        (Formulas("(p-1)*(F+B)", "m"), "planted: idle for 3, expected (p-1)*(F+B) = 2"),
+        (Formulas("(p-1)*(F+B+W)", "min(m, p)"), "planted: stage 0 keeps 3 microbatches, expected min(m, p) = 2"),
     ],
 )
 def test_a_formula_that_is_wrong_is_found(module, monkeypatch, says, told):
-    monkeypatch.setitem(SCHEDULES, "planted", Entry(gpipe))
+    monkeypatch.setitem(SCHEDULES, "planted", ScheduleEntry(gpipe))
     monkeypatch.setitem(formulas.FORMULAS, "planted", says)
     found, _ = module.first_fault("planted", 2, 9)
     assert told in found
 
 
 def test_what_holds_nowhere_is_not_compared(module, monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "planted", Entry(gpipe))
+    monkeypatch.setitem(SCHEDULES, "planted", ScheduleEntry(gpipe))
     monkeypatch.setitem(formulas.FORMULAS, "planted", Formulas("0", "0", holds="m > 100"))
     assert module.first_fault("planted", 2, 3) == (None, 3)
 

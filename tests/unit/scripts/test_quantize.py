@@ -12,10 +12,10 @@ pytest.importorskip("matplotlib")
 
 from mpi4py import MPI
 
-import quantize
 from collectives import Communicator
 from parallel.checkpoint.checkpoint_files import all_in
-from parallel.settings import complete
+from parallel.cli import quantize_model
+from parallel.engine.settings import complete
 from parallel.trainer.trainer import Training
 
 TASKS = {
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 
 
 def run(capsys, *arguments):
-    assert quantize.main([*map(str, arguments)]) == 0
+    assert quantize_model.main([*map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -131,21 +131,21 @@ OPTIONS = {
 
 
 def test_the_options_are_all():
-    there = {option.dest for option in quantize.parser()._actions} - {"help", "checkpoint", "load"}
-    assert {*OPTIONS} == there == {*quantize.NEEDED["checkpoint"]}
+    there = {option.dest for option in quantize_model.parser()._actions} - {"help", "checkpoint", "load"}
+    assert {*OPTIONS} == there == {*quantize_model.NEEDED["checkpoint"]}
 
 
 @pytest.mark.parametrize(
     "source, needed, name",
     [
         *(("--load", "checkpoint", name) for name in OPTIONS),
-        *(("--checkpoint", "mixed", name) for name in quantize.OF_MIXED),
+        *(("--checkpoint", "mixed", name) for name in quantize_model.OF_MIXED),
         ("--checkpoint", "activations", "observer"),
     ],
 )
 def test_what_would_do_nothing_is_refused(capsys, tmp_path, source, needed, name):
     with pytest.raises(SystemExit) as ended:
-        quantize.main([source, str(tmp_path / "none"), f"--{name}", str(OPTIONS[name])])
+        quantize_model.main([source, str(tmp_path / "none"), f"--{name}", str(OPTIONS[name])])
     assert ended.value.code == 2
     assert f"--{name} needs --{needed}" in " ".join(capsys.readouterr().err.split())
 
@@ -154,6 +154,6 @@ def test_what_would_do_nothing_is_refused(capsys, tmp_path, source, needed, name
 def test_what_is_wrong_is_said(folders, capsys, tmp_path, name):
     arguments, told = WRONG[name]
     with pytest.raises(SystemExit) as ended:
-        quantize.main([*map(str, arguments(folders["classes"], tmp_path))])
+        quantize_model.main([*map(str, arguments(folders["classes"], tmp_path))])
     assert ended.value.code == 2
     assert told in " ".join(capsys.readouterr().err.split())

@@ -2,14 +2,14 @@
 
 import pytest
 
-import simulate
-from benchlib import costs, model
-from benchlib.model import Model, by_formula, played, row
 from collectives.algorithms import catalog
-from collectives.analysis.cost_functions import Line
+from collectives.analysis.cost_functions import LinearCost
+from collectives.benchmark import predictions
+from collectives.benchmark.predictions import CostPrediction, by_formula, played, row
+from collectives.cli import cost_arguments, simulate
 
-PLAIN = Model(1, Line(1.5e-6, 1e-10), Line(2e-5, 8e-10), 5e-11)
-NODES = Model(4, Line(1.5e-6, 1e-10), Line(2e-5, 8e-10), 5e-11)
+PLAIN = CostPrediction(1, LinearCost(1.5e-6, 1e-10), LinearCost(2e-5, 8e-10), 5e-11)
+NODES = CostPrediction(4, LinearCost(1.5e-6, 1e-10), LinearCost(2e-5, 8e-10), 5e-11)
 ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
 
 
@@ -39,9 +39,9 @@ def test_formulas_take_shared_cards_from_a_sample(entry):
 
 
 def test_log_rounds_are_played_and_rings_are_not():
-    assert model.playable("allreduce", "rabenseifner", 65536)
-    assert not model.playable("allreduce", "ring", 65536)
-    assert not model.playable("alltoall", "bruck", 65536)
+    assert predictions.playable("allreduce", "rabenseifner", 65536)
+    assert not predictions.playable("allreduce", "ring", 65536)
+    assert not predictions.playable("alltoall", "bruck", 65536)
 
 
 def test_the_table(capsys):
@@ -68,14 +68,14 @@ def test_the_picture(tmp_path, capsys):
     ("text", "expected"), [("5us", 5e-6), ("0.2ms", 2e-4), ("2e-6", 2e-6), ("30ns", 3e-8), ("1 s", 1.0)]
 )
 def test_times(text, expected):
-    assert costs.seconds(text) == pytest.approx(expected)
+    assert cost_arguments.seconds(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("12.5GB/s", 8e-11), ("10Gbit/s", 8e-10), ("8e-11", 8e-11), ("100MB/s", 1e-8)]
 )
 def test_rates(text, expected):
-    assert costs.per_byte(text) == pytest.approx(expected)
+    assert cost_arguments.per_byte(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

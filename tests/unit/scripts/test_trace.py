@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spans import check
+from support.span_checks import check
 
-from benchlib import traces
 from collectives.algorithms import catalog
+from collectives.benchmark import traces
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("algorithm", catalog.names("allreduce"))

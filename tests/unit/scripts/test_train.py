@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ pytest.importorskip("threadpoolctl")
 
 from parallel.checkpoint.checkpoint_files import all_in, tensors_in
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
     "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 )
@@ -106,7 +107,7 @@ def test_what_a_training_leaves(whole):
 KILLER = """
 import os, signal, sys
 from mpi4py import MPI
-import train
+from parallel.cli import train
 from parallel.trainer.trainer import Training
 
 run, victim, at = Training.run, int(sys.argv.pop(1)), int(sys.argv.pop(1))
@@ -118,8 +119,8 @@ def dying(self, stop):
             os.kill(os.getpid(), signal.SIGKILL)
 
 Training.run = dying
-from benchlib import launch
-launch.run(train.main)
+from collectives.cli import launcher
+launcher.run(train.main)
 """
 
 
@@ -148,6 +149,8 @@ def test_ctrl_c_keeps_what_there_is(tmp_path, number):
     process.send_signal(number)
     output = ended(process, 60)
     assert process.returncode != 0, output
+    # Open MPI's launcher sends SIGTERM for either, and the ranks may be killed when it ends.
+    assert re.search(r"ended by SIG(INT|TERM) after step|the training was killed", output), output
     (path,) = all_in(tmp_path / "c")
     done = int(path.name[5:])
     assert done == len(lines_so_far(tmp_path / "m.jsonl")) > 20, output
@@ -210,6 +213,9 @@ WRONG = {
     "model for bytes": (lambda tmp: ["--model", "gpt"], "model: digits is for mlp, convnet, found gpt"),
     "no file": (lambda tmp: ["--data", tmp / "none.npz"], "neither a file nor one of digits"),
     "rate": (lambda tmp: ["--rate", "-1"], "rate: expected a number from 0 on, found -1"),
+    "momentum": (lambda tmp: ["--momentum", "0.5"], "momentum: it belongs to sgd, and the optimizer is adamw"),
+    "beta2": (lambda tmp: ["--optimizer", "sgd", "--beta2", "0.9"], "beta2: it belongs to adam, adamw, lamb, and the"),
+    "length": (lambda tmp: ["--length", "64"], "length: it belongs to texts, of which it cuts sequences"),
     "dropout": (lambda tmp: ["--dropout", "1"], "dropout: expected a number from 0 to below 1"),
     "layout": (lambda tmp: ["--parallel", "zero4"], "found 'zero4'"),
     "tau of another": (lambda tmp: ["--tau", "3"], "tau: it belongs to local, group, sgp, and the layout is dp"),
@@ -222,7 +228,7 @@ WRONG = {
         "pool: it belongs to dp-naive, dp-bucket, dp, zero1, and the layout is zero2",
     ),
     "both": (lambda tmp: ["--epochs", "1", "--steps", "1"], "not allowed with argument --epochs"),
-    "resume nowhere": (lambda tmp: ["--resume"], "say where the checkpoints are"),
+    "resume nowhere": (lambda tmp: ["--resume"], "expected --checkpoint DIR"),
     "resume nothing": (lambda tmp: ["--resume", "--checkpoint", tmp / "none"], "has no checkpoints to resume"),
     "resume foreign": (lambda tmp: ["--resume", tmp], "has no state.json, so it is no checkpoint"),
     "checkpoints in a file": (lambda tmp: ["--checkpoint", file_at(tmp / "f")], "error: --checkpoint: "),
@@ -253,7 +259,11 @@ def test_checkpoints_are_not_overwritten_by_another_training(whole):
         ([], "has checkpoints already"),
         (["--resume", older], "is newer than"),
         (["--resume", "--model", "mlp:small"], "is of another model or optimiser: model/0.1.bias is float32 of shape"),
-        (["--resume", "--optimizer", "sgd"], "is float32 of shape (32,) in the checkpoint and missing"),
+        (
+            ["--resume", "--optimizer", "sgd"],
+            "was made by adamw, which keeps vectors m, v; this training has sgd, which keeps velocity",
+        ),
+        (["--resume", "--steps", "3"], "60 steps were made already, and this training is to have 3; expected 60"),
         (["--resume", "--precision", "fp64"], "and float64 of shape"),
         (["--resume", "--batch", "32"], "is of another training: sampler position: it was saved with global_batch 48"),
         (["--resume", "--seed", "5"], "it was saved with seed 0, this run has 5"),
@@ -314,8 +324,7 @@ def test_metrics_of_a_training_without_a_test_set(tmp_path):
 
 
 def test_metrics_of_a_training_that_is_resumed_have_one_end(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from benchlib.metrics import Metrics
+    from parallel.benchmark.metrics import Metrics
 
     end = {"final": True, "step": 2}
     for done, added in ((0, [{"step": 1}, {"step": 2}, end]), (2, [end]), (2, [{"step": 3}])):
@@ -328,14 +337,13 @@ def test_metrics_of_a_training_that_is_resumed_have_one_end(tmp_path, monkeypatc
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_metrics_on_a_full_disk(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from benchlib.metrics import Metrics
+    from parallel.benchmark.metrics import Metrics
 
     metrics = Metrics(tmp_path / "m.jsonl", 0)
     metrics.add({"loss": float("inf")})
     metrics.complete()
     metrics._file.close()
-    metrics._file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    metrics._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
     for loss in (1.0, 2.0):
         metrics.add({"loss": loss})
     metrics.close()
@@ -343,3 +351,141 @@ def test_metrics_on_a_full_disk(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         metrics.complete()
     assert lines(tmp_path / "m.jsonl") == [{"loss": None}]
+
+
+def test_the_newest_sound_checkpoint_is_told_where_the_newest_is_damaged(whole, tmp_path):
+    folder = tmp_path / "c"
+    shutil.copytree(whole[0] / "c", folder)
+    for path in all_in(folder)[1:]:
+        file = path / "model.safetensors.index.json"
+        file.write_bytes(file.read_bytes()[:-1])
+    output = run("--checkpoint", folder, "--resume", status=2)
+    newest, *_, sound = all_in(folder)[::-1]
+    assert output.count(f"error: {newest} cannot be used: model.safetensors.index.json has") == 1, output
+    assert f"; the newest sound one is {sound}: with what is newer moved away" in output
+
+
+def test_a_batch_that_leaves_ranks_idle_is_told():
+    task = ["--data", "teacher_classes", "--model", "mlp:tiny", "--steps", 1, "--batch"]
+    output = run(*task, 2, ranks=3)
+    told = "1 of 3 workers have nothing to do in a step: a batch of 2 is 2 micro-batches of up to 1"
+    assert output.count(told) == 1, output
+    assert "nothing to do" not in run(*task, 3, ranks=3)
+
+
+@pytest.mark.parametrize("layout", ["dp", "ps"])
+def test_numbers_that_overflow_are_told_without_warnings_before(layout):
+    output = run(*TASK[:8], "--rate", "1e30", "--optimizer", "sgd", "--parallel", layout, "--clip", 0, status=1)
+    assert "RuntimeWarning" not in output and "not" in output and "finite" in output, output
+    assert output.count("error: ") == 1 and "Traceback" not in output, output
+
+
+SLOW = """
+import sys
+from collectives.cli import launcher as launch
+from parallel.cli import train
+launch.PLAIN = 0.0
+launch.run(train.main)
+"""
+
+
+def test_progress_without_a_terminal_is_lines_of_steps_and_of_the_last_test(tmp_path):
+    output = run(*TASK[:6], "--steps", 4, "--threads", 1, program=("-c", SLOW))
+    told = output.splitlines()
+    for step in (1, 4):
+        assert any(line.startswith(f"teacher_classes: step {step} of 4 ({step / 4:.0%})") for line in told), output
+    assert any(line.startswith("test: sample ") and "(100%)" in line for line in told), output
+    assert "\r" not in output
+
+
+def test_lines_of_progress_come_at_their_times(monkeypatch, capsys):
+    from collectives.cli import launcher
+
+    now = 0.0
+    with launcher.Lines(total=10, desc="race", unit="turn", file=sys.stderr, clock=lambda: now) as bar:
+        for step in range(10):
+            now = 4.0 * step
+            bar.set_postfix_str("loss 1")
+            bar.update()
+    assert capsys.readouterr().err.splitlines() == [
+        "race: turn 4 of 10 (40%), loss 1, 00:12",
+        "race: turn 7 of 10 (70%), loss 1, 00:24",
+        "race: turn 10 of 10 (100%), loss 1, 00:36",
+    ]
+
+
+SHORT_OF_ROOM = """
+import json, resource, signal, sys
+from pathlib import Path
+from parallel.benchmark.metrics import Metrics
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+metrics = Metrics(path, 0)
+for number in range(1, 5):  # the disk is full in the middle of the third line
+    if number == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (90, resource.RLIM_INFINITY))
+    if number == 4:
+        before = path.read_bytes()
+        problem = metrics.problem
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    metrics.add({"step": number, "text": "x" * 20})
+metrics.close()
+metrics.complete()
+print(json.dumps([before.decode(), str(problem)]))
+"""
+
+
+def test_metrics_have_whole_lines_only_and_come_back(tmp_path):
+    path = tmp_path / "m.jsonl"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_ROOM, path], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    before, problem = json.loads(done.stdout)
+    assert [json.loads(text)["step"] for text in before.splitlines()] == [1, 2] and before.endswith("\n")
+    assert "too large" in problem or "No space" in problem
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
+
+
+FULL = """
+import sys
+from mpi4py import MPI
+from parallel.cli import train
+from parallel.checkpoint import safetensors_writer
+from parallel.trainer.trainer import Training
+
+write, save, full = safetensors_writer.SafetensorsWriter.add, Training.save, False
+at = list(map(int, sys.argv.pop(1).split(",")))
+
+def add(self, values):
+    if full and MPI.COMM_WORLD.Get_rank() == MPI.COMM_WORLD.Get_size() - 1:
+        raise OSError(28, "No space left on device")
+    write(self, values)
+
+def saving(self, *arguments, **options):
+    global full
+    full = self.done in at
+    return save(self, *arguments, **options)
+
+safetensors_writer.SafetensorsWriter.add, Training.save = add, saving
+train.launch.run(train.main)
+"""
+
+
+def test_a_checkpoint_that_fails_does_not_end_the_training(tmp_path):
+    """The disk is full after 20 and 40 steps, and then it is not; or it stays full."""
+    keep = ["--checkpoint", tmp_path / "c", "--every", 20, "--json", tmp_path / "m.jsonl"]
+    output = run("20,40", *TASK, *keep, program=("-c", FULL))
+    for step in ("step-000000020", "step-000000040"):
+        assert output.count(f"warning: checkpoint {tmp_path / 'c' / step} was not written: [Errno 28]") == 1
+    assert "tried again" in output and "after 60 steps" in output and "Traceback" not in output
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-000000060"]
+    assert len(lines(tmp_path / "m.jsonl")) == 61
+    keep[1] = tmp_path / "d"
+    output = run("40,60", *TASK, *keep, program=("-c", FULL), status=1)
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["step-000000020"]
+    told = f"no checkpoint has the end of the training; its last checkpoint is {tmp_path / 'd' / 'step-000000020'}"
+    assert output.count(told) == 1 and "after 60 steps" in output and "Traceback" not in output, output
+    assert lines(tmp_path / "m.jsonl")[-1]["final"]

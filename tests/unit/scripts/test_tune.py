@@ -5,17 +5,20 @@ import json
 
 import pytest
 
-import tune
-from collectives.selection import timing_file as tuning
+from collectives.cli import tune
+from collectives.selection import timing_file
 from collectives.selection.cost_model import BUILT_IN
-from collectives.selection.timing_table import Choice, Key, Table
 from collectives.selection.timing_file import TableError, to_json, write
+from collectives.selection.timing_table import AlgorithmChoice, TimingKey, TimingTable
 
-ROW = {Choice("ring"): 2e-6, Choice("chain", 4): 1e-6, Choice("native"): 4e-6}
-TABLE = Table(
+ROW = {AlgorithmChoice("ring"): 2e-6, AlgorithmChoice("chain", 4): 1e-6, AlgorithmChoice("native"): 4e-6}
+TABLE = TimingTable(
     BUILT_IN,
     {
-        Key("allreduce", "blocking", ranks, placement): {8: ROW, 1024: {Choice("native"): 1e-6, Choice("ring"): 2e-6}}
+        TimingKey("allreduce", "blocking", ranks, placement): {
+            8: ROW,
+            1024: {AlgorithmChoice("native"): 1e-6, AlgorithmChoice("ring"): 2e-6},
+        }
         for ranks, placement in ((2, "2"), (4, "2x2"))
     },
 )
@@ -47,12 +50,12 @@ def test_two_dtypes_do_not_fit_one_table(capsys):
 
 def test_a_damaged_table_is_begun_anew_but_no_other_is_touched(tmp_path):
     path = tmp_path / "table.json"
-    assert tune.known(path) == (Table(), None)
+    assert tune.known(path) == (TimingTable(), None)
     write(path, TABLE)
     assert tune.known(path) == (TABLE, None)
     path.write_text("{")
     table, message = tune.known(path)
-    assert table == Table()
+    assert table == TimingTable()
     assert "it is begun anew" in message
     for strange in ({"version": 2}, {"mpi": "LAM"}, {"format": "wisdom"}):
         path.write_text(json.dumps(to_json(TABLE) | strange))
@@ -109,5 +112,5 @@ def test_one_rank_can_be_tuned_and_the_winners_are_drawn(monkeypatch, tmp_path):
     ]
     monkeypatch.setattr("sys.argv", ["tune.py", *words, "--plot", str(picture)])
     assert tune.main() == 0
-    assert list(tuning.read(path).entries) == [Key("allreduce", "blocking", 1, "1")]
+    assert list(timing_file.read(path).entries) == [TimingKey("allreduce", "blocking", 1, "1")]
     assert picture.stat().st_size > 5000

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-import verify_errors
-from benchlib.played import play, played
-from collectives.compressed import Alltoall, Quantised, Ring, Segmented, TwoShot
+from collectives.benchmark.in_process import play, played
+from collectives.cli import verify_errors
+from collectives.compressed import EncodedAlltoall, QuantCodec, RingAllreduce, SegmentedAllreduce, TwoShotAllreduce
 from quant import grouped, parse
 
 RANKS = (1, 2, 3, 5, 8, 16, 33, 64)
@@ -23,7 +23,7 @@ SPECS = {
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_errors_follow_the_law(way, ranks, spec):
-    codec, count = partial(Quantised, spec, None), 1 << 13
+    codec, count = partial(QuantCodec, spec, None), 1 << 13
     kind, law = verify_errors.LAWS[way]
     eps = verify_errors.once(codec(0), verify_errors.noise(0, count))
     assert verify_errors.error(kind, ranks, codec, count) / eps == pytest.approx(law(ranks, eps), rel=0.05)
@@ -42,11 +42,11 @@ def test_around_a_ring_errors_grow_with_the_root_of_the_ranks(ranks):
     assert verify_errors.around_a_ring(ranks, 0.1) >= verify_errors.around_a_ring(ranks, 1e-4)
 
 
-@pytest.mark.parametrize("kind", [TwoShot, Ring, Segmented])
+@pytest.mark.parametrize("kind", [TwoShotAllreduce, RingAllreduce, SegmentedAllreduce])
 @pytest.mark.parametrize("count", [0, 1, 5, 127, 129, 4099])
 def test_any_length_on_any_number_of_ranks(kind, count):
     for ranks in (1, 3, 7, 64):
-        codec = Quantised(parse("int8_g32"))
+        codec = QuantCodec(parse("int8_g32"))
         terms = [verify_errors.noise(rank, count) for rank in range(ranks)]
         total, lost = sum(terms), [np.empty(count, np.float32) for _ in range(ranks)]
         made = [kind(comm, count, codec) for comm in played(ranks)]
@@ -56,9 +56,9 @@ def test_any_length_on_any_number_of_ranks(kind, count):
 
 
 def test_two_abreast_are_the_same_sum():
-    codec, count, ranks = Quantised(parse("int4_g128")), 10_000, 6
+    codec, count, ranks = QuantCodec(parse("int4_g128")), 10_000, 6
     found = []
-    for make in (TwoShot, lambda *arguments: Segmented(*arguments, segments=7)):
+    for make in (TwoShotAllreduce, lambda *arguments: SegmentedAllreduce(*arguments, segments=7)):
         terms = [verify_errors.noise(rank, count) for rank in range(ranks)]
         play([make(comm, count, codec).allreduce(x, x) for comm, x in zip(played(ranks), terms)])
         found.append(terms[0].tobytes())
@@ -66,10 +66,10 @@ def test_two_abreast_are_the_same_sum():
 
 
 def test_what_goes_to_others_is_encoded_once():
-    codec, count, ranks = Quantised(parse("int8_g128")), 1024, 9
+    codec, count, ranks = QuantCodec(parse("int8_g128")), 1024, 9
     terms = [verify_errors.noise(rank, count * ranks) for rank in range(ranks)]
     found = [np.empty_like(x) for x in terms]
-    made = [Alltoall(comm, count, count, codec) for comm in played(ranks)]
+    made = [EncodedAlltoall(comm, count, count, codec) for comm in played(ranks)]
     play([each.alltoall(x, out) for each, x, out in zip(made, terms, found)])
     sent = np.array(terms).reshape(ranks, ranks, count).swapaxes(0, 1)
     come = np.array(found).reshape(ranks, ranks, count)
@@ -83,7 +83,7 @@ def test_what_goes_to_others_is_encoded_once():
 def test_ranks_that_do_not_call_alike_are_found():
     x, comm = verify_errors.noise(0, 256), played(2)[0]
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for messages"):
-        play([TwoShot(comm, 256, Quantised(parse("int8_g128"))).allreduce(x, x), iter(())])
+        play([TwoShotAllreduce(comm, 256, QuantCodec(parse("int8_g128"))).allreduce(x, x), iter(())])
 
 
 def test_the_command_line(capsys):
@@ -93,12 +93,12 @@ def test_the_command_line(capsys):
 
 
 def test_an_error_beyond_the_law_is_a_status(monkeypatch, capsys):
-    monkeypatch.setitem(verify_errors.LAWS, "ring", (Ring, lambda ranks, eps: 1.0))
+    monkeypatch.setitem(verify_errors.LAWS, "ring", (RingAllreduce, lambda ranks, eps: 1.0))
     assert verify_errors.main(["--ranks", "8", "--specs", "int8_g128", "--elements", "8K"]) == 1
 
 
 def test_an_error_that_is_no_number_is_a_status(monkeypatch, capsys):
-    monkeypatch.setitem(verify_errors.LAWS, "two_shot", (TwoShot, lambda ranks, eps: math.nan))
+    monkeypatch.setitem(verify_errors.LAWS, "two_shot", (TwoShotAllreduce, lambda ranks, eps: math.nan))
     assert verify_errors.main(["--ranks", "2", "--specs", "int8_g128", "--elements", "1K"]) == 1
     assert "at most nan% off" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from benchlib import siblings
+from parallel.cli import watchdog
 
 LAUNCHER = """
 import os, subprocess, time
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="n
 def launcher():
     """The process of a launcher that has started two ranks, and their numbers."""
     process = subprocess.Popen([sys.executable, "-c", LAUNCHER])
-    until(lambda: len(siblings.children(process.pid)) == 2)
-    ranks = sorted(siblings.children(process.pid))
+    until(lambda: len(watchdog.children(process.pid)) == 2)
+    ranks = sorted(watchdog.children(process.pid))
     yield process, ranks
     process.kill()
     process.wait()
@@ -36,7 +36,7 @@ def launcher():
 
 def beside(launcher, rank, grace):
     """What looks after the ranks, beside one of them."""
-    words = [sys.executable, "-I", siblings.__file__, str(launcher.pid), str(rank), "2", str(grace)]
+    words = [sys.executable, "-I", watchdog.__file__, str(launcher.pid), str(rank), "2", str(grace)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={})
     time.sleep(0.5)  # by then it has seen both
     return process
@@ -50,7 +50,7 @@ def until(enough):
         time.sleep(0.02)
 
 
-def test_a_death_ends_the_launcher_with_a_word_of_one_who_saw_it(launcher):
+def test_a_death_ends_the_launcher_with_one_message(launcher):
     process, ranks = launcher
     looking = [beside(process, rank, grace=0.5) for rank in ranks]
     os.kill(ranks[1], signal.SIGKILL)
@@ -60,7 +60,7 @@ def test_a_death_ends_the_launcher_with_a_word_of_one_who_saw_it(launcher):
     assert said[1] == ""
 
 
-def test_who_is_told_that_ranks_can_do_without_each_other_does_nothing(launcher):
+def test_a_stopped_watchdog_does_nothing(launcher):
     process, ranks = launcher
     looking = beside(process, ranks[0], grace=0.0)
     looking.communicate()
@@ -70,7 +70,7 @@ def test_who_is_told_that_ranks_can_do_without_each_other_does_nothing(launcher)
     assert process.poll() is None
 
 
-def test_all_may_be_about_to_end(launcher):
+def test_ranks_may_end_one_after_the_other(launcher):
     process, ranks = launcher
     looking = beside(process, ranks[0], grace=60.0)
     os.kill(ranks[1], signal.SIGKILL)
@@ -83,13 +83,13 @@ def test_all_may_be_about_to_end(launcher):
     "environment, so",
     [({}, False), ({"OMPI_MCA_mpi_ft_enable": "0"}, False), ({"OMPI_MCA_mpi_ft_enable": "1"}, True)],
 )
-def test_only_ranks_that_outlive_others_are_looked_after(monkeypatch, environment, so):
+def test_only_fault_tolerant_launches_are_watched(monkeypatch, environment, so):
     monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert siblings.mortal() is so
-    siblings.need_each_other()
-    assert bool(siblings._beside) is so
-    siblings.part()
-    assert not siblings._beside
+    assert watchdog.fault_tolerant() is so
+    watchdog.start()
+    assert bool(watchdog._beside) is so
+    watchdog.stop()
+    assert not watchdog._beside

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from parallel.pipeline.schedule.stage_partition import Layer, Limit, partition
 from parallel.pipeline.schedule.schedule_search import search
+from parallel.pipeline.schedule.stage_partition import LayerCost, MemoryLimit, partition
 
 
 def every_way(count, parts):
@@ -35,9 +35,9 @@ def test_no_cuts_are_better(limited, message):
     for _ in range(300):
         count = chance.randrange(1, 9)
         parts = chance.randrange(1, count + 1)
-        layers = [Layer(*(chance.randrange(9) for _ in range(6))) for _ in range(count)]
+        layers = [LayerCost(*(chance.randrange(9) for _ in range(6))) for _ in range(count)]
         kept = [chance.randrange(1, 4) for _ in range(parts)]
-        limit = Limit(chance.randrange(10, 120), kept) if limited else None
+        limit = MemoryLimit(chance.randrange(10, 120), kept) if limited else None
         ways = [cuts for cuts in every_way(count, parts) if not limit or max(takes(layers, cuts, kept)) <= limit.nbytes]
         if ways:
             best = min(ways, key=lambda cuts: rank(layers, cuts, message))
@@ -51,7 +51,7 @@ def test_no_cuts_are_better(limited, message):
 
 
 def test_many_layers():
-    layers = [Layer(1, 2) for _ in range(100)]
+    layers = [LayerCost(1, 2) for _ in range(100)]
     assert [len(cut) for cut in partition(layers, 16)] == [7] * 4 + [6] * 12
 
 
@@ -65,7 +65,7 @@ def test_many_layers():
 )
 def test_wrong_numbers_of_parts_are_refused(count, parts, told):
     with pytest.raises(ValueError, match=told):
-        partition([Layer(1, 1)] * count, parts)
+        partition([LayerCost(1, 1)] * count, parts)
 
 
 # ------------------------------------------------------------------------------------------ the search
@@ -74,7 +74,7 @@ def test_wrong_numbers_of_parts_are_refused(count, parts, told):
 def model(samples):
     """Eight layers; a micro-batch takes a unit, and one more for every sample."""
     each = 1 + samples
-    return [Layer(each, each, each, activations=10 * samples, output=samples, parameters=5, gradients=1)] * 8
+    return [LayerCost(each, each, each, activations=10 * samples, output=samples, parameters=5, gradients=1)] * 8
 
 
 def test_the_fastest_comes_first_and_all_keep_to_the_limit():
@@ -105,7 +105,7 @@ def test_messages_and_the_exchange_of_what_two_stages_have_cost_time():
 
 def test_memory_moves_the_cuts():
     """The first layers keep the most: with a limit the first stage gets fewer of them than its share of the time."""
-    layers = [Layer(1, 1, 1, activations=10) for _ in range(8)]
+    layers = [LayerCost(1, 1, 1, activations=10) for _ in range(8)]
     (free,) = search(lambda samples: layers, 2, 8, schedules=["1f1b"], microbatches=[8])
     assert free.cuts == (range(0, 4), range(4, 8)) and free.nbytes == (80, 40)
     (tight,) = search(lambda samples: layers, 2, 8, limit=60, schedules=["1f1b"], microbatches=[8])
@@ -115,12 +115,12 @@ def test_memory_moves_the_cuts():
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"limit": 20}, "nothing keeps to 20 bytes on a stage; .* with 16 micro-batches takes"),
+        ({"limit": 20}, "no schedule keeps 20 bytes on a stage; .* with 16 micro-batches takes"),
         ({"microbatches": [5]}, "microbatches: expected a divisor of 16 samples, found 5"),
         ({"schedules": ["1f1c"]}, "schedules: expected names out of naive, gpipe, 1f1b"),
         ({"samples": 0}, "samples: expected at least 1, found 0"),
         ({"stages": 9}, "a model of 8 layers cannot be cut in 9 parts"),
-        ({"stages": 5, "schedules": ["zb-v"]}, "no schedule was tried that the model has layers enough for"),
+        ({"stages": 5, "schedules": ["zb-v"]}, "the model has too few layers for all schedules"),
     ],
 )
 def test_searches_that_find_nothing_say_so(options, told):

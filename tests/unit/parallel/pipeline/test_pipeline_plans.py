@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from parallel.pipeline.schedule.activation_memory import peaks, versions
 from parallel.pipeline.schedule.formulas import FORMULAS, deviations, evaluate
 from parallel.pipeline.schedule.lowering import lower
-from parallel.pipeline.schedule.activation_memory import peaks, versions
-from parallel.pipeline.schedule.stage_placement import Place, loop, opposed, vee
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
-from parallel.pipeline.schedule.simulator import Times, simulate
+from parallel.pipeline.schedule.simulator import ActionTimes, simulate
+from parallel.pipeline.schedule.stage_placement import StagePlace, loop, opposed, vee
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SYNCHRONOUS = [name for name, entry in SCHEDULES.items() if entry.version is None]
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 3, 24})] + [
     (13, 27),
@@ -32,7 +32,7 @@ def test_the_names_are_those_that_are_promised():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_page_has_it(name):
-    assert f"| `{name}` |" in (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (ROOT / "docs" / "guide" / "pipelines.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -41,7 +41,7 @@ def test_it_ends_and_costs_what_the_formulas_say(name):
         plan = lower(build(name, stages, microbatches))
         forward, backward, weights = TIMES[turn % len(TIMES)]
         parts = Fraction(plan.placement.parts, stages)
-        timeline = simulate(plan, Times(forward / parts, backward / parts, weights / parts))
+        timeline = simulate(plan, ActionTimes(forward / parts, backward / parts, weights / parts))
         assert deviations(name, timeline, microbatches, forward, backward, weights) == []
 
 
@@ -57,7 +57,7 @@ def test_the_formulas_hold_somewhere(name):
 def test_interleaved_needs_no_multiple_of_the_stages(virtual, stages, microbatches):
     plan = lower(build("interleaved", stages, microbatches, virtual=virtual))
     each = Fraction(1, virtual)
-    timeline = simulate(plan, Times(each, each, each))
+    timeline = simulate(plan, ActionTimes(each, each, each))
     assert deviations("interleaved", timeline, microbatches, 1, 1, 1) == []
     if microbatches >= stages:
         assert set(timeline.idle) == {Fraction(3 * (stages - 1), virtual)}
@@ -66,7 +66,7 @@ def test_interleaved_needs_no_multiple_of_the_stages(virtual, stages, microbatch
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages, microbatches", [(1, 1), (2, 3), (4, 8), (7, 5)])
 def test_the_bubble_is_a_share(name, stages, microbatches):
-    timeline = simulate(lower(build(name, stages, microbatches)), Times(3, 5, 1))
+    timeline = simulate(lower(build(name, stages, microbatches)), ActionTimes(3, 5, 1))
     assert timeline.bubble == Fraction(stages - 1, microbatches + stages - 1)
 
 
@@ -74,7 +74,7 @@ def test_the_bubble_is_a_share(name, stages, microbatches):
 def test_dualpipe_is_no_worse_than_its_table(stages):
     """DeepSeek-V3, table 2: (p/2-1)(t_F&B + t_BW - 3 t_W), p + 1 micro-batches."""
     for F_, B_, W_ in [(1, 1, 1), (2, 3, 2), (1, 2, 1), (3, 2, 1), (2, 2, 1)]:
-        timeline = simulate(lower(build("dualpipe", stages, 2 * stages)), Times(F_, B_, W_))
+        timeline = simulate(lower(build("dualpipe", stages, 2 * stages)), ActionTimes(F_, B_, W_))
         assert timeline.idle[0] <= (stages // 2 - 1) * ((F_ + B_ + W_) + (B_ + W_) - 3 * W_)
     assert peaks(timeline.plan) == (stages + 1,) * stages
 
@@ -85,7 +85,7 @@ def test_zero_bubble_schedules_are_less_idle_the_more_they_keep():
     assert [line.period - line.busy[0] for line in timelines.values()] == [21, 7, 0]
     assert [max(peaks(line.plan)) for line in timelines.values()] == [8, 8, 15]
     half = Fraction(1, 2)
-    vee_shaped = simulate(lower(build("zb-v", 8, 24)), Times(half, half, half))
+    vee_shaped = simulate(lower(build("zb-v", 8, 24)), ActionTimes(half, half, half))
     assert vee_shaped.period == vee_shaped.busy[0]
     assert max(peaks(vee_shaped.plan, half)) == 8
 
@@ -174,9 +174,9 @@ def test_placements():
     assert opposed(3).routes == (((0, 0), (1, 0), (2, 0)), ((2, 1), (1, 1), (0, 1)))
     both = opposed(4)
     assert both.parts == 4 and both.chunks == 2 and both.stages == 4
-    assert both.owners(1) == [Place(1, 0), Place(2, 1)]
-    assert both.route(5)[0] == Place(3, 1)
-    assert both.before[Place(0, 0)] is None and both.after[Place(0, 1)] is None
+    assert both.owners(1) == [StagePlace(1, 0), StagePlace(2, 1)]
+    assert both.route(5)[0] == StagePlace(3, 1)
+    assert both.before[StagePlace(0, 0)] is None and both.after[StagePlace(0, 1)] is None
 
 
 def test_at_the_turn_there_is_no_message():
@@ -197,9 +197,9 @@ def test_at_the_turn_there_is_no_message():
         (("1f1b", 0, 2), {}, "stages: expected at least 1, found 0"),
         (("1f1b", 2, 0), {}, "microbatches: expected at least 1, found 0"),
         (("interleaved", 2, 2), {"virtual": 0}, "virtual: expected at least 1, found 0"),
-        (("1f1b", 2, 2), {"virtual": 2}, "virtual: 1f1b has 1 parts of the model on a stage, found 2"),
-        (("zb-v", 2, 2), {"virtual": 3}, "virtual: zb-v has 2 parts of the model on a stage, found 3"),
-        (("1f1b", 2, 2), {"steps": 2}, "steps: 1f1b ends a step before the next; expected 1, found 2"),
+        (("1f1b", 2, 2), {"virtual": 2}, "virtual: 1f1b has 1 parts of the model per stage, found 2"),
+        (("zb-v", 2, 2), {"virtual": 3}, "virtual: zb-v has 2 parts of the model per stage, found 3"),
+        (("1f1b", 2, 2), {"steps": 2}, "steps: 1f1b flushes after every step: expected 1, found 2"),
     ],
 )
 def test_what_makes_no_plan_is_refused(arguments, options, told):

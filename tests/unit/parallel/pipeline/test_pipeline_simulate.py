@@ -6,12 +6,12 @@ import pytest
 
 from parallel.pipeline.schedule import timeline as draw
 from parallel.pipeline.schedule.actions import BW, F, U, from_csv, parse
-from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.activation_memory import peaks
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
+from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, tabled
+from parallel.pipeline.schedule.simulator import ActionTimes, PlanError, simulate
 from parallel.pipeline.schedule.stage_placement import loop
-from parallel.pipeline.schedule.pipeline_plan import Plan, build
-from parallel.pipeline.schedule.schedules import SCHEDULES, Entry, tabled
-from parallel.pipeline.schedule.simulator import PlanError, Times, simulate
 
 
 def spans(timeline, stage):
@@ -20,14 +20,14 @@ def spans(timeline, stage):
 
 def plan_of(text, microbatches, placement=None):
     actions = from_csv(text)
-    return Plan("mine", placement or loop(len(actions)), microbatches, actions)
+    return PipelinePlan("mine", placement or loop(len(actions)), microbatches, actions)
 
 
 # ------------------------------------------------------------------------------------------ the clock
 
 
 def test_a_message_takes_its_time():
-    timeline = simulate(lower(build("gpipe", 2, 1)), Times(2, 3, 1, message=5))
+    timeline = simulate(lower(build("gpipe", 2, 1)), ActionTimes(2, 3, 1, message=5))
     assert spans(timeline, 0) == {"0F0": (0, 2), "0BW0": (18, 22)}
     assert spans(timeline, 1) == {"1F0": (7, 9), "1BW0": (9, 13)}
     assert [(str(event.action), event.start, event.end) for event in timeline.messages] == [
@@ -37,7 +37,7 @@ def test_a_message_takes_its_time():
 
 
 def test_parts_may_be_uneven():
-    times = Times(forward=[1, 4, 2], backward=[2, 8, 4], weights=0, message=[10, 100, 1000])
+    times = ActionTimes(forward=[1, 4, 2], backward=[2, 8, 4], weights=0, message=[10, 100, 1000])
     timeline = simulate(lower(build("naive", 3, 1)), times)
     assert timeline.busy == (3, 12, 6)
     assert timeline.makespan == 21 + 2 * (10 + 100)  # the model's last part sends nothing
@@ -45,29 +45,29 @@ def test_parts_may_be_uneven():
 
 def test_sends_hide_behind_computation():
     """Receives are posted ahead: a message no longer than a computation costs nothing once the pipeline is full."""
-    slow, fast = (simulate(lower(build("gpipe", 2, 50)), Times(10, 10, 0, message)) for message in (10, 0))
+    slow, fast = (simulate(lower(build("gpipe", 2, 50)), ActionTimes(10, 10, 0, message)) for message in (10, 0))
     assert slow.makespan - fast.makespan == 2 * 10
 
 
 def test_a_receive_that_is_posted_late_delays_its_message():
-    late, ahead = (simulate(lower(build("gpipe", 2, 4), ahead=count), Times(2, 2, 0, 1)) for count in (0, 1))
+    late, ahead = (simulate(lower(build("gpipe", 2, 4), ahead=count), ActionTimes(2, 2, 0, 1)) for count in (0, 1))
     assert late.makespan > ahead.makespan
 
 
 def test_fractions_stay_exact_and_floats_floats():
     third = Fraction(1, 3)
-    assert simulate(lower(build("1f1b", 3, 3)), Times(third, third, third)).makespan == 5
-    assert simulate(lower(build("1f1b", 3, 3)), Times(0.5, 0.5, 0.5)).bubble == pytest.approx(2 / 5)
+    assert simulate(lower(build("1f1b", 3, 3)), ActionTimes(third, third, third)).makespan == 5
+    assert simulate(lower(build("1f1b", 3, 3)), ActionTimes(0.5, 0.5, 0.5)).bubble == pytest.approx(2 / 5)
 
 
 def test_times_for_another_number_of_parts_are_refused():
     with pytest.raises(ValueError, match="one for each of 3 parts; found 2"):
-        simulate(lower(build("1f1b", 3, 3)), Times(forward=[1, 2]))
+        simulate(lower(build("1f1b", 3, 3)), ActionTimes(forward=[1, 2]))
 
 
 def test_updates_take_time():
     plan = lower(build("pipedream", 1, 2))
-    assert simulate(plan, Times(1, 1, 1, update=10)).makespan == 26
+    assert simulate(plan, ActionTimes(1, 1, 1, update=10)).makespan == 26
 
 
 def test_what_is_kept_between_b_and_w_may_be_less():
@@ -89,7 +89,7 @@ def refusal(plan):
 def test_a_circle_is_refused_with_the_grid():
     """Stage 1 wants to go back before it has gone forward."""
     said = refusal(lower(plan_of("0F0,0F1,0BW0,0BW1\n1F0,1BW1,1F1,1BW0\n", 2)))
-    assert "deadlock, the stages wait for each other" in said
+    assert "deadlock: the stages wait for each other" in said
     first, second = said.splitlines()[1:]
     assert first.split()[:2] == ["stage", "0"] and "> 0BW0" in first and first.endswith("waits for the message of 0RB0")
     assert second.split()[:2] == ["stage", "1"] and "> 1BW1" in second and second.endswith("waits for 1F1")
@@ -118,12 +118,12 @@ def test_whatever_is_missing_is_named(name, kind):
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("0F0,0BW0,0F0", "0F0 is there twice"),
-        ("0F0,0BW0,0W0", "0W0 is there twice"),
-        ("0F0,0B0,0W0,0F1,0B1,0W1", "0F1: there are 1 micro-batches"),
+        ("0F0,0BW0,0F0", "0F0 occurs twice"),
+        ("0F0,0BW0,0W0", "0W0 occurs twice"),
+        ("0F0,0B0,0W0,0F1,0B1,0W1", "0F1: expected one of 1 microbatches"),
         ("0F0,0.1BW0", "0.1BW0 is in the line of stage 0, which has 1 chunks"),
-        ("0F0,0SF0,0BW0", "0SF0: there is no other stage at that side of it"),
-        ("0F0,0BW0,0U0", "0U0: mine does not update on the way"),
+        ("0F0,0SF0,0BW0", "0SF0: no other stage to exchange with"),
+        ("0F0,0BW0,0U0", "0U0: mine has no updates within a step"),
         ("0BW0,0F0", "deadlock"),
     ],
 )
@@ -134,7 +134,7 @@ def test_what_is_out_of_place_is_named(text, told):
 def test_a_micro_batch_on_another_route_is_named():
     plan = build("dualpipe", 2, 4)
     wrong = plan.with_actions([[action._replace(chunk=1 - action.chunk) for action in line] for line in plan.actions])
-    assert "the micro-batch does not come by there" in refusal(wrong)
+    assert "not on the route of the microbatch" in refusal(wrong)
 
 
 def test_lines_of_too_few_stages_are_refused():
@@ -144,7 +144,7 @@ def test_lines_of_too_few_stages_are_refused():
 
 def test_messages_that_overtake_each_other_are_refused():
     said = refusal(lower(plan_of("0F0,0F1,0BW0,0BW1\n1F1,1F0,1BW0,1BW1\n", 2)))
-    assert "1RF0 comes before 1RF1, which is received before it" in said
+    assert "1RF0 is sent before 1RF1 but received after it" in said
 
 
 def test_a_message_that_nobody_receives_is_refused():
@@ -154,15 +154,15 @@ def test_a_message_that_nobody_receives_is_refused():
 
 def test_weights_before_their_time_are_refused():
     plan = lower(build("pipedream", 2, 4))
-    eager = Plan("eager", plan.placement, 4, plan.actions, ((0, 1, 2, 3), (0, 1, 2, 3)))
-    assert "0F1 uses version 1, when there were 0 updates" in refusal(eager)
-    assert "0U1: the next update has number 0" in refusal(without(plan, "0U0"))
+    eager = PipelinePlan("eager", plan.placement, 4, plan.actions, ((0, 1, 2, 3), (0, 1, 2, 3)))
+    assert "0F1 uses version 1, after 0 updates" in refusal(eager)
+    assert "0U1: the next update is number 0" in refusal(without(plan, "0U0"))
 
 
 def test_every_send_may_wait_for_its_receive():
     """No plan leans on buffers of the MPI: a message flies only when both ends are ready for it."""
     plan = lower(build("1f1b", 2, 2))
-    timeline = simulate(plan, Times(message=1))
+    timeline = simulate(plan, ActionTimes(message=1))
     posted = {str(action): at for line in plan.actions for at, action in enumerate(line)}
     assert all(event.start >= 0 and str(event.action) in posted for event in timeline.messages)
 
@@ -179,7 +179,7 @@ def test_the_other_end_of_a_message():
     plan = lower(build("zb-v", 2, 2))
     assert plan.peer(parse("0SF0")) == (1, 0) and plan.peer(parse("1.1SF0")) == (0, 1)
     assert plan.peer(parse("0.1RF0")) == (1, 1) and plan.peer(parse("1SB0")) == (0, 0)
-    with pytest.raises(ValueError, match="1SF0: there is no other stage"):
+    with pytest.raises(ValueError, match="1SF0: no other stage"):
         plan.peer(parse("1SF0"))
 
 
@@ -196,14 +196,14 @@ def backwards_first(stage, stages, microbatches):
 
 @pytest.mark.parametrize("stages, microbatches", [(1, 1), (3, 5), (4, 8)])
 def test_a_schedule_of_ones_own_is_a_function_and_a_line(monkeypatch, stages, microbatches):
-    monkeypatch.setitem(SCHEDULES, "mine", Entry(backwards_first))
+    monkeypatch.setitem(SCHEDULES, "mine", ScheduleEntry(backwards_first))
     timeline = simulate(lower(build("mine", stages, microbatches)))
     assert max(peaks(timeline.plan)) == min(2, microbatches)
     assert sum(timeline.busy) == 3 * stages * microbatches
 
 
 def test_or_a_table_and_a_line(monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "mine", Entry(tabled(from_csv("0F0,0F1,0BW0,0BW1\n1F0,1BW0,1F1,1BW1\n"))))
+    monkeypatch.setitem(SCHEDULES, "mine", ScheduleEntry(tabled(from_csv("0F0,0F1,0BW0,0BW1\n1F0,1BW0,1F1,1BW1\n"))))
     assert simulate(lower(build("mine", 2, 2))).makespan == 9
     with pytest.raises(ValueError, match="stages: the table has lines of 2, found 3"):
         build("mine", 3, 2)
@@ -215,7 +215,7 @@ def test_or_a_table_and_a_line(monkeypatch):
 
 def test_a_timeline_as_text():
     half = Fraction(1, 2)
-    text = draw.table(simulate(lower(build("interleaved", 2, 2)), Times(half, half, half)))
+    text = draw.table(simulate(lower(build("interleaved", 2, 2)), ActionTimes(half, half, half)))
     assert text.splitlines()[0] == "stage 0  F0   F1   F'0  F'1  ·    ·    BW'0 ─    ·    BW'1 ─    BW0  ─    BW1  ─"
     wide = draw.table(simulate(lower(build("1f1b", 2, 8))))
     narrow = draw.table(simulate(lower(build("1f1b", 2, 8))), width=60)
@@ -224,10 +224,10 @@ def test_a_timeline_as_text():
 
 
 def test_a_table_that_nobody_could_read_is_refused():
-    with pytest.raises(ValueError, match="columns is of no use"):
-        draw.table(simulate(lower(build("1f1b", 2, 2)), Times(0.1, 0.1, 0.1)))
+    with pytest.raises(ValueError, match="expected times with a common unit"):
+        draw.table(simulate(lower(build("1f1b", 2, 2)), ActionTimes(0.1, 0.1, 0.1)))
 
 
 def test_updates_are_drawn_when_they_take_time():
-    text = draw.table(simulate(lower(build("pipedream", 1, 1)), Times(update=1)))
+    text = draw.table(simulate(lower(build("pipedream", 1, 1)), ActionTimes(update=1)))
     assert text.split() == ["stage", "0", "F0", "BW0", "─", str(U(0, 0))[1:]]

@@ -2,21 +2,21 @@
 
 import numpy as np
 import pytest
-import tiny
+from support import tiny_models
 
-from parallel.nn.flat_params import Flat
+from parallel.engine.settings import Settings, complete
 from parallel.nn.compose import Sequential
+from parallel.nn.flat_params import FlatParams
+from parallel.optim.precision import PRECISIONS
+from parallel.pipeline.config import check, mesh_of, microbatches, schedule_of, workers
 from parallel.pipeline.param_division import checked_cuts, divide
-from parallel.pipeline.engine import even_cuts
-from parallel.pipeline.schedule.truncate import fewer, forwards
 from parallel.pipeline.schedule.lowering import lower
-from parallel.pipeline.unit_timing import measure
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import simulate
-from parallel.pipeline.way import check, mesh_of, microbatches, schedule_of, workers
-from parallel.optim.precision import PRECISIONS
-from parallel.settings import Settings, complete
+from parallel.pipeline.schedule.truncate import forward_only, truncate
+from parallel.pipeline.stage_params import even_cuts
+from parallel.pipeline.unit_timing import measure
 
 
 def said(layout="pp:1f1b", **settings):
@@ -66,7 +66,7 @@ def test_what_does_not_fit(settings, told):
 def test_a_file_joins_the_table(tmp_path, monkeypatch):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0BW0\n1F0,1BW0\n")
-    monkeypatch.setattr("parallel.pipeline.way.SCHEDULES", table := dict(SCHEDULES))
+    monkeypatch.setattr("parallel.pipeline.config.SCHEDULES", table := dict(SCHEDULES))
     assert schedule_of(said(f"pp:{path}")) == str(path) and str(path) in table
     with pytest.raises(OSError, match="nothing"):
         schedule_of(said("pp:nothing.csv"))
@@ -85,22 +85,22 @@ def test_another_layout_wants_nothing_of_pipelines():
 def test_pieces_of_a_plan_work_out(name, stages):
     plan = build(name, stages, 6)
     whole = lower(plan)
-    assert fewer(whole, 6) is whole
+    assert truncate(whole, 6) is whole
     for count in range(6):
-        some = fewer(whole, count)
+        some = truncate(whole, count)
         if plan.placement.routes and count:
             simulate(some)
         assert all(action.microbatch < count for line in some.actions for action in line)
-    alone = lower(forwards(plan, 5))
+    alone = lower(forward_only(plan, 5))
     seen = [action for line in alone.actions for action in line if action.kind == "F"]
     assert len(seen) == len(set(seen)) == 5 * plan.placement.parts
     with pytest.raises(ValueError, match="is planned for up to 6, found 7"):
-        fewer(whole, 7)
+        truncate(whole, 7)
 
 
 def test_forwards_of_all_stages_have_one_order():
     """Whoever goes through all stages' lines by micro-batches in groups meets every F after the one that it needs."""
-    plan = forwards(build("interleaved", 3, 6, virtual=2), 7)
+    plan = forward_only(build("interleaved", 3, 6, virtual=2), 7)
     done, lines = set(), [list(line) for line in plan.actions]
     while any(lines):
         before = len(done)
@@ -117,8 +117,8 @@ def test_forwards_of_all_stages_have_one_order():
 
 
 def test_groups_of_a_tied_model():
-    model = tiny.model(depth=2)
-    flat = Flat(model)
+    model = tiny_models.model(depth=2)
+    flat = FlatParams(model)
     groups = divide(flat, model.items, (0, 2, 4), reproducible=True)
     assert [group.parts for group in groups] == [(0, 1), (0,), (1,)]
     assert [tensor for group in groups for tensor in group.tensors] == list(flat.places)
@@ -132,9 +132,9 @@ def test_groups_of_a_tied_model():
 
 
 def test_a_tensor_with_three_uses_in_two_parts():
-    first = tiny.Dense(7, 7)
-    model = Sequential([first, tiny.Dense(7, 7, first.weight), tiny.Dense(7, 7, first.weight)])
-    flat = Flat(model)
+    first = tiny_models.Dense(7, 7)
+    model = Sequential([first, tiny_models.Dense(7, 7, first.weight), tiny_models.Dense(7, 7, first.weight)])
+    flat = FlatParams(model)
     with pytest.raises(ValueError, match=r"0.weight is used 3 times, in parts \[0, 1\]"):
         divide(flat, model.items, (0, 1, 3), reproducible=True)
     assert divide(flat, model.items, (0, 1, 3), reproducible=False)[0].parts == (0, 1)
@@ -151,10 +151,10 @@ def test_even_cuts(units):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_units_are_measured_and_forgotten(precision):
-    model, recipe = tiny.model(width=16, depth=2), PRECISIONS[precision]
-    flat = Flat(model)
+    model, recipe = tiny_models.model(width=16, depth=2), PRECISIONS[precision]
+    flat = FlatParams(model)
     x, y = np.zeros((5, 7), recipe.storage), np.zeros((5, 7), recipe.wide)
-    layers = measure(model.items, tiny.Squares(), x, y, recipe, states=2)
+    layers = measure(model.items, tiny_models.Squares(), x, y, recipe, states=2)
     assert len(layers) == 4 and all(min(layer) >= 0 and layer.seconds > 0 for layer in layers)
     assert [layer.output for layer in layers] == [5 * 16 * recipe.storage.itemsize] * 3 + [
         5 * 7 * recipe.storage.itemsize

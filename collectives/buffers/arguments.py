@@ -1,0 +1,403 @@
+"""Buffer arguments of collectives, described by address, element count and element type.
+
+The rules are mpi4py's. Where mpi4py reads past the end of an array, or leaves it to MPI to abort, these functions raise
+and name the argument. Beyond mpi4py they accept arrays of element types that MPI lacks (bfloat16, float8, ...) and
+structured arrays with the layout of MPI's pair types.
+
+>>> import numpy as np
+>>> from mpi4py import MPI
+>>> vector(np.arange(6.0), "sendbuf").count
+6
+>>> vector([np.arange(6.0), (2, 3), MPI.DOUBLE], "sendbuf").count  # two elements, from the third on
+2
+>>> blocks(np.arange(6.0), 3, "recvbuf", writable=True).block
+2
+>>> blocks_v([np.zeros(6), [3, 1, 2]], 3, "recvbuf", writable=True).displs
+(0, 3, 4)
+"""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.buffers.datatypes import ElementType, datatype_name, dense_elements
+from collectives.buffers.memory import MemoryView, memory_of
+from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType
+
+__all__ = ["Buffer", "blocks", "blocks_v", "numbers", "shape_and_dtype", "vector"]
+
+_ndarray, _address = np.ndarray, MPI.Get_address
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Buffer:
+    """One argument of a collective: `count` elements starting at `address`.
+
+    Attributes
+    ----------
+    address : int
+        First element (the displacement of a ``(count, displ)`` pair is included). Zero is ``MPI.BOTTOM``. A device
+        pointer if `device`.
+    nbytes : int
+        Payload: ``count * itemsize``, the packed size.
+    count : int
+        Elements of `datatype` in all blocks together.
+    block : int
+        Elements in each block: ``count`` for `vector`, ``count / size`` for `blocks`, 0 for `blocks_v` (see `counts`).
+    dtype : numpy.dtype or None
+        Type of one packed element, with ``dtype.itemsize == itemsize``; None for derived datatypes.
+    datatype : mpi4py.MPI.Datatype or None
+        Datatype of the argument, given or inferred; None where MPI has none (bfloat16).
+    itemsize : int
+        Bytes of one packed element. Equal on ranks that describe the same data differently.
+    extent : int
+        Bytes from one element to the next in the user's memory; the unit of `displs`.
+    counts, displs : tuple of int, or None
+        Per block, in the v-forms.
+    readonly, device : bool
+        Memory that must not be written; memory that the CPU cannot access.
+    contiguous : bool
+        Elements are packed in memory: n elements are n * itemsize bytes as on the wire (v-form blocks may still have
+        gaps between them). Otherwise, or on a device, the data needs staging.
+    owner : object
+        Reference that keeps the memory alive; on a device, the user's array.
+    """
+
+    address: int
+    nbytes: int
+    count: int
+    block: int
+    dtype: np.dtype[Any] | None
+    datatype: MPI.Datatype | None
+    itemsize: int
+    extent: int
+    counts: tuple[int, ...] | None
+    displs: tuple[int, ...] | None
+    readonly: bool
+    device: bool
+    contiguous: bool
+    owner: object
+
+    def __repr__(self) -> str:
+        element = self.dtype if self.dtype is not None else datatype_name(self.datatype)
+        kind = f"{'' if self.contiguous else 'strided '}{'device' if self.device else 'host'}"
+        layout = "" if self.counts is None else f" in blocks {self.counts} at {self.displs}"
+        return f"<Buffer of {self.count} {element}{layout}, {kind} memory>"
+
+
+def shape_and_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Validated shape and dtype of an array to be allocated.
+
+    Raises
+    ------
+    InvalidArgument, InvalidType
+        For negative lengths; for a shape or a dtype of another type.
+    """
+    try:
+        element = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise InvalidType(MPI.ERR_TYPE, f"dtype: {error}") from None
+    if element.hasobject or not element.itemsize or element.subdtype is not None:
+        raise InvalidType(
+            MPI.ERR_TYPE, f"dtype: expected elements of one known size, without references, found {element}"
+        )
+    try:
+        lengths = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
+    except TypeError:
+        raise InvalidType(MPI.ERR_ARG, f"shape: expected a number or several, found {shape!r}") from None
+    if min(lengths, default=0) < 0:
+        raise InvalidArgument(MPI.ERR_ARG, f"shape: expected no negative lengths, found {lengths}")
+    return lengths, element
+
+
+def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
+    """Describe one vector: the argument of Bcast, Reduce, Allreduce, and a rank's own block elsewhere.
+
+    Parameters
+    ----------
+    spec
+        ``array``; ``[array, datatype]``; ``[array, count]``; ``[array, (count, displ)]``; ``[array, count,
+        datatype]``; ``[array, (count, displ), datatype]``; ``[array, count, displ, datatype]``. The array is any
+        object with the buffer protocol, DLPack or the CUDA array interface; the datatype an ``MPI.Datatype`` or a
+        typecode such as ``"f"`` or ``"i8"``. A count of None means all elements.
+    name
+        Name of the argument in messages: ``"sendbuf"``.
+    writable
+        True if the call writes to it.
+
+    Raises
+    ------
+    InvalidArgument, InvalidBuffer
+        For negative numbers, memory that is too small, read-only or not contiguous (ValueError).
+    InvalidType, UnknownDatatype
+        For an object that is no buffer or no count, and for elements without a datatype (TypeError).
+    """
+    if type(spec) is _ndarray:
+        buffer = _dense_array(spec, 1, writable)
+        if buffer is not None:
+            return buffer
+    return _equal_blocks(spec, 1, name, writable)
+
+
+def blocks(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
+    """Describe `size` equal blocks: the long side of Scatter, Gather, Allgather, Reduce_scatter_block.
+
+    Takes the forms of `vector`. Without a count the blocks share all elements; a count is that of one block, as in MPI.
+
+    Returns
+    -------
+    Buffer
+        With ``count == size * block``.
+    """
+    if type(spec) is _ndarray:
+        buffer = _dense_array(spec, size, writable)
+        if buffer is not None:
+            return buffer
+    return _equal_blocks(spec, size, name, writable)
+
+
+def _dense_array(array: np.ndarray, size: int, writable: bool) -> Buffer | None:
+    """Fast path of `vector` and `blocks`: a contiguous array of a known dtype; None if it is anything else."""
+    element = dense_elements.get(array.dtype)
+    if element is None:
+        return None
+    flags, count = array.flags, array.size
+    readonly = not flags.writeable
+    block, rest = divmod(count, size)
+    if rest or not flags.forc or (readonly and writable):
+        return None
+    dtype, datatype, itemsize, extent = element[:4]
+    return Buffer(
+        *(_address(array), array.nbytes, count, block, dtype, datatype, itemsize, extent),
+        *(None, None, readonly, False, True, array),
+    )
+
+
+def blocks_v(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
+    """Describe `size` blocks of any length and displacement: the long side of Scatterv, Gatherv, Allgatherv.
+
+    Parameters
+    ----------
+    spec
+        ``array``; ``[array, datatype]``; ``[array, counts]``; ``[array, (counts, displs)]``; ``[array,
+        counts, datatype]``; ``[array, (counts, displs), datatype]``; ``[array, counts, displs, datatype]``.
+        Counts of None divide the array evenly, the first blocks one longer where it does not divide; a single
+        number holds for all. Displacements (in elements) of None follow the counts without gaps; a single
+        number is the distance between blocks. As in mpi4py a *tuple* after the array is a pair ``(counts,
+        displs)``: pass plain counts as a list or an array.
+    size, name, writable
+        As in `blocks`.
+    """
+    obj, counts, displs, datatype = _split_spec(spec, name, tuple)
+    memory = memory_of(obj, datatype, name, writable)
+    element = memory.element
+    if counts is None:
+        total = _element_count(memory.nbytes, element, name)
+        lengths = tuple(total // size + (i < total % size) for i in range(size))
+    else:
+        lengths = numbers(counts, size, f"{name}: counts")
+    if displs is None:
+        places = (0, *accumulate(lengths[:-1]))[:size]
+    elif _is_number(displs):
+        step = _to_int(displs, MPI.ERR_ARG, f"{name}: displacement")
+        places = tuple(step * i for i in range(size))
+    else:
+        places = _to_ints(displs, size, MPI.ERR_ARG, f"{name}: displs")
+    if obj is None and any(lengths):
+        raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: the array is None but the counts are {lengths}")
+    if obj is not None and obj is not MPI.BOTTOM:
+        for i, (count, displ) in enumerate(zip(lengths, places, strict=True)):
+            _check_fits(
+                count,
+                displ * element.extent,
+                memory,
+                name,
+                f"block {i} (count {count}, displacement {displ})",
+            )
+    return _buffer(memory, memory.address, sum(lengths), 0, lengths, places)
+
+
+def numbers(values: Any, size: int, name: str) -> tuple[int, ...]:
+    """Convert an argument to `size` non-negative counts; a single number is repeated.
+
+    >>> numbers([1, 2, 0], 3, "recvcounts")
+    (1, 2, 0)
+    """
+    if _is_number(values):
+        counts = (_to_int(values, MPI.ERR_COUNT, name),) * size
+    else:
+        counts = _to_ints(values, size, MPI.ERR_COUNT, name)
+    if counts and min(counts) < 0:
+        raise InvalidArgument(MPI.ERR_COUNT, f"{name}: expected no negative number, found {counts}")
+    return counts
+
+
+def _equal_blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
+    obj, count, displ, datatype = _split_spec(spec, name, (tuple, list))
+    memory = memory_of(obj, datatype, name, writable)
+    element = memory.element
+    offset = 0
+    if displ is not None:
+        displ = _to_int(displ, MPI.ERR_ARG, f"{name}: displacement")
+        if displ < 0:
+            raise InvalidArgument(MPI.ERR_ARG, f"{name}: negative displacement {displ}")
+        if displ > 0:
+            offset = displ * _stride_of(element, name)
+            if offset > memory.nbytes:
+                raise InvalidBuffer(
+                    MPI.ERR_BUFFER,
+                    f"{name}: displacement {displ} lies behind the end of {memory.nbytes // element.extent} "
+                    f"{datatype_name(element.datatype)}",
+                )
+    if count is None:
+        total = _element_count(memory.nbytes - offset, element, name)
+        block, rest = divmod(total, size)
+        if rest:
+            raise InvalidArgument(
+                MPI.ERR_COUNT,
+                f"{name}: {total} elements cannot be divided into {size} equal blocks, one per rank",
+            )
+    else:
+        block = _to_int(count, MPI.ERR_COUNT, f"{name}: count")
+        if block < 0:
+            raise InvalidArgument(MPI.ERR_COUNT, f"{name}: negative count {block}")
+        if block > 0 and obj is None:
+            raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: the array is None but the count is {block}")
+    if obj is not None and obj is not MPI.BOTTOM:  # inferred counts too: a datatype may reach beyond its extent
+        what = f"count {block}" if size == 1 else f"{size} blocks of {block}"
+        _check_fits(block * size, offset, memory, name, what)
+    return _buffer(memory, memory.address + offset, block * size, block, None, None)
+
+
+def _split_spec(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
+    """Array, count(s), displacement(s) and datatype of an argument; None for missing parts."""
+    if not isinstance(spec, (list, tuple)):
+        return spec, None, None, None
+    if len(spec) == 2:
+        obj, counts = spec
+        if isinstance(counts, (MPI.Datatype, str)):
+            return obj, None, None, counts
+        return obj, *_split_pair(counts, name, pair), None
+    if len(spec) == 3:
+        obj, counts, datatype = spec
+        return obj, *_split_pair(counts, name, pair), datatype
+    if len(spec) == 4:
+        return spec[0], spec[1], spec[2], spec[3]
+    raise InvalidArgument(
+        MPI.ERR_ARG,
+        f"{name}: expected [array, ...] of 2 to 4 items, such as [array, count, datatype], found {len(spec)}",
+    )
+
+
+def _split_pair(counts: Any, name: str, pair: Any) -> tuple[Any, Any]:
+    if not isinstance(counts, pair):
+        return counts, None
+    if len(counts) != 2:
+        hint = "; give counts alone as a list" if pair is tuple else ""
+        raise InvalidArgument(
+            MPI.ERR_ARG,
+            f"{name}: expected a pair (count, displacement) after the array, found {counts!r}{hint}",
+        )
+    return counts[0], counts[1]
+
+
+def _element_count(nbytes: int, element: ElementType, name: str) -> int:
+    if nbytes == 0:
+        return 0
+    total, rest = divmod(nbytes, _stride_of(element, name))
+    if rest:
+        raise InvalidArgument(
+            MPI.ERR_COUNT,
+            f"{name}: no count given, and {nbytes} bytes are no multiple of the datatype's extent of "
+            f"{element.extent} bytes",
+        )
+    return total
+
+
+def _stride_of(element: ElementType, name: str) -> int:
+    if element.extent <= 0:
+        raise InvalidArgument(
+            MPI.ERR_TYPE,
+            f"{name}: a datatype of extent {element.extent} needs an explicit count and no displacement",
+        )
+    return element.extent
+
+
+def _check_fits(count: int, offset: int, memory: MemoryView, name: str, what: str) -> None:
+    """Check that `count` elements starting at byte `offset` are within the memory."""
+    if count == 0:
+        return
+    element = memory.element
+    span = (count - 1) * element.extent
+    low = offset + min(0, span) + element.low
+    high = offset + max(0, span) + element.high
+    if low < 0:
+        raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: {what} begins {-low} bytes before the buffer")
+    if high > memory.nbytes:
+        have = f" ({memory.nbytes // element.extent} elements)" if element.extent > 0 else ""
+        raise InvalidBuffer(
+            MPI.ERR_TRUNCATE,
+            f"{name}: {what} of {datatype_name(element.datatype)} needs {high} bytes, the buffer has "
+            f"{memory.nbytes} bytes{have}",
+        )
+
+
+def _buffer(
+    memory: MemoryView,
+    address: int,
+    count: int,
+    block: int,
+    counts: tuple[int, ...] | None,
+    displs: tuple[int, ...] | None,
+) -> Buffer:
+    dtype, datatype, itemsize, extent, _, _, dense = memory.element
+    return Buffer(
+        address,
+        count * itemsize,
+        count,
+        block,
+        dtype,
+        datatype,
+        itemsize,
+        extent,
+        counts,
+        displs,
+        memory.readonly,
+        memory.device,
+        dense,
+        memory.owner,
+    )
+
+
+def _is_number(values: Any) -> bool:
+    """True for one number (also a 0-d array), False for a sequence."""
+    try:
+        len(values)
+    except TypeError:
+        return hasattr(type(values), "__index__")
+    return False
+
+
+def _to_int(value: Any, error_class: int, name: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidType(error_class, f"{name}: expected an integer, found {value!r}") from None
+    if not -(1 << 63) <= number < 1 << 63:
+        raise InvalidArgument(error_class, f"{name}: {number} does not fit in 64 bits")
+    return number
+
+
+def _to_ints(values: Any, size: int, error_class: int, name: str) -> tuple[int, ...]:
+    try:
+        found = len(values)
+    except TypeError:
+        raise InvalidType(error_class, f"{name}: expected {size} integers, found {values!r}") from None
+    if found != size:
+        raise InvalidArgument(error_class, f"{name}: expected {size} items, one per rank, found {found}")
+    return tuple(_to_int(values[i], error_class, f"{name}[{i}]") for i in range(size))

@@ -1,0 +1,168 @@
+"""Race sums of encoded vectors against plain ones, and say how wrong they are.
+
+chorus bench compressed -n 4
+chorus bench compressed -n 4 --sizes 1M,16M --specs int8_g128,int4_g32 --ways two_shot,ring
+
+All contestants take turns in one run: the MPI's own allreduce, ours, and every way with every encoding. `error` is the
+norm of what is wrong over the norm of the sum; `forecast` is what the library expected before it ran, and "auto" would
+encode where that is below what it expects of a plain sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.benchmark.reports import quartiles, write
+from collectives.benchmark.size_arguments import format_size, parse_sizes
+from collectives.cli import launcher
+from collectives.cli.launcher import say
+from collectives.cli.spec_arguments import shareable, specs
+from collectives.compressed import (
+    HierarchicalAllreduce,
+    QuantCodec,
+    RingAllreduce,
+    SegmentedAllreduce,
+    SharedScale,
+    TwoShotAllreduce,
+    run,
+)
+from collectives.compressed.compression_model import CompressionForecast, fitted, forecast
+
+WAYS = {
+    "segmented": SegmentedAllreduce,
+    "two_shot": TwoShotAllreduce,
+    "ring": RingAllreduce,
+    "hierarchical": HierarchicalAllreduce,
+}
+SHARED = "shared_scale"
+PLAIN = ("native", "plain")
+
+
+def ways(text: str) -> list[str]:
+    """Names of ways."""
+    names = text.split(",")
+    if unknown := set(names) - {*WAYS, SHARED}:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join([*WAYS, SHARED])}; found {', '.join(unknown)}")
+    return names
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
+    parser = launcher.LauncherParser(__doc__)
+    add = parser.add_argument
+    add("--sizes", type=parse_sizes, default=parse_sizes("1M,16M"), metavar="BYTES", help="of float32 (default 1M,16M)")
+    add("--specs", type=specs, default="int8_g256,int4_g256", metavar="NAMES", help="default int8_g256,int4_g256")
+    add(
+        "--ways",
+        type=ways,
+        default="segmented",
+        metavar="NAMES",
+        help=f"{', '.join([*WAYS, SHARED])} (default segmented)",
+    )
+    add("--turns", type=launcher.at_least(1, int), default=15, metavar="N", help="of each (default 15)")
+    add("--json", type=Path, metavar="FILE", help="write all results")
+    args = parser.parse_args(argv)
+    if SHARED in args.ways and (unfit := [name for name, spec in args.specs.items() if not shareable(spec)]):
+        parser.error(
+            f"argument --specs: {SHARED} is of symmetric linear codes from 2 bits on; found {', '.join(unfit)}"
+        )
+    return args
+
+
+Sum = Callable[[np.ndarray, np.ndarray], object]
+
+
+def _summed(made: Any, x: np.ndarray, out: np.ndarray) -> None:
+    run(made.allreduce(x, out))
+
+
+def contestants(comm: Communicator, count: int, args: argparse.Namespace) -> tuple[dict[str, Sum], list[Any]]:
+    """Contestants by name, and the objects to close afterwards."""
+    found: dict[str, Sum] = {
+        "native": lambda x, out: MPI.COMM_WORLD.Allreduce(x, out),
+        "plain": lambda x, out: comm.Allreduce(x, out),
+    }
+    bound = []
+    for way in args.ways:
+        for name, spec in args.specs.items():
+            if way == SHARED:
+                made: Any = SharedScale(comm, count, spec.bits, getattr(spec.granularity, "size", count) or 1)
+            else:
+                made = WAYS[way](comm, count, QuantCodec(spec))
+            bound.append(made)
+
+            found[f"{way} {name}"] = partial(_summed, made)
+    return found, bound
+
+
+def race(comm: Communicator, nbytes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One length; a row for each contestant, the same on all ranks."""
+    count = nbytes // 4
+    x = np.random.default_rng(comm.Get_rank()).standard_normal(count, np.float32)
+    out, total = np.empty_like(x), np.empty_like(x)
+    MPI.COMM_WORLD.Allreduce(x, total)
+    found, bound = contestants(comm, count, args)
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    wrong, names = {}, list(found)
+    for turn in range(args.turns + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            MPI.COMM_WORLD.Barrier()
+            began = time.perf_counter()
+            found[name](x, out)
+            spent = MPI.COMM_WORLD.allreduce(time.perf_counter() - began, MPI.MAX)
+            if turn:
+                seconds[name].append(spent)
+            else:
+                wrong[name] = float(np.linalg.norm(out - total)) / max(float(np.linalg.norm(total)), 1e-30)
+    for made in bound:
+        made.close()
+    rows = []
+    for name, values in seconds.items():
+        row = {"bytes": nbytes, "name": name, **quartiles(values), "error": wrong[name]}
+        rows.append(row | {"ratio": quartiles(np.divide(values, seconds["plain"]).tolist())})
+    return rows
+
+
+def show(rows: list[dict[str, Any]], expected: dict[str, CompressionForecast]) -> None:
+    """The rows of one length as text."""
+    say(f"\n{format_size(rows[0]['bytes'])}\n{'':28}{'ms':>9}  {'quartiles':>17}  {'/ plain':>7}  {'error':>8}")
+    for row in rows:
+        spread = f"{1e3 * row['q1']:.3f} - {1e3 * row['q3']:.3f}"
+        error = f"{row['error']:8.2%}" if row["name"] not in PLAIN else ""
+        say(f"{row['name']:28}{1e3 * row['median']:9.3f}  {spread:>17}  {row['ratio']['median']:7.3f}  {error:>8}")
+    for name, made in expected.items():
+        say(f"forecast for {name}: {made}: {'it pays' if made.pays else 'plain is quicker'}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: always 0."""
+    args = parse(argv)
+    comm = Communicator(MPI.COMM_WORLD)
+    nodes, library = len(set(comm.nodes or (0,))), MPI.Get_library_version().splitlines()[0].strip()
+    say(f"{comm.Get_size()} ranks on {nodes} node{'s' * (nodes > 1)}, {library}")
+    report = []
+    wire = fitted(comm)
+    for nbytes in args.sizes:
+        expected = {name: forecast(comm, nbytes // 4, QuantCodec(spec), wire) for name, spec in args.specs.items()}
+        rows = race(comm, nbytes, args)
+        report += [
+            {**row, "forecast": {name: made._asdict() for name, made in expected.items()}, "ranks": comm.Get_size()}
+            for row in rows
+        ]
+        show(rows, expected)
+    if comm.Get_rank() == 0:
+        write(args.json, {"rows": report})
+    return 0
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -1,0 +1,238 @@
+"""Print the page of all algorithms, with costs and drawings, generated from the catalogue.
+
+    python scripts/document_algorithms.py -o out/algorithms.md
+
+The documentation site has this page; it is generated when the site is built.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from collectives import Communicator, algorithms
+from collectives.algorithms.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
+from collectives.analysis import draw
+from collectives.cli.launcher import ProgramParser
+from collectives.schedule.semantics import MEANINGS
+from collectives.selection.timing_table import NATIVE
+
+METHODS = {
+    "barrier": ("Barrier",),
+    "broadcast": ("Bcast",),
+    "reduce": ("Reduce",),
+    "scatter": ("Scatter", "Scatterv"),
+    "gather": ("Gather", "Gatherv"),
+    "allgather": ("Allgather", "Allgatherv"),
+    "reduce_scatter": ("Reduce_scatter_block", "Reduce_scatter"),
+    "allreduce": ("Allreduce",),
+    "alltoall": ("Alltoall", "Alltoallv"),
+    "scan": ("Scan",),
+    "exscan": ("Exscan",),
+}
+"""Communicator methods of each collective of the catalogue."""
+
+SMALL, DRAWN = 3, 5
+"""Ranks in the drawings of meanings and of schedules."""
+
+NODES, SEGMENTS = (0, 0, 0, 1, 1), 3
+"""Node of each rank in drawings of algorithms that use the topology; segments of self-pipelining ones."""
+
+HEAD = f"""\
+# Algorithms
+
+Every algorithm works for any number of ranks, any root and any length, and can be pipelined over segments of its data.
+This page is generated from the catalogue. `chorus prove collectives` proves every schedule and compares it with the
+rounds and bytes given here.
+
+## Notation
+
+- p ranks; n bytes in the whole vector, or in all blocks together. A message of m bytes costs α + m β; combining m bytes
+  costs m γ. A rank sends one message and receives one message at a time.
+- q = ⌈log₂ p⌉; f = ⌊log₂ p⌋; P = 2^f, the largest power of two up to p; odd = 0 if p = P, else 1.
+- ones: the number of one bits of p-1. hops: the number of one bits of all integers from 0 to p-1.
+  folds: the sum of min(2^i, p-P) over i < f.
+- k segments, for algorithms with a pipelining rule of their own. N nodes of M ranks each, for algorithms that use the
+  topology; qN = ⌈log₂ N⌉, qM = ⌈log₂ M⌉, oddN = odd for N. They work for nodes of any size.
+
+**Columns.** *Rounds*: longest chain of dependent messages. *Bytes*: sent or received by the busiest rank, the larger of
+the two. *Combined*: bytes combined by the busiest rank. *Cost*: time until the last rank is done, for the
+worst root; ≤ marks an upper limit. *Rank order*: terms are combined in rank order, as operations that do not commute
+need; *by neighbours* if the ranks of every node are consecutive. *Lengths*: in a v-form, block lengths that a
+forwarding rank does not know are sent ahead by the same schedule. Lower bounds hold separately; no algorithm
+need reach all of them.
+
+**Before and after.** One row per rank, one letter per block: `b1` is block b of rank 1, `b012` the sum of block b over
+ranks 0, 1 and 2; `{draw.IDLE}` is undefined. The root is rank 0.
+
+**Schedules** are drawn for {DRAWN} ranks and root 0: one row per round, one column per rank. The messages of a round
+are concurrent; local work follows them. Algorithms that use the topology are drawn with ranks 0 to 2 on one node and
+3 and 4 on another, algorithms with a pipelining rule of their own in {SEGMENTS} segments.
+
+```text
+{draw.LEGEND}
+```
+
+`chorus draw collective` draws any algorithm for any number of ranks, as text or as a picture.
+"""
+
+
+def pretty(formula: str) -> str:
+    """Formula of the catalogue in mathematical notation.
+
+    >>> pretty("2*(p-1)/p")
+    '2(p−1)/p'
+    """
+    return formula.replace("*", "").replace("-", "−").replace("+", " + ")
+
+
+def times(formula: str, unit: str) -> str:
+    """A formula as a factor of `unit`; nothing for zero.
+
+    >>> times("q+p-1", "α"), times("1", "n β"), times("0", "γ")
+    ('(q + p−1) α', 'n β', '')
+    """
+    if formula in ("0", "1"):
+        return unit * int(formula)
+    tree = ast.parse(formula, mode="eval").body
+    is_sum = isinstance(tree, ast.BinOp) and isinstance(tree.op, (ast.Add, ast.Sub))
+    return f"({pretty(formula)}) {unit}" if is_sum else f"{pretty(formula)} {unit}"
+
+
+def cost(entry: Algorithm) -> str:
+    """Cost of an algorithm in alpha, beta and gamma."""
+    terms = (
+        times(entry.rounds, "α"),
+        times(entry.beta or entry.volume, "n β"),
+        times(entry.gamma or entry.combined, "n γ"),
+    )
+    return at_most(entry, " + ".join(filter(None, terms)))
+
+
+def at_most(entry: Algorithm, formula: str) -> str:
+    """The formula, marked with ≤ if it is an upper limit."""
+    return f"≤ {formula}" if formula and not entry.exact else formula
+
+
+def order(entry: Algorithm) -> str:
+    """Yes, no, or a condition: rank order is kept."""
+    if not entry.ordered:
+        return "no"
+    return "by neighbours" if entry.placed else "kept"
+
+
+def source(entry: Algorithm) -> str:
+    """Source of an algorithm: the parenthesis with a year in its docstring or in that of its module."""
+    for described in (entry.generate, inspect.getmodule(entry.generate)):
+        text = " ".join((inspect.getdoc(described) or "").split())
+        found = re.findall(r"\(([^()]*\b(?:19|20)\d\d\b[^()]*)\)", text)
+        if found:
+            return str(found[-1]).rstrip(".")
+    return ""
+
+
+def first_line(described: object) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(described) or "").splitlines()[0]
+
+
+def rows(heads: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table without the columns that are empty."""
+    kept = [column for column in range(len(heads)) if any(line[column] for line in lines)]
+    table = [[row[column] for column in kept] for row in [heads, ["---"] * len(heads), *lines]]
+    return "".join(f"| {' | '.join(row)} |\n" for row in table)
+
+
+def fenced(text: str) -> str:
+    """Fenced block of text."""
+    return f"```text\n{text}\n```\n"
+
+
+def bounds(collective: str) -> str:
+    """Sentence with the lower bounds."""
+    bound = BOUNDS[collective]
+    parts = [f"{pretty(bound.rounds)} rounds"]
+    if bound.volume != "0":
+        parts.append(f"{times(bound.volume, 'n')} bytes in or out of the busiest rank")
+    if bound.combined != "0":
+        parts.append(f"{times(bound.combined, 'n')} bytes combined at the busiest rank")
+    return f"**Bounds:** at least {'; '.join(parts)}."
+
+
+def table(collective: str) -> str:
+    """The algorithms of a collective."""
+    reduces = MEANINGS[collective].reduces
+    v_forms = any(entry.private for entry in CATALOG[collective].values())
+    heads = ["algorithm", "idea", "rounds", "bytes", "combined", "cost", "rank order", "lengths", "source"]
+    lines = [
+        [
+            f"`{name}`",
+            entry.idea,
+            at_most(entry, pretty(entry.rounds)),
+            at_most(entry, times(entry.volume, "n")),
+            at_most(entry, times(entry.combined, "n")),
+            cost(entry),
+            order(entry) if reduces else "",
+            ("not needed" if entry.private else "sent ahead") if v_forms else "",
+            source(entry),
+        ]
+        for name, entry in CATALOG[collective].items()
+    ]
+    return rows(heads, lines)
+
+
+def chapter(collective: str) -> Iterator[str]:
+    """Section of one collective."""
+    meaning = MEANINGS[collective]
+    yield f"## {collective}\n"
+    for method in METHODS[collective]:
+        yield f"- `{method}`: {first_line(getattr(Communicator, method))}"
+    yield ""
+    if meaning.synchronises:
+        yield "No data moves: no rank returns before all ranks have entered.\n"
+    else:
+        yield fenced(draw.meaning(collective, SMALL))
+    yield f"{bounds(collective)}\n"
+    yield table(collective)
+    for name, entry in CATALOG[collective].items():
+        yield f"### {collective}: {name}\n\n{entry.idea}\n"
+        segments = SEGMENTS if entry.cuts else 1
+        schedules = build_all(collective, name, DRAWN, 0, segments, NODES)
+        yield fenced(draw.table(schedules, blocks(collective, name, DRAWN) * segments))
+
+
+def overview() -> str:
+    """Table of the methods of a communicator and the algorithms of each."""
+    methods: dict[tuple[str, ...], list[str]] = {}
+    for collective in CATALOG:
+        for method in METHODS[collective]:
+            accepted = algorithms(method.lower() if method.endswith("v") else collective)
+            names = [name for name in accepted if name != NATIVE]
+            methods.setdefault((collective, *names), []).append(f"`{method}`")
+    lines = [[", ".join(found), ", ".join(f"`{name}`" for name in names)] for (_, *names), found in methods.items()]
+    return rows(["method", "algorithms"], lines)
+
+
+def page() -> str:
+    """Text of the page in Markdown."""
+    chapters = (line for collective in CATALOG for line in chapter(collective))
+    return f"{HEAD}\n## Overview\n\n{overview()}\n" + "\n".join(chapters).rstrip() + "\n"
+
+
+def main() -> int:
+    parser = ProgramParser(__doc__)
+    parser.add_argument("-o", "--output", metavar="FILE", help="file to write in place of the standard output")
+    arguments = parser.parse_args()
+    if arguments.output:
+        Path(arguments.output).write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Fuzz our communicators: random sequences of calls, whose results must be those of the MPI's own, to the bit.
+
+    python scripts/fuzz.py --ranks 1,2,3,4 --seeds 0:30
+    python scripts/fuzz.py --ranks 3 --seeds 17 --threads 2
+
+A seed draws a sequence of steps for each of a few threads with communicators of their own: collectives on arrays in all
+forms and spellings, on objects, derived types and operations that are made and freed, communicators that are
+duplicated, split, copied and freed. The sequence runs on mpi4py's communicators, then on ours. A seed that gives
+another result, an error, or no end within --limit is run again with ever fewer steps, and the shortest sequence found
+is shown, with the stacks of a hang. Runs under the MPI of this Python's environment; MPIEXEC names another. Ends with
+status 1 after a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from collectives.cli.launcher import ProgramParser
+from collectives.conformance.launches import find_mpiexec, launched
+from collectives.fuzzing.sequences import Step, sequence
+
+
+class Fault(NamedTuple):
+    """A seed that failed, and what the ranks and mpiexec have to say of it."""
+
+    seed: int
+    text: str
+
+
+class Job(NamedTuple):
+    """Parameters shared by all launches with one number of ranks."""
+
+    mpiexec: str
+    ranks: int
+    threads: int
+    calls: int
+    without: str
+    limit: float
+    control: bool = False
+
+    def run(self, seeds: list[int], kept: Iterable[Step] = ()) -> tuple[int, Fault | None]:
+        """Run seeds in one launch, up to the first fault: calls on all ranks, and the fault.
+
+        Parameters
+        ----------
+        kept
+            For one seed: the only steps to run; all, if there are none.
+        """
+        steps = ",".join(f"{step.thread}.{step.number}" for step in kept)
+        words = [f"{seed}:{steps}" if steps else str(seed) for seed in seeds]
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                self.mpiexec,
+                "-n",
+                str(self.ranks),
+                sys.executable,
+                "-m",
+                "collectives.fuzzing.fuzz_rank",
+                folder,
+            ]
+            command += [str(self.limit), str(self.calls), str(self.threads), self.without]
+            command += ["yes" if self.control else "no", *words]
+            status, output = launched(command, 10 * self.limit + 60 * len(seeds))
+            calls, seed = 0, seeds[0]
+            texts: list[str] = []
+            for rank in range(self.ranks):
+                file, stack = Path(folder, f"rank-{rank}"), Path(folder, f"stack-{rank}")
+                for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
+                    calls += line.get("calls", 0)
+                    seed = max(seed, line["seed"])
+                    if line.get("fault"):
+                        texts.append(f"rank {rank} of {self.ranks}, {line['fault']}")
+                if stack.exists() and stack.stat().st_size:
+                    texts.append(f"rank {rank} of {self.ranks} stood in\n{stack.read_text()}")
+            if status == 0 and not texts:
+                return calls, None
+            if not texts:
+                how = "did not end" if status is None else f"ended with status {status}"
+                texts.append(f"mpiexec {how}; its last lines:\n{output}")
+            return calls, Fault(seed, "\n".join(texts))
+
+    def shrink(self, seed: int, seconds: float) -> tuple[list[Step], Fault | None]:
+        """Look for a short part of a seed's steps that fails, too, for about so many seconds.
+
+        Parts are left out, first large ones, then smaller ones, as long as what remains fails.
+        """
+        until = time.monotonic() + seconds
+        steps = sequence(seed, self.threads, self.calls, self.without.split(","))
+        last: Fault | None = None
+        part = max(1, len(steps) // 2)
+        while time.monotonic() < until:
+            start, less = 0, False
+            while start < len(steps) and time.monotonic() < until:
+                fewer = steps[:start] + steps[start + part :]
+                fault = self.run([seed], fewer)[1] if fewer else None
+                if fault is not None:
+                    steps, last, less = fewer, fault, True
+                else:
+                    start += part
+            if part == 1 and not less:
+                break
+            part = max(1, part // 2)
+        return steps, last
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers as in ``1,2,4``, or a range as in ``0:20``."""
+    first, colon, end = text.partition(":")
+    try:
+        found = list(range(int(first or 0), int(end))) if colon else [int(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected numbers as in 1,2,4 or 0:20, found {text!r}")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the seeds on all numbers of ranks; 1 after a fault."""
+    parser = ProgramParser(__doc__)
+    add = parser.add_argument
+    add("--ranks", type=numbers, default=[1, 2, 3, 4], metavar="LIST", help="numbers of ranks (default 1,2,3,4)")
+    add("--seeds", type=numbers, default=numbers("0:30"), metavar="LIST", help="as in 3,5 or 0:30 (default 0:30)")
+    add("--threads", type=int, default=2, metavar="N", help="threads of each rank (default 2)")
+    add("--calls", type=int, default=40, metavar="N", help="steps of each thread (default 40)")
+    add("--without", default="", metavar="WORDS", help="kinds of steps, methods, forms and flags to leave out: a,b")
+    add("--control", action="store_true", help="the MPI's own in the place of ours: are the faults its own?")
+    add("--limit", type=float, default=60, metavar="SECONDS", help="for each step (default 60)")
+    add("--shrink", type=float, default=120, metavar="SECONDS", help="to spend on each fault (default 120; 0: none)")
+    add("--faults", type=int, default=5, metavar="N", help="end after so many (default 5)")
+    args = parser.parse_args(argv)
+    if (mpiexec := find_mpiexec()) is None:
+        parser.error("there is no mpiexec: set MPIEXEC to one")
+    total, faults, began = 0, 0, time.perf_counter()
+    for ranks in args.ranks:
+        job = Job(mpiexec, ranks, args.threads, args.calls, args.without, args.limit, args.control)
+        seeds, here = list(args.seeds), 0
+        while seeds and faults < args.faults:
+            calls, fault = job.run(seeds[:20])
+            here += calls
+            if fault is None:
+                del seeds[:20]
+                continue
+            faults += 1
+            del seeds[: seeds.index(fault.seed) + 1]
+            print(f"\n{ranks} ranks, seed {fault.seed}: {fault.text}", flush=True)
+            if args.shrink:
+                steps, last = job.shrink(fault.seed, args.shrink)
+                print(f"\n{ranks} ranks, seed {fault.seed}, shrunk to {len(steps)} steps:")
+                print(*(f"    {step}" for step in steps), sep="\n")
+                print(last.text if last else "no part of it fails", flush=True)
+        total += here
+        print(f"{ranks} ranks: {here} calls on {len(args.seeds) - len(seeds)} seeds", flush=True)
+    print(f"{total} calls, {faults} faults ({time.perf_counter() - began:.0f} s)")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

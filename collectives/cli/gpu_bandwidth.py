@@ -1,0 +1,82 @@
+"""Bandwidth of CuPy arrays: mpiexec -n 2 python scripts/gpu_bandwidth.py [--sizes 64K:64M] [--direct].
+
+Each size is done in three ways: from NumPy arrays, from CuPy arrays through host memory, and, if the MPI is CUDA-aware
+or --direct says so, from CuPy arrays as they are. Times are medians of the slowest rank; results are checked once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.benchmark.size_arguments import parse_sizes
+from collectives.cli.launcher import ProgramParser
+from collectives.transport.device import cuda_aware
+
+
+def seconds(world: MPI.Intracomm, call: Callable[[], object], budget: float = 0.5, most: int = 100) -> float:
+    """Median over calls of the time that the slowest rank took; equally many calls on all ranks."""
+
+    def once() -> float:
+        world.Barrier()
+        start = time.perf_counter()
+        call()
+        return float(world.allreduce(time.perf_counter() - start, MPI.MAX))
+
+    first = max(once(), once(), 1e-6)
+    return statistics.median(once() for _ in range(max(3, min(most, int(budget / first)))))
+
+
+def measure(world: MPI.Intracomm, comm: Communicator, xp: Any, nbytes: int) -> tuple[float, float, bool]:
+    """Seconds of an allreduce and of a broadcast of so many bytes of float32, and whether the sums are right."""
+    n = max(1, nbytes // 4)
+    x, y = xp.full(n, world.Get_rank() + 1, "f4"), xp.zeros(n, "f4")
+    comm.Allreduce(x, y)
+    found = y.get() if hasattr(y, "get") else y
+    right = bool((found == sum(range(1, world.Get_size() + 1))).all())
+    return seconds(world, lambda: comm.Allreduce(x, y)), seconds(world, lambda: comm.Bcast(y)), right
+
+
+def main() -> int:
+    """Print the table; 1 if a result was wrong."""
+    parser = ProgramParser(__doc__)
+    parser.add_argument("--sizes", type=parse_sizes, default="64K:64M:4", help="bytes, as in bench_collectives.py")
+    parser.add_argument("--direct", action="store_true", help="hand device memory over whatever the MPI says")
+    args = parser.parse_args()
+    world = MPI.COMM_WORLD
+    cupy = import_module("cupy")
+    ways: dict[str, tuple[Communicator, Any]] = {
+        "NumPy": (Communicator(world), np),
+        "CuPy, staged": (Communicator(world, cuda_aware=False), cupy),
+    }
+    if args.direct or cuda_aware():
+        ways["CuPy, direct"] = (Communicator(world, cuda_aware=True), cupy)
+    wrong = 0
+    if world.Get_rank() == 0:
+        print(f"\n# float32, {world.Get_size()} ranks; algbw = size / time in 1e9 bytes a second")
+        print(f"{'Size':>12} {'arrays':14} {'allreduce(us)':>14} {'algbw':>8} {'broadcast(us)':>14} {'algbw':>8}")
+    for nbytes in args.sizes:
+        for name, (comm, xp) in ways.items():
+            allreduce, broadcast, right = measure(world, comm, xp, nbytes)
+            wrong += not world.allreduce(right, MPI.LAND)
+            if world.Get_rank() == 0:
+                print(
+                    f"{nbytes:12} {name:14} {allreduce * 1e6:14.1f} {nbytes / allreduce / 1e9:8.2f} "
+                    f"{broadcast * 1e6:14.1f} {nbytes / broadcast / 1e9:8.2f}",
+                    flush=True,
+                )
+    if wrong and world.Get_rank() == 0:
+        print(f"{wrong} results were wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

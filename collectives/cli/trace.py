@@ -1,0 +1,127 @@
+"""Record one call over all ranks as a trace that ui.perfetto.dev and chrome://tracing open.
+
+    mpiexec -n 4 python scripts/trace.py --collective allreduce --algorithm ring --bytes 1M -o out/trace.json
+    python scripts/trace.py --model --ranks 16 --per-node 4 --collective allreduce --algorithm ring -o out/model.json
+
+The first runs the call and records when each step of the program began and ended on every rank, on a clock that all
+ranks share up to half a message's round trip. The second, with --model, records what the alpha-beta-gamma clock plays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from collectives.algorithms import catalog
+from collectives.analysis.prove import price
+from collectives.benchmark import chorus_side, traces
+from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements
+from collectives.benchmark.predictions import layout_of
+from collectives.benchmark.size_arguments import format_size, parse_size
+from collectives.cli import cost_arguments, launcher
+from collectives.schedule.topology import regular
+
+WARMUP = 5
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; errors are shown by rank 0 and end all ranks."""
+    parser = launcher.LauncherParser(__doc__)
+    add = parser.add_argument
+    add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")
+    add("--algorithm", default="ring", metavar="NAME", help="the catalogue's (default ring)")
+    add("--segments", type=int, default=1, metavar="K", help="pipeline K segments of the data (default 1)")
+    add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
+    add("--memory", choices=list(MEMORIES), default="plain", help="where the arrays lie (default plain)")
+    add("-o", "--output", type=Path, default=Path("out/trace.json"), metavar="FILE", help="default out/trace.json")
+    add("--model", action="store_true", help="run nothing: play the ranks on the clock, with these costs")
+    add("--ranks", type=cost_arguments.ranks, default=8, metavar="P", help="ranks of the model (default 8)")
+    cost_arguments.add_options(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        catalog.find(arguments.collective, arguments.algorithm)
+    except ValueError as error:
+        parser.error(f"argument --algorithm: {error}")
+    if arguments.segments < 1 or (arguments.segments > 1 and arguments.collective == "barrier"):
+        parser.error(f"argument --segments: at least 1, and 1 for a barrier; found {arguments.segments}")
+    return arguments
+
+
+def played(arguments: argparse.Namespace) -> list[traces.Entry]:
+    """The call on the clock of the model."""
+    collective, name, size, segments = (getattr(arguments, n) for n in ("collective", "algorithm", "ranks", "segments"))
+    model = cost_arguments.model(arguments)
+    nodes = regular(size, model.per_node)
+    schedules = catalog.build_all(collective, name, size, 0, segments, nodes)
+    layout = layout_of(collective, name, size, arguments.bytes, segments)
+    events = price(schedules, layout, 1, model.of(size), trace=True).trace
+    return [*traces.names(nodes, traces.LANES), *traces.of_model(events, nodes)]
+
+
+def timed(calls: tuple[Callable[[], object], ...]) -> list[float]:
+    """Do the calls; when each began, and when the last one ended."""
+    clock = time.perf_counter
+    times = []
+    for call in calls:
+        times.append(clock())
+        call()
+    times.append(clock())
+    return times
+
+
+def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces.Entry] | None:
+    """The call, run: on rank 0 the entries of all ranks, None on others."""
+    comm = chorus_side.communicator(plain)
+    rank, size, nodes = plain.Get_rank(), plain.Get_size(), chorus_side.nodes(comm)
+    collective, name, segments = arguments.collective, arguments.algorithm, arguments.segments
+    case, kind = CASES[collective], DTYPES["float32"]
+    n = 0 if collective == "barrier" else elements(case, arguments.bytes, kind.itemsize, size)
+    buffers = CaseBuffers(case, comm, n, kind, arguments.memory)
+    keywords: dict[str, Any] = {"algorithm": name, "segments": segments}
+    request = getattr(comm, case.method + "_init")(*buffers.args, **keywords)
+    program = request.program
+    for _ in range(WARMUP):
+        buffers.advance()
+        request.Start()
+        request.Wait()
+    ahead = traces.offset(plain)
+    buffers.advance()
+    buffers.poison()
+    plain.Barrier()
+    times = timed(program.calls)
+    if buffers.wrong():
+        raise RuntimeError(f"rank {rank}: the result of the recorded call is wrong")
+    kinds = [traces.kind_of(call, waits) for call, waits in zip(program.calls, program.waits, strict=True)]
+    schedule = catalog.build(collective, name, rank, size, 0, segments, nodes)
+    count = catalog.blocks(collective, name, size) * segments
+    start = plain.allreduce(times[0] - ahead, MPI.MIN)
+    aligned = [moment - ahead - start for moment in times]
+    title = f"{collective}, {name}, {format_size(n * kind.itemsize)} bytes"
+    mine = traces.of_calls(title, rank, nodes[rank], schedule, count, program.begins, kinds, aligned)
+    request.Free()
+    everyone = plain.gather(mine)
+    return None if everyone is None else [*traces.names(nodes), *(entry for entries in everyone for entry in entries)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Record and write."""
+    arguments, plain = parse(argv), MPI.COMM_WORLD
+    if arguments.model:
+        entries = played(arguments) if plain.Get_rank() == 0 else None
+    else:
+        entries = recorded(arguments, plain)
+    if entries is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        about = {name: str(value) for name, value in vars(arguments).items() if name != "output"}
+        traces.write(arguments.output, entries, **about)
+    launcher.say(f"{arguments.output} written; ui.perfetto.dev opens it")
+    return 0
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -1,0 +1,205 @@
+"""Measure which algorithm is the fastest here, for every collective and size, and keep it for `auto` to go by.
+
+chorus tune -n 2 --plot winners.png
+chorus tune -n 4 --collective allreduce,broadcast --sizes 8:16M:4
+chorus tune --show
+
+Each number of ranks, and each way to place them on nodes, is measured by a launch of its own; all share one
+file per machine and MPI. What an interrupted launch has measured is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.benchmark.cases import CASES, DTYPES
+from collectives.benchmark.size_arguments import format_size, parse_sizes
+from collectives.benchmark.timing import MODES
+from collectives.benchmark.tuner import TunerCandidates, TunerSetting, candidates, contest, measure_costs, say_row
+from collectives.cli import launcher
+from collectives.cli.bench import collective_list, dtype_list, words
+from collectives.selection import timing_file
+from collectives.selection.timing_file import DamagedTable, TableError
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Rows, TimingKey, TimingTable, shape
+
+EVEN = [name for name in CASES if not name.endswith("v")]
+
+
+def form_list(text: str) -> list[str]:
+    """Forms from the command line."""
+    for name in words(text):
+        if name not in MODES:
+            raise argparse.ArgumentTypeError(f"unknown form {name!r}; known: {', '.join(MODES)}")
+    return words(text)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
+    parser = launcher.LauncherParser(__doc__)
+    add = parser.add_argument
+    add(
+        "--collective",
+        type=collective_list,
+        default=EVEN,
+        metavar="NAME,...",
+        help="names, or all (default: even ones)",
+    )
+    add("--sizes", type=parse_sizes, default="8:32M:8", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:32M:8)")
+    add("--form", type=form_list, default="blocking", metavar="NAME,...", help=f"of {', '.join(MODES)}")
+    add("--dtype", type=dtype_list, default="float32", metavar="NAME", help=f"one of {', '.join(DTYPES)}")
+    add(
+        "--seconds",
+        type=launcher.at_least(0, float),
+        default=0.1,
+        metavar="S",
+        help="per candidate and row (default 0.1)",
+    )
+    add(
+        "--iterations",
+        type=launcher.at_least(1, int),
+        default=500,
+        metavar="N",
+        help="timed calls, at most (default 500)",
+    )
+    add("--table", metavar="FILE", help="instead of the one in the cache directory")
+    add("--plot", metavar="FILE", help="draw the winners by size and ranks, of the whole table (PNG, SVG, PDF)")
+    add("--show", action="store_true", help="measure nothing: print the table")
+    add("--dry-run", action="store_true", help="measure nothing: say what would be measured")
+    args = parser.parse_args(argv)
+    args.table = Path(args.table) if args.table else timing_file.default_path()
+    if len(args.dtype) != 1:
+        parser.error("argument --dtype: one, since a table holds times of one only")
+    if args.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            parser.error("argument --plot: matplotlib is not installed; pip install 'chorus-mpi[plot]'")
+    return args
+
+
+def known(path: Path) -> tuple[TimingTable, str | None]:
+    """Existing table and a remark about it; a damaged one is replaced.
+
+    Raises
+    ------
+    TableError
+        If the file is whole, but not for us to change: of a newer version, or of another machine.
+    """
+    try:
+        return timing_file.read(path), None
+    except FileNotFoundError:
+        return TimingTable(), None
+    except DamagedTable as error:
+        return TimingTable(), f"{error}; it is begun anew"
+
+
+def settings(args: argparse.Namespace) -> Iterator[TunerSetting]:
+    """Every row, short ones first, so that an interrupted launch leaves something of all collectives."""
+    for nbytes in args.sizes:
+        for collective in args.collective:
+            if collective != "barrier" or nbytes == args.sizes[0]:
+                for form in args.form:
+                    yield TunerSetting(collective, form, args.dtype[0], 0 if collective == "barrier" else nbytes)
+
+
+def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Counter[str], int]:
+    """Measure all rows, writing each as it comes: the table, who won how often, and how many results were wrong."""
+    plain = MPI.COMM_WORLD
+    rank, size = plain.Get_rank(), plain.Get_size()
+    with Communicator(plain, tuning=False) as comm:
+        costs = measure_costs(plain, comm, 10 * args.seconds, table.costs)
+        table = table._replace(costs=costs)
+        for name, wire in costs._asdict().items():
+            fitted = "" if wire != TimingTable().costs._asdict()[name] else "  (not measured)"
+            speed = f"{1e-9 / wire.beta:.2f} GB/s, combining {1e-9 / wire.gamma:.2f} GB/s"
+            launcher.say(f"{name:<16}{wire.alpha * 1e6:.2f} us a message, {speed}{fitted}")
+        todo = list(settings(args))
+        fields: dict[tuple[str, ...], TunerCandidates] = {}
+        wins: Counter[str] = Counter()
+        wrong = 0
+        limits = {"iterations": args.iterations, "seconds": args.seconds, "warmup": 10}
+        with launcher.progress(len(todo), "tuning", "row") as bar:
+            for setting in todo:
+                bar.set_postfix_str(f"{setting.collective} {format_size(setting.nbytes)}")
+                field = fields.setdefault(setting[:3], TunerCandidates())
+                able = candidates(setting.collective, setting.nbytes, size, comm.nodes, costs)
+                nbytes, row, absent = contest(plain, comm, setting, field.left(able), limits)
+                field.note(row)
+                launcher.say(say_row(setting, nbytes, row))
+                for choice, reason in absent.items():
+                    launcher.say(f"# no {choice}: {reason}")
+                    wrong += reason.startswith("wrong")
+                if row:
+                    wins[min(row, key=row.__getitem__).algorithm] += 1
+                    key = TimingKey(setting.collective, setting.form, size, shape(comm.nodes, size))
+                    table = table.merged(TimingTable(costs, {key: {nbytes: row}}))
+                    if rank == 0:
+                        timing_file.write(args.table, table)
+                bar.update()
+    return table, wins, wrong
+
+
+def show(table: TimingTable) -> None:
+    """Print the table: the winner of every row, and the MPI's own time against it."""
+    for key, rows in sorted(table.entries.items()):
+        launcher.say(f"\n# {key.collective}, {key.form}, {key.ranks} ranks on nodes of {key.placement}")
+        launcher.say(f"{'# Size':<12} {'Winner':<28} {'Time(us)':>12} {'Native(us)':>12} {'Ratio':>7}")
+        for nbytes, row in rows.items():
+            best = min(row, key=row.__getitem__)
+            native = row.get(AlgorithmChoice(NATIVE))
+            against = f"{native * 1e6:>12.2f} {row[best] / native:>7.2f}" if native else f"{'-':>12} {'-':>7}"
+            launcher.say(f"{nbytes:<12} {best!s:<28} {row[best] * 1e6:>12.2f} {against}")
+
+
+def native_rows(entries: dict[TimingKey, Rows]) -> tuple[int, int]:
+    """(rows in which the MPI's own was the fastest, rows)."""
+    rows = [row for series in entries.values() for row in series.values()]
+    return sum(min(row, key=row.__getitem__).algorithm == NATIVE for row in rows), len(rows)
+
+
+def main() -> int:
+    """Measure, show or draw; 1 if a result was wrong or the table could not be used."""
+    args = parse()
+    plain = MPI.COMM_WORLD
+    told: tuple[TimingTable | None, str | None] = (None, None)
+    if plain.Get_rank() == 0:
+        try:
+            told = known(args.table)
+        except (OSError, TableError) as error:
+            told = None, f"{error}; move it away, or choose another with --table"
+    table, message = plain.bcast(told)
+    if message:
+        launcher.say(f"# {message}")
+    if table is None:
+        return 1
+    launcher.say(f"# {timing_file.mpi_name()}; {plain.Get_size()} ranks; {timing_file.machine()}")
+    launcher.say(f"# {args.table}")
+    wrong = 0
+    if args.dry_run:
+        with Communicator(plain, tuning=False) as comm:
+            nodes = comm.nodes
+        for setting in settings(args):
+            able = candidates(setting.collective, setting.nbytes, plain.Get_size(), nodes, table.costs)
+            launcher.say(f"{setting.collective:<16}{setting.form:<12}{setting.nbytes:>12}  {', '.join(map(str, able))}")
+    elif args.show:
+        show(table)
+    else:
+        table, wins, wrong = tune(args, table)
+        launcher.say("# winners: " + ", ".join(f"{name} {times}" for name, times in wins.most_common()))
+    won, rows = native_rows(table.entries)
+    launcher.say(f"# in the table: {rows} rows; the MPI's own collective is the fastest in {won}")
+    if args.plot and plain.Get_rank() == 0:
+        from collectives.benchmark.race_plots import plot_winners
+
+        plot_winners(args.plot, table)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -1,0 +1,143 @@
+"""Errors of sums of encoded vectors, measured for any number of simulated ranks and compared with theory.
+
+python scripts/verify_errors.py
+python scripts/verify_errors.py --ranks 2,4,8,16,32,64 --specs int8_g128,int4_g128 --elements 1M
+
+eps is the relative error of encoding a vector of normal noise once. A sum of p of them is wrong by so many eps; the
+laws say sqrt(2) in two shots and, while p eps^2 is small, sqrt((p+1)/2) around a ring. Integers of one scale are held
+against another: each of p terms is wrong by step/sqrt(12), in steps of the scale that all ranks share. Every rank runs
+the code that it would run with others; only messages are copies. The exit code is 1 if a sum is more than a tenth off
+its law.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from collectives.benchmark.in_process import play, played
+from collectives.benchmark.size_arguments import parse_size
+from collectives.cli.launcher import ProgramParser
+from collectives.cli.spec_arguments import shareable, specs
+from collectives.compressed import Codec, FlatAllreduce, QuantCodec, RingAllreduce, SharedScale, TwoShotAllreduce
+
+
+def in_two_shots(ranks: int, eps: float) -> float:
+    """Error law of two shots: every term and the sum are encoded; encoding a single term again loses nothing."""
+    return math.sqrt(2) if ranks > 1 else 1.0
+
+
+def around_a_ring(ranks: int, eps: float) -> float:
+    """Error law of the ring: sums of 1, 2 ... p terms are encoded: sqrt((p+1)/2) while p eps^2 is small."""
+    wrong = 0.0
+    for terms in range(1, ranks + 1):
+        wrong += eps**2 * (terms + wrong)
+    return math.sqrt(wrong / ranks) / eps
+
+
+LAWS: dict[str, tuple[type[FlatAllreduce], Callable[[int, float], float]]] = {
+    "two_shot": (TwoShotAllreduce, in_two_shots),
+    "ring": (RingAllreduce, around_a_ring),
+}
+"""What sums, and the error of a sum of so many terms over that of encoding once, eps."""
+
+TOLERANCE = 0.1
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The norm of what is wrong over that of what is right."""
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def noise(rank: int, count: int) -> np.ndarray:
+    """A rank's term."""
+    return np.random.default_rng(rank).standard_normal(count).astype(np.float32)
+
+
+def once(codec: Codec, x: np.ndarray) -> float:
+    """eps."""
+    wire, out = np.empty(codec.nbytes(len(x)), np.uint8), np.empty_like(x)
+    codec.encode(x, wire)
+    codec.decode(wire, out)
+    return relative(out, x)
+
+
+def error(way: type[FlatAllreduce], ranks: int, codec: Callable[[int], Codec], count: int) -> float:
+    """The relative error of a sum; the codec is made of a rank's number."""
+    terms = [noise(rank, count) for rank in range(ranks)]
+    total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
+    made = [way(comm, count, codec(comm.Get_rank())) for comm in played(ranks)]
+    play([each.allreduce(x, x) for each, x in zip(made, terms)])
+    return float(np.max([relative(found, total) for found in terms]))
+
+
+def in_steps(ranks: int, bits: int, group: int, count: int) -> float:
+    """The error of a sum of integers of one scale, as root mean square, in steps of the scale."""
+    terms = [noise(rank, count) for rank in range(ranks)]
+    total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
+    peaks = np.maximum.reduceat(np.max(np.abs(terms), axis=0), np.arange(0, count, group))
+    made = [SharedScale(comm, count, bits, group) for comm in played(ranks)]
+    play([each.allreduce(x, x) for each, x in zip(made, terms)])
+    steps = np.repeat(peaks / made[0].largest, group)[:count]
+    return float(np.sqrt(np.mean(np.square((terms[0] - total) / steps))))
+
+
+def of_integers(ranks: int) -> float:
+    """Error law of shared-scale integers: p errors uniform in -1/2 .. 1/2, which holds from 3 bits on."""
+    return math.sqrt(ranks / 12)
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers with commas, 1 or more each."""
+    found = [int(part) for part in text.split(",") if part.isdigit()]
+    if len(found) != text.count(",") + 1 or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of ranks, as in 2,8,64; found {text!r}")
+    return found
+
+
+def elements(text: str) -> int:
+    """A size, 1 or more."""
+    if not (found := parse_size(text)):
+        raise argparse.ArgumentTypeError("expected an element or more, found 0")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code."""
+    parser = ProgramParser(__doc__)
+    add = parser.add_argument
+    add("--ranks", type=numbers, default="2,3,4,8,16,32,64", metavar="NUMBERS", help="default 2,3,4,8,16,32,64")
+    add("--specs", type=specs, default="int8_g128,int4_g128", metavar="NAMES", help="default int8_g128,int4_g128")
+    add("--elements", type=elements, default="64K", metavar="N", help="of a vector (default 64K)")
+    args = parser.parse_args(argv)
+    off = []
+    for name, spec in args.specs.items():
+        codec = partial(QuantCodec, spec, None)
+        eps = once(codec(0), noise(0, args.elements))
+        shared = shareable(spec) and spec.bits > 2
+        titles = [*(f"{way}, eps | law" for way in LAWS), *["shared_scale, steps | law"] * shared]
+        print(f"{name}: eps = {eps:.4f}\n\n| ranks | {' | '.join(titles)} |")
+        print(f"| --- |{' --- | --- |' * len(titles)}")
+        for ranks in args.ranks:
+            pairs = [(error(way, ranks, codec, args.elements) / eps, law(ranks, eps)) for way, law in LAWS.values()]
+            if shared:
+                group = getattr(spec.granularity, "size", args.elements)
+                pairs.append((in_steps(ranks, spec.bits, group, args.elements), of_integers(ranks)))
+            cells = []
+            for found, wanted in pairs:
+                off.append(abs(found / wanted - 1))
+                cells += [f"{found:.3f}", f"{wanted:.3f}"]
+            print(f"| {ranks} | {' | '.join(cells)} |", flush=True)
+        print()
+    worst = np.max(off)  # NaN if one is
+    print(f"at most {worst:.1%} off")
+    return int(not worst <= TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

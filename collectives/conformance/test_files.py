@@ -1,0 +1,56 @@
+"""mpi4py's test files that concern communicators, and the few cases among them that are left out, with the reason."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+FILES = (
+    # collectives on buffers: blocking, non-blocking, persistent; of unequal blocks; between groups; among neighbours
+    *("test_cco_buf", "test_cco_nb_buf", "test_cco_pr_buf"),
+    *("test_cco_vec", "test_cco_nb_vec", "test_cco_pr_vec"),
+    *("test_cco_buf_inter", "test_cco_vec_inter"),
+    *("test_cco_ngh_buf", "test_cco_pr_ngh_buf", "test_cco_ngh_obj"),
+    # collectives on objects
+    *("test_cco_obj", "test_cco_obj_inter"),
+    # communicators, what hangs on them, and classes derived from them
+    *("test_comm", "test_comm_inter", "test_comm_topo", "test_subclass", "test_attributes", "test_group"),
+    *("test_errhandler", "test_objmodel", "test_pickle", "test_handle", "test_op"),
+    # requests and point-to-point
+    *("test_request", "test_grequest", "test_threads"),
+    *("test_p2p_buf", "test_p2p_obj", "test_p2p_buf_matched", "test_p2p_obj_matched", "test_p2p_buf_part"),
+    *("test_msgspec", "test_msgzero", "test_util_pkl5", "test_util_sync"),
+)
+"""Modules of mpi4py's folder ``test``."""
+
+EXCLUDED = (
+    (
+        "test_msgspec.TestMessage*CAI*",
+        "memory of the host that pretends to be on a GPU: MPI would read it, CuPy cannot",
+    ),
+    (
+        "test_msgspec.TestMessage*GPU*",
+        "memory of the host that pretends to be on a GPU: MPI would read it, CuPy cannot",
+    ),
+    (
+        "test_comm.TestComm[SW]*[fd].testPickle",
+        "pickles mpi4py's own COMM_WORLD by its name, under which ours is found during these tests",
+    ),
+    ("test_objmodel.TestObjModel.testHandle", "fromhandle gives mpi4py's class for objects of any derived class"),
+    ("test_objmodel.TestObjModel.testCAPI", "the C interface gives mpi4py's class for objects of any derived class"),
+    ("test_objmodel.TestObjModel.testSafeFreeConstant", "ours is not mpi4py's constant, which alone outlasts free()"),
+)
+"""Cases that are not run, as patterns of ``module.class.method``, each with the reason."""
+
+EXCLUDED_ARRAYS = (
+    ("FakeGPUArray*", "memory of the host that pretends to be on a GPU: MPI would read it, CuPy cannot"),
+)
+"""Kinds of arrays that no case is run with, as patterns of class names in mpi4py's ``arrayimpl``, with the reason."""
+
+
+def reason(name: str, table: tuple[tuple[str, str], ...]) -> str | None:
+    """Reason for which a case or a kind of array is left out; None if it is not.
+
+    >>> reason("test_comm.TestCommWorld.testSize", EXCLUDED) is None
+    True
+    """
+    return next((text for pattern, text in table if fnmatchcase(name, pattern)), None)

@@ -1,0 +1,107 @@
+"""One rank's side: run a test module of mpi4py with a `collectives.Communicator` in COMM_WORLD's place.
+
+    python -m collectives.conformance.test_rank TESTS MODULE FOLDER SECONDS [--native]
+
+Runs the tests that FOLDER/known does not name. Writes a line of JSON at the start and at the end of each test to
+FOLDER/rank-N. A test that takes longer than SECONDS ends the process with the stacks of its threads in FOLDER/stack-N.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import unittest
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpi4py import MPI
+
+from collectives.conformance.test_files import EXCLUDED, EXCLUDED_ARRAYS, reason
+
+Case = unittest.TestCase
+
+
+class Results(unittest.TestResult):
+    """Outcomes, written line by line, so that those before a crash or a hang are known."""
+
+    def __init__(self, lines: TextIO, stack: TextIO, seconds: float) -> None:
+        super().__init__()
+        self._lines, self._stack, self._seconds = lines, stack, seconds
+        self._outcome, self._text = "passed", ""
+
+    def write(self, **line: str) -> None:
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+
+    def startTest(self, test: Case) -> None:
+        super().startTest(test)
+        self._outcome, self._text = "passed", ""
+        self.write(test=test.id())
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._stack)
+
+    def stopTest(self, test: Case) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self.write(test=test.id(), outcome=self._outcome, text=self._text)
+        super().stopTest(test)
+
+    def _fail(self, test: Case, error: Any) -> None:
+        if self._outcome != "failed":
+            self._outcome, self._text = "failed", self._exc_info_to_string(error, test)  # type: ignore[attr-defined]
+
+    def addError(self, test: Case, err: Any) -> None:
+        self._fail(test, err)
+
+    def addFailure(self, test: Case, err: Any) -> None:
+        self._fail(test, err)
+
+    def addSubTest(self, test: Case, subtest: Any, err: Any) -> None:
+        if err is not None:
+            self._fail(test, err)
+
+    def addSkip(self, test: Case, reason: str) -> None:
+        if self._outcome == "passed":
+            self._outcome, self._text = "skipped", reason
+
+
+def flatten(suite: unittest.TestSuite) -> list[Any]:
+    """All cases of a suite and the suites in it."""
+    cases: list[Any] = []
+    for item in suite:
+        cases += flatten(item) if isinstance(item, unittest.TestSuite) else [item]
+    return cases
+
+
+def main() -> None:
+    """Run the module; outcomes go to the files."""
+    tests, module, folder, seconds, *options = sys.argv[1:]
+    sys.path.insert(0, tests)
+    for library in ("cupy", "numba"):  # as mpi4py's own runner does it: no arrays of libraries that need a GPU
+        sys.modules[library] = None  # type: ignore[assignment]
+    rank = MPI.COMM_WORLD.Get_rank()
+    if "--native" not in options:
+        from collectives import Communicator
+
+        for name in ("COMM_WORLD", "COMM_SELF"):
+            setattr(MPI, name, Communicator(getattr(MPI, name)))
+    import arrayimpl  # type: ignore[import-not-found]  # of mpi4py's tests
+
+    kinds = arrayimpl.ArrayBackends
+    kinds[:] = [kind for kind in kinds if reason(kind.__name__, EXCLUDED_ARRAYS) is None]
+    known = set(Path(folder, "known").read_text().splitlines())
+    with open(Path(folder, f"rank-{rank}"), "w") as lines, open(Path(folder, f"stack-{rank}"), "w") as stack:
+        results = Results(lines, stack, float(seconds))
+        for case in flatten(unittest.defaultTestLoader.loadTestsFromName(module)):
+            if case.id() in known:
+                continue
+            if (why := reason(case.id(), EXCLUDED)) is not None:
+                results.write(test=case.id(), outcome="excluded", text=why)
+            else:
+                case.run(results)  # without the suite's fixtures of classes and modules: mpi4py's tests have none
+        results.write(test="", outcome="end")
+        MPI.COMM_WORLD.Barrier()
+    faulthandler.dump_traceback_later(float(seconds), exit=True)  # the end of the process may hang, too
+
+
+if __name__ == "__main__":
+    main()

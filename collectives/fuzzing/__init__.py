@@ -1,0 +1,1 @@
+"""Random sequences of collective calls, compared between the MPI and Chorus."""

@@ -1,0 +1,264 @@
+"""The arguments of a drawn call for one rank: arrays with closed contents, and the ways to spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.buffers.datatypes import PAIRS
+from collectives.fuzzing.sequences import Step
+
+ROOTED = ("Bcast", "Reduce", "Scatter", "Gather", "Scatterv", "Gatherv")
+"""Methods in which ranks differ in the arrays that they have, while making a shared array is collective."""
+
+GUARD = 3
+"""Elements before and after what a call may touch."""
+
+MAKERS: dict[str, Callable[[MPI.Datatype], MPI.Datatype]] = {
+    "contiguous": lambda base: base.Create_contiguous(3),
+    "dup": lambda base: base.Dup(),
+    "struct": lambda base: MPI.Datatype.Create_struct([2], [0], [base]),
+    "vector": lambda base: base.Create_vector(2, 1, 2),
+    "indexed": lambda base: base.Create_indexed([1, 2], [0, 2]),
+    "resized": lambda base: base.Create_resized(0, 2 * base.Get_extent()[1]),
+    "nested": lambda base: base.Create_vector(2, 1, 3).Create_contiguous(2),
+}
+
+
+class DLPackOnly:
+    """An array that offers nothing but DLPack."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+
+class Arguments:
+    """One rank's arguments of one call.
+
+    Parameters
+    ----------
+    step : Step
+    comm : MPI.Intracomm
+    seed : int
+    op : MPI.Op or None
+        The reduction, where there is one.
+    native : bool
+        Whether the call is the MPI's own, which may use all of a receive buffer where ours must not.
+    """
+
+    def __init__(self, step: Step, comm: Any, seed: int, op: MPI.Op | None, native: bool) -> None:
+        self.step, self.comm, self.native = step, comm, native
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._seed = (seed, step.thread, step.number)
+        self._common = np.random.default_rng([*self._seed, 1])
+        self._own = np.random.default_rng([*self._seed, 2, self.rank])
+        if step.dtype in PAIRS:
+            value, location = PAIRS[step.dtype]
+            self.dtype = np.dtype([("val", value), ("loc", location)], align=True)
+            base = getattr(MPI, step.dtype)
+        else:
+            self.dtype = np.dtype(step.dtype or "i")
+            base = MPI._typedict[self.dtype.char]
+        self.datatype: MPI.Datatype = base
+        self.derived = bool(step.datatype)
+        if self.derived:
+            self.datatype = MAKERS[step.datatype](base).Commit()
+        self.extent = self.datatype.Get_extent()[1] // self.dtype.itemsize
+        self.root = step.pick % self.size
+        self.in_place = "in place" in step.flags
+        self._wholes: list[tuple[np.ndarray, bool]] = []
+        self._untouched: list[tuple[np.ndarray, np.ndarray]] = []
+        self._ignored: list[np.ndarray] = []
+        self.positional: list[Any] = []
+        self.keywords: dict[str, Any] = {} if op is None else {"op": op}
+        getattr(self, f"_{step.method.lower()}")()
+        self.refill()
+
+    # -------------------------------------------------------------------------------- arrays
+
+    def _room(self, count: int, brought: bool) -> np.ndarray:
+        """Room for `count` elements of the data type, with guards around it."""
+        count = count * self.extent
+        shared = "shared" in self.step.flags and self.step.method not in ROOTED and self.dtype.names is None
+        shared = shared and not self.native
+        length = count + 2 * GUARD
+        whole = self.comm.empty(length, self.dtype) if shared else np.zeros(length, self.dtype)
+        self._wholes.append((whole, brought))
+        return whole[GUARD : GUARD + count]
+
+    def refill(self) -> None:
+        """Fill all arrays anew: with what the rank brings, or with what no call gives."""
+        for whole, brought in self._wholes:
+            if not brought:
+                whole[...] = np.zeros(1, self.dtype) if self.dtype.names else np.asarray(77).astype(self.dtype)
+            elif self.dtype.names:
+                whole["val"], whole["loc"] = self._own.integers(0, 5, (2, len(whole)))
+            elif self.step.op == "affine":
+                whole[...] = self._own.integers(0, 2**63, len(whole), np.uint64)
+            else:
+                high = 3 if self.step.op == "PROD" else 2 if self.dtype == bool else 11
+                whole[...] = self._own.integers(self.step.op == "PROD", high, len(whole)).astype(self.dtype)
+        self._before = [(array, array.copy()) for array in self._ignored]
+
+    def result(self) -> list[bytes]:
+        """All memory of the arrays after the call, but what MPI leaves open, which ours must leave as it was."""
+        kept = [True if self.native else bool((array == before).all()) for array, before in self._before]
+        for array, before in self._before:
+            array[...] = before
+        parts = []
+        for whole, _ in self._wholes:
+            if self.dtype.names:
+                parts += [whole["val"].tobytes(), whole["loc"].tobytes()]
+            else:
+                parts.append((whole.astype("d") if self.dtype.char == "g" else whole).tobytes())
+        return [*parts, repr(kept).encode()]
+
+    # -------------------------------------------------------------------------------- spellings
+
+    def _spelled(self, array: np.ndarray, count: int) -> Any:
+        """A vector, or blocks of `count` elements each."""
+        flags = self.step.flags
+        obj: Any = array
+        if "DLPack" in flags and self.dtype.char in "ilfd":
+            obj = DLPackOnly(array)
+        if self.derived or self.dtype.names or "count given" in flags:
+            return [obj, count, self.datatype] if "packed" in flags else [obj, (count, 0), self.datatype]
+        return [obj, self.datatype] if "type given" in flags else obj
+
+    def _spelled_v(self, array: np.ndarray, lengths: list[int], displs: list[int] | None) -> Any:
+        if self.derived or "type given" in self.step.flags:
+            return [array, lengths, displs, self.datatype]
+        return [array, lengths] if displs is None else [array, (lengths, displs)]
+
+    def _in_place(self) -> Any:
+        return None if "None for in place" in self.step.flags else MPI.IN_PLACE
+
+    def _rooted(self) -> None:
+        self.keywords["root"] = np.array(self.root) if "root as an array" in self.step.flags else self.root
+
+    def _lengths(self, *shape: int) -> np.ndarray:
+        n = self.step.n
+        return self._common.choice([0, n, n // 2 + 1, n], shape)
+
+    def _displs(self, lengths: list[int]) -> tuple[list[int] | None, int]:
+        """Places of blocks, close together or in reverse order with gaps; and the room for all."""
+        if "packed" in self.step.flags:
+            return None, sum(lengths)
+        ends = list(accumulate(length + 1 for length in reversed(lengths)))
+        return [end - length - 1 for end, length in zip(ends, reversed(lengths))][::-1], ends[-1]
+
+    # -------------------------------------------------------------------------------- methods
+
+    def _barrier(self) -> None:
+        pass
+
+    def _bcast(self) -> None:
+        self._rooted()
+        self.positional = [self._spelled(self._room(self.step.n, self.rank == self.root), self.step.n)]
+
+    def _allreduce(self) -> None:
+        n = self.step.n
+        send = None if self.in_place else self._spelled(self._room(n, True), n)
+        recv = self._room(n, self.in_place)
+        self.positional = [self._in_place() if send is None else send, self._spelled(recv, n)]
+        if self.step.method == "Exscan" and self.rank == 0:
+            self._ignored.append(recv)
+
+    _scan = _exscan = _allreduce
+
+    def _reduce(self) -> None:
+        self._rooted()
+        if self.rank == self.root:
+            return self._allreduce()
+        self.positional = [self._spelled(self._room(self.step.n, True), self.step.n), None]
+        return None
+
+    def _reduce_scatter_block(self) -> None:
+        n, total = self.step.n, self.step.n * self.size
+        plain = not self.derived and "type given" not in self.step.flags and self.dtype.names is None
+        send = None if self.in_place else self._room(total, True)
+        recv = self._room(total if self.in_place else n, self.in_place)
+        if send is None:
+            self._ignored.append(recv[n * self.extent :])
+        spelled = [array if plain else [array, self.datatype] for array in (send, recv) if array is not None]
+        self.positional = [self._in_place(), *spelled] if send is None else spelled
+
+    def _reduce_scatter(self) -> None:
+        lengths = self._lengths(self.size).tolist()
+        mine, total = lengths[self.rank], sum(lengths)
+        if self.in_place:
+            recv = self._room(total, True)
+            self._ignored.append(recv[mine * self.extent :])
+            self.positional = [self._in_place(), self._spelled(recv, total), lengths]
+        else:
+            send, recv = self._room(total, True), self._room(mine, False)
+            self.positional = [self._spelled(send, total), self._spelled(recv, mine), lengths]
+
+    def _scatter(self) -> None:
+        self._rooted()
+        n, here = self.step.n, self.rank == self.root
+        send = self._spelled(self._room(n * self.size, True), n) if here else None
+        stays = here and self.in_place
+        self.positional = [send, self._in_place() if stays else self._spelled(self._room(n, False), n)]
+
+    def _gather(self) -> None:
+        self._rooted()
+        n = self.step.n
+        if self.rank == self.root:
+            return self._allgather()
+        self.positional = [self._spelled(self._room(n, True), n), None]
+        return None
+
+    def _allgather(self) -> None:
+        n = self.step.n
+        send = self._in_place() if self.in_place else self._spelled(self._room(n, True), n)
+        self.positional = [send, self._spelled(self._room(n * self.size, self.in_place), n)]
+
+    def _alltoall(self) -> None:
+        n, whole = self.step.n, self.step.n * self.size
+        send = self._in_place() if self.in_place else self._spelled(self._room(whole, True), n)
+        self.positional = [send, self._spelled(self._room(whole, self.in_place), n)]
+
+    def _scatterv(self) -> None:
+        self._rooted()
+        lengths = self._lengths(self.size).tolist()
+        displs, count = self._displs(lengths)
+        mine, here = lengths[self.rank], self.rank == self.root
+        send = self._spelled_v(self._room(count, True), lengths, displs) if here else None
+        stays = here and self.in_place
+        self.positional = [send, self._in_place() if stays else self._spelled(self._room(mine, False), mine)]
+
+    def _allgatherv(self) -> None:
+        lengths = self._lengths(self.size).tolist()
+        displs, count = self._displs(lengths)
+        mine = lengths[self.rank]
+        send = self._in_place() if self.in_place else self._spelled(self._room(mine, True), mine)
+        self.positional = [send, self._spelled_v(self._room(count, self.in_place), lengths, displs)]
+
+    def _gatherv(self) -> None:
+        self._rooted()
+        if self.rank == self.root:
+            return self._allgatherv()
+        mine = int(self._lengths(self.size)[self.rank])
+        self.positional = [self._spelled(self._room(mine, True), mine), None]
+        return None
+
+    def _alltoallv(self) -> None:
+        lengths = self._lengths(self.size, self.size)
+        if self.in_place:
+            lengths = np.minimum(lengths, lengths.T)
+        sent, received = lengths[self.rank].tolist(), lengths[:, self.rank].tolist()
+        displs, count = self._displs(sent)
+        send = self._in_place() if self.in_place else self._spelled_v(self._room(count, True), sent, displs)
+        displs, count = self._displs(received)
+        self.positional = [send, self._spelled_v(self._room(count, self.in_place), received, displs)]

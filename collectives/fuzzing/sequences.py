@@ -1,0 +1,145 @@
+"""Sequences of steps drawn from a seed. Each step is drawn by itself, so that any part of a sequence is one, too."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from random import Random
+from typing import NamedTuple
+
+REDUCING = ("Reduce", "Allreduce", "Reduce_scatter_block", "Reduce_scatter", "Scan", "Exscan")
+MOVING = ("Bcast", "Scatter", "Gather", "Allgather", "Alltoall", "Scatterv", "Gatherv", "Allgatherv", "Alltoallv")
+OBJECTS = ("barrier", "bcast", "gather", "scatter", "allgather", "alltoall")
+REDUCED_OBJECTS = ("reduce", "allreduce", "scan", "exscan")
+"""Methods for which mpi4py duplicates the communicator when they are first used on it, under a lock of the process: for
+the first thread alone, as two threads wait for each other there natively (``scripts/fuzz.py --control`` shows it)."""
+
+
+INTEGERS, FLOATS, COMPLEX = "bhilqBHILQ", "fdg", "FD"
+OPERATIONS = {
+    **dict.fromkeys(("SUM", "PROD"), INTEGERS + FLOATS + COMPLEX),
+    **dict.fromkeys(("MAX", "MIN"), INTEGERS + FLOATS),
+    **dict.fromkeys(("BAND", "BOR", "BXOR"), INTEGERS),
+    **dict.fromkeys(("LAND", "LOR", "LXOR"), INTEGERS + "?"),
+    **dict.fromkeys(("MAXLOC", "MINLOC"), ("FLOAT_INT", "DOUBLE_INT", "TWOINT")),
+    **dict.fromkeys(("affine", "add"), "Q"),  # the user's: one that does not commute, one that does
+}
+"""Element types of each operation: those for which MPI defines it."""
+
+GAPLESS = ("contiguous", "dup", "struct")
+TYPES = (*GAPLESS, "vector", "indexed", "resized", "nested")
+LENGTHS = (0, 1, 1, 2, 3, 5, 8, 17, 100, 1000, 5000)
+FORMS = ("blocking", "blocking", "blocking", "begun", "begun", "pending", "bound", "kept")
+
+
+class Step(NamedTuple):
+    """One step of a thread's sequence.
+
+    Attributes
+    ----------
+    thread, number : int
+    kind : str
+        "call", "object", "complete", "restart", "exchange", or what is done to a communicator or an operation.
+    comm, pick : int
+        Which of the communicators there are, and any other choice among what is there: taken modulo the number.
+    method, form : str
+        A method of the communicator, and whether it is blocking, begun and waited for, left pending, bound, started
+        and freed, or kept to be started again.
+    dtype, datatype, op : str
+        Letter of the elements' type, derived type made of it ("" for none), and the reduction.
+    n : int
+        Elements of a rank, or of a block.
+    flags : frozenset of str
+        Spellings of arguments, and more: "in place", "shared", "algorithm" ...
+    """
+
+    thread: int
+    number: int
+    kind: str
+    comm: int = 0
+    pick: int = 0
+    method: str = ""
+    form: str = ""
+    dtype: str = ""
+    datatype: str = ""
+    op: str = ""
+    n: int = 0
+    flags: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        words = [f"{self.thread}.{self.number}: {self.kind}", self.method, self.form, self.op, self.datatype]
+        numbers = f"{self.dtype} n={self.n}" if self.kind == "call" else ""
+        where = f"(comm {self.comm}, pick {self.pick})"
+        return " ".join(word for word in (*words, numbers, ", ".join(sorted(self.flags)), where) if word)
+
+
+OTHERS = {
+    "object": 12,
+    "complete": 8,
+    "restart": 5,
+    "exchange": 3,
+    "dup": 3,
+    "split": 3,
+    "clone": 1,
+    "create": 2,
+    "wrap": 2,
+    "copy": 2,
+    "free": 4,
+    "free out of order": 2,
+    "free op": 3,
+    "copied op": 2,
+}
+"""Steps other than calls on arrays, with how often they come in a hundred."""
+
+SPELLINGS = {
+    "in place": 0.25,
+    "None for in place": 0.2,
+    "root as an array": 0.1,
+    "type given": 0.3,
+    "count given": 0.3,
+    "DLPack": 0.1,
+    "shared": 0.15,
+    "algorithm": 0.3,
+    "segments": 0.1,
+    "copied op": 0.15,
+    "type freed": 0.5,
+    "packed": 0.4,
+}
+"""Flags of calls, with how often each is set."""
+
+
+def draw(seed: int, thread: int, number: int) -> Step:
+    """Draw one step."""
+    chance = Random(f"{seed} {thread} {number}")
+    comm, pick = chance.randrange(60), chance.randrange(2520)
+    kind = chance.choices(["call", *OTHERS], [100 - sum(OTHERS.values()), *OTHERS.values()])[0]
+    step = Step(thread, number, kind, comm, pick)
+    if kind == "object":
+        return step._replace(method=chance.choice(OBJECTS if thread else OBJECTS + REDUCED_OBJECTS))
+    if kind != "call":
+        return step
+    method = chance.choice(("Barrier", *REDUCING, *REDUCING, *MOVING))
+    n = chance.choice(LENGTHS) if chance.random() < 0.97 else 120_000
+    op, datatype, dtype = "", "", chance.choice(INTEGERS + FLOATS + COMPLEX + "?")
+    if method in REDUCING:
+        op = chance.choice([*OPERATIONS, "SUM", "affine", "affine", "add"])
+        dtype = chance.choice(OPERATIONS[op])
+        if op in ("affine", "add") and chance.random() < 0.4:
+            datatype = chance.choice(GAPLESS)
+    elif chance.random() < 0.3:
+        datatype = chance.choice(TYPES)
+    if datatype:
+        n = min(n, 5000)
+    flags = frozenset(name for name, often in SPELLINGS.items() if chance.random() < often)
+    return step._replace(
+        method=method, form=chance.choice(FORMS), n=n, dtype=dtype, datatype=datatype, op=op, flags=flags
+    )
+
+
+def sequence(seed: int, threads: int, calls: int, without: Container[str] = ()) -> list[Step]:
+    """Draw the steps of all threads, `calls` of each; `without` names kinds of steps, forms and flags to leave out."""
+    drawn = [draw(seed, thread, number) for thread in range(threads) for number in range(calls)]
+    return [
+        step._replace(flags=frozenset(flag for flag in step.flags if flag not in without))
+        for step in drawn
+        if not any(word in without for word in (step.kind, step.form, step.method, step.op) if word)
+    ]

@@ -1,0 +1,370 @@
+"""Run drawn steps on one rank, on the MPI's own communicators or on ours; the results are to be compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator, algorithms, test_all, wait_all
+from collectives.algorithms import catalog
+from collectives.fuzzing.drawn_arguments import Arguments
+from collectives.fuzzing.sequences import Step
+
+LOW = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+
+Results = dict[tuple[int, int], list[bytes]]
+
+
+def compose(left: Any, inout: Any, _: MPI.Datatype) -> None:
+    """Compose affine maps ``x -> a x + b`` modulo 2**32, two numbers in one: associative, and does not commute."""
+    first, second = np.frombuffer(left, "u8"), np.frombuffer(inout, "u8")
+    factor = ((first >> HALF) * (second >> HALF)) & LOW
+    second[:] = factor << HALF | (((first >> HALF) * (second & LOW) + (first & LOW)) & LOW)
+
+
+def add(left: Any, inout: Any, _: MPI.Datatype) -> None:
+    """Add, modulo 2**64."""
+    total = np.frombuffer(inout, "u8")
+    total += np.frombuffer(left, "u8")
+
+
+FUNCTIONS = {"affine": (compose, False), "add": (add, True)}
+
+
+class DrawnCall:
+    """A call with its arguments, which may end later than the step that began it."""
+
+    def __init__(self, step: Step, comm: Any, arguments: Arguments) -> None:
+        self.step, self.comm, self.arguments = step, comm, arguments
+        self.request: Any = None
+
+    def record(self, results: Results) -> None:
+        results.setdefault((self.step.thread, self.step.number), []).extend(self.arguments.result())
+
+
+class Player:
+    """A thread's communicators, operations, and calls under way, and the steps on them.
+
+    Steps may be left out: a step that needs something that is not there does without, in the same way on all ranks.
+
+    Parameters
+    ----------
+    base : MPI.Intracomm
+        A communicator of this thread's own; ours, or the MPI's, whose calls are all blocking.
+    seed : int
+    begins : callable, optional
+        Called with each step as it begins.
+    """
+
+    def __init__(self, base: Any, seed: int, begins: Callable[[Step], object] = lambda step: None) -> None:
+        self.begins = begins
+        self.native = not isinstance(base, Communicator)
+        self.seed = seed
+        self.rank = base.Get_rank()
+        self.comms: list[Any] = [base]
+        self.ops: dict[int, tuple[str, MPI.Op]] = {}
+        self.pending: list[DrawnCall] = []
+        self.kept: list[DrawnCall] = []
+        self.results: Results = {}
+        self.calls = 0
+        self.now: Step | None = None
+
+    def run(self, steps: Iterable[Step]) -> None:
+        """Run the steps, end what is under way, and free all but the base."""
+        for step in steps:
+            self.now = step
+            self.begins(step)
+            comm = self.comms[step.comm % len(self.comms)]
+            if comm == MPI.COMM_NULL and step.kind in ("call", "object", "exchange", "copied op", "copy"):
+                continue
+            getattr(self, f"_{step.kind.replace(' ', '_')}")(step, comm)
+        last = self.now or Step(0, -1, "end")
+        self._complete(last, None)
+        self._release()
+        self._free_ops()
+        for comm in self.comms[:0:-1]:
+            if comm != MPI.COMM_NULL:
+                comm.Free()
+        del self.comms[1:]
+
+    # -------------------------------------------------------------------------------- calls on arrays
+
+    def _op(self, step: Step) -> MPI.Op | None:
+        if not step.op:
+            return None
+        if step.op not in FUNCTIONS:
+            op = getattr(MPI, step.op)
+            return MPI.Op(op) if "copied op" in step.flags else op
+        place = step.pick // 3 % 2
+        if self.ops.get(place, ("", None))[0] != step.op:
+            if place in self.ops:
+                self._free_ops()
+            function, commutes = FUNCTIONS[step.op]
+            self.ops[place] = step.op, MPI.Op.Create(function, commute=commutes)
+        return self.ops[place][1]
+
+    def _chosen(self, step: Step) -> dict[str, Any]:
+        """Keywords that mpi4py's methods lack."""
+        if self.native or "algorithm" not in step.flags or step.method == "Barrier":
+            return {}
+        name = step.method.lower()
+        name = {"bcast": "broadcast", "reduce_scatter_block": "reduce_scatter"}.get(name, name)
+        base = name.removesuffix("v") if name.endswith("v") else name
+        able = [one for one in algorithms(name) if one != "native"]
+        if step.op == "affine":
+            able = [one for one in able if catalog.find(base, one).ordered]
+        chosen: dict[str, Any] = {"algorithm": able[step.pick % len(able)]}
+        return chosen | ({"segments": 1 + step.pick % 3} if "segments" in step.flags else {})
+
+    def _call(self, step: Step, comm: Any) -> None:
+        self.calls += 1
+        op = self._op(step)
+        arguments = Arguments(step, comm, self.seed, op, self.native)
+        call = DrawnCall(step, comm, arguments)
+        keywords = arguments.keywords | self._chosen(step)
+        early = "type freed" in step.flags
+        method = getattr(comm, step.method)
+        turns = 1 + step.pick % 3 if step.form == "bound" else 1
+        if self.native or step.form == "blocking":
+            for turn in range(turns):
+                if turn:
+                    arguments.refill()
+                method(*arguments.positional, **keywords)
+                call.record(self.results)
+            if step.form == "kept":
+                call.request = lambda: method(*arguments.positional, **keywords)
+                self.kept.append(call)
+                return
+            self._free_type(call)
+        elif step.form in ("begun", "pending"):
+            begin = getattr(comm, f"I{step.method.lower()}")
+            call.request = begin(*arguments.positional, **keywords)
+            if arguments.derived and early:
+                arguments.datatype.Free()
+            if step.form == "pending":
+                self.pending.append(call)
+                return
+            self._wait([call], step.pick)
+        else:
+            call.request = getattr(comm, f"{step.method}_init")(*arguments.positional, **keywords)
+            if arguments.derived and early:
+                arguments.datatype.Free()
+            for turn in range(turns):
+                if turn:
+                    arguments.refill()
+                call.request.Start()
+                self._wait([call], step.pick // (turn + 1), ends=False)
+            if step.form == "kept":
+                self.kept.append(call)
+                return
+            call.request.Free()
+            self._free_type(call)
+
+    def _free_type(self, call: DrawnCall) -> None:
+        if call.arguments.derived and call.arguments.datatype != MPI.DATATYPE_NULL:
+            call.arguments.datatype.Free()
+
+    def _wait(self, calls: list[DrawnCall], pick: int, ends: bool = True) -> None:
+        """End the calls in one of the ways there are, and take the results."""
+        requests = [call.request for call in calls]
+        way = pick % 6 if all(isinstance(request, MPI.Request) for request in requests) else pick % 3
+        if way == 0:
+            for request in requests:
+                request.Wait()
+        elif way == 1:
+            wait_all(requests)
+        elif way == 2:
+            while not test_all(requests):
+                pass
+        elif way == 3:
+            MPI.Request.Waitall(requests)
+        elif way == 4:
+            for _ in requests:
+                MPI.Request.Waitany(requests)
+        else:
+            while not MPI.Request.Testall(requests):
+                pass
+        for call in calls:
+            call.record(self.results)
+            if ends:
+                self._free_type(call)
+
+    def _complete(self, step: Step, _: Any) -> None:
+        """End all calls under way, or some of them, in an order of this rank's own."""
+        if not self.pending:
+            return
+        chance = Random(f"{step.number} {self.rank}")
+        calls = self.pending if step.kind != "complete" or step.pick % 2 else self.pending[::2]
+        self.pending = [call for call in self.pending if all(call is not one for one in calls)]
+        chance.shuffle(calls)
+        while calls:
+            several = 1 + step.pick // 2 % len(calls)
+            self._wait(calls[:several], step.pick // 4)
+            calls = calls[several:]
+
+    def _restart(self, step: Step, _: Any) -> None:
+        """Start kept requests once more, all of them before the first is waited for."""
+        for call in self.kept:
+            self.calls += 1
+            call.arguments.refill()
+            if self.native:
+                call.request()
+                call.record(self.results)
+            else:
+                call.request.Start()
+        if self.kept and not self.native:
+            self._wait(list(self.kept), step.pick, ends=False)
+
+    def _release(self, gone: Callable[[DrawnCall], bool] = lambda call: True) -> None:
+        """Free kept requests."""
+        for call in self.kept:
+            if gone(call):
+                if not self.native:
+                    call.request.Free()
+                self._free_type(call)
+        self.kept = [call for call in self.kept if not gone(call)]
+
+    # -------------------------------------------------------------------------------- objects, and messages
+
+    def _object(self, step: Step, comm: Any) -> None:
+        """A collective on Python objects."""
+        rank, size = comm.Get_rank(), comm.Get_size()
+        root, mine = step.pick % size, (step.number, rank, "x" * (step.pick % 7))
+        self.calls += 1
+        match step.method:
+            case "barrier":
+                found = comm.barrier()
+            case "bcast":
+                found = comm.bcast(mine if rank == root else None, root=root)
+            case "gather":
+                found = comm.gather(mine, root=root)
+            case "scatter":
+                found = comm.scatter([(mine, other) for other in range(size)] if rank == root else None, root=root)
+            case "allgather":
+                found = comm.allgather(mine)
+            case "alltoall":
+                found = comm.alltoall([(mine, other) for other in range(size)])
+            case "reduce":
+                found = comm.reduce(rank + step.number, op=MPI.SUM, root=root)
+            case method:
+                found = getattr(comm, method)(rank * 7 % 5, op=(MPI.SUM, MPI.MAX)[step.pick % 2])
+        self.results[step.thread, step.number] = [repr(found).encode()]
+
+    def _exchange(self, step: Step, comm: Any) -> None:
+        """Messages around a ring."""
+        rank, size = comm.Get_rank(), comm.Get_size()
+        sent, received = np.full(step.pick % 50, rank), np.empty(50, int)
+        comm.Sendrecv(sent, (rank + 1) % size, 5, received, (rank - 1) % size, 5)
+        found = comm.sendrecv(rank, (rank - 1) % size, 6, None, (rank + 1) % size, 6)
+        self.results[step.thread, step.number] = [received[: len(sent)].tobytes(), repr(found).encode()]
+
+    # -------------------------------------------------------------------------------- communicators
+
+    def _dup(self, step: Step, comm: Any) -> None:
+        self._made(comm, lambda: comm.Dup())
+
+    def _clone(self, step: Step, comm: Any) -> None:
+        self._made(comm, lambda: comm.Clone())
+
+    def _split(self, step: Step, comm: Any) -> None:
+        def split() -> Any:
+            rank = comm.Get_rank()
+            color = Random(f"{self.seed} {step.number} {rank}").choice((0, 0, 1, MPI.UNDEFINED))
+            return comm.Split(color, -rank if step.pick % 2 else rank)
+
+        self._made(comm, split)
+
+    def _create(self, step: Step, comm: Any) -> None:
+        def create() -> Any:
+            everyone = comm.Get_group()
+            some = everyone.Incl(range(comm.Get_size() - step.pick % 2 or 1))
+            made = comm.Create(some)
+            some.Free()
+            everyone.Free()
+            return made
+
+        self._made(comm, create)
+
+    def _wrap(self, step: Step, comm: Any) -> None:
+        """A communicator of ours over a new one of the MPI's."""
+        self._made(comm, lambda: MPI.Intracomm(comm).Dup() if self.native else self._wrapped(step, comm))
+
+    def _wrapped(self, step: Step, comm: Any) -> Communicator:
+        plain = MPI.Intracomm(comm).Dup()
+        nodes = [rank % 2 for rank in range(plain.Get_size())] if step.pick % 3 == 1 else None
+        return Communicator(plain, shared=step.pick % 5 > 0, nodes=nodes)
+
+    def _made(self, comm: Any, make: Callable[[], Any]) -> None:
+        if len(self.comms) < 5:
+            self.comms.append(MPI.COMM_NULL if comm == MPI.COMM_NULL else make())
+
+    def _copy(self, step: Step, comm: Any) -> None:
+        """A copy of the object, if there can be one, which then does the same."""
+        try:
+            twin = copy.copy(comm)
+        except (TypeError, ValueError):
+            return
+        self._twin(step, twin)
+
+    def _twin(self, step: Step, comm: Any) -> None:
+        total = np.empty(3)
+        comm.Allreduce(np.full(3, float(comm.Get_rank())), total)
+        if total[0] != sum(range(comm.Get_size())):
+            raise AssertionError(f"{step}: {total}")
+
+    def _free(self, step: Step, _: Any, several: int = 1) -> None:
+        """Free communicators, in an order of this rank's own if several, with calls under way on them or not."""
+        places = list(range(1, len(self.comms)))[-several:]
+        if not places:
+            return
+        gone = [self.comms[place] for place in places]
+        self._release(lambda call: any(call.comm is comm for comm in gone))
+        if step.pick % 2:
+            self._complete(step, None)
+        if several > 1:
+            Random(f"{step.number} {self.rank}").shuffle(gone)
+        for comm in gone:
+            if comm != MPI.COMM_NULL:
+                comm.Free()
+        del self.comms[places[0] :]
+
+    def _free_out_of_order(self, step: Step, comm: Any) -> None:
+        self._free(step, comm, 3)
+
+    # -------------------------------------------------------------------------------- operations
+
+    def _free_ops(self) -> None:
+        """Free all of the user's operations, after the calls that they are in."""
+        if any(call.step.op in FUNCTIONS for call in self.pending):
+            self._complete(Step(0, 0, "free op"), None)
+        self._release(lambda call: call.step.op in FUNCTIONS)
+        for _, op in self.ops.values():
+            op.Free()
+        self.ops.clear()
+
+    def _free_op(self, step: Step, _: Any) -> None:
+        self._free_ops()
+
+    def _copied_op(self, step: Step, comm: Any) -> None:
+        """A predefined operation in a short-lived object, twice, and then one of the user's, perhaps in its place."""
+        self._free_ops()
+        mine, total, found = np.full(3, 3 + comm.Get_rank(), np.uint64), np.empty(3, np.uint64), []
+        for turn in range(2):
+            op = MPI.Op(MPI.SUM)
+            comm.Allreduce(mine, total, op)
+            comm.Allreduce(mine, total, op)
+            found.append(total.tobytes())
+            del op
+            op = MPI.Op.Create((compose, add)[turn], commute=bool(turn))
+            comm.Allreduce(mine, total, op)
+            found.append(total.tobytes())
+            op.Free()
+            del op
+        self.calls += 6
+        self.results[step.thread, step.number] = found

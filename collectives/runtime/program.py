@@ -1,0 +1,198 @@
+"""A program: one collective call bound to memory and a wire, as a flat list of calls.
+
+A blocking collective runs through the list; for a non-blocking one the position in the list is the whole state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from collectives.schedule.chunks import MemorySpan
+from collectives.schedule.steps import Schedule
+from collectives.transport.wire import ExchangeSupport, Wire
+from collectives.types import Wait
+
+SOURCE, TARGET, SCRATCH, LANDING = range(4)
+"""Memories of a program: the user's buffers, scratch for forwarded chunks, and landing memory for operands."""
+
+
+class ReduceKernel(Protocol):
+    """A reduction: `bind(left, right, out)` returns the call that computes out = left op right."""
+
+    def bind(self, left: Any, right: Any, out: Any) -> Callable[[], object]:
+        """Call for these 1-D arrays; `out` may be either operand."""
+        ...
+
+
+class Stream(Protocol):
+    """In-order queue of asynchronous local work, such as a CUDA stream.
+
+    Programs wait for it before they start messages that depend on it, and at the end.
+    """
+
+    ended: Wait
+    """Wait for the work marked last."""
+
+    def empty(self, count: int, dtype: Any) -> Any:
+        """New array of `count` elements that work on the stream can use."""
+        ...
+
+    def working(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call, with its work put on the stream."""
+        ...
+
+    def mark(self) -> None:
+        """Mark the end of all work queued so far."""
+        ...
+
+    def follow(self, *arrays: Any) -> None:
+        """Order later work after all work in progress on these arrays."""
+        ...
+
+
+class Task(NamedTuple):
+    """One rank's part of a call: all that determines a program except its memory and its wire.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        This rank's rounds.
+    lengths : sequence of int
+        Elements of each chunk.
+    source, target : mapping of chunk to MemorySpan
+        Initial locations of the rank's chunks, and final locations of its results, in SOURCE and TARGET, which may be
+        the same memory.
+    itemsize : int
+        Bytes of an element.
+    segment : int
+        Bytes above which messages are cut, so that one segment is reduced while the next arrives. The same on all
+        ranks. 0: never cut.
+    """
+
+    schedule: Schedule
+    lengths: Sequence[int]
+    source: Mapping[int, MemorySpan]
+    target: Mapping[int, MemorySpan]
+    itemsize: int
+    segment: int = 0
+
+
+class ElementArray(NamedTuple):
+    """A 1-D array and its address."""
+
+    array: Any
+    address: int
+
+    @classmethod
+    def allocate(cls, count: int, dtype: Any, xp: Any = np) -> ElementArray:
+        array = xp.empty(count, dtype)
+        return cls(array, _address(array))
+
+
+def _address(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return int(array.ctypes.data)
+    return int(array.__cuda_array_interface__["data"][0])
+
+
+class Program:
+    """A bound schedule: `run` executes all of it, `start` and `advance` in steps.
+
+    Attributes
+    ----------
+    calls, opening, rest : tuple
+        All calls in order, for `run`; those up to the first wait, for `start`; and the rest.
+    begins : tuple of (int, int)
+        Non-empty rounds and their first index in `calls`.
+    position, first : int
+        Index of the next call, and of the first wait, where it is after `start`.
+    nbytes : int
+        Scratch memory of the program.
+    stream : Stream or None
+        Queue of its local work.
+    swap : ExchangeSupport or None
+        The whole program as one exchange, if it only sends one message and receives one.
+    broken : bool
+        A run was aborted; its messages may still be active.
+    waits_in_mpi : bool
+        It can only run as a whole, as it contains a blocking MPI call.
+    """
+
+    swap: ExchangeSupport | None = None
+    broken = waits_in_mpi = False
+    begins: tuple[tuple[int, int], ...] = ()
+
+    def __init__(
+        self,
+        calls: Sequence[Callable[[], object]],
+        tests: Sequence[Callable[[], bool] | None],
+        wire: Wire,
+        nbytes: int,
+        keep: object,
+        stream: Stream | None = None,
+    ) -> None:
+        self.calls = tuple(calls)
+        self._tests: tuple[Callable[[], bool] | None, ...] = tuple(tests)
+        self.first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
+        self.opening, self.rest = self.calls[: self.first], self.calls[self.first :]
+        self.position = self.first
+        self._references = [keep]
+        self.wire = wire
+        self.nbytes = nbytes
+        self.stream = stream
+
+    @property
+    def waits(self) -> tuple[bool, ...]:
+        """True for each call that is a wait."""
+        return tuple(test is not None for test in self._tests)
+
+    def run(self) -> None:
+        """Run to the end."""
+        for call in self.calls:
+            call()
+
+    def start(self) -> None:
+        """Run up to the first wait. `finish` must follow, or `advance` until it returns True."""
+        for call in self.opening:
+            call()
+
+    def finish(self) -> None:
+        """Run the remaining calls to the end."""
+        calls = self.calls[self.position :]
+        self.position = self.first
+        for call in calls:
+            call()
+
+    def advance(self) -> bool:
+        """Run as far as possible without blocking; True at the end."""
+        calls, tests, position = self.calls, self._tests, self.position
+        try:
+            while position < len(calls):
+                test = tests[position]
+                if test is None:
+                    calls[position]()
+                elif not test():
+                    return False
+                position += 1
+            position = self.first
+            return True
+        finally:
+            self.position = position
+
+    def keep(self, what: object) -> None:
+        """Keep an object alive until the program is freed."""
+        self._references.append(what)
+
+    def free(self) -> None:
+        """Release requests and memory."""
+        self.calls = self.opening = self.rest = (_freed,)
+        self._tests = (None,)
+        self._references.clear()
+        self.wire.free()
+
+
+def _freed() -> None:
+    raise RuntimeError("this program was freed")

@@ -1,0 +1,425 @@
+"""Cache of bound programs, looked up by call arguments.
+
+A repeated blocking call is found by the name, operation, root, algorithm and segments, and by its arrays: by shape and
+dtype if its data passes through buffers of the program, and also by address if the program reads the user's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.errors import RanksDisagree
+from collectives.runtime.call import Call
+from collectives.runtime.eager_buffers import SLOT, EagerBuffers, longest, program_of
+from collectives.runtime.program import Program
+from collectives.runtime.requests import active_requests, run_program
+from collectives.runtime.single_exchange import SingleExchange
+from collectives.transport import compiled_exchange
+from collectives.transport.fused_exchange import CompiledExchange, compile_swap
+from collectives.transport.mailbox import MailboxEdge
+from collectives.transport.wire import Iovec
+
+MAX_PROGRAMS = 256
+"""Cached programs, of blocking and of non-blocking calls each."""
+
+MAX_BYTES = 1 << 28
+"""Scratch memory of all cached programs of blocking calls."""
+
+COMPILE_AFTER = 100
+"""Repeated short calls after which they are compiled, which takes up to a second the first time."""
+
+_READY = 0x0401
+"""NumPy's flags of a C-contiguous, writeable array."""
+
+Compile: TypeAlias = Callable[[np.ndarray, np.ndarray, Program], CompiledExchange | None]
+
+_ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
+
+
+class CallKey(NamedTuple):
+    """Keys of a blocking call in the cache.
+
+    Attributes
+    ----------
+    call : tuple
+        Collective, id of the operation, root, algorithm, segments.
+    shape : tuple
+        `call`, and shape and dtype of the arrays: key of programs that copy from and to the arrays.
+    address : tuple or None
+        `shape`, and addresses and strides of the arrays: key of programs bound to them. None for small arrays.
+    """
+
+    call: tuple[Any, ...]
+    shape: tuple[Any, ...]
+    address: tuple[Any, ...] | None
+
+
+UNCACHEABLE = CallKey((), (), None)
+"""Key of calls whose arguments cannot be looked up, such as lists; compared by identity."""
+
+
+class ProgramOrigin(NamedTuple):
+    """Program of a cached call and its key in `ProgramCache.bound`."""
+
+    program: Program
+    key: Hashable
+
+
+class CachedCall(NamedTuple):
+    """A blocking call ready to run with arrays of known shape.
+
+    Attributes
+    ----------
+    swap : callable or None
+        ``swap(sendbuf, recvbuf)`` runs the whole call directly between the arrays, if it is a single exchange.
+    calls : tuple of callables
+        The program's calls.
+    load, store : numpy.ndarray or None
+        Eager buffers in the arrays' shape, to copy into before and out of after the calls.
+    finish : callable or None
+        Last reduction, writing to the user's array instead of the eager buffer; it replaces the last call and `store`.
+    origin : ProgramOrigin
+    """
+
+    swap: Callable[[Any, Any], None] | None
+    calls: tuple[Callable[[], object], ...]
+    load: np.ndarray | None
+    store: np.ndarray | None
+    finish: Callable[[np.ndarray], object] | None
+    origin: ProgramOrigin
+
+
+_DONE, _NO = compiled_exchange.DONE, compiled_exchange.NO
+
+_UFUNCS = {op.handle: ufunc for op, ufunc in ((MPI.SUM, np.add), (MPI.PROD, np.multiply), (MPI.MAX, np.maximum),
+                                              (MPI.MIN, np.minimum))}  # fmt: skip
+"""Operations that can be compiled."""
+
+_CONSTANTS = {id(op): op for op in vars(MPI).values() if isinstance(op, MPI.Op)}
+"""MPI's predefined operations by id. Held here, so that no other object gets their ids; ids of others are reused."""
+
+
+def _one_array_key(
+    name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+) -> CallKey:
+    """Key of a call in which at least one argument is None or MPI.IN_PLACE."""
+    call = name, id(op), root, algorithm, segments
+    if sendbuf is None and recvbuf is None:
+        return CallKey(call, call, None)
+    sends, array = type(sendbuf) is _ndarray, sendbuf if type(sendbuf) is _ndarray else recvbuf
+    other = recvbuf if sends else sendbuf
+    if type(array) is not _ndarray or not (other is None or other is _IN_PLACE):
+        return UNCACHEABLE
+    if not array.flags.forc or not (sends or array.flags.writeable):
+        return UNCACHEABLE
+    shape = *call, sends, other, array.shape, array.dtype
+    if array.nbytes > longest() or not array.flags.c_contiguous:
+        return CallKey(call, shape, (*shape, _address(array), array.strides))
+    return CallKey(call, shape, None)
+
+
+class ProgramCache:
+    """Programs of the blocking calls of one rank on one communicator.
+
+    Parameters
+    ----------
+    rank : int
+        Used in error messages.
+
+    Attributes
+    ----------
+    bound : dict of Program or EagerBuffers
+        Programs, the oldest first, by the properties that calls of one program share.
+    by_shape, by_address : dict of CachedCall
+        Ready calls by `CallKey.shape` and by `CallKey.address`.
+    compiled : dict of CompiledExchange
+        Short calls that are one compiled function, looked up first.
+    nbytes : int
+        Scratch memory of all programs.
+    broken : str or None
+        Error that aborted a blocking call. Its messages may still arrive, so that no later call can be trusted.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.bound: dict[Hashable, Program | EagerBuffers] = {}
+        self.by_shape: dict[tuple[Any, ...], CachedCall] = {}
+        self.by_address: dict[tuple[Any, ...], CachedCall] = {}
+        self.compiled: dict[tuple[Any, ...], CompiledExchange] = {}
+        self._compiled_from: dict[tuple[Any, ...], Program] = {}
+        self._repeats = 0
+        self.nbytes = 0
+        self.broken: str | None = None
+
+    # -------------------------------------------------------------------------------- lookup
+
+    def run_cached(
+        self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
+    ) -> CallKey | tuple[()]:
+        """Run a blocking call from the cache: the hot path of nearly all calls, hence not split up.
+
+        Returns an empty tuple if the call is done, else its key for `store`.
+        """
+        sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
+        if self.compiled and (sends or receives) and not active_requests:
+            result = _NO
+            try:
+                if sends and receives:
+                    s, r = sendbuf, recvbuf
+                    fused = self.compiled.get((name, id(op), root, algorithm, segments, s.nbytes, s.dtype))
+                else:
+                    s = r = sendbuf if sends else recvbuf
+                    other = recvbuf if sends else sendbuf
+                    kind = type(other)  # not the object itself: MPI.IN_PLACE equals an integer, which is no buffer
+                    key = name, id(op), root, algorithm, segments, s.nbytes, s.dtype, sends, kind
+                    fused = self.compiled.get(key)
+                if fused is not None:
+                    result = fused[0](s, r, fused[1], fused[2])
+            except TypeError:  # unhashable arguments, or arrays of another kind than it was compiled for
+                pass
+            except KeyboardInterrupt as error:
+                self.poison(error)
+                raise
+            if result == _DONE:
+                return ()
+            if result != _NO and fused is not None:
+                try:
+                    fused.finish(result, s, r)
+                except BaseException as error:
+                    self.poison(error)
+                    raise
+                return ()
+        address: tuple[Any, ...] | None = None
+        if sends and receives:
+            s, r = sendbuf, recvbuf
+            shape = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
+            try:
+                cached = self.by_shape.get(shape)
+            except TypeError:  # unhashable arguments: their validation reports the error
+                return UNCACHEABLE
+            if cached is not None:
+                if r.flags.num & _READY != _READY or not s.flags.c_contiguous:
+                    return UNCACHEABLE
+            elif s.nbytes > SLOT or r.nbytes > SLOT:
+                if not (s.flags.forc and r.flags.forc):
+                    return UNCACHEABLE
+                address = (*shape, _address(s), s.strides, _address(r), r.strides)
+                cached = self.by_address.get(address)
+                if cached is not None and not r.flags.writeable:
+                    return UNCACHEABLE
+            if cached is None:
+                return CallKey((name, id(op), root, algorithm, segments), shape, address)
+        else:
+            key_of_one = _one_array_key(name, sendbuf, recvbuf, op, root, algorithm, segments)
+            address = key_of_one.address
+            try:
+                cached = self.by_shape.get(key_of_one.shape) if address is None else self.by_address.get(address)
+            except TypeError:
+                return UNCACHEABLE
+            if cached is None:
+                return key_of_one
+        swap, calls, load, store, finish, origin = cached
+        try:
+            if swap is not None and not active_requests:
+                swap(sendbuf, recvbuf)
+                self._count_repeat()
+                return ()
+            if load is not None:
+                load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
+            if active_requests:
+                run_program(origin.program)
+                finish = None
+            else:
+                for call in calls:
+                    call()
+        except BaseException as error:
+            self.evict(origin.key)
+            self.poison(error)
+            raise
+        if finish is not None:
+            finish(recvbuf)
+        elif store is not None:
+            recvbuf[...] = store
+        if load is not None or store is not None:
+            self._count_repeat()
+        return ()
+
+    def store(
+        self, key: CallKey, sendbuf: Any, recvbuf: Any, op: MPI.Op, bound: Hashable, compile_call: Compile
+    ) -> None:
+        """Add a call to the cache, by the key and arguments of `run_cached`.
+
+        Parameters
+        ----------
+        bound : Hashable
+            Key of its program in `bound`.
+        compile_call : callable (source, target, program) -> CompiledExchange or None
+            Compiles the call for such arrays, if possible. Used only where compiling is worthwhile.
+        """
+        entry = self.bound.get(bound)
+        if key is UNCACHEABLE or entry is None or len(self.by_shape) + len(self.by_address) >= 4 * MAX_PROGRAMS:
+            return
+        if id(op) not in _CONSTANTS:
+            return  # user-defined, or a copy of a predefined one: after its end another object may get its id
+        if not isinstance(entry, EagerBuffers):
+            if key.address is not None:  # bound to addresses, so it cannot be found by shape
+                origin = ProgramOrigin(entry, bound)
+                self.by_address[key.address] = CachedCall(None, entry.calls, None, None, None, origin)
+            return
+        if any(type(array) is _ndarray and not array.flags.c_contiguous for array in (sendbuf, recvbuf)):
+            return
+        loaded = sendbuf if type(sendbuf) is _ndarray else recvbuf
+        load = _reshape_like(entry.source, loaded) if entry.loads else None
+        store = _reshape_like(entry.target, recvbuf) if entry.stores else None
+        program, swap = entry.program, None
+        if program.swap is not None and type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
+            swap = program.swap.bind_arrays(entry.source, entry.target, sendbuf, recvbuf)
+        if self.compiles:
+            self._compile(key.call, sendbuf, recvbuf, program, compile_call)
+        calls, finish = program.calls, _final_reduction(program.calls, store)
+        if finish is not None:
+            calls = calls[:-1]
+        self.by_shape[key.shape] = CachedCall(swap, calls, load, store, finish, ProgramOrigin(program, bound))
+
+    def _compile(
+        self, call: tuple[Any, ...], sendbuf: Any, recvbuf: Any, program: Program, compile_call: Compile
+    ) -> None:
+        """Add the compiled form of a call that is a single exchange."""
+        sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
+        s, r = sendbuf if sends else recvbuf, recvbuf if receives else sendbuf
+        if not (sends or receives) or s.ndim != 1 or r.ndim != 1 or s.dtype != r.dtype:
+            return
+        fused = compile_call(s, r, program)
+        if fused is not None:
+            other = () if sends and receives else (sends, type(recvbuf if sends else sendbuf))
+            key = *call, s.nbytes, s.dtype, *other
+            self.compiled[key], self._compiled_from[key] = fused, program
+
+    def _count_repeat(self) -> None:
+        """Count repeated short calls; at `COMPILE_AFTER` evict their programs, to be bound again and compiled."""
+        self._repeats += 1
+        if self._repeats == COMPILE_AFTER and compiled_exchange.available():
+            for key in [key for key, entry in self.bound.items() if isinstance(entry, EagerBuffers)]:
+                self.evict(key).free()
+
+    @property
+    def compiles(self) -> bool:
+        """True if short calls are frequent enough to be compiled, and numba is available."""
+        return self._repeats >= COMPILE_AFTER and compiled_exchange.available()
+
+    # -------------------------------------------------------------------------------- programs
+
+    def add(self, key: Hashable, entry: Program | EagerBuffers) -> None:
+        """Add a program; free the oldest ones beyond the limits."""
+        self.bound[key] = entry
+        self.nbytes += program_of(entry).nbytes
+        while len(self.bound) > MAX_PROGRAMS or (self.nbytes > MAX_BYTES and len(self.bound) > 1):
+            self.evict(next(iter(self.bound))).free()
+
+    def evict(self, key: Hashable) -> Program:
+        """Remove a program and all calls that use it; the caller frees it."""
+        program = program_of(self.bound.pop(key))
+        self.nbytes -= program.nbytes
+        for calls in (self.by_shape, self.by_address):
+            for known in [known for known, cached in calls.items() if cached.origin.program is program]:
+                del calls[known]
+        for known in [known for known, its in self._compiled_from.items() if its is program]:
+            del self.compiled[known], self._compiled_from[known]
+        return program
+
+    def poison(self, error: BaseException) -> None:
+        """Refuse all later blocking calls: messages of an aborted one may still arrive, or never be sent."""
+        self.broken = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._clear()
+
+    def _clear(self) -> None:
+        self.by_shape.clear()
+        self.by_address.clear()
+        self.compiled.clear()
+        self._compiled_from.clear()
+
+    def check_in_step(self) -> None:
+        """Raise RanksDisagree after a blocking call that was aborted."""
+        if self.broken is not None:
+            message = (
+                f"a blocking call was broken off on rank {self._rank} by {self.broken}; what comes now may be of it"
+            )
+            raise RanksDisagree(MPI.ERR_OTHER, f"{message}: go on with a new Communicator")
+
+    def free(self) -> None:
+        """Free all programs."""
+        for entry in self.bound.values():
+            program_of(entry).free()
+        self.bound.clear()
+        self._clear()
+
+
+def compile_exchange(
+    short: SingleExchange, call: Call, s: np.ndarray, r: np.ndarray, program: Program, edge: MailboxEdge | None
+) -> CompiledExchange | None:
+    """Compile a single exchange between arrays like these; None if it cannot be compiled."""
+    dtype = s.dtype
+    units, rest = divmod(dtype.itemsize, call.unit.itemsize)
+    counted = (*short.out, *short.into, short.mine or 0, *short.copy)
+    reduces = short.mine is not None
+    operation = _UFUNCS.get(call.operation.handle) if reduces and call.operation is not None else None
+    if edge is None or dtype not in compiled_exchange.DTYPES or rest or any(number % units for number in counted):
+        return None
+    if reduces and (operation is None or call.unit != dtype):
+        return None
+    out, count, into, length, mine, origin, home, copied = (number // units for number in counted)
+    if max(count, length) * dtype.itemsize > edge.cell:
+        return None  # sent in segments
+    numbers = {
+        compiled_exchange.SEND_BYTES: s.nbytes,
+        compiled_exchange.RECV_BYTES: r.nbytes,
+        compiled_exchange.OUT: out,
+        compiled_exchange.OUT_COUNT: count,
+        compiled_exchange.INTO: into,
+        compiled_exchange.INTO_COUNT: length,
+        compiled_exchange.MINE: mine,
+        compiled_exchange.OPERATION: compiled_exchange.OPERATIONS.index(operation),
+        compiled_exchange.MINE_FIRST: int(short.side == "right"),
+        compiled_exchange.FROM: origin,
+        compiled_exchange.TO: home,
+        compiled_exchange.COPIED: copied,
+        compiled_exchange.ONE: int(_address(s) == _address(r)),
+    }
+    spare = np.empty(length, dtype)
+    message = program.wire.receive(short.peer, [Iovec(_address(spare), spare.nbytes)])
+
+    def exchange(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        message.start()
+        message.wait()
+        result = recvbuf[into : into + length]
+        if operation is None:
+            result[...] = spare
+        else:
+            own = sendbuf[mine : mine + length]
+            left, right = (own, spare) if short.side == "right" else (spare, own)
+            operation(left, right, out=result)
+
+    return compile_swap(edge, dtype, numbers, exchange, getattr(program.wire, "mark", 0))
+
+
+def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """View of a buffer with the dtype and shape of an array."""
+    return buffer.view(np.uint8).view(array.dtype).reshape(array.shape)
+
+
+def _final_reduction(
+    calls: tuple[Callable[[], object], ...], store: np.ndarray | None
+) -> Callable[[np.ndarray], object] | None:
+    """Last call without its output, if it is a ufunc whose output is exactly the eager buffer."""
+    last = calls[-1] if calls else None
+    if store is None or not isinstance(last, partial) or not isinstance(last.func, np.ufunc) or len(last.args) != 3:
+        return None
+    left, right, out = last.args
+    if (_address(out), out.nbytes, out.dtype) != (_address(store), store.nbytes, store.dtype):
+        return None
+    return partial(last.func, left.reshape(store.shape), right.reshape(store.shape))

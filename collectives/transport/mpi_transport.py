@@ -1,0 +1,182 @@
+"""Transports over MPI point-to-point messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+
+from collectives.errors import mismatch
+from collectives.transport.wire import Iovec, NoSharedMemory
+from collectives.types import Wait
+
+_Specification = list[Any]
+
+FEW = 3
+"""Number of requests up to which single Start and Wait calls are faster than Startall and Waitall."""
+
+
+class _MessagePair:
+    """Memory pieces as MPI buffers; several pieces become one datatype of absolute addresses, without a copy."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self._datatypes: list[MPI.Datatype] = []
+
+    def specify(self, pieces: Sequence[Iovec]) -> _Specification:
+        if len(pieces) == 1:
+            address, nbytes = pieces[0]
+            return [MPI.buffer.fromaddress(address, nbytes), nbytes, MPI.BYTE]
+        if not pieces:
+            return [None, 0, MPI.BYTE]
+        lengths, addresses = [piece.nbytes for piece in pieces], [piece.address for piece in pieces]
+        datatype = MPI.BYTE.Create_hindexed(lengths, addresses).Commit()
+        self._datatypes.append(datatype)
+        return [MPI.BOTTOM, 1, datatype]
+
+    def free(self) -> None:
+        for datatype in self._datatypes:
+            datatype.Free()
+        self._datatypes.clear()
+
+
+class _Receipt:
+    """Check of the length of an incoming message; MPI itself raises for longer messages only."""
+
+    __slots__ = ("_comm", "_nbytes", "_peer", "status")
+
+    def __init__(self, comm: MPI.Intracomm, peer: int, pieces: Sequence[Iovec]) -> None:
+        self._comm, self._peer, self._nbytes = comm, peer, sum(piece.nbytes for piece in pieces)
+        self.status = MPI.Status()
+
+    def check(self) -> None:
+        """Raise `Mismatch` if the received message, described by the status, has another length."""
+        found = self.status.Get_count(MPI.BYTE)
+        # The status of a request that is not active has no source.
+        if found != self._nbytes and self.status.Get_source() != MPI.ANY_SOURCE:
+            raise mismatch(self._comm.Get_rank(), self._peer, self._nbytes, found)
+
+    def waiting(self, request: MPI.Request) -> Wait:
+        """Wait and test functions of the request, with the check."""
+        end, ended, status, check = request.Wait, request.Test, self.status, self.check
+
+        def wait() -> None:
+            end(status)
+            check()
+
+        def test() -> bool:
+            if not ended(status):
+                return False
+            check()
+            return True
+
+        return Wait(wait, test)
+
+
+def _waiting_all(requests: Callable[[], list[Any]], receipts: Sequence[_Receipt | None]) -> Wait:
+    """Wait and test functions of several requests; receives have a receipt."""
+    statuses = [MPI.Status() if receipt is None else receipt.status for receipt in receipts]
+    checks = [receipt.check for receipt in receipts if receipt is not None]
+
+    def wait() -> None:
+        MPI.Request.Waitall(requests(), statuses)
+        for check in checks:
+            check()
+
+    def test() -> bool:
+        if not MPI.Request.Testall(requests(), statuses):
+            return False
+        for check in checks:
+            check()
+        return True
+
+    return Wait(wait, test)
+
+
+class PersistentTransport(NoSharedMemory):
+    """Persistent MPI requests, for blocking and persistent collectives."""
+
+    def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
+        self._messages = _MessagePair(comm)
+        self._tag = tag
+        self._requests: list[MPI.Prequest] = []
+        self._receipts: dict[int, _Receipt] = {}  # by the id of the request, which lives as long
+
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> MPI.Prequest:
+        return self._bound(self._messages.comm.Send_init(self._messages.specify(pieces), peer, self._tag))
+
+    def receive(self, peer: int, pieces: Sequence[Iovec]) -> MPI.Prequest:
+        request = self._bound(self._messages.comm.Recv_init(self._messages.specify(pieces), peer, self._tag))
+        self._receipts[id(request)] = _Receipt(self._messages.comm, peer, pieces)
+        return request
+
+    def _bound(self, request: MPI.Prequest) -> MPI.Prequest:
+        self._requests.append(request)
+        return request
+
+    def _wait(self, message: MPI.Prequest) -> Wait:
+        receipt = self._receipts.get(id(message))
+        return Wait(message.Wait, message.Test) if receipt is None else receipt.waiting(message)
+
+    def start_calls(self, messages: Sequence[MPI.Prequest]) -> Sequence[Callable[[], object]]:
+        if len(messages) <= FEW:
+            return [message.Start for message in messages]
+        return [partial(MPI.Prequest.Startall, list(messages))]
+
+    def wait_calls(self, messages: Sequence[MPI.Prequest]) -> Sequence[Wait]:
+        if len(messages) <= FEW:
+            return [self._wait(message) for message in messages]
+        several = list(messages)
+        return [_waiting_all(lambda: several, [self._receipts.get(id(message)) for message in several])]
+
+    def free(self) -> None:
+        for request in self._requests:
+            request.Free()
+        self._requests.clear()
+        self._receipts.clear()
+        self._messages.free()
+
+
+class _PostedMessage:
+    """A message that is posted at every start with the tag of the call."""
+
+    __slots__ = ("post", "receipt", "request")
+
+    def __init__(self, post: Callable[[int], MPI.Request], receipt: _Receipt | None = None) -> None:
+        self.post, self.receipt = post, receipt
+        self.request = MPI.REQUEST_NULL
+
+
+class ImmediateTransport(NoSharedMemory):
+    """Isend and Irecv with the tag of the call, for non-blocking collectives.
+
+    `tag` is set before each start, so that several calls may be in progress.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._messages = _MessagePair(comm)
+        self.tag = 0
+
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> _PostedMessage:
+        return _PostedMessage(partial(self._messages.comm.Isend, self._messages.specify(pieces), peer))
+
+    def receive(self, peer: int, pieces: Sequence[Iovec]) -> _PostedMessage:
+        receipt = _Receipt(self._messages.comm, peer, pieces)
+        return _PostedMessage(partial(self._messages.comm.Irecv, self._messages.specify(pieces), peer), receipt)
+
+    def start_calls(self, messages: Sequence[_PostedMessage]) -> Sequence[Callable[[], object]]:
+        def start() -> None:
+            for message in messages:
+                message.request = message.post(self.tag)
+
+        return [start]
+
+    def wait_calls(self, messages: Sequence[_PostedMessage]) -> Sequence[Wait]:
+        several = list(messages)
+        receipts = [message.receipt for message in several]
+        return [_waiting_all(lambda: [message.request for message in several], receipts)]
+
+    def free(self) -> None:
+        self._messages.free()

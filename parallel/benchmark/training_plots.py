@@ -1,0 +1,209 @@
+"""Pictures of trainings: learning curves, clocks of a parameter server, regret, replicas, and PyTorch beside Chorus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+from collectives.benchmark.race_plots import NATIVE, OURS, STYLE
+
+TESTED: dict[str, Any] = {"color": OURS[1], "marker": "o", "ms": 3.5, "lw": 1.4}
+LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": OURS[1], "fontweight": "bold"}
+PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
+
+
+@contextmanager
+def _picture(path: str | Path, size: tuple[float, float], panels: int, **options: Any) -> Iterator[Any]:
+    """Figure and axes; written to a file and closed at the end."""
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=size, layout="constrained")
+        yield figure, figure.subplots(1, panels, squeeze=False, **options)[0]
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def _caption(figure: Any, title: str, note: str = "") -> None:
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.02, ha="left")
+    if note:
+        figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
+
+
+def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, note: str) -> None:
+    """Draw the loss over the steps of a training, and the accuracy if there is one.
+
+    Parameters
+    ----------
+    path
+        Of the picture.
+    lines
+        Of a file of metrics: steps, then the summary. The loss of bytes is drawn in bits.
+    title, note
+        Heading, and a line below the axes.
+    """
+    steps = [line for line in lines if not line.get("final")]
+    tested = [line for line in lines if line.get("test_loss") is not None]
+    bits = any("bits_per_byte" in line for line in tested)
+    panels = 1 if bits or not any("test_accuracy" in line for line in tested) else 2
+    with _picture(path, (5.2 * panels + 2.2 * (panels == 1), 4.4), panels) as (figure, axes):
+        _loss(axes[0], steps, tested, bits)
+        if panels == 2:
+            _accuracy(axes[1], tested)
+        for axis in axes:
+            axis.set_xlabel("step")
+        _caption(figure, title, note)
+
+
+def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]], bits: bool) -> None:
+    unit = math.log(2) if bits else 1.0
+    at = np.array([line["step"] for line in steps])
+    losses = np.array([line["loss"] for line in steps], float) / unit
+    look: dict[str, Any] = {"color": OURS[0], "marker": "o" if len(at) == 1 else None, "ms": 4}
+    axis.plot(at, losses, lw=0.7, alpha=0.35, **look)
+    width = max(1, len(losses) // 50)
+    if width > 1:
+        axis.plot(
+            at[width - 1 :], _smooth(losses, width), lw=1.8, color=OURS[0], label=f"training (mean of {width} steps)"
+        )
+    else:
+        axis.lines[-1].set(alpha=1.0, lw=1.8, label="training")
+    axis.plot([line["step"] for line in tested], [line["test_loss"] / unit for line in tested], label="test", **TESTED)
+    axis.set_title("bits per byte" if bits else "loss", loc="left")
+    if bits:
+        axis.set_ylim(bottom=0, top=8.2)
+        last = tested[-1]
+        axis.annotate(f"{last['bits_per_byte']:.2f}", (last["step"], last["bits_per_byte"]), (0, 8), **LABEL)
+    else:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(PLAIN_NUMBERS)
+    axis.legend(loc="best")
+
+
+def _smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Running mean."""
+    return np.convolve(values, np.full(width, 1 / width), "valid")
+
+
+def _accuracy(axis: Axes, tested: list[dict[str, Any]]) -> None:
+    axis.plot([line["step"] for line in tested], [line["test_accuracy"] for line in tested], **TESTED)
+    last = tested[-1]
+    axis.annotate(f"{last['test_accuracy']:.1%}", (last["step"], last["test_accuracy"]), (0, -14), **LABEL)
+    axis.set_title("test accuracy", loc="left")
+    axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    low, high = min(line["test_accuracy"] for line in tested), 1.0
+    axis.set_ylim(low - 0.08 * (high - low) - 1e-3, high + 0.02 * (high - low) + 1e-3)
+
+
+def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]], slow: int, title: str) -> None:
+    """Draw the steps of each worker over time, a panel for each consistency rule.
+
+    Parameters
+    ----------
+    ticks
+        By rule: (seconds, worker, steps made), in order of time.
+    slow
+        Number of the slow worker, which the legend names.
+    """
+    with _picture(path, (3.6 * len(ticks), 3.8), len(ticks), sharex=True, sharey=True) as (figure, axes):
+        for axis, (rule, events) in zip(axes, ticks.items()):
+            for worker in sorted({worker for _, worker, _ in events}):
+                points = [(0.0, 0), *((seconds, clock) for seconds, number, clock in events if number == worker)]
+                look: dict[str, Any] = {"color": OURS[worker % len(OURS)], "label": f"worker {worker}", "lw": 1.4}
+                if worker == slow:
+                    look |= {"color": NATIVE, "label": f"worker {worker}, the slow one", "lw": 2.4, "ls": "--"}
+                axis.step(*zip(*points, strict=True), where="post", **look)
+            axis.set_title(rule, loc="left")
+            axis.set_xlabel("seconds")
+        axes[0].set_ylabel("clock (steps made)")
+        axes[0].legend(loc="lower right")
+        _caption(figure, title)
+
+
+def plot_regret(path: str | Path, courses: dict[int, tuple[np.ndarray, np.ndarray]], title: str) -> None:
+    """Draw the mean regret over the number of gradients, and beside it as a share of its bound.
+
+    Parameters
+    ----------
+    courses
+        By staleness: after 1, 2, ... gradients the mean regret, and the bound.
+    """
+    with _picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
+        for color, (staleness, (regret, bound)) in zip(OURS, courses.items()):
+            at = np.arange(1, len(regret) + 1)
+            left.plot(at, regret, lw=1.6, color=color, label=f"staleness {staleness}")
+            right.plot(at, regret / bound, lw=1.6, color=color)
+        left.set_title("mean regret", loc="left")
+        right.set_title("share of the bound (100 % would reach it)", loc="left")
+        right.yaxis.set_major_formatter(PercentFormatter(1))
+        for axis in (left, right):
+            axis.set(xscale="log", xlabel="gradients")
+            axis.set_ylim(bottom=0)
+        left.legend()
+        _caption(figure, title)
+
+
+def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title: str, note: str) -> None:
+    """Draw the losses of several trainings, and the distances of their replicas.
+
+    Parameters
+    ----------
+    found
+        By name, as `compare_styles.course` makes them.
+    title, note
+        Heading, and a line below the axes.
+    """
+    with _picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
+        # Each line is thinner than those below it: one that coincides with others stays visible as a rim.
+        widths = np.linspace(6, 1.2, max(2, len(found)))
+        for color, line, (name, course) in zip([NATIVE, *OURS], widths, found.items()):
+            losses = np.array(course["losses"])
+            width = max(1, len(losses) // 25)
+            look: dict[str, Any] = {"color": color, "lw": line, "label": name, "solid_capstyle": "butt"}
+            left.plot(np.arange(width, len(losses) + 1), _smooth(losses, width), **look)
+            at = [(step, distance) for step, distance in course["distances"].items() if distance > 0]
+            if at:
+                right.plot(*zip(*at), **look)
+        left.set_title("training loss of all ranks", loc="left")
+        right.set_title("distance of replicas to their mean", loc="left")
+        for axis in (left, right):
+            axis.set(yscale="log", xlabel="step")
+            axis.yaxis.set_major_formatter(PLAIN_NUMBERS)
+        left.legend(loc="best")
+        _caption(figure, title, note)
+
+
+def plot_peers(path: str | Path, report: Mapping[str, Any]) -> None:
+    """Draw the race against PyTorch: both loss curves, and the rate of every turn.
+
+    Parameters
+    ----------
+    report
+        As `compare_torch.race` makes it.
+    """
+    looks: dict[str, dict[str, Any]] = {
+        "ours": {"label": "Chorus", "lw": 4, "alpha": 0.45, "color": OURS[0]},
+        "torch": {"label": "PyTorch DDP, gloo", "lw": 1.6, "ls": "--", "color": NATIVE},
+    }
+    with _picture(path, (10, 4), 2) as (figure, (left, right)):
+        for name, look in looks.items():
+            marker = "o" if len(report["losses"][name]) == 1 else None  # a line of one point would be invisible
+            left.plot(range(1, len(report["losses"][name]) + 1), report["losses"][name], marker=marker, **look)
+            right.plot(range(1, len(report["rates"][name]) + 1), report["rates"][name], marker="o", ms=3, **look)
+        left.set(xlabel="step")
+        left.set_title("loss", loc="left")
+        right.set(xlabel="turn", ylim=(0, None))
+        right.set_title(report["unit"], loc="left")
+        left.legend(loc="best")
+        ratio = report["summary"]["ratio"]["median"]
+        _caption(figure, f"{report['model']}, {report['ranks']} ranks: {ratio:.2f} times the speed of PyTorch (median)")

@@ -1,0 +1,146 @@
+"""Folders of checkpoints in a directory: their names, one that is being written, and which may be removed.
+
+Only what this package has made is ever removed: a folder that bears one of its names, is no link, and holds nothing but
+a checkpoint's files. While a folder is being written or removed it is locked, so that a process that writes into the
+same directory leaves it alone; the lock ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+FORMAT = "chorus checkpoint 1"
+FAMILIES = ("model", "optimizer", "feedback")
+STATE = "state.json"
+NAME = re.compile(r"step-(\d{9,})")
+FILE = re.compile(rf"({'|'.join(FAMILIES)})(-\d{{5,}}-of-\d{{5,}}\.safetensors|\.safetensors\.index\.json)")
+UNFINISHED = re.compile(rf"\.{NAME.pattern}\.[0-9a-f]{{16}}\.partial")
+TRIES = 100
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or cannot be used. Raised on all ranks."""
+
+
+class NotRemoved(CheckpointError):
+    """A checkpoint was written, but older ones could not be removed. Raised on all ranks."""
+
+
+def name_of(step: int) -> str:
+    """Name of the checkpoint after so many steps."""
+    return f"step-{step:09d}"
+
+
+def step_of(path: Path) -> int:
+    """Steps that were made when a checkpoint was written, by its name."""
+    match = NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path}: a checkpoint is called {name_of(0)} or the like")
+    return int(match[1])
+
+
+def all_in(directory: Path) -> list[Path]:
+    """Folders in a directory that have a checkpoint's name, or links to such, oldest first."""
+    found = directory.iterdir() if directory.is_dir() else iter(())
+    return sorted((path for path in found if NAME.fullmatch(path.name) and os.path.isdir(path)), key=step_of)
+
+
+@contextlib.contextmanager
+def unfinished(target: Path) -> Iterator[Path]:
+    """New folder for the files of `target`, locked until the end of the context; an exception removes it.
+
+    Raises
+    ------
+    OSError
+        If `target` exists, or a folder cannot be made beside it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists")
+    for _ in range(TRIES):
+        folder = _hidden(target)
+        folder.mkdir()
+        with _locked(folder, without=True) as locked:
+            if locked:  # else another process that clears up has come first
+                try:
+                    yield folder
+                except Exception:
+                    shutil.rmtree(folder, ignore_errors=True)  # a full disk should have the room again
+                    raise
+                return
+    raise OSError(f"{target.parent}: no new folder lasts, another process removes each")
+
+
+def clear_unfinished(directory: Path) -> None:
+    """Remove what processes that have ended left unfinished; what cannot be removed stays."""
+    for path in directory.iterdir():
+        if UNFINISHED.fullmatch(path.name) and _is_ours(path):
+            with _locked(path, without=False) as locked:
+                if locked:
+                    shutil.rmtree(path, ignore_errors=True)  # it costs room on the disk, and no more
+
+
+def remove_old(directory: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest; each loses its name before its files. Links and other folders stay."""
+    for old in [path for path in all_in(directory) if _is_ours(path) and _has_state(path)][:-keep]:
+        hidden = _hidden(old)
+        with _locked(old, without=True), contextlib.suppress(FileNotFoundError):  # another process removes it as well
+            old.rename(hidden)
+            shutil.rmtree(hidden)
+
+
+def _hidden(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+
+
+def _is_ours(path: Path) -> bool:
+    """True for a folder (no link) that holds nothing but files of a checkpoint."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    try:
+        return all(FILE.fullmatch(name) or name == STATE for name in os.listdir(path))
+    except OSError:
+        return False
+
+
+def _has_state(path: Path) -> bool:
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(state, dict) and state.get("format") == FORMAT
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, without: bool) -> Iterator[bool]:
+    """Hold a folder alone; False if another process holds it, or it cannot be opened.
+
+    Parameters
+    ----------
+    without : bool
+        The answer on a file system that has no locks.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.fstat(descriptor).st_nlink > 0
+        except BlockingIOError:
+            held = False
+        except OSError:
+            held = without
+        yield held
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,138 @@
+"""Compare the idle time of pipelines with the simulator's: every schedule, with stages that sleep for a known time.
+
+chorus bench pipeline -n 4
+chorus bench pipeline -n 2 --schedules 1f1b,zb-h1 --microbatches 16 --milliseconds 5
+
+Messages are real and --bytes long; sleeping replaces computation, so that there may be more ranks than cores. The idle
+share is that of all ranks' time from the common start to the last end; the median of several runs counts. Stages that
+do nothing at all show the runner's own time per action.
+
+Exit status 1 if an idle share is more than 10 % off, or an action takes 30 microseconds or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.cli import launcher
+from collectives.cli.launcher import at_least, say
+from parallel.nn.operator import ArraySpec
+from parallel.pipeline.runner import ScheduleRunner, bind_actions
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
+from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.pipeline.schedule.simulator import ActionTimes, simulate
+from parallel.runtime.profiler import Profiler
+
+TOLERANCE = 0.10
+"""Largest relative error of the idle share."""
+
+MOST = 30e-6
+"""Most seconds of the runner per action."""
+
+
+class SleepingStage:
+    """Stage that sleeps instead of computing."""
+
+    def __init__(self, seconds: float, nbytes: int):
+        self._seconds, self._form = seconds, ArraySpec((nbytes,), np.dtype(np.uint8))
+        self._array = np.zeros(nbytes, np.uint8)
+
+    def made(self, part: int, microbatch: int) -> ArraySpec:
+        return self._form
+
+    def forward(self, chunk: int, microbatch: int, x: Any) -> Any:
+        return self._sleep(1)
+
+    def backward(self, chunk: int, microbatch: int, dy: Any, whole: bool) -> Any:
+        return self._sleep(2 if whole else 1)
+
+    def weights(self, chunk: int, microbatch: int) -> None:
+        self._sleep(1)
+
+    def update(self, chunk: int, number: int) -> None:
+        """No-op."""
+
+    def _sleep(self, times: int) -> np.ndarray:
+        if self._seconds:
+            time.sleep(times * self._seconds)
+        return self._array
+
+
+class PipelineRun(NamedTuple):
+    """Seconds of one run: from the common start to the last end, and computing and waiting on this stage."""
+
+    whole: float
+    computing: float
+    waiting: float
+
+
+def run(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float, nbytes: int) -> PipelineRun:
+    """Execute a plan."""
+    recorder = Profiler()
+    runner, line = ScheduleRunner(comm, recorder), bind_actions(plan, comm.Get_rank())
+    work = SleepingStage(seconds, nbytes)
+    comm.Barrier()
+    began = time.perf_counter()
+    runner.run(line, work)
+    whole = time.perf_counter() - began
+    return PipelineRun(whole, recorder.seconds["compute"], recorder.seconds["communication"])
+
+
+def idle(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) -> float:
+    """Measured share of all stages' time without computation."""
+    shares = []
+    for _ in range(args.times):
+        mine = run(comm, plan, args.milliseconds / 1e3, args.bytes)
+        whole = comm.allreduce(mine.whole, MPI.MAX)
+        shares.append(1 - comm.allreduce(mine.computing) / (whole * comm.Get_size()))
+    return median(shares)
+
+
+def overhead(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) -> float:
+    """Seconds per action that are neither work nor waiting, on the slowest rank."""
+    line, taken = plan.actions[comm.Get_rank()], []
+    for _ in range(args.times):
+        mine = run(comm, plan, 0.0, args.bytes)
+        taken.append((mine.whole - mine.waiting) / max(1, len(line)))
+    return float(comm.allreduce(median(taken), MPI.MAX))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = launcher.LauncherParser(__doc__)
+    add = parser.add_argument
+    add("--schedules", default=",".join(SCHEDULES), metavar="NAMES", help="with commas (default all)")
+    add("--microbatches", type=at_least(1, int), default=8, metavar="M", help="default 8")
+    add("--milliseconds", type=at_least(0.0, float), default=100.0, metavar="T", help="of F, B and W (default 100)")
+    add("--bytes", type=at_least(1, int), default=4096, metavar="N", help="of a message (default 4096)")
+    add("--times", type=at_least(1, int), default=3, metavar="K", help="runs of each (default 3)")
+    args = parser.parse_args(argv)
+    args.names = args.schedules.split(",")
+    if unknown := [name for name in args.names if name not in SCHEDULES]:
+        parser.error(f"--schedules: expected some of {', '.join(SCHEDULES)}, found {', '.join(unknown)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; 1 if a value is out of bounds."""
+    args, comm = parse(argv), MPI.COMM_WORLD.Dup()
+    ranks, good = comm.Get_size(), True
+    say(f"{ranks} stages, {args.microbatches} micro-batches, F, B and W of {args.milliseconds:g} ms each")
+    say(f"{'schedule':14} {'simulated':>10} {'measured':>10} {'apart':>8} {'messages':>9} {'us per action':>14}")
+    for name in args.names:
+        plan = lower(build(name, ranks, args.microbatches))
+        expected = float(simulate(plan, ActionTimes()).bubble)
+        found, taken = idle(comm, plan, args), overhead(comm, plan, args)
+        apart = abs(found - expected) / expected if expected else found
+        good = good and apart <= TOLERANCE and taken < MOST
+        messages = sum(plan.messages().values())
+        say(f"{name:14} {expected:10.4f} {found:10.4f} {apart:7.1%} {messages:9} {taken * 1e6:14.1f}")
+    comm.Free()
+    say("all within bounds" if good else f"not all within {TOLERANCE:.0%} and {MOST * 1e6:.0f} us")
+    return 0 if good else 1

@@ -1,0 +1,114 @@
+"""Compare push and pull of a parameter server with plain MPI Send and Recv of the same bytes.
+
+chorus bench servers -n 2
+chorus bench servers -n 2 --mbytes 64 --bucket 4
+
+The first rank is the server, the second the worker. A push ends when the server has acknowledged all of it, a pull when
+all weights have arrived. The plain messages are as many and as long; the plain push ends with an empty reply. The two
+sides take turns, and medians are printed. Exit status 1 if a ratio is below --goal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.cli import launcher
+from collectives.cli.launcher import at_least, say
+from parallel.engine.settings import Settings
+from parallel.nn.compose import Sequential
+from parallel.nn.linear import Linear
+from parallel.nn.loss import MSE
+from parallel.optim.optimizers import SGD
+from parallel.parameter_server.key_assignment import ServerKey
+from parallel.parameter_server.server_engine import ParameterServer
+from parallel.parameter_server.work_assignment import WorkPart
+
+WIDTH = 1024
+"""Width of the model's layers."""
+
+
+def timed(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
+    """Seconds of `work`, after a barrier."""
+    comm.Barrier()
+    began = MPI.Wtime()
+    work()
+    return MPI.Wtime() - began
+
+
+def plain(comm: MPI.Intracomm, keys: tuple[ServerKey, ...], vector: np.ndarray, source: int, reply: bool) -> None:
+    """Send each key from `source` to the other rank, then perhaps an empty reply."""
+    other, nothing = 1 - comm.Get_rank(), np.empty(0)
+    for key in keys:
+        if comm.Get_rank() == source:
+            comm.Send(vector[key.span.start : key.span.stop], other)
+        else:
+            comm.Recv(vector[key.span.start : key.span.stop], other)
+    if reply:
+        comm.Recv(nothing, other) if comm.Get_rank() == source else comm.Send(nothing, other)
+
+
+def round_(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector: np.ndarray) -> dict[str, float]:
+    """Seconds of a push and a pull, by the server and plain, on this rank."""
+    seconds = {"plain push": timed(comm, lambda: plain(comm, engine.keys, vector, 1, True))}
+    if engine.server is not None:
+        seconds["push"] = timed(comm, lambda: engine.server.until_made(step + 1))  # type: ignore[union-attr]
+    else:
+        worker = engine.worker
+        assert worker is not None
+
+        def push() -> None:
+            for key in engine.keys:
+                worker.push(key.number, WorkPart(step, 0), 1, 1, 1.0, vector[key.span.start : key.span.stop], None)
+            worker.acknowledged()
+
+        seconds["push"] = timed(comm, push)
+        worker.tick(step + 1, 1, False)
+    seconds["plain pull"] = timed(comm, lambda: plain(comm, engine.keys, vector, 0, False))
+    if engine.server is not None:
+        seconds["pull"] = timed(comm, engine.server.until_quiescent)
+    else:
+        assert engine.worker is not None
+        seconds["pull"] = timed(comm, engine.worker.copy)
+        engine.worker.quiesce()
+    return seconds
+
+
+def parser() -> launcher.LauncherParser:
+    made = launcher.LauncherParser(__doc__)
+    made.add_argument("--mbytes", type=at_least(1, int), default=32, metavar="N", help="of the model (default 32)")
+    made.add_argument("--bucket", type=at_least(1, int), default=4, metavar="N", help="MiB of a bucket (default 4)")
+    made.add_argument("--turns", type=at_least(1, int), default=15, metavar="N", help="default 15")
+    made.add_argument("--goal", type=at_least(0, float), default=0.8, metavar="R", help="of plain speed (default 0.8)")
+    return made
+
+
+def main() -> int:
+    """Measure; 1 if below the goal."""
+    made = parser()
+    args = made.parse_args()
+    comm = Communicator(MPI.COMM_WORLD)
+    if comm.Get_size() != 2:
+        made.error(f"expected 2 ranks, found {comm.Get_size()}")
+    layers = max(1, args.mbytes * 2**20 // (4 * WIDTH * WIDTH))
+    model = Sequential([Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    plainly, bucket = MPI.Intracomm(comm), args.bucket << 20
+    settings = Settings(layout="ps", bucket_bytes=bucket, first_bytes=bucket)
+    with ParameterServer(model, MSE(), comm, SGD(rate=0.0), settings) as engine:
+        vector = np.zeros(engine.flat.length, np.float32)
+        rounds = [round_(plainly, engine, step, vector) for step in range(args.turns + 2)][2:]
+        seconds = {what: median(some[what] for some in rounds) for what in rounds[0]}
+    nbytes = engine.flat.length * 4
+    everyone = comm.bcast(seconds, root=1)  # the worker's clock
+    good = True
+    say(f"{nbytes / 1e6:.1f} MB in {len(engine.keys)} keys, {MPI.get_vendor()[0]}")
+    for what in ("push", "pull"):
+        ratio = everyone[f"plain {what}"] / everyone[what]
+        good &= ratio >= args.goal
+        speeds = nbytes / 1e9 / everyone[what], nbytes / 1e9 / everyone[f"plain {what}"]
+        say(f"{what}: {speeds[0]:.2f} GB/s, plain {speeds[1]:.2f} GB/s, ratio {ratio:.2f}")
+    return int(not good)

@@ -1,0 +1,92 @@
+"""Train one model in every decentralised style and by data parallelism, and compare losses and distances.
+
+mpiexec -n 4 python scripts/compare_styles.py --plot styles.png
+
+Settings are those of `chorus train` for the data and model. The distance is the root mean square of the replicas'
+distances to their mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.cli import launcher
+from collectives.cli.launcher import say
+from collectives.selection.timing_file import machine as machine_in_words
+from parallel.decentralized.replica_engine import ReplicaEngine
+from parallel.decentralized.styles import STYLES
+from parallel.engine import settings
+from parallel.runtime import resources
+from parallel.runtime.collective_errors import together
+from parallel.trainer.trainer import Training
+
+BESIDE = "dp"
+"""Layout that the styles are compared with."""
+
+EVERY = 5
+"""Steps between two measurements of the distance. No multiple of the default taus, so that it shows their effect."""
+
+LAST = 20
+"""Steps whose losses make the final loss."""
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = launcher.LauncherParser(__doc__)
+    add = parser.add_argument
+    add("--data", default="digits", metavar="NAME", help="default digits")
+    add("--model", default="mlp", metavar="NAME", help="default mlp")
+    add("--steps", type=int, metavar="N", help="default: those of the recipe")
+    add("--styles", default=",".join(STYLES), metavar="NAMES", help=f"with commas (default {','.join(STYLES)})")
+    add("--plot", type=Path, metavar="FILE", help="losses and distances as a picture")
+    args = parser.parse_args(argv)
+    unknown = set(args.styles.split(",")) - set(STYLES)
+    if unknown:
+        parser.error(f"--styles: expected names of {', '.join(STYLES)}, found {', '.join(sorted(unknown))}")
+    return args
+
+
+def course(comm: Communicator, said: settings.Settings) -> dict[str, Any]:
+    """Train: mean losses over all ranks by step, distances by step, and the final accuracy. Collective."""
+    sums, distances = [], {}
+    with Training(said, comm) as training:
+        engine: Any = training.engine
+        for record in training.run():
+            report = record.report
+            sums.append((report.loss * report.count if report.count else 0.0, report.count))
+            if isinstance(engine, ReplicaEngine) and training.done % EVERY == 1:
+                distances[training.done] = engine.consensus()
+        total = np.array(sums)
+        comm.Allreduce(MPI.IN_PLACE, total)
+        score = training.score()
+    return {"losses": (total[:, 0] / total[:, 1]).tolist(), "distances": distances, "score": score}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train in one style after the other; print and draw all."""
+    args = parse(argv)
+    comm = Communicator(MPI.COMM_WORLD)
+    together(comm, partial(resources.limit_threads, resources.cores_per_rank(comm)), "BLAS threads")
+    usual = settings.complete({"data": args.data, "model": args.model, "steps": args.steps})
+    say(f"| layout | test accuracy | loss of the last {LAST} steps | largest distance |")
+    say("| --- | --- | --- | --- |")
+    found = {}
+    for name in (BESIDE, *args.styles.split(",")):
+        found[name] = one = course(comm, replace(usual, layout=name))
+        accuracy = "" if one["score"].accuracy is None else f"{one['score'].accuracy:.2%}"
+        distance = f"{max(one['distances'].values(), default=0.0):.2g}"
+        say(f"| `{name}` | {accuracy} | {np.mean(one['losses'][-LAST:]):.4f} | {distance} |")
+    if args.plot and comm.Get_rank() == 0:
+        from parallel.benchmark.training_plots import plot_styles
+
+        title = f"{args.model} on {args.data}, {comm.Get_size()} ranks"
+        plot_styles(args.plot, found, title, machine_in_words())
+        say(f"{args.plot} drawn")
+    return 0

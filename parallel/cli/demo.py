@@ -1,0 +1,199 @@
+"""Demonstration: all ranks learn to read handwritten digits, then collectives race against the MPI's own.
+
+chorus demo
+chorus demo -n 2 --epochs 5 --no-race
+
+A small network, data-parallel: every rank computes the gradient on its share of each batch, and Allreduce adds them in
+an order that is independent of the number of ranks. All ranks have the same weights, and one rank alone gets them too.
+Without scikit-learn, which holds the digits, the task is a made-up one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.benchmark import result_table
+from collectives.benchmark.measure import measure
+from collectives.benchmark.result_rows import Report, make_report
+from collectives.benchmark.size_arguments import format_size
+from collectives.cli import launcher
+from collectives.cli.launcher import say
+from collectives.selection.timing_file import machine
+from parallel.benchmark.training_output import title_of
+from parallel.engine.settings import complete
+from parallel.trainer.trainer import EvalScore, Training
+
+OUT = Path("out")
+GOALS = {"digits": 0.97, "teacher_classes": 0.7}
+"""Test accuracy to reach, by task."""
+
+RACE = ("allreduce", "broadcast", "allgather", "reduce_scatter")
+RACE_SIZES = (8, 1024, 65536, 1048576)
+
+
+@dataclass
+class TrainingHistory:
+    """Results of a training: a line for each step, the last score, and the weights."""
+
+    title: str
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    score: EvalScore = field(default_factory=lambda: EvalScore(float("nan"), None, None))
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def train(comm: Communicator, epochs: int, name: str, task: str = "digits") -> TrainingHistory:
+    """Train on the ranks of `comm`. The result is the same on all ranks, and on any number of them."""
+    settings = {"data": task, "model": "mlp", "epochs": epochs, "reproducible": True}
+    with Training(complete(settings), comm) as training, launcher.progress(training.steps, name, "step") as bar:
+        course, since = TrainingHistory(title_of(training)), time.perf_counter()
+        for record in training.run():
+            course.lines.append(record.line())
+            if training.done % training.sampler.steps_per_epoch == 0:
+                course.score = training.score()
+                course.lines[-1] |= course.score.line()
+                words = f"loss {record.report.loss:.3f}, test accuracy {course.score.accuracy:.1%}"
+                bar.set_postfix_str(words, refresh=False)
+            bar.update()
+        course.seconds = time.perf_counter() - since
+        course.weights = {place.parameter.name: place.parameter.data.copy() for place in training.engine.flat.places}
+    return course
+
+
+def first_difference(one: TrainingHistory, other: TrainingHistory) -> str | None:
+    """Name of the first tensor whose bits differ, or None."""
+    pairs = zip(one.weights.items(), other.weights.items(), strict=True)
+    return next((name for (name, a), (_, b) in pairs if a.tobytes() != b.tobytes()), None)
+
+
+def sleep_until(request: MPI.Request) -> None:
+    """Wait for a request without keeping a core busy that another rank could use."""
+    while not request.Test():
+        time.sleep(0.01)
+
+
+def ranks_in_words(size: int) -> str:
+    """Number of ranks as text."""
+    return f"{size} rank{'s' * (size != 1)}"
+
+
+def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int, task: str) -> tuple[TrainingHistory, bool]:
+    """Train on all ranks, then on rank 0 alone, and compare: (result of all ranks, True if both checks passed)."""
+    rank, size, goal = plain.Get_rank(), plain.Get_size(), GOALS[task]
+    together = train(comm, epochs, "all ranks together", task)
+    well = True
+    if rank == 0:
+        alone = train(Communicator(MPI.COMM_SELF), epochs, "rank 0 alone", task)
+        apart, accuracy = first_difference(together, alone), together.score.accuracy or 0.0
+        well = apart is None and accuracy >= goal
+        say(f"{'':22}{'test accuracy':>14}{'test loss':>11}{'seconds':>9}")
+        for name, run in ((f"{ranks_in_words(size)} together", together), ("one rank alone", alone)):
+            say(f"{name:22}{run.score.accuracy:>14.2%}{run.score.loss:>11.4f}{run.seconds:>9.2f}")
+        say()
+        say(f"Test accuracy at least {goal:.0%}: {'yes' if accuracy >= goal else 'NO'}")
+        say(f"The same weights as one rank alone, bit for bit: {'yes' if apart is None else f'NO, {apart} differs'}")
+    sleep_until(plain.Ibarrier())
+    return together, bool(plain.bcast(well))
+
+
+def race(plain: MPI.Intracomm, comm: MPI.Intracomm, seconds: float) -> Report:
+    """Measure collectives and the MPI's own at a few sizes, and print both times."""
+    report = make_report(plain.Get_size(), [], against="native")
+    for line in result_table.preamble(report):
+        say(line)
+    say(f"{'collective':16}{'bytes':>8}{'Chorus':>12}{'the MPI':>12}   {'Chorus / the MPI':19}  chosen algorithm")
+    settings = [(name, nbytes) for name in RACE for nbytes in RACE_SIZES]
+    with launcher.progress(len(settings), "racing", "race") as bar:
+        for collective, nbytes in settings:
+            rows, absent = measure(
+                plain, comm, collective=collective, algorithms=["auto"], nbytes=nbytes, seconds=seconds
+            )
+            if "auto" in absent:
+                raise RuntimeError(f"{collective} of {nbytes} bytes failed: {absent['auto']}")
+            for row in rows:
+                say(race_line(row))
+            report["rows"] += rows
+            bar.update()
+    ratios = [row["ratio"] for row in report["rows"] if row["ratio"] is not None]
+    say(f"Chorus is faster in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} races.")
+    return report
+
+
+def race_line(row: dict[str, Any]) -> str:
+    """Line of the table: both times, their ratio, and a bar as long as the ratio."""
+    native, ratio = row["native_us"], row["ratio"]
+    theirs = "-" if native is None else f"{native:.1f} us"
+    verdict = "" if ratio is None else f"{ratio:5.2f} {'#' * min(12, round(4 * ratio))}"
+    wrong = f"  WRONG: {row['wrong']} elements" if row["wrong"] else ""
+    name = row["collective"].replace("_", "-")
+    size = format_size(row["bytes"])
+    return f"{name:16}{size:>8}{row['ours_us']:>9.1f} us{theirs:>12}   {verdict:19} {row['chosen']}{wrong}"
+
+
+def main() -> int:
+    """Train, race, draw; 0 if the goal is reached, the weights agree, and every result was right."""
+    parser = launcher.LauncherParser(__doc__)
+    parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default 15)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement (default 0.2)")
+    parser.add_argument("--no-race", action="store_true", help="train only")
+    args = parser.parse_args()
+    if args.epochs < 1 or args.seconds < 0:
+        parser.error("--epochs must be at least 1 and --seconds must not be negative")
+
+    plain = MPI.COMM_WORLD
+    comm = Communicator(plain)
+    task = "digits" if find_spec("sklearn") else "teacher_classes"
+    if task != "digits":
+        say("scikit-learn, which holds the digits, is not installed (pip install 'chorus-mpi[train]'): a made-up task.")
+        say()
+    say(f"1. Training on {task}, gradients added by Chorus's Allreduce")
+    say()
+    together, well = learn(plain, comm, args.epochs, task)
+    pictures = []
+    if plain.Get_rank() == 0:
+        pictures += draw_training(together, plain.Get_size())
+    if not args.no_race:
+        say()
+        say("2. The race: collectives of Chorus, in Python, against those of the MPI library, in C")
+        say()
+        report = race(plain, comm, args.seconds)
+        well = well and not any(row["wrong"] for row in report["rows"])
+        if plain.Get_rank() == 0:
+            pictures += draw_race(report)
+    if pictures:
+        say()
+        say("Pictures:")
+        for picture in pictures:
+            say(f"  {picture}")
+    return 0 if well else 1
+
+
+def draw_training(course: TrainingHistory, ranks: int) -> list[Path]:
+    """Draw the learning curve; no picture without matplotlib."""
+    try:
+        from parallel.benchmark.training_plots import plot_learning
+    except ImportError:
+        say("No pictures: matplotlib is not installed (pip install 'chorus-mpi[plot]').")
+        return []
+    OUT.mkdir(exist_ok=True)
+    plot_learning(OUT / "training.png", course.lines, f"{course.title}, {ranks_in_words(ranks)}", machine())
+    return [OUT / "training.png"]
+
+
+def draw_race(report: Report) -> list[Path]:
+    """Draw the race; no picture without matplotlib."""
+    try:
+        from collectives.benchmark.race_plots import plot_race
+    except ImportError:
+        return []
+    OUT.mkdir(exist_ok=True)
+    plot_race(OUT / "race.png", report)
+    return [OUT / "race.png"]

@@ -1,0 +1,139 @@
+"""Draw the timeline of a pipeline: as text, as a picture, or as a trace for ui.perfetto.dev.
+
+    chorus draw pipeline --schedule 1f1b --stages 4 --microbatches 8
+    chorus draw pipeline --schedule zb-h1 --stages 4 --microbatches 8 -o pipeline.png
+    chorus draw pipeline --schedule 1f1b --schedule zb-h1 --schedule dualpipe -o several.png
+    chorus draw pipeline --schedule zb-h1 --stages 4 --microbatches 8 --measured out/trace.json -o both.png
+
+The simulator proves the schedule and runs it. A schedule whose name ends in .csv is a file with a line per stage.
+Several are drawn below each other, and below them a step of a measured trace (`chorus train --trace`). Runs in one
+process; pictures need matplotlib (the extra "plot").
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+from collectives.cli.launcher import ProgramParser
+from parallel.benchmark.timelines import entries, measured, picture, simulated, summary
+from parallel.pipeline.schedule import timeline as draw
+from parallel.pipeline.schedule.actions import from_csv, to_csv
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
+from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, tabled
+from parallel.pipeline.schedule.simulator import ActionTimes, Timeline, simulate
+from parallel.pipeline.schedule.stage_placement import PLACEMENTS
+
+PICTURES = (".png", ".svg", ".pdf")
+MILLISECONDS = 1000
+"""Units of time per second in a written trace."""
+
+FORMATS = (*PICTURES, ".json", ".csv")
+
+
+def output(text: str) -> Path:
+    """Argument type: file name with a known suffix."""
+    path = Path(text)
+    if path.suffix.lower() not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {', '.join(FORMATS)}")
+    return path
+
+
+def duration(text: str) -> Fraction:
+    """Argument type: exact number, 0 or more: 2, 0.5 or 1/3."""
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(-1)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 on, such as 2, 0.5 or 1/3")
+    return number
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ProgramParser(__doc__)
+    add = result.add_argument
+    known = f"{', '.join(SCHEDULES)}; or a file of your own, NAME.csv; may be repeated"
+    add("--schedule", required=True, action="append", metavar="NAME", help=known)
+    add("--stages", type=int, metavar="P", help="ranks along the pipeline (default 4, or the lines of the .csv)")
+    add("--microbatches", type=int, metavar="M", help="of a step (default 8, or those in the .csv)")
+    add("--virtual", type=int, metavar="V", help="parts of the model on a stage, for interleaved (default 2)")
+    add("--steps", type=int, default=1, metavar="N", help="steps without a flush, for pipedream (default 1)")
+    add("--placement", choices=list(PLACEMENTS), default="loop", help="which parts of the model are where in a .csv")
+    add("--forward", type=duration, default=Fraction(1), metavar="T", help="time of a stage's forward (default 1)")
+    add("--backward", type=duration, default=Fraction(1), metavar="T", help="of its input gradient (default 1)")
+    add("--weights", type=duration, default=Fraction(1), metavar="T", help="of its weights' gradients (default 1)")
+    add("--message", type=duration, default=Fraction(0), metavar="T", help="of a message (default 0)")
+    add("--measured", type=Path, metavar="FILE", help="a run's trace, from which a step is drawn below")
+    add("--step", type=int, metavar="K", help="which of the trace's steps (default the last)")
+    add("-o", "--output", type=output, metavar="FILE", help="a picture (.png, .svg, .pdf), a trace (.json), or a .csv")
+    return result
+
+
+def planned(name: str, arguments: argparse.Namespace) -> PipelinePlan:
+    """Plan of one schedule by the options; ValueError if there is none."""
+    defaults = 4, 8
+    if name.endswith(".csv"):
+        try:
+            actions = from_csv(Path(name).read_text())
+        except OSError as error:
+            raise ValueError(f"--schedule: {error}") from None
+        placement = PLACEMENTS[arguments.placement]
+        chunks = 1 + max((action.chunk for line in actions for action in line), default=0)
+        where = (lambda stages: placement(stages, chunks)) if arguments.placement == "loop" else placement
+        SCHEDULES[name] = ScheduleEntry(tabled(actions), where)
+        defaults = len(actions), 1 + max((action.microbatch for line in actions for action in line), default=0)
+    stages = defaults[0] if arguments.stages is None else arguments.stages
+    microbatches = defaults[1] if arguments.microbatches is None else arguments.microbatches
+    return build(name, stages, microbatches, virtual=arguments.virtual, steps=arguments.steps)
+
+
+def played(name: str, arguments: argparse.Namespace) -> Timeline:
+    """Simulated timeline of one schedule; ValueError if it cannot be executed."""
+    plan = planned(name, arguments)
+    parts = Fraction(plan.placement.parts, plan.stages)  # that a micro-batch meets on a stage
+    F, B, W = (each / parts for each in (arguments.forward, arguments.backward, arguments.weights))
+    return simulate(lower(plan), ActionTimes(F, B, W, arguments.message))
+
+
+def titled(timeline: Timeline) -> str:
+    """Title of a timeline."""
+    plan = timeline.plan
+    return f"{plan.name}, {plan.stages} stages, {plan.microbatches} micro-batches"
+
+
+def main() -> int:
+    command = parser()
+    arguments = command.parse_args()
+    path: Path | None = arguments.output
+    if path is not None and path.suffix not in PICTURES and len(arguments.schedule) > 1:
+        command.error(f"--schedule: expected one for a {path.suffix}, found {len(arguments.schedule)}")
+    try:
+        timelines = [played(name, arguments) for name in arguments.schedule]
+        bands = [simulated(timeline, f"{titled(timeline)}: {summary(timeline)}") for timeline in timelines]
+        if arguments.measured is not None:
+            bands.append(measured(arguments.measured, arguments.step))
+    except ValueError as error:
+        command.error(str(error))
+    if path is None:
+        width = shutil.get_terminal_size((0, 0)).columns
+        for timeline in timelines:
+            print(f"{titled(timeline)}\n{summary(timeline)}\n\n{draw.table(timeline, width)}\n")
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        path.write_text(to_csv(planned(arguments.schedule[0], arguments).actions))
+    elif path.suffix == ".json":
+        from collectives.benchmark import traces
+
+        traces.write(path, entries(timelines[0], second=MILLISECONDS), schedule=titled(timelines[0]))
+    else:
+        try:
+            picture(path, bands)
+        except ImportError as error:
+            command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+    print(f"{path} written")
+    return 0

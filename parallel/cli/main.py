@@ -1,0 +1,179 @@
+"""The command `chorus`: finds the program, starts its ranks, runs it.
+
+Imports no MPI before it has to: a process that has initialised MPI cannot become an mpiexec, and `watchdog` must watch
+while MPI starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from parallel.cli import watchdog
+from parallel.cli.programs import PROGRAMS, CommandEntry, usage
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "FLUX_TASK_RANK")
+"""Environment variables that a launcher sets for each rank."""
+
+EXPECTED = "CHORUS_RANKS"
+"""Environment variable with the number of ranks that -n started."""
+
+LAUNCH_DEFAULTS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4; the next line is for 5
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_osc": "^ucx",  # the ucx component prints an error that is none whenever a window is created
+}
+ONE_BLAS_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class UsageError(Exception):
+    """The command line names no program, or one that cannot run so."""
+
+
+def find(words: list[str]) -> tuple[str, list[str]]:
+    """Name of the program that the words begin with, and the words after it."""
+    for length in (2, 1):  # a group and a name, or one word
+        name = " ".join(words[:length])
+        if name in PROGRAMS:
+            return name, words[length:]
+    if not words:
+        raise UsageError("expected a command; chorus --help lists them")
+    members = [name.split()[1] for name in PROGRAMS if name.split()[0] == words[0] and " " in name]
+    if members:
+        found = f", found {words[1]!r}" if len(words) > 1 else ""
+        raise UsageError(f"chorus {words[0]}: expected one of {', '.join(members)}{found}")
+    first = dict.fromkeys(name.split()[0] for name in PROGRAMS)
+    raise UsageError(f"expected a command, one of {', '.join(first)}; found {words[0]!r}")
+
+
+def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
+    """Number of ranks that -n gives, None without it, and the other words."""
+    for position, word in enumerate(words):
+        if word == "-n" or (word.startswith("-n") and word[2:].isdigit()):
+            text = word[2:] or "".join(words[position + 1 : position + 2])
+            if not text.isdigit() or int(text) < 1:
+                raise UsageError(f"-n: expected a number of ranks, 1 or more, found {text!r}")
+            return int(text), words[:position] + words[position + (1 if word[2:] else 2) :]
+    return None, words
+
+
+def rank_of_launcher() -> int | None:
+    """Rank of this process, as its launcher states it; None if no launcher has started it."""
+    for name in RANK_VARIABLES:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    if os.environ.get("SLURM_STEP_ID", "").isdecimal():  # srun with an MPI that finds its ranks without variables
+        return int(os.environ.get("SLURM_PROCID", "0"))
+    return None
+
+
+def find_mpiexec() -> str | None:
+    """The mpiexec that MPIEXEC names, that of this Python's environment, or that of PATH."""
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=places)
+
+
+def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> NoReturn:
+    """Become an mpiexec that starts so many ranks of the program, so that signals and output need no forwarding."""
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise UsageError("-n: found no mpiexec; pip install 'chorus-mpi[mpich]', or set MPIEXEC to one")
+    defaults = LAUNCH_DEFAULTS | ({} if program.blas_threads else ONE_BLAS_THREAD) | {EXPECTED: str(ranks)}
+    own = [sys.executable, "-m", "parallel.cli.main", *name.split()]
+    try:
+        os.execvpe(mpiexec, [mpiexec, "-n", str(ranks), *own, *words], defaults | os.environ | {EXPECTED: str(ranks)})
+    except OSError as error:
+        raise UsageError(f"{mpiexec} cannot be started: {error.strerror}") from error
+
+
+def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1) -> NoReturn:
+    """Run the `main` of a module as this process's program, and exit with its status.
+
+    Parameters
+    ----------
+    module : str
+        Dotted name; it is imported here.
+    mpi : bool
+        True if all ranks run it: an exception on one ends all.
+    guarded : bool
+        True if `watchdog` watches over the ranks from before MPI starts.
+    least : int
+        Least number of ranks.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C ends the process without a traceback
+    if guarded:
+        watchdog.start()
+    entry = import_module(module).main
+    if not mpi:
+        sys.exit(entry())
+    from collectives.cli import launcher
+
+    if least > 1 or EXPECTED in os.environ:
+        check_ranks(launcher.world_size(), least)
+    launcher.run(entry, before_exit=watchdog.stop)
+
+
+def check_ranks(size: int, least: int) -> None:
+    """Compare the number of ranks with what -n started and what the program needs; UsageError on every rank."""
+    wanted = int(os.environ.get(EXPECTED, size))
+    if size != wanted:
+        raise UsageError(
+            f"{find_mpiexec()} started {wanted} processes, and MPI has {size} rank: it belongs to another MPI than the "
+            "one that mpi4py loads; set MPIEXEC, or set MPI4PY_LIBMPI to the library of this mpiexec"
+        )
+    if size < least:
+        raise UsageError(f"expected {least} ranks or more, found {size}: -n {least} starts them")
+
+
+def start(words: list[str]) -> None:
+    """Launch or run the program that the words name."""
+    ranks, words = take_ranks(words)
+    name, rest = find(words)
+    program, rank = PROGRAMS[name], rank_of_launcher()
+    if ranks is not None and not program.mpi:
+        raise UsageError(f"-n: chorus {name} runs in one process")
+    if ranks is not None and rank is not None:
+        raise UsageError("-n: this already runs under mpiexec; give the number of ranks there, or here, not twice")
+    helps = not {"-h", "--help"}.isdisjoint(rest)
+    if program.mpi and rank is None and not helps:
+        if ranks or program.start:
+            launch(program, name, ranks or program.start, rest)
+        if program.least > 1:
+            raise UsageError(
+                f"chorus {name} needs {program.least} ranks and was not started under mpiexec: "
+                f"add -n {program.least}, or start it with mpiexec -n {program.least} chorus {name}"
+            )
+        print(f"chorus {name}: one rank, since no mpiexec has started it; -n 4 starts four", file=sys.stderr)
+    sys.argv = [f"chorus {name}", *rest]
+    run(program.module, mpi=program.mpi, guarded=program.guarded, least=1 if helps else program.least)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of `chorus`; 2 for a wrong command line."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage(), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        from collectives import __version__
+
+        print(f"chorus {__version__}")
+        return 0
+    try:
+        start(words)
+    except UsageError as error:
+        if not rank_of_launcher():  # one line, not one a rank
+            print(f"chorus: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Forecast a training without making it: partition, work of a step, and memory of every rank.
+
+chorus plan -n 4 --data digits --model mlp
+chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
+chorus plan -n 4 --data pydoc --model gpt:small --parallel pp:zb-h1
+
+The options are those of `chorus train`, and so are the defaults. A pipeline measures the units of the model to cut it,
+as the training would; nothing is written.
+"""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.cli import launcher
+from collectives.cli.launcher import say
+from parallel.benchmark.training_output import short
+from parallel.cli.train import describe, limit_threads
+from parallel.cli.train_arguments import add_settings
+from parallel.engine import settings
+from parallel.engine.memory_ledger import KINDS
+from parallel.trainer.trainer import TrainingPlan
+
+COLUMNS = (*KINDS, "temporaries")
+
+
+def table(needed: list[dict[str, int]]) -> str:
+    """Memory in MB: a line per rank, equal neighbours in one.
+
+    >>> print(table([{"parameters": 2_000_000}] * 2).splitlines()[1])
+    0-1                2.00         0.00         0.00         0.00         0.00         0.00         2.00
+    """
+    lines = [f"{'rank':10}" + "".join(f"{name:>13}" for name in (*COLUMNS, "total"))]
+    first = 0
+    for rank, mine in enumerate(needed):
+        if rank + 1 < len(needed) and needed[rank + 1] == mine:
+            continue
+        name = str(rank) if first == rank else f"{first}-{rank}"
+        values = [*(mine.get(kind, 0) for kind in COLUMNS), sum(mine.values())]
+        lines.append(f"{name:10}" + "".join(f"{value / 1e6:13.2f}" for value in values))
+        first = rank + 1
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan; 2 if the settings are wrong."""
+    parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
+    add_settings(parser)
+    args = parser.parse_args(argv)
+    comm = Communicator(MPI.COMM_WORLD)
+    try:
+        chosen = settings.complete({name: getattr(args, name, None) for name in settings.NAMES})
+        limit_threads(comm, args, chosen)
+        plan = TrainingPlan(chosen, comm)
+    except ValueError as error:
+        parser.error(str(error))
+    describe(comm, args, plan)
+    say(f"a step: {short(plan.flops_per_sample * chosen.batch)} FLOPs")
+    for remark in plan.remarks:
+        say(remark)
+    needed = comm.gather(dict(plan.forecast.needed))
+    if needed is not None:
+        say("memory by rank, in MB:")
+        say(table(needed))
+    return 0

@@ -1,0 +1,83 @@
+"""Table of the programs that `chorus` starts.
+
+Imports the standard library only: it is read before MPI starts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class CommandEntry(NamedTuple):
+    """A program with a command line.
+
+    Attributes
+    ----------
+    module : str
+        Module whose `main()` returns the exit status.
+    summary : str
+        One line for `chorus --help`.
+    mpi : bool
+        True if it runs on all ranks of `MPI.COMM_WORLD`, False if in one process.
+    least : int
+        Least number of ranks.
+    start : int
+        Ranks to start if neither mpiexec nor -n gives a number; 0 for none.
+    guarded : bool
+        True if the death of a rank must end all ranks until the program handles deaths itself (see `watchdog`).
+    blas_threads : bool
+        True if the program sets the number of BLAS threads itself; else a launch by -n gives every rank one.
+    """
+
+    module: str
+    summary: str
+    mpi: bool = True
+    least: int = 1
+    start: int = 0
+    guarded: bool = False
+    blas_threads: bool = False
+
+
+PROGRAMS = {
+    "demo": CommandEntry("parallel.cli.demo", "train on handwritten digits, then race against the MPI's own", start=4),
+    "bench collectives": CommandEntry("collectives.cli.bench", "speed of collectives, beside the MPI's own"),
+    "bench compressed": CommandEntry("collectives.cli.bench_compressed", "speed and error of compressed allreduce"),
+    "bench layouts": CommandEntry("parallel.cli.bench_layouts", "speed of data-parallel layouts"),
+    "bench pipeline": CommandEntry("parallel.cli.bench_pipeline", "idle time of pipelines, beside the simulator's"),
+    "bench servers": CommandEntry("parallel.cli.bench_servers", "speed of a parameter server's push and pull", least=2),
+    "bench quant": CommandEntry("quant.cli.bench", "speed of quantisation", mpi=False),
+    "tune": CommandEntry("collectives.cli.tune", "measure the fastest algorithms and keep them for `auto`"),
+    "train": CommandEntry("parallel.cli.train", "train a model", guarded=True, blas_threads=True),
+    "plan": CommandEntry("parallel.cli.plan", "forecast memory and partition of a training", blas_threads=True),
+    "quantize": CommandEntry("parallel.cli.quantize_model", "quantise a trained model", blas_threads=True),
+    "simulate": CommandEntry("collectives.cli.simulate", "forecast the time of an algorithm on many ranks", mpi=False),
+    "draw collective": CommandEntry("collectives.cli.draw", "schedule of a collective, as text or picture", mpi=False),
+    "draw pipeline": CommandEntry(
+        "parallel.cli.draw_pipeline", "timeline of a pipeline, as text or picture", mpi=False
+    ),
+    "prove collectives": CommandEntry("collectives.cli.prove", "prove every algorithm of the catalogue", mpi=False),
+    "prove pipelines": CommandEntry("parallel.cli.prove_pipeline", "prove every pipeline schedule", mpi=False),
+}
+"""Programs by the words after `chorus`: one, or a group and a name."""
+
+EXAMPLES = """\
+  chorus demo
+  chorus train -n 4 --data digits --model mlp
+  chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
+  chorus bench collectives -n 2 --collective allreduce
+  chorus draw pipeline --schedule zb-h1 --stages 4 --microbatches 8
+  chorus prove collectives --max-size 16"""
+
+
+def usage() -> str:
+    """Text of `chorus --help`."""
+    width = max(map(len, PROGRAMS)) + 2
+    rows = "\n".join(f"  {name:<{width}}{program.summary}" for name, program in PROGRAMS.items())
+    return (
+        f"usage: chorus COMMAND [-n RANKS] [options]\n\ncommands:\n{rows}\n\n"
+        "options:\n"
+        "  -n RANKS    start RANKS ranks with the mpiexec of this environment (MPIEXEC names another)\n"
+        "  --help      this text; after a command, its options\n"
+        "  --version   version of Chorus\n\n"
+        f"examples:\n{EXAMPLES}\n"
+    )

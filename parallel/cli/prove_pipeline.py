@@ -1,0 +1,123 @@
+"""Prove every pipeline schedule for every number of stages and micro-batches, and compare it with its formulas.
+
+    chorus prove pipelines --stages 16 --microbatches 64
+
+A proof simulates all stages: no deadlock, every micro-batch passes forward and back through all parts of the model
+once, messages keep their order, and weights are used only after their update. Idle time and memory must equal the
+formulas exactly wherever these hold. Runs in --jobs processes of one machine; exit status 1 at the first fault.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
+from itertools import product
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from collectives.cli.launcher import ProgramParser
+from parallel.pipeline.schedule.activation_memory import peaks
+from parallel.pipeline.schedule.formulas import FORMULAS, deviations
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.pipeline.schedule.simulator import ActionTimes, PlanError, simulate
+
+VIRTUAL, STEPS = (1, 2, 3, 4), (1, 3)
+"""Values of parameters that a schedule leaves open."""
+
+TIMES = ((1, 1, 1), (3, 2, 1))
+"""Times of F, B and W. A deadlock does not depend on them, so every plan runs with one of these only."""
+
+
+class ScheduleCase(NamedTuple):
+    """Schedule name and its sizes."""
+
+    name: str
+    stages: int
+    microbatches: int
+    virtual: int | None
+    steps: int
+
+
+def cases(name: str, stages: int, microbatches: int) -> Iterator[ScheduleCase]:
+    """All cases of a schedule at a number of stages and micro-batches."""
+    takes = inspect.signature(SCHEDULES[name].actions).parameters
+    for virtual, steps in product(VIRTUAL if "virtual" in takes else (None,), STEPS if "steps" in takes else (1,)):
+        yield ScheduleCase(name, stages, microbatches, virtual, steps)
+
+
+def fault(case: ScheduleCase) -> str | None:
+    """First fault of a case, or None."""
+    plan = lower(build(case.name, case.stages, case.microbatches, virtual=case.virtual, steps=case.steps))
+    parts = Fraction(plan.placement.parts, plan.stages)
+    F, B, W = TIMES[case.microbatches // 2 % len(TIMES)]
+    try:
+        timeline = simulate(plan, ActionTimes(F / parts, B / parts, W / parts))
+    except PlanError as error:
+        return f"{case}: {error}"
+    wrong = deviations(case.name, timeline, case.microbatches, F, B, W)
+    return f"{case}: {wrong[0]}" if wrong else None
+
+
+def first_fault(name: str, stages: int, microbatches: int) -> tuple[str | None, int]:
+    """First fault of a schedule at up to `microbatches` micro-batches, and the number of plans proved before it."""
+    count = 0
+    for number in range(1, microbatches + 1):
+        for case in cases(name, stages, number):
+            found = fault(case)
+            if found:
+                return found, count
+            count += 1
+    return None, count
+
+
+def table(stages: int, microbatches: int) -> str:
+    """Costs of the schedules at one size, if F, B and W take one unit each."""
+    lines = [f"{'schedule':<15}{'takes':>8}{'idle':>9}{'keeps at most':>15}{'messages':>10}  idle by the formula"]
+    for name in SCHEDULES:
+        plan = lower(build(name, stages, microbatches))
+        parts = Fraction(plan.placement.parts, plan.stages)
+        timeline = simulate(plan, ActionTimes(*[1 / parts] * 3))
+        kept = max(peaks(plan, 1 / parts))
+        formula = f"{FORMULAS[name].idle}{' between steps' * FORMULAS[name].overlapping}" if name in FORMULAS else ""
+        takes, idle, count = float(timeline.makespan), float(timeline.bubble), len(timeline.messages)
+        lines.append(f"{name:<15}{takes:>8g}{idle:>9.1%}{float(kept):>15g}{count:>10}  {formula}".rstrip())
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = ProgramParser(__doc__)
+    parser.add_argument("--stages", type=int, default=16, metavar="P", help="most stages (default 16)")
+    parser.add_argument("--microbatches", type=int, default=64, metavar="M", help="most micro-batches (default 64)")
+    parser.add_argument("--schedule", action="append", choices=list(SCHEDULES), help="only this one")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default one per core)"
+    )
+    arguments = parser.parse_args()
+    for what in ("stages", "microbatches", "jobs"):
+        if getattr(arguments, what) < 1:
+            parser.error(f"--{what} must be at least 1")
+    began, proved = time.perf_counter(), 0
+    names = arguments.schedule or list(SCHEDULES)
+    todo = [(name, stages, arguments.microbatches) for stages in range(arguments.stages, 0, -1) for name in names]
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        answers = pool.map(first_fault, *zip(*todo))
+        for found, count in tqdm(answers, desc="proving", total=len(todo), disable=None):
+            proved += count
+            if found:
+                print(found, file=sys.stderr)
+                pool.shutdown(cancel_futures=True)
+                return 1
+    print(f"At {arguments.stages} stages and {arguments.microbatches} micro-batches, F, B and W one unit each:\n")
+    print(table(arguments.stages, arguments.microbatches))
+    seconds = time.perf_counter() - began
+    up_to = f"up to {arguments.stages} stages and {arguments.microbatches} micro-batches"
+    print(f"\nproved {proved} plans of {len(names)} schedules for {up_to} in {seconds:.0f} s")
+    return 0

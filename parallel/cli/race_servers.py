@@ -1,0 +1,107 @@
+"""Train with one slow worker under several consistency rules, and compare seconds, losses and clocks.
+
+mpiexec -n 5 python scripts/race_servers.py
+mpiexec -n 5 python scripts/race_servers.py --plot out/clocks.png --rules bsp,ssp:0,ssp:3,async
+
+The first rank is the server. Every part of a step takes --delay seconds longer, on the last rank --factor times as
+long. Exit status 1 if an asynchronous rule takes more than --goal times the seconds of bsp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.cli import launcher
+from collectives.cli.launcher import at_least, say
+from parallel.data import datasets
+from parallel.data.sampler import OnDemandSampler, Sampler
+from parallel.engine.settings import Settings
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.models import build
+from parallel.optim.optimizers import SGD
+from parallel.parameter_server.server_engine import ParameterServer
+from parallel.parameter_server.worker_clocks import rule_of
+
+BATCH = 16
+"""Samples of a part."""
+
+
+class RuleResult(NamedTuple):
+    """Result of a training under one rule, on the first rank."""
+
+    rule: str
+    seconds: float
+    ticks: list[tuple[float, int, int]]
+    parts: list[int]
+    gaps: Counter[int]
+    loss: float
+
+
+def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float) -> RuleResult:
+    """Train; every step has a part for each worker."""
+    task = datasets.load("digits")
+    workers = comm.Get_size() - 1
+    sampler = Sampler(len(task.train), BATCH * workers, BATCH)
+    model = build("mlp:tiny", task.inputs, task.outputs)
+    optimizer = SGD(rate=0.1, momentum=0.9)
+    settings = Settings(layout="ps", consistency=rule, delay=delay, slow=f"{comm.Get_size() - 1}:{factor}")
+    with ParameterServer(model, SoftmaxCrossEntropy(), comm, optimizer, settings) as engine:
+        comm.Barrier()
+        began, losses = MPI.Wtime(), []
+        for _, step in zip(range(steps), sampler.ahead()):
+            losses.append(engine.step(OnDemandSampler(step, task.train)).loss)
+        engine.quiesce()
+        seconds = comm.allreduce(MPI.Wtime() - began, MPI.MAX)
+        start = engine.ticks[0][0] if engine.ticks else 0.0
+        ticks = [(when - start, worker, clock) for when, worker, clock in engine.ticks]
+        shares = Counter(outcome.worker for outcomes in engine.outcomes for outcome in outcomes)
+        gaps = comm.reduce(Counter() if engine.worker is None else engine.worker.gaps) or Counter()
+    return RuleResult(rule, seconds, ticks, [shares[worker] for worker in range(workers)], gaps, losses[-1])
+
+
+def parser() -> launcher.LauncherParser:
+    made = launcher.LauncherParser(__doc__)
+    made.add_argument("--rules", default="bsp,ssp:3,async", metavar="RULES", help="default bsp,ssp:3,async")
+    made.add_argument("--steps", type=at_least(1, int), default=30, metavar="N", help="default 30")
+    made.add_argument(
+        "--delay", type=at_least(0, float), default=0.03, metavar="SECONDS", help="of a part (default 0.03)"
+    )
+    made.add_argument("--factor", type=at_least(1, float), default=5, metavar="F", help="of the slow one (default 5)")
+    made.add_argument("--goal", type=at_least(0, float), default=0.7, metavar="R", help="of bsp's time (default 0.7)")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="clocks over time as a picture")
+    return made
+
+
+def main() -> int:
+    """Train under all rules; 1 if one is slower than the goal."""
+    made = parser()
+    args = made.parse_args()
+    comm = Communicator(MPI.COMM_WORLD)
+    if comm.Get_size() < 3:
+        made.error(f"expected 3 ranks or more, a server and two workers, found {comm.Get_size()}")
+    runs = []
+    for rule in ("bsp", "async"):  # what is compiled at first use is compiled now
+        train(comm, rule, 2, 0.0, 1.0)
+    say(f"{'rule':8}{'seconds':>9}{'to bsp':>8}{'largest gap':>13}  parts of each worker")
+    for rule in args.rules.split(","):
+        try:
+            run = train(comm, rule, args.steps, args.delay, args.factor)
+        except ValueError as error:
+            made.error(str(error))
+        runs.append(run)
+        ratio = run.seconds / runs[0].seconds
+        say(f"{rule:8}{run.seconds:9.2f}{ratio:8.2f}{max(run.gaps, default=0):13}  {' '.join(map(str, run.parts))}")
+    if args.plot and comm.Get_rank() == 0:
+        from parallel.benchmark.training_plots import plot_clocks
+
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        workers = comm.Get_size() - 1
+        title = f"{args.steps} steps on {workers} workers, one {args.factor:g} times slower"
+        plot_clocks(args.plot, {run.rule: run.ticks for run in runs}, workers - 1, title)
+    patient = [run for run in runs[1:] if not rule_of(run.rule).synchronous]
+    return int(runs[0].rule == "bsp" and any(run.seconds > args.goal * runs[0].seconds for run in patient))

@@ -1,0 +1,179 @@
+"""Check that trainings in all layouts end in the same parameters, bit for bit.
+
+python scripts/verify_layouts.py
+python scripts/verify_layouts.py --model gpt --ranks 1,2,4 --layouts dp,zero3,pp:1f1b,pp:zb-h1
+
+Each line of the table is a training of its own (`chorus train --reproducible`) under an mpiexec of its own, with the
+same micro-batches and global batch; its last checkpoint, weights and optimiser state, is compared with that of the
+model's first line. Where they differ, the first different tensor is named. Exit status 1 if any differs or fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives.cli.launcher import ProgramParser
+from parallel.checkpoint.checkpoint_files import all_in, tensors_in
+from parallel.cli.main import find_mpiexec
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedules import SCHEDULES
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = 4
+"""Micro-batches of a step."""
+
+MODELS = {
+    "mlp": ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "40", "--dropout", "0.1"],
+    "gpt": ["--data", "copy", "--model", "gpt:tiny", "--length", "16", "--batch", "16", "--dropout", "0.1"],
+}
+"""Options of `chorus train` by model."""
+
+UNITS = {"mlp": 2, "gpt": 4}
+"""Units by model: the most parts of a pipeline."""
+
+PIPELINES = [f"pp:{name}" for name, entry in SCHEDULES.items() if entry.version is None]
+"""Schedules with the gradients of one rank."""
+
+VARIANTS = (("--recompute",), ("--bucket-bytes", "16384"))
+"""Options that must not change the result. Small buckets make several of them, which can overlap."""
+
+
+class LayoutRun(NamedTuple):
+    """Line of the table."""
+
+    ranks: int
+    layout: str
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = [option.removeprefix("--").replace("bucket-bytes", "buckets of") for option in self.options]
+        words = [word for word in words if word != "mesh"]
+        return f"{self.layout:14} {self.ranks:2} rank{'s' if self.ranks > 1 else ' '}  {' '.join(words)}".rstrip()
+
+
+def table(model: str, ranks: list[int], layouts: list[str]) -> list[LayoutRun]:
+    """Every layout on every number of ranks; recomputation and small buckets on the largest.
+
+    Pipelines have as many stages as ranks, and half as many with two replicas. Accumulation needs no line of its own:
+    with fewer ranks than micro-batches each rank has several.
+    """
+    lines = [LayoutRun(1, "dp")]
+    for size in ranks:
+        lines += [line for name in layouts for line in _lines(model, size, name) if line not in lines]
+    for name in layouts:
+        longest = _lines(model, max(ranks), name)[-1:]
+        lines += [line._replace(options=line.options + more) for line in longest for more in VARIANTS]
+    return lines
+
+
+def _lines(model: str, size: int, name: str) -> list[LayoutRun]:
+    """A layout on `ranks` ranks, if the model has enough units."""
+    if name not in PIPELINES:
+        return [LayoutRun(size, name)]
+    meshes = [(f"pp={size}", size)]
+    if size > 2 and size % 2 == 0:
+        meshes += [(f"{replicas}=2,pp={size // 2}", size // 2) for replicas in ("dp", "zero1")]
+    schedule = name.removeprefix("pp:")
+    fit = [mesh for mesh, stages in meshes if build(schedule, stages, 1).placement.parts <= UNITS[model]]
+    return [LayoutRun(size, name, ("--mesh", mesh)) for mesh in fit]
+
+
+def trained(mpiexec: str, model: str, line: LayoutRun, steps: int, folder: Path, limit: float) -> Path | str:
+    """Run one line: its last checkpoint, or the error."""
+    command = [mpiexec, "-n", str(line.ranks), sys.executable, "-m", "parallel.cli.main", "train", *MODELS[model]]
+    micro = int(MODELS[model][MODELS[model].index("--batch") + 1]) // PARTS
+    command += ["--reproducible", "--micro-batch", str(micro), "--steps", str(steps), "--clip", "1"]
+    command += ["--parallel", line.layout, "--checkpoint", str(folder), "--every", str(steps), *line.options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = done.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(done.pid, signal.SIGKILL)
+        done.communicate()
+        return f"did not end within {limit:g} s"
+    except BaseException:  # Ctrl-C: end the launch too
+        os.killpg(done.pid, signal.SIGKILL)
+        raise
+    if done.returncode:
+        last = [text for text in output.splitlines() if text.strip()][-3:]
+        return f"ended with status {done.returncode}: {' / '.join(last)}"
+    found = all_in(folder)
+    return found[-1] if found else "left no checkpoint"
+
+
+def first_difference(one: Path, other: Path) -> str | None:
+    """First tensor whose bits differ, with the difference; None if all are equal."""
+    mine, theirs = tensors_in(one), tensors_in(other)
+    for (name, a), (other_name, b) in zip(mine, theirs, strict=True):
+        if name != other_name or a.shape != b.shape or a.dtype != b.dtype:
+            return f"{name} is {other_name} there"
+        bits = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(1)
+        if bits.any():
+            apart = np.abs(a.astype(np.float64) - b).max()
+            return f"{name}: {bits.sum()} of {a.size} elements differ, by at most {apart:.1e}"
+    return None
+
+
+def verify(mpiexec: str, model: str, lines: list[LayoutRun], steps: int, limit: float) -> Iterator[bool]:
+    """Run and print the table of one model; True for each line that equals the first."""
+    reference: Path | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for number, line in enumerate(lines):
+            began = time.perf_counter()
+            found = trained(mpiexec, model, line, steps, Path(folder, str(number)), limit)
+            if isinstance(found, str):
+                verdict, good = found, False
+            elif reference is None:
+                reference, verdict, good = found, "the reference", number == 0
+            else:
+                difference = first_difference(reference, found)
+                verdict, good = difference or "the same bits", difference is None
+                shutil.rmtree(found)
+            print(f"{model:5} {line!s:56} {time.perf_counter() - began:6.1f} s  {verdict}", flush=True)
+            yield good
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all tables; 1 if any line differs."""
+    parser = ProgramParser(__doc__)
+    add = parser.add_argument
+    add("--model", choices=[*MODELS, "all"], default="all", help="default all")
+    add("--ranks", default="1,2,4", metavar="LIST", help="numbers of ranks (default 1,2,4)")
+    layouts = ",".join([*LAYOUTS, *PIPELINES])
+    add("--layouts", default=layouts, metavar="LIST", help=f"default all: {layouts}")
+    add("--steps", type=int, default=50, metavar="N", help="default 50")
+    add("--limit", type=float, default=120, metavar="SECONDS", help="for each line (default 120)")
+    args = parser.parse_args(argv)
+    try:
+        ranks = [int(word) for word in args.ranks.split(",")]
+    except ValueError:
+        parser.error(f"--ranks: expected numbers as in 1,2,4, found {args.ranks!r}")
+    names = args.layouts.split(",")
+    if unknown := [name for name in names if name not in layouts.split(",")]:
+        parser.error(f"--layouts: expected some of {layouts}, found {', '.join(unknown)}")
+    if min(ranks) < 1 or args.steps < 1:
+        parser.error("--ranks and --steps: expected 1 or more")
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        parser.error("there is no mpiexec: set MPIEXEC to one")
+    verdicts: list[bool] = []
+    for model in MODELS if args.model == "all" else [args.model]:
+        verdicts += verify(mpiexec, model, table(model, ranks, names), args.steps, args.limit)
+    print(f"{sum(verdicts)} of {len(verdicts)} trainings of {args.steps} steps are as they should be")
+    return 0 if all(verdicts) else 1

@@ -1,0 +1,145 @@
+"""Compare the regret of a stale synchronous training with its bound.
+
+mpiexec -n 5 python scripts/verify_regret.py
+mpiexec -n 5 python scripts/verify_regret.py --plot out/regret.png
+
+Multinomial logistic regression on the digits, a convex problem. Each of P workers reads weights that lack at most the
+last s clocks of others; x_t are the weights that gradient t was computed from, f_t is the mean loss of its samples. For
+gradient descent with the rate sigma / sqrt(t), sigma = F / (L sqrt(2 (s+1) P)),
+
+    1/T sum_t f_t(x_t) - f_t(x*)  <=  4 F L sqrt(2 (s+1) P / T)
+
+(Ho et al., NIPS 2013, theorem 1). L = sqrt(2) max |(x, 1)| bounds the norm of a gradient. All weights must stay within
+a ball of radius R around zero, so that half the square of a distance is at most F^2 = 2 R^2; x* is the best point of
+the ball. Rates change between steps, not within one, and lag behind sigma / sqrt(t) by less than a step's parts. The
+first rank is the server. Exit status 1 if a regret is above its bound, or weights left the ball.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.cli import launcher
+from collectives.cli.launcher import at_least, say
+from parallel.data import datasets
+from parallel.data.datasets import ArrayDataset
+from parallel.data.sampler import OnDemandSampler, Sampler
+from parallel.engine.settings import Settings
+from parallel.nn.compose import Sequential
+from parallel.nn.linear import Linear
+from parallel.nn.loss import SoftmaxCrossEntropy
+from parallel.nn.operator import constant
+from parallel.optim.optimizers import SGD
+from parallel.parameter_server.server_engine import ParameterServer
+
+BATCH = 8
+"""Samples of a gradient."""
+
+DESCENTS = 1000
+"""Steps of the search for the best point."""
+
+
+class RegretHistory(NamedTuple):
+    """Losses of all gradients at the weights that they read, and the largest norm of the weights (first rank)."""
+
+    losses: np.ndarray
+    farthest: float
+
+
+def losses(weights: np.ndarray, data: ArrayDataset) -> np.ndarray:
+    """Loss of every sample. The last row of the weights is the bias."""
+    scores = data.x @ weights[:-1] + weights[-1]
+    scores -= scores.max(1, keepdims=True)
+    return np.log(np.exp(scores).sum(1)) - scores[np.arange(len(data)), data.y]
+
+
+def best(data: ArrayDataset, radius: float, steepest: float) -> np.ndarray:
+    """Point of the ball with the smallest mean loss, by projected gradient descent with Nesterov's momentum."""
+    x = np.hstack([data.x, np.ones((len(data), 1))]).astype(np.float64)
+    here = before = np.zeros((x.shape[1], int(data.y.max()) + 1))
+    rate = 2 / steepest**2
+    for step in range(DESCENTS):
+        ahead = here + step / (step + 3) * (here - before)
+        shares = np.exp(x @ ahead - (x @ ahead).max(1, keepdims=True))
+        shares /= shares.sum(1, keepdims=True)
+        shares[np.arange(len(x)), data.y] -= 1
+        before, here = here, ahead - rate * (x.T @ shares) / len(x)
+        here = here * min(1.0, radius / np.linalg.norm(here))
+    return here
+
+
+def train(
+    comm: Communicator, data: ArrayDataset, staleness: int, sigma: float, steps: int, delay: float
+) -> RegretHistory:
+    """Train; every step has a part for each worker, and the last worker is slow, so that gradients are stale."""
+    workers = comm.Get_size() - 1
+
+    def rate(step: int) -> float:
+        return workers * sigma / math.sqrt(step * workers + 1)
+
+    model = Sequential([Linear(data.x.shape[1], int(data.y.max()) + 1, init=constant(0.0), first=True)])
+    slow, rule = f"{comm.Get_size() - 1}:4", f"ssp:{staleness}"
+    loss, optimizer = SoftmaxCrossEntropy(), SGD(rate=rate)
+    sampler, farthest = Sampler(len(data), BATCH * workers, BATCH), 0.0
+    settings = Settings(layout="ps", consistency=rule, delay=delay, slow=slow)
+    with ParameterServer(model, loss, comm, optimizer, settings) as engine:
+        for _, step in zip(range(steps), sampler.ahead()):
+            engine.step(OnDemandSampler(step, data))
+            if engine.server is not None:
+                weights = [stretch.array for stretch in engine.stretches()]
+                farthest = max(farthest, float(np.linalg.norm(np.concatenate(weights))))
+        engine.quiesce()
+        means = [outcome.loss / outcome.targets for outcomes in engine.outcomes for outcome in outcomes]
+    return RegretHistory(np.array(means), farthest)
+
+
+def parser() -> launcher.LauncherParser:
+    made = launcher.LauncherParser(__doc__)
+    made.add_argument("--staleness", default="0,1,3,8", metavar="S,...", help="default 0,1,3,8")
+    made.add_argument("--steps", type=at_least(1, int), default=300, metavar="N", help="default 300")
+    made.add_argument("--radius", type=at_least(0.1, float), default=12.0, metavar="R", help="of the ball (default 12)")
+    made.add_argument("--delay", type=at_least(0, float), default=0.001, metavar="S", help="seconds a part")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="regret and bound as a picture")
+    return made
+
+
+def main() -> int:
+    """Train with each staleness; 1 if a regret is above its bound."""
+    made = parser()
+    args = made.parse_args()
+    comm = Communicator(MPI.COMM_WORLD)
+    workers = comm.Get_size() - 1
+    if not workers:
+        made.error("expected 2 ranks or more, a server and a worker, found 1")
+    data = datasets.load("digits").train.flat()  # type: ignore[attr-defined]
+    steepest = math.sqrt(2 * float((data.x.astype(np.float64) ** 2).sum(1).max() + 1))
+    distance = math.sqrt(2) * args.radius
+    optimum = best(data, args.radius, steepest) if comm.Get_rank() == 0 else np.zeros(0)
+    say(f"P = {workers}, L = {steepest:.2f}, F = {distance:.2f}, {BATCH} samples a gradient")
+    say(f"{'s':>3}{'T':>7}{'regret/T':>11}{'bound':>9}{'farthest':>10}")
+    good, courses = True, {}
+    for staleness in map(int, args.staleness.split(",")):
+        sigma = distance / (steepest * math.sqrt(2 * (staleness + 1) * workers))
+        course = train(comm, data, staleness, sigma, args.steps, args.delay)
+        if comm.Get_rank():
+            continue
+        sampler, of_best = Sampler(len(data), BATCH * workers, BATCH), losses(optimum, data)
+        parts = [part for _, step in zip(range(args.steps), sampler.ahead()) for part in step.parts]
+        at = np.arange(1, len(parts) + 1)
+        regret = np.cumsum(course.losses - np.array([of_best[part].mean() for part in parts])) / at
+        bound = 4 * distance * steepest * np.sqrt(2 * (staleness + 1) * workers / at)
+        courses[staleness] = regret, bound
+        good &= bool((regret <= bound).all()) and course.farthest <= args.radius
+        say(f"{staleness:3}{len(at):7}{regret[-1]:11.4f}{bound[-1]:9.3f}{course.farthest:10.2f}")
+    if args.plot and comm.Get_rank() == 0:
+        from parallel.benchmark.training_plots import plot_regret
+
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        plot_regret(args.plot, courses, f"logistic regression on digits, {workers} workers")
+    return int(not comm.bcast(good))

@@ -1,0 +1,49 @@
+"""Naive data parallelism: the reference that tests compare the engines with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from parallel.nn.flat_params import FlatParams
+from parallel.nn.operator import Operator, Parameter, PassMode
+from parallel.optim.optimizers import Optimizer, OptimizerSpan
+from quant.types import Array
+
+
+class NaiveDataParallel:
+    """The whole model on every rank, and one blocking allreduce of the whole gradient per step, in float32."""
+
+    def __init__(self, model: Operator, loss: Any, comm: MPI.Intracomm, optimizer: Optimizer, seed: int = 0):
+        self.model, self.loss, self.comm, self.optimizer, self.seed = model, loss, comm, optimizer, seed
+        self.flat, self.steps = FlatParams(model), 0
+        self.weights, self.gradient = np.zeros((2, self.flat.length), np.float32)
+        self.flat.initialise(self.weights, seed)
+        self.flat.bind(self.weights)
+        self._spans = {id(place.parameter): place.span.start for place in self.flat.places}
+        state = optimizer.fresh(self.weights)
+        self._whole = OptimizerSpan(self.flat.span, self.weights, self.gradient, state, self.flat.places)
+
+    def step(self, batches: Iterable[tuple[Array, Array, Array]]) -> float:
+        """One update from this rank's micro-batches (inputs, targets, sample numbers); the mean loss of all ranks."""
+        self.gradient[...] = 0
+        sums = np.zeros(2)  # losses, targets
+        for x, y, samples in batches:
+            scores, saved = self.model.forward(x, PassMode(True, self.seed, self.steps, samples))
+            total, saved_loss = self.loss.forward(scores, y)
+            sums += total, self.loss.count(y)
+            self.model.backward(self.loss.backward(1.0, saved_loss), saved, self._add)
+        self.comm.Allreduce(MPI.IN_PLACE, self.gradient)
+        self.comm.Allreduce(MPI.IN_PLACE, sums)
+        self.optimizer.update([self._whole], self.steps, 1 / sums[1], gather=lambda sums_of_blocks: sums_of_blocks)
+        self.steps += 1
+        return float(sums[0] / sums[1])
+
+    def _add(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
+        gradient = np.empty(parameter.shape, np.float32)
+        compute(gradient)
+        start = self._spans[id(parameter)]
+        self.gradient[start : start + parameter.size] += gradient.reshape(-1)

@@ -1,0 +1,288 @@
+"""Settings: the one configuration of a training, its engine and its memory forecast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+PIPELINE_MICROBATCHES = 8
+"""Default number of micro-batches per step in each pipeline."""
+
+REPRODUCIBLE_MICROBATCHES = 8
+"""Default number of micro-batches per step with `reproducible`: the same for any number of ranks."""
+
+POOL_MICROBATCHES = 4
+"""Default number of micro-batches per rank and step with `pool`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Configuration that every engine takes: ``Engine(model, loss, comm, optimizer, settings)``.
+
+    Built from keywords, from a mapping (`complete`, which adds recipes) or from the command line of ``chorus train``.
+    None leaves a value open. Engines ignore fields of other layouts; `parallel.trainer.strategies` refuses them.
+
+    Attributes
+    ----------
+    data : str
+        Key of `parallel.data.datasets.TASKS`, or a path.
+    model : str
+        ``family`` or ``family:size``, for `parallel.nn.models.build`.
+    layout : str
+        Strategy: dp-naive, dp-bucket, dp, zero1 to zero3; pp:SCHEDULE; ps; local, group, sgp, hogwild.
+    precision : str
+        Key of `parallel.optim.precision.PRECISIONS`.
+    optimizer : str
+        Key of `parallel.optim.optimizers.OPTIMIZERS`.
+    rate : float
+        Peak learning rate, at least 0: linear warm-up, then half a cosine down to a tenth.
+    decay : float
+        Weight decay, at least 0.
+    momentum, beta2 : float
+        From 0 to below 1: momentum of sgd; decay of the second moment of all other optimizers.
+    clip : float
+        Limit of the gradient norm; 0 for none.
+    batch : int
+        Samples per step over all ranks and micro-batches, at least 1.
+    micro_batch, accumulate, microbatches : int or None
+        At least 1, one of the three: samples per micro-batch; micro-batches per rank; micro-batches per pipeline.
+    epochs : float
+        Passes over the training set, used if `steps` is None.
+    steps, warm_up : int
+        Steps of the whole training; steps of the learning-rate warm-up.
+    length : int
+        Tokens per sequence, at least 1.
+    dropout : float
+        Probability, from 0 to below 1.
+    recompute, reproducible : bool
+        Recompute activations in the backward pass; sum gradients in canonical order, bitwise equal on any mesh.
+    seed : int
+        Seed of initial values, sample order and dropout, at least 0.
+    check_every : int
+        Compare parameters between ranks every so many steps; 0 for never.
+    bucket_bytes, first_bytes : int
+        Least bytes of a gradient bucket, and of the bucket that is complete first; at least 1.
+    compress : str
+        Gradient compression, as in `parallel.grad_compression`; "none", or "auto" to measure and choose.
+    pool : bool
+        Ranks take micro-batches from a shared queue as they get ready.
+    device : str
+        "cpu" or "cuda" (the current device).
+    trace : bool
+        Record profiler events.
+    stages, virtual : int or None
+        Pipelines: ranks in sequence; model chunks per stage.
+    mesh : str or None
+        Pipelines: axis names and sizes, such as ``dp=2,pp=4``; the last axis has neighbouring ranks.
+    cuts : str or None
+        Pipelines: first units of the parts, then the number of units, such as ``0,2,5``.
+    memory : float or None
+        pp:auto: bytes that a stage may take.
+    servers, replicas : int
+        Parameter server: number of server ranks, and of servers that hold a copy of each parameter.
+    consistency : str
+        Parameter server: bsp, async or ssp:S.
+    slow, delay : str, float
+        Parameter server, for experiments: ``RANK:FACTOR,...`` slows workers down; seconds added to each work part.
+    record, replay : str
+        Parameter server: file prefix to write the order of events to, or to read it from.
+    fault_tolerant : bool
+        The MPI survives the death of a rank, and a strategy that can go on does.
+    tau, group : int or None
+        Decentralized styles: steps between averages (sgp: staleness), and ranks per group.
+
+    Raises
+    ------
+    ValueError
+        If a value has the wrong type or is out of range; the message begins with the field's name.
+    """
+
+    data: str = "digits"
+    model: str = "mlp"
+    layout: str = "dp"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    rate: float = 1e-3
+    decay: float = 0.01
+    momentum: float = 0.9
+    beta2: float = 0.999
+    clip: float = 0.0
+    batch: int = 64
+    micro_batch: int | None = None
+    accumulate: int | None = None
+    epochs: float = 10
+    steps: int | None = None
+    warm_up: int = 0
+    length: int = 128
+    dropout: float = 0.0
+    recompute: bool = False
+    reproducible: bool = False
+    seed: int = 0
+    check_every: int = 0
+    bucket_bytes: int = 4 << 20
+    first_bytes: int = 1 << 20
+    pool: bool = False
+    device: str = "cpu"
+    trace: bool = False
+    stages: int | None = None
+    microbatches: int | None = None
+    virtual: int | None = None
+    mesh: str | None = None
+    cuts: str | None = None
+    memory: float | None = None
+    servers: int = 1
+    replicas: int = 1
+    consistency: str = "bsp"
+    slow: str = ""
+    delay: float = 0.0
+    record: str = ""
+    replay: str = ""
+    fault_tolerant: bool = False
+    tau: int | None = None
+    group: int | None = None
+    compress: str = "none"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, types = getattr(self, field.name), TYPES[str(field.type)]
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise ValueError(f"{field.name}: expected {field.type}, found {value!r}")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"{name}: expected a number from {least:g} on, found {value:g}")
+        for name in BELOW_ONE:
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name):g}")
+
+    def micro(self, ranks: int) -> int:
+        """Samples per micro-batch on so many ranks.
+
+        >>> Settings(batch=64).micro(4), Settings(batch=64, accumulate=3).micro(4)
+        (16, 6)
+        """
+        if self.micro_batch is not None:
+            return self.micro_batch
+        each = self.accumulate if self.microbatches is None else self.microbatches
+        if each is not None:
+            parts = each * ranks
+        elif self.reproducible:
+            parts = REPRODUCIBLE_MICROBATCHES
+        elif self.layout.startswith("pp"):
+            parts = ranks * PIPELINE_MICROBATCHES
+        else:
+            parts = ranks * (POOL_MICROBATCHES if self.pool else 1)
+        return -(-self.batch // parts)
+
+    def shared(self) -> dict[str, Any]:
+        """Values that must be equal on all ranks."""
+        return {name: getattr(self, name) for name in NAMES if name not in RUN_FIELDS}
+
+
+TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (float, int)}
+TYPES |= {f"{name} | None": (*types, type(None)) for name, types in TYPES.items()}
+"""Accepted types, by a field's annotation."""
+
+_FROM_ONE = "batch micro_batch accumulate length bucket_bytes first_bytes stages microbatches virtual memory"
+_FROM_ZERO = "rate decay momentum beta2 clip epochs steps warm_up dropout seed check_every delay"
+LEAST = dict.fromkeys(_FROM_ONE.split(), 1) | dict.fromkeys(_FROM_ZERO.split(), 0)
+"""Smallest value of numeric fields."""
+
+BELOW_ONE = ("dropout", "momentum", "beta2")
+
+NAMES = tuple(field.name for field in fields(Settings))
+
+ALTERNATIVES = (("steps", "epochs"), ("micro_batch", "accumulate", "microbatches"), ("mesh", "stages"))
+"""Fields that replace each other: a given one drops the others from defaults and checkpoints."""
+
+PIPELINE_FIELDS = ("stages", "microbatches", "virtual", "mesh", "cuts", "memory")
+SERVER_FIELDS = ("servers", "replicas", "consistency", "slow", "delay", "record", "replay")
+STYLE_FIELDS = ("tau", "group")
+
+LAYOUT_FIELDS = (*PIPELINE_FIELDS, *SERVER_FIELDS, *STYLE_FIELDS)
+"""Fields of one kind of layout only: another layout drops the checkpoint's values."""
+
+RUN_FIELDS = ("slow", "delay", "record", "replay", "device", "trace", "fault_tolerant")
+"""Fields of one run: a restart does not take them from the checkpoint, and ranks may differ in them."""
+
+
+DEFAULTS = Settings()
+"""Settings of an engine that gets none."""
+
+
+def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from given values (None counts as not given), then those of a checkpoint, then the recipe.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of range, or given without use: `momentum` without sgd, `length` without a text.
+
+    Examples
+    --------
+    >>> complete({"data": "pydoc", "steps": None}).model
+    'gpt:mini'
+    >>> complete({"epochs": 3}, previous={"steps": 100, "seed": 7}).steps is None
+    True
+    >>> complete({"layout": "dp"}, previous={"layout": "ps", "servers": 2}).servers
+    1
+    >>> complete({"layout": "dp"}, previous={"layout": "local", "tau": 4}).tau is None
+    True
+    """
+    values, previous = {name: value for name, value in given.items() if value is not None}, dict(previous or {})
+    explicit = set(values)
+    other_layout = values.get("layout", previous.get("layout")) != previous.get("layout")
+    dropped = (*RUN_FIELDS, *LAYOUT_FIELDS) if other_layout else RUN_FIELDS
+    values = _over(values, {name: value for name, value in previous.items() if name not in dropped})
+    values = _over(values, {"data": Settings.data})
+    values = _over(values, {"model": "gpt" if _is_text(values["data"]) else Settings.model})
+    family, _, size = values["model"].partition(":")
+    recipe = RECIPES.get((values["data"], family), {})
+    if not size and "size" in recipe:
+        values["model"] = f"{family}:{recipe['size']}"
+    for below in (recipe, BY_FAMILY.get(family, {})):
+        values = _over(values, below)
+    settings = Settings(**{name: value for name, value in values.items() if name in NAMES})
+    _refuse_unused(settings, explicit)
+    return settings
+
+
+def _refuse_unused(settings: Settings, given: set[str]) -> None:
+    sgd = settings.optimizer == "sgd"
+    for name, used, owner, found in (
+        ("momentum", sgd, "sgd", f"the optimizer is {settings.optimizer}"),
+        ("beta2", not sgd, "adam, adamw, lamb", f"the optimizer is {settings.optimizer}"),
+        ("length", _is_text(settings.data), "texts, of which it cuts sequences", f"the data are {settings.data}"),
+    ):
+        if name in given and not used:
+            raise ValueError(f"{name}: it belongs to {owner}, and {found}")
+
+
+def _over(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in defaults, but no alternative of a given value."""
+    dropped = {name for some in ALTERNATIVES for name in some if any(one in values for one in some)}
+    return {name: value for name, value in below.items() if name not in dropped} | dict(values)
+
+
+def _is_text(data: str) -> bool:
+    return data in TEXTS or (data not in ARRAYS and not data.endswith(".npz"))
+
+
+ARRAYS = ("digits", "teacher", "teacher_classes")
+TEXTS = ("pydoc", "copy")
+
+BY_FAMILY: dict[str, dict[str, Any]] = {
+    "mlp": {"rate": 2e-3, "epochs": 20},
+    "convnet": {"rate": 3e-3, "epochs": 20},
+    "gpt": {"rate": 2e-3, "beta2": 0.99, "warm_up": 100, "batch": 16, "steps": 2000, "decay": 0.1, "clip": 1.0},
+}
+
+RECIPES: dict[tuple[str | None, str], dict[str, Any]] = {
+    ("digits", "mlp"): {"rate": 3e-3, "epochs": 15, "dropout": 0.1},
+    ("digits", "convnet"): {"rate": 5e-3, "epochs": 25},
+    ("copy", "gpt"): {"size": "tiny", "length": 32, "rate": 3e-3, "steps": 600},
+    ("pydoc", "gpt"): {"size": "mini", "length": 128, "steps": 4500},
+}
+"""Values found to train well, by data and model family."""

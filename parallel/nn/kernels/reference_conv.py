@@ -1,0 +1,109 @@
+"""Reference kernels of convolution and pooling, on images of shape (batch, channels, height, width)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel.nn.kernels.storage import array_namespace, narrow, smallest_type, widen
+from quant.types import Array
+
+
+def _padded(x: Array, padding: int, fill: Any = 0) -> Array:
+    """x with `padding` rows and columns of `fill` around each image."""
+    if not padding:
+        return x
+    return array_namespace(x).pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=fill)
+
+
+def _places(window: tuple[int, int], stride: int, over: tuple[int, int]) -> list[tuple[slice, slice]]:
+    """(rows, columns) slices of the image met by each element of a window, by rows."""
+    return [
+        (slice(i, i + stride * (over[0] - 1) + 1, stride), slice(j, j + stride * (over[1] - 1) + 1, stride))
+        for i in range(window[0])
+        for j in range(window[1])
+    ]
+
+
+def positions(length: int, window: int, stride: int, padding: int) -> int:
+    """Number of window positions along an axis.
+
+    >>> positions(8, 3, 1, 1)
+    8
+    """
+    return max((length + 2 * padding - window) // stride + 1, 0)
+
+
+def im2col(x: Array, window: tuple[int, int], stride: int, padding: int) -> Array:
+    """Window positions as columns: shape (channels * rows * columns, batch * positions), positions by rows.
+
+    x has shape (batch, channels, height, width), `window` is (rows, columns).
+    """
+    xp = array_namespace(x)
+    batch, channels, height, width = x.shape
+    over = positions(height, window[0], stride, padding), positions(width, window[1], stride, padding)
+    source = _padded(x, padding).swapaxes(0, 1)
+    columns = xp.empty((channels, window[0] * window[1], batch, *over), x.dtype)
+    for number, (rows, cols) in enumerate(_places(window, stride, over)):
+        columns[:, number] = source[:, :, rows, cols]
+    return columns.reshape(channels * window[0] * window[1], batch * over[0] * over[1])
+
+
+def col2im(columns: Array, shape: tuple[int, ...], window: tuple[int, int], stride: int, padding: int) -> Array:
+    """Adjoint of `im2col`: sums of columns into an image of shape (batch, channels, height, width)."""
+    xp = array_namespace(columns)
+    batch, channels, height, width = shape
+    over = positions(height, window[0], stride, padding), positions(width, window[1], stride, padding)
+    source = widen(columns).reshape(channels, window[0] * window[1], batch, *over)
+    image = xp.zeros((batch, channels, height + 2 * padding, width + 2 * padding), source.dtype)
+    for number, (rows, cols) in enumerate(_places(window, stride, over)):
+        image[:, :, rows, cols] += source[:, number].swapaxes(0, 1)
+    inside = image[:, :, padding : padding + height, padding : padding + width]
+    return narrow(xp.ascontiguousarray(inside), columns.dtype)
+
+
+def max_pool(x: Array, window: tuple[int, int], stride: int) -> tuple[Array, Array]:
+    """(y, which): largest element per window position, and its index in the window; NaN wins, ties go to the first.
+
+    x has shape (batch, channels, height, width), `window` is (rows, columns); `which` is uint8, or wider for large
+    windows.
+    """
+    xp = array_namespace(x)
+    over = positions(x.shape[2], window[0], stride, 0), positions(x.shape[3], window[1], stride, 0)
+    places = _places(window, stride, over)
+    y = x[:, :, places[0][0], places[0][1]].copy()
+    which = xp.zeros(y.shape, smallest_type(len(places) - 1))
+    for number, (rows, cols) in enumerate(places[1:], 1):
+        part = x[:, :, rows, cols]
+        larger = (part > y) | (part != part)
+        y = xp.where(larger, part, y)
+        which = xp.where(larger, which.dtype.type(number), which)
+    return y, which
+
+
+def max_pool_backward(dy: Array, which: Array, shape: tuple[int, ...], window: tuple[int, int], stride: int) -> Array:
+    """Gradient of shape `shape` from dy and the indices of `max_pool`."""
+    upper = widen(dy)
+    dx = array_namespace(dy).zeros(shape, upper.dtype)
+    for number, (rows, cols) in enumerate(_places(window, stride, dy.shape[2:])):
+        dx[:, :, rows, cols] += upper * (which == number)
+    return narrow(dx, dy.dtype)
+
+
+def avg_pool(x: Array, window: tuple[int, int], stride: int) -> Array:
+    """Mean of the elements of each window position; x (batch, channels, height, width)."""
+    over = positions(x.shape[2], window[0], stride, 0), positions(x.shape[3], window[1], stride, 0)
+    wider = widen(x)
+    y = array_namespace(x).zeros((*x.shape[:2], *over), wider.dtype)
+    for rows, cols in _places(window, stride, over):
+        y += wider[:, :, rows, cols]
+    y *= 1 / (window[0] * window[1])
+    return narrow(y, x.dtype)
+
+
+def avg_pool_backward(dy: Array, shape: tuple[int, ...], window: tuple[int, int], stride: int) -> Array:
+    """Gradient of shape `shape`: dy divided equally among the elements of each window."""
+    upper = widen(dy) * (1 / (window[0] * window[1]))
+    dx = array_namespace(dy).zeros(shape, upper.dtype)
+    for rows, cols in _places(window, stride, dy.shape[2:]):
+        dx[:, :, rows, cols] += upper
+    return narrow(dx, dy.dtype)

@@ -1,0 +1,151 @@
+"""Reference kernels of elementwise functions: activations, bias, dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from parallel.nn.kernels.special import erf
+from parallel.nn.kernels.storage import array_namespace, narrow, widen
+from quant.types import Array
+
+RUN = 1 << 14
+"""Elements per pass on the host, so that temporaries stay in the cache."""
+
+
+def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
+    """Kernel of arrays in any storage from a function of wide arrays, then numbers; `out` may be an argument."""
+
+    @wraps(compute)
+    def kernel(*arguments: Any, out: Array | None = None) -> Array:
+        numbers = tuple(value for value in arguments if isinstance(value, float))
+        arrays = arguments[: len(arguments) - len(numbers)]
+        xp = array_namespace(arrays[0])
+        if out is None:
+            out = xp.empty(arrays[0].shape, arrays[0].dtype)
+        every = (out, *arrays)
+        if xp is np and all(array.flags.c_contiguous for array in every):
+            every = tuple(array.reshape(-1) for array in every)
+            runs = [tuple(array[first : first + RUN] for array in every) for first in range(0, out.size, RUN)]
+        else:
+            runs = [every]
+        for target, *parts in runs:
+            narrow(compute(*(widen(part) for part in parts), *numbers), target.dtype, target)
+        return out
+
+    return kernel
+
+
+@_elementwise
+def relu(x: Array) -> Array:
+    """max(x, 0); NaN stays NaN."""
+    return array_namespace(x).maximum(x, 0)
+
+
+@_elementwise
+def relu_backward(dy: Array, y: Array) -> Array:
+    """dy where the *result* y of `relu` is positive, else 0."""
+    return dy * (y > 0)
+
+
+@_elementwise
+def gelu(x: Array) -> Array:
+    """x Phi(x), with the normal distribution Phi(x) = (1 + erf(x / sqrt 2)) / 2 (Hendrycks and Gimpel, 2016)."""
+    y = erf(x * math.sqrt(0.5))
+    y += 1
+    y *= 0.5  # before x, which may be as large as numbers are
+    y *= x
+    return y
+
+
+@_elementwise
+def gelu_backward(dy: Array, x: Array) -> Array:
+    """dy (Phi(x) + x phi(x)), with the normal density phi."""
+    xp = array_namespace(x)
+    density = xp.exp(x * x * -0.5)
+    density *= x
+    density *= 1 / math.sqrt(2 * math.pi)
+    dx = erf(x * math.sqrt(0.5))
+    dx += 1
+    dx *= 0.5
+    dx += density
+    dx *= dy
+    return dx
+
+
+def _logistic(x: Array) -> Array:
+    """1 / (1 + exp(-x)) from exp(-|x|): no overflow, and small results keep their digits."""
+    xp = array_namespace(x)
+    e = xp.exp(-xp.absolute(x))
+    y = xp.where(x < 0, e, x.dtype.type(1))
+    e += 1
+    y /= e
+    return y
+
+
+_CUBIC, _TWICE_SLOPE, _FAR = 0.044715, 2 * math.sqrt(2 / math.pi), 16.0
+
+
+@_elementwise
+def gelu_tanh(x: Array) -> Array:
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2: the approximation of GPT-2.
+
+    As x logistic(2 u), which (1 + tanh(u)) / 2 is.
+    """
+    return x * _logistic(_TWICE_SLOPE * x * (1 + _CUBIC * x * x))
+
+
+@_elementwise
+def gelu_tanh_backward(dy: Array, x: Array) -> Array:
+    """dy times the derivative of `gelu_tanh` at x."""
+    near = array_namespace(x).clip(x, -_FAR, _FAR)  # farther out, it is 0 or 1
+    square = near * near
+    s = _logistic(_TWICE_SLOPE * near * (1 + _CUBIC * square))
+    return dy * (s + near * s * (1 - s) * _TWICE_SLOPE * (1 + 3 * _CUBIC * square))
+
+
+@_elementwise
+def silu(x: Array) -> Array:
+    """x / (1 + exp(-x)), also called swish."""
+    return x * _logistic(x)
+
+
+@_elementwise
+def silu_backward(dy: Array, x: Array) -> Array:
+    """dy times the derivative of `silu` at x."""
+    s = _logistic(x)
+    return dy * s * (1 + x * (1 - s))
+
+
+def biased_relu(z: Array, bias: Array) -> Array:
+    """`relu` of z + bias, in the memory of z: shapes (n, m), (m,)."""
+    z += bias
+    return relu(z, out=z)
+
+
+def biased_gelu(z: Array, bias: Array) -> Array:
+    """`gelu` of z + bias; z becomes z + bias."""
+    z += bias
+    return gelu(z)
+
+
+def biased_gelu_tanh(z: Array, bias: Array) -> Array:
+    """`gelu_tanh` of z + bias; z becomes z + bias."""
+    z += bias
+    return gelu_tanh(z)
+
+
+def biased_silu(z: Array, bias: Array) -> Array:
+    """`silu` of z + bias; z becomes z + bias."""
+    z += bias
+    return silu(z)
+
+
+@_elementwise
+def masked(x: Array, keep: Array, scale: float) -> Array:
+    """x times `scale` where the bool array `keep` is set, else 0: dropout, forward and backward."""
+    return x * keep * scale

@@ -1,0 +1,183 @@
+"""Reference kernels of operators and losses, which compiled kernels are compared with.
+
+One code for NumPy and CuPy. Arrays have any strides and any size; results are new C-contiguous arrays unless there is
+an `out`. Arguments are modified only where documented. Results have the storage dtype of the first array; statistics,
+probabilities and parameters' gradients are *wide*: float64 for float64 arrays, else float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from parallel.nn.kernels.reference_conv import *  # noqa: F403
+from parallel.nn.kernels.reference_elementwise import *  # noqa: F403
+from parallel.nn.kernels.storage import FLOAT16, HALVES, array_namespace, narrow, wide, widen
+from quant.types import Array
+
+# ------------------------------------------------------------------------------------------ matrix products
+
+
+def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Matrix product over the last two axes, in the dtype of `a`; half types are widened (float16 not on a GPU).
+
+    `a` has shape (..., n, k), `b` (..., k, m), `out` (..., n, m): of the dtype of `a`, or wide for unrounded sums.
+    """
+    xp = array_namespace(a)
+    if a.dtype not in HALVES or (a.dtype == FLOAT16 and xp is not np):
+        return xp.matmul(a, b) if out is None else xp.matmul(a, b, out=out)
+    a, b, dtype = widen(a), widen(b), a.dtype
+    if out is not None and out.dtype == wide(dtype):
+        return xp.matmul(a, b, out=out)
+    return narrow(xp.matmul(a, b), dtype, out)
+
+
+def affine(x: Array, weight: Array, bias: Array) -> Array:
+    """x weight + bias: shapes (n, k), (k, m), (m,)."""
+    y = matmul(x, weight)
+    y += bias
+    return y
+
+
+def sum_rows(x: Array, out: Array | None = None) -> Array:
+    """Sum over the first axis, wide: the gradient of a bias."""
+    return x.sum(axis=0, dtype=wide(x.dtype), out=out)
+
+
+# ------------------------------------------------------------------------------------------ norms, over the last axis
+
+
+def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
+    """(y, mean, rstd): y = (x - mean) rstd gain + bias, rstd = 1 / sqrt(variance + eps) (Ba, Kiros and Hinton,
+    2016).
+
+    Shapes: x (n, m), gain and bias (m,); mean and rstd (n,), wide.
+    """
+    xp = array_namespace(x)
+    wider = widen(x)
+    mean = wider.mean(axis=-1)
+    y = wider - mean[:, None]
+    rstd = 1 / xp.sqrt((y * y).mean(axis=-1) + eps)
+    y *= rstd[:, None]
+    y *= widen(gain)
+    y += widen(bias)
+    return narrow(y, x.dtype), mean, rstd
+
+
+def layer_norm_backward(dy: Array, x: Array, gain: Array, mean: Array, rstd: Array) -> tuple[Array, Array, Array]:
+    """(dx, dgain, dbias): dx like x of shape (n, m); dgain and dbias (m,), wide."""
+    upper, unit = widen(dy), (widen(x) - mean[:, None]) * rstd[:, None]
+    inner = upper * widen(gain)
+    dx = inner - inner.mean(axis=-1)[:, None] - unit * (inner * unit).mean(axis=-1)[:, None]
+    dx *= rstd[:, None]
+    return narrow(dx, dy.dtype), (upper * unit).sum(axis=0), upper.sum(axis=0)
+
+
+def rms_norm(x: Array, gain: Array, eps: float) -> tuple[Array, Array]:
+    """(y, rstd): y = x rstd gain, rstd = 1 / sqrt(mean of x^2 + eps) (Zhang and Sennrich, 2019).
+
+    Shapes: x (n, m), gain (m,); rstd (n,), wide.
+    """
+    wider = widen(x)
+    rstd = 1 / array_namespace(x).sqrt((wider * wider).mean(axis=-1) + eps)
+    return narrow(wider * rstd[:, None] * widen(gain), x.dtype), rstd
+
+
+def rms_norm_backward(dy: Array, x: Array, gain: Array, rstd: Array) -> tuple[Array, Array]:
+    """(dx, dgain): dx like x of shape (n, m); dgain (m,), wide."""
+    upper, unit = widen(dy), widen(x) * rstd[:, None]
+    inner = upper * widen(gain)
+    dx = (inner - unit * (inner * unit).mean(axis=-1)[:, None]) * rstd[:, None]
+    return narrow(dx, dy.dtype), (upper * unit).sum(axis=0)
+
+
+# ------------------------------------------------------------------------------------------ attention
+
+
+def causal_softmax(scores: Array, scale: float, first: int) -> Array:
+    """Probabilities of scores times `scale`, in place; query `first` + i attends to keys up to its own, others get
+    0.
+
+    `scores` has shape (..., queries, keys), wide.
+    """
+    xp = array_namespace(scores)
+    queries, keys = scores.shape[-2:]
+    hidden = xp.arange(keys)[None, first:] > xp.arange(first, first + queries)[:, None]
+    scores *= scale
+    scores[..., first:] += xp.where(hidden, scores.dtype.type(-math.inf), scores.dtype.type(0))
+    scores -= scores.max(axis=-1, keepdims=True)
+    xp.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores
+
+
+def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
+    """Gradient of scores p (dp - sum of dp p) scale, in place of dp; p and dp have shape (..., queries, keys)."""
+    dp -= (dp * p).sum(axis=-1, keepdims=True)
+    dp *= p
+    dp *= scale
+    return dp
+
+
+# ------------------------------------------------------------------------------------------ losses
+
+
+def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
+    """(total, log_sum): sum over rows of -log softmax(scores)[target], float; negative targets do not count.
+
+    Shapes: scores (n, classes), targets (n,); log_sum (n,), log of the sum of exponentials, wide.
+    """
+    xp = array_namespace(scores)
+    wider, rows = widen(scores), xp.arange(len(targets))
+    top = wider.max(axis=-1)
+    log_sum = xp.log(xp.exp(wider - top[:, None]).sum(axis=-1)) + top
+    losses = xp.where(targets < 0, 0, log_sum - wider[rows, xp.maximum(targets, 0)])
+    return float(losses.sum(dtype=np.float64)), log_sum
+
+
+def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, log_sum: Array) -> Array:
+    """scale (softmax(scores) - 1 at the target), like scores; 0 in rows that do not count."""
+    xp = array_namespace(scores)
+    dscores, rows = xp.exp(widen(scores) - log_sum[:, None]), xp.arange(len(targets))
+    dscores[rows, xp.maximum(targets, 0)] -= 1
+    dscores *= xp.where(targets < 0, 0, scale).astype(dscores.dtype)[:, None]
+    return narrow(dscores, scores.dtype)
+
+
+def squared_error(y: Array, targets: Array) -> float:
+    """Sum of (y - targets)^2 in float64.
+
+    Parameters
+    ----------
+    y, targets : arrays of one shape
+    """
+    difference = widen(y) - widen(targets)
+    return float((difference * difference).sum(dtype=np.float64))
+
+
+def squared_error_backward(scale: float, y: Array, targets: Array) -> Array:
+    """2 scale (y - targets)."""
+    difference = widen(y) - widen(targets)
+    difference *= 2 * scale
+    return narrow(difference, y.dtype)
+
+
+# ------------------------------------------------------------------------------------------ embedding
+
+
+def embedding_gradient(dy: Array, tokens: Array, out: Array) -> Array:
+    """Write to row t of `out` (vocabulary, width) the sum of the rows of dy (n, width) whose token is t, in order."""
+    xp = array_namespace(dy)
+    out[...] = 0
+    if not tokens.size:
+        return out
+    order = xp.argsort(tokens, kind="stable")
+    tokens, rows = tokens[order], widen(dy)[order]
+    starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), tokens[1:] != tokens[:-1]]))
+    if hasattr(xp.add, "reduceat"):
+        out[tokens[starts]] = xp.add.reduceat(rows, starts, axis=0)
+    else:  # as a product with a matrix that says which rows belong to which token: the same digits every time
+        member = tokens[starts][:, None] == tokens[None]
+        out[tokens[starts]] = member.astype(rows.dtype) @ rows
+    return out

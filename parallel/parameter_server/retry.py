@@ -1,0 +1,117 @@
+"""Worker's messages to servers that may die: kept until answered, and resent to the successor. No MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
+from parallel.parameter_server.replication_chain import ReplicationChainLost, ReplicationChains, UndeliveredMessage
+from parallel.parameter_server.server_loop import ServerMail
+
+
+class RetryQueue:
+    """Message bus of a worker with retries. Sent vectors must not change until they are answered.
+
+    Parameters
+    ----------
+    bus : ServerMail
+    servers : sequence of int
+        Ranks of the servers.
+    replicas : int
+        Servers of a chain.
+    storage, wide : numpy.dtype
+        Of weights as operators see them, and as checkpoints keep them.
+
+    Attributes
+    ----------
+    accept : callable
+        The worker's, as of `message_bus.MessageBus`.
+
+    Raises
+    ------
+    ReplicationChainLost
+        From `poll`, once, after the LOST message, if the last server of some parameters is dead.
+    """
+
+    def __init__(
+        self, bus: ServerMail, servers: Sequence[int], replicas: int, storage: np.dtype[Any], wide: np.dtype[Any]
+    ):
+        self._bus, self._servers, self._storage, self._wide = bus, list(servers), storage, wide
+        self._chains = ReplicationChains(servers, replicas)
+        self._unanswered: dict[Any, tuple[ServerMessage, tuple[Any, ...]]] = {}
+        self._answering: dict[int, int] = {}
+        self._ticket = 0
+        self._problem: ReplicationChainLost | None = None
+        self._is_over = False
+        self.accept: Callable[[int, ServerMessage], Sequence[Any]] = lambda source, message: ()
+        bus.accept = self._receive_buffers
+
+    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> Any:
+        """Send to a server or its successor."""
+        if message.kind is MessageKind.PROBLEM:
+            return self._bus.send(peer, message)
+        shard = self._servers.index(peer)
+        self._ticket += 1
+        message = message._replace(ticket=self._ticket, shard=shard)
+        entry: Any = self._ticket
+        if message.kind is MessageKind.TICK:  # it has no answer, and the last one counts
+            entry = MessageKind.TICK, shard
+        self._unanswered.pop(entry, None)
+        self._unanswered[entry] = message, vectors
+        chain = self._chains[shard]
+        return self._bus.send(chain[0], message, *vectors) if chain else UndeliveredMessage()
+
+    def poll(self) -> Envelope | None:
+        """Next answer that is awaited, or a PROBLEM, AGAIN or LOST message."""
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+        while (envelope := self._bus.poll()) is not None:
+            message = envelope.message
+            if message.kind is MessageKind.LOST:
+                self._lost(envelope.source)
+                return envelope
+            if message.kind in (MessageKind.PROBLEM, MessageKind.AGAIN):
+                return envelope
+            if (
+                message.ticket in self._unanswered
+                and self._answering.pop(message.ticket, envelope.source) == envelope.source
+            ):
+                del self._unanswered[message.ticket]
+                return envelope
+        return None
+
+    def idle(self) -> None:
+        self._bus.idle()
+
+    def leave(self) -> None:
+        """Send BYE to all servers."""
+        for server in self._servers:
+            self._bus.send(server, ServerMessage(MessageKind.BYE))
+
+    def abandon(self, *kinds: MessageKind) -> None:
+        """Drop requests of these kinds: their answers are not awaited any more."""
+        self._unanswered = {entry: asked for entry, asked in self._unanswered.items() if asked[0].kind not in kinds}
+
+    def _receive_buffers(self, source: int, message: ServerMessage) -> Sequence[Any]:
+        """Buffers for a message: the worker's for the first answer to an open request, otherwise temporary ones."""
+        if message.ticket in self._unanswered and message.ticket not in self._answering:
+            self._answering[message.ticket] = source
+            return self.accept(source, message)
+        return [np.empty(message.elements, self._wide if message.number >= 0 else self._storage)]
+
+    def _lost(self, rank: int) -> None:
+        self._answering = {ticket: source for ticket, source in self._answering.items() if source != rank}
+        try:
+            concerned = self._chains.lose(rank)
+        except ReplicationChainLost as error:
+            if not self._is_over:
+                self._problem, self._is_over = error, True
+            return
+        for shard in concerned:
+            for message, vectors in list(self._unanswered.values()):
+                if message.shard == shard:
+                    self._bus.send(self._chains[shard][0], message, *vectors)

@@ -1,0 +1,93 @@
+"""Memory forecast of servers and workers, from settings and shapes; messages in flight are not included.
+
+The arrival order of gradients is unknown, so the forecast counts the worst case; with one worker it is exact.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.parameter_server.key_assignment import ServerKey
+
+
+def of_worker(plan: PartitionSpec, synchronous: bool) -> Counter[str]:
+    """Bytes of a worker except activations; asynchronous workers have two vectors of weights to prefetch into."""
+    storage, wide = plan.precision.storage.itemsize, plan.precision.wide.itemsize
+    parameters = (1 if synchronous else 2) * plan.flat.length * storage
+    return Counter(parameters=parameters, gradients=plan.flat.length * wide, buffers=plan.scratch(adds=False) * wide)
+
+
+def of_shard(
+    plan: PartitionSpec, keys: Sequence[ServerKey], states: int, *, workers: int, synchronous: bool, parts: int
+) -> Counter[str]:
+    """Bytes of a server's shard.
+
+    Parameters
+    ----------
+    plan : PartitionSpec
+    keys : sequence of ServerKey
+        Keys of the shard.
+    states : int
+        Number of the optimizer's state vectors.
+    workers : int
+    synchronous : bool
+        True if a step is one update.
+    parts : int
+        Most parts of a step; 0 before the first step.
+    """
+    precision, size = plan.precision, sum(key.span.size for key in keys)
+    wide = precision.wide.itemsize
+    bytes_ = Counter(parameters=size * precision.storage.itemsize, optimizer=size * wide * (states + precision.master))
+    for key in keys if parts else ():
+        landing = workers if key.table is None else 1  # rows land elsewhere, and become a gradient one by one
+        bytes_["gradients"] += key.span.size * wide * vectors(parts, landing, workers, synchronous, plan.reproducible)
+    return bytes_
+
+
+@lru_cache(maxsize=256)
+def vectors(parts: int, landing: int, workers: int, synchronous: bool, reproducible: bool) -> int:
+    """Most gradients of a key that a server holds at once.
+
+    Parameters
+    ----------
+    parts : int
+        Parts of a step.
+    landing : int
+        Most gradients arriving at once: a worker sends the next one after the previous one is acknowledged.
+    workers : int
+        Most parts in progress at once.
+    synchronous, reproducible : bool
+        True if a step is one update; if gradients are added in canonical order.
+
+    Examples
+    --------
+    >>> vectors(8, 1, 1, True, True), vectors(8, 2, 2, True, False), vectors(8, 2, 2, False, False)
+    (4, 4, 2)
+    """
+    if not synchronous:
+        return landing
+    if not reproducible:
+        return max(here.bit_count() + min(landing, parts - here) for here in range(parts))
+    return max(  # parts are drawn in order: one worker has the last one that is drawn, and others any of those before
+        nodes(drawn, away) + min(landing, away + (drawn < parts))
+        for drawn in range(parts + 1)
+        for away in range(min(workers - 1, drawn) + 1)
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def nodes(leaves: int, missing: int) -> int:
+    """Most nodes of the canonical tree over `leaves` leaves of which `missing` are missing.
+
+    >>> nodes(8, 0), nodes(8, 1), nodes(8, 2)
+    (1, 3, 4)
+    """
+    if not missing or leaves <= 1:
+        return 0 if missing else leaves.bit_count()
+    left = 1 << (leaves - 1).bit_length() - 1  # the largest power of two below
+    right = leaves - left
+    splits = range(max(0, missing - right), min(left, missing) + 1)
+    return max(nodes(left, some) + nodes(right, missing - some) for some in splits)

@@ -1,0 +1,164 @@
+"""Settings of a pipeline: schedule, mesh, microbatches and cuts; fills in values that were left open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from collectives import Communicator
+from parallel.data_parallel.partition_spec import units_of
+from parallel.engine.base import type_of
+from parallel.engine.settings import Settings
+from parallel.mesh import Mesh, MeshAxis
+from parallel.nn.flat_params import FlatParams
+from parallel.nn.operator import Operator
+from parallel.optim.optimizers import Optimizer
+from parallel.optim.precision import PRECISIONS
+from parallel.pipeline.schedule.actions import from_csv
+from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.schedule_search import search
+from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, tabled
+from parallel.pipeline.schedule.stage_partition import partition
+from parallel.pipeline.stage_params import AXIS, replicas_of
+from parallel.pipeline.unit_timing import measure
+from parallel.runtime.collective_errors import together
+from quant.types import Array
+
+AUTO = "auto"
+Take = Callable[[int], tuple[Array, Array]]
+"""Callable that returns inputs and targets of a number of samples."""
+
+
+def schedule_of(settings: Settings) -> str:
+    """Name of the schedule, ``1f1b`` by default; a CSV file is added to the table of schedules under its path.
+
+    Raises
+    ------
+    ValueError
+        If the schedule is unknown, or the file is not a table of actions.
+    OSError
+        If the file cannot be read.
+    """
+    name = settings.layout.partition(":")[2] or "1f1b"
+    if name.endswith(".csv") and name not in SCHEDULES:
+        SCHEDULES[name] = ScheduleEntry(tabled(from_csv(Path(name).read_text())))
+    if name not in (*SCHEDULES, AUTO):
+        raise ValueError(
+            f"layout: expected {AXIS}: and one of {', '.join(SCHEDULES)}, {AUTO}; found {settings.layout!r}"
+        )
+    return name
+
+
+def mesh_of(settings: Settings, ranks: int) -> Mesh:
+    """Mesh of the settings, by default ``pp`` (`stages` or all ranks) by ``dp``.
+
+    Raises
+    ------
+    ValueError
+        If it does not fit the number of ranks.
+    """
+    if settings.mesh is None:
+        stages = settings.stages or ranks
+        if ranks % stages:
+            raise ValueError(f"stages: {ranks} ranks do not divide into pipelines of {stages} stages")
+        return Mesh((MeshAxis(AXIS, stages), MeshAxis("dp", ranks // stages)))
+    mesh = Mesh.parse(settings.mesh)
+    replicas_of(mesh, ranks)
+    if settings.stages not in (None, mesh.sizes[AXIS]):
+        raise ValueError(f"stages: {settings.stages} are not those of the mesh {mesh}")
+    return mesh
+
+
+def workers(settings: Settings, ranks: int) -> int:
+    """Number of pipelines, which share the samples of a step."""
+    mesh = mesh_of(settings, ranks)
+    return mesh.size // mesh.sizes[AXIS]
+
+
+def microbatches(settings: Settings, ranks: int) -> int:
+    """Microbatches of a step in each pipeline.
+
+    Raises
+    ------
+    ValueError
+        If the microbatches of a step cannot be divided equally.
+    """
+    if settings.microbatches is not None and settings.micro_batch is None:
+        return settings.microbatches
+    pipelines = workers(settings, ranks)
+    parts = -(-settings.batch // settings.micro(pipelines))
+    if parts % pipelines:
+        raise ValueError(f"microbatches: {parts} of a step do not divide among {pipelines} pipelines")
+    return parts // pipelines
+
+
+def _check_batch(settings: Settings, ranks: int) -> None:
+    """Raise ValueError if the samples of a step cannot be divided into the given number of microbatches."""
+    pipelines, each = workers(settings, ranks), settings.microbatches
+    if each is not None and settings.batch % (each * pipelines):
+        parts = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
+        raise ValueError(
+            f"microbatches: a batch of {settings.batch} samples does not divide into {parts} micro-batches"
+        )
+    microbatches(settings, ranks)
+
+
+def check(settings: Settings, ranks: int) -> None:
+    """Raise ValueError for invalid settings."""
+    name = schedule_of(settings)
+    _check_batch(settings, ranks)
+    cuts_of(settings.cuts)
+    if name == AUTO and (settings.virtual, settings.cuts) != (None, None):
+        raise ValueError(f"virtual, cuts: {AUTO} finds them, found {settings.virtual}, {settings.cuts}")
+    if settings.memory is not None and name != AUTO:
+        raise ValueError(f"memory: a limit is for {AXIS}:{AUTO}, the layout is {settings.layout}")
+
+
+def cuts_of(text: str | None) -> tuple[int, ...] | None:
+    """Numbers of ``"0,2,5"``; None for None."""
+    if text is None:
+        return None
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"cuts: expected numbers as in 0,2,5, found {text!r}")
+    return tuple(int(word) for word in words)
+
+
+def settle(
+    settings: Settings, comm: Communicator, model: Operator, loss: Any, optimizer: Optimizer, take: Take
+) -> Settings:
+    """Fill in open settings: cuts, and with ``auto`` also schedule, microbatches and chunks. Collective.
+
+    Times are measured on rank 0, so that all ranks cut alike.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if the model has too few units or the memory limit is too low.
+    """
+    ranks, recipe = comm.Get_size(), PRECISIONS[settings.precision]
+    mesh, units = mesh_of(settings, ranks), units_of(model)
+    stages, pipelines = mesh.sizes[AXIS], workers(settings, ranks)
+    FlatParams(model)  # names the parameters
+
+    def layers(samples: int) -> Any:
+        x, y = take(samples)
+        x, y = x.astype(type_of(x, recipe.storage)), y.astype(type_of(y, recipe.wide))
+        return measure(units, loss, x, y, recipe, states=len(optimizer.states()), device=settings.device)
+
+    def chosen() -> Settings:
+        if schedule_of(settings) != AUTO:
+            parts = build(schedule_of(settings), stages, 1, virtual=settings.virtual).placement.parts
+            return replace(settings, cuts=_format_cuts(partition(layers(settings.micro(pipelines)), parts)))
+        numbers = None if settings.microbatches is None else [settings.microbatches]
+        best = search(layers, stages, settings.batch // pipelines, settings.memory, microbatches=numbers)[0]
+        found = {"layout": f"{AXIS}:{best.schedule}", "microbatches": best.microbatches, "virtual": best.virtual}
+        return replace(settings, cuts=_format_cuts(best.cuts), micro_batch=None, accumulate=None, **found)  # type: ignore[arg-type]
+
+    return settings if settings.cuts is not None else together(comm, chosen, "the pipeline cannot be cut", root=0)
+
+
+def _format_cuts(cuts: Any) -> str:
+    return ",".join(str(cut.start) for cut in cuts) + f",{cuts[-1].stop}"

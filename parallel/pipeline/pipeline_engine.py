@@ -1,0 +1,266 @@
+"""Training engine with pipeline parallelism, optionally with replicas of the stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel.data.sampler import Batch, contiguous
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.data_parallel.partition_spec import PartitionSpec as Division
+from parallel.data_parallel.partition_spec import plan_of
+from parallel.data_parallel.reducers import Numbers, StepScale
+from parallel.data_parallel.run_context import RunContext
+from parallel.data_parallel.sharded_optimizer import ParamShard
+from parallel.engine.base import EvalSums, ForwardBackward, Measure, TrainEngine, check, facts_of, type_of
+from parallel.engine.memory_ledger import MemoryLedger, Workload
+from parallel.engine.settings import Settings
+from parallel.mesh import Mesh
+from parallel.nn.operator import ArraySpec, Operator
+from parallel.optim.optimizers import Optimizer
+from parallel.pipeline import config
+from parallel.pipeline.param_division import SharedParamGroup
+from parallel.pipeline.runner import BoundAction, ScheduleRunner, bind_actions
+from parallel.pipeline.schedule.actions import to_csv
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
+from parallel.pipeline.schedule.simulator import simulate
+from parallel.pipeline.schedule.truncate import forward_only, truncate
+from parallel.pipeline.stage import Microbatch, StageChunk, StageEvaluator, StageTrainer
+from parallel.pipeline.stage_params import AXIS, Portion, cuts_for
+from parallel.runtime import consistency_check
+from parallel.runtime.profiler import Profiler
+from parallel.runtime.vector_memory import VectorAllocator
+
+
+class Pipeline(TrainEngine):
+    """Training engine with the model's parts on stages, and replicas of stages. Construction is collective.
+
+    Parameters
+    ----------
+    model : Operator
+        A `Sequential` with at least one item per part; its operators have outlines, which give message sizes.
+    loss : loss operator
+    comm : Communicator
+        Not closed by the engine.
+    optimizer : Optimizer
+    settings : Settings
+        `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp`` and perhaps one of `REPLICAS`, and is by default one
+        pipeline of `stages`. `microbatches` is the number per step in each replica; a step may have fewer.
+    schedule : PipelinePlan, optional
+        Plan without messages, in place of the layout's schedule.
+
+    Attributes
+    ----------
+    mesh : Mesh
+    plan : PipelinePlan
+        With messages.
+    cuts : tuple of int
+    sent : Counter
+        Messages of the last step, by receiving stage.
+    ledger : MemoryLedger
+
+    Raises
+    ------
+    ValueError
+        On all ranks and before any message, if a setting is invalid, the mesh does not fit, or the plan fails the
+        simulation.
+    Disagreement
+        On all ranks, if their models or settings differ.
+    """
+
+    def __init__(
+        self,
+        model: Operator,
+        loss: Any,
+        comm: Communicator,
+        optimizer: Optimizer,
+        settings: Settings,
+        schedule: PipelinePlan | None = None,
+    ) -> None:
+        check(comm, settings)
+        self.mesh = config.mesh_of(settings, comm.Get_size())
+        plan = self._scheduled(schedule, self.mesh, settings)
+        whole = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
+        flat, units = whole.flat, whole.units
+        self.cuts = cuts_for(config.cuts_of(settings.cuts), len(units), plan.placement.parts)
+        shared = settings.shared() | {"mesh": self.mesh, "cuts": self.cuts}
+        shared |= {"schedule": plan.name, "placement": plan.placement.routes}
+        lines = enumerate(to_csv(plan.actions).splitlines())
+        told = [(f"the line of stage {stage}", line) for stage, line in lines]
+        consistency_check.agree(comm, [*shared.items(), *told, *facts_of(flat, optimizer)])
+        self._portion = portion = Portion.make(whole, self.mesh, plan, self.cuts)
+        self.plan = portion.plan
+        simulate(self.plan)
+        if refusal := self._refusal(plan, portion.groups, self.mesh, settings):
+            raise ValueError(refusal)
+        context = RunContext(whole, comm, VectorAllocator(comm, settings.device), Profiler(settings.trace))
+        self._ours: list[Communicator] = []
+        self._shares = [(group, self._share(context, group, division)) for group, division in portion.held.values()]
+        self._chunks = {
+            chunk: StageChunk(part, plan.placement.parts, self._units_of(part, units), self._of(part))
+            for chunk, part in portion.parts.items()
+        }
+        self._line = MPI.Intracomm(comm).Split(portion.replica(), portion.stage())
+        self._runner = ScheduleRunner(MPI.Intracomm(self._line), context.recorder, context.memory.xp)
+        self._bound: dict[tuple[str, int], tuple[BoundAction, ...]] = {}
+        self._looked_at: set[tuple[Any, ...]] = set()
+        parts = [part for _, part in self._shares]
+        spans = comm.allgather([span for part in parts for span in part.mine])
+        super().__init__(context, parts, spans, loss, optimizer, settings, teams=sorted(self.mesh.lines(AXIS)))
+        self.ledger = MemoryLedger(context.memory.allocated)
+        portion.expect(self.ledger, len(optimizer.states()), [()] * portion.replicas)
+        self.refresh()
+
+    @classmethod
+    def forecast(
+        cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
+    ) -> MemoryLedger:
+        """Memory forecast, as of `parallel.engine.data_parallel_engine.Engine`."""
+        mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
+        plan = cls._scheduled(None, mesh, settings)
+        whole = plan_of(model, workload.ranks, workload.rank, settings)
+        cuts = cuts_for(config.cuts_of(settings.cuts), len(whole.units), plan.placement.parts)
+        portion = Portion.make(whole, mesh, plan, cuts)
+        portion.expect(ledger, states, [()] * portion.replicas)
+        for step in workload.steps:
+            everyone = [tuple(contiguous(len(step), at, portion.replicas)) for at in range(portion.replicas)]
+            portion.expect(ledger, states, everyone)
+            forms = [workload.shapes(step[number]) for number in everyone[portion.replica()]]
+            activations, work = portion.activations(forms, loss)
+            ledger.expect(Counter(activations=activations), work)
+        return ledger
+
+    @classmethod
+    def _scheduled(cls, schedule: PipelinePlan | None, mesh: Mesh, settings: Settings) -> PipelinePlan:
+        """Plan for a mesh, without messages."""
+        plan = schedule
+        if plan is None:
+            microbatches = config.microbatches(settings, mesh.size)
+            plan = cls._build(config.schedule_of(settings), mesh.sizes[AXIS], microbatches, settings.virtual)
+        if plan.stages != mesh.sizes[AXIS]:
+            raise ValueError(f"schedule: {plan.name} is for {plan.stages} stages, the mesh is {mesh}")
+        return plan
+
+    @staticmethod
+    def _build(schedule: str, stages: int, microbatches: int, virtual: int | None) -> PipelinePlan:
+        return build(schedule, stages, microbatches, virtual=virtual)
+
+    @staticmethod
+    def _refusal(plan: PipelinePlan, groups: Sequence[SharedParamGroup], mesh: Mesh, settings: Settings) -> str | None:
+        """Reason why this engine cannot run a plan."""
+        return None if plan.versions is None else f"schedule: {plan.name} updates on the way; it is for Asynchronous"
+
+    @property
+    def sent(self) -> Counter[int]:
+        """Messages of the last step or evaluation, by receiving stage."""
+        return self._runner.sent
+
+    def share(self, micro_batches: int) -> range:
+        """Microbatches of this rank's replica."""
+        return contiguous(micro_batches, self._portion.replica(), self._portion.replicas)
+
+    def close(self) -> None:
+        """Free requests, communicators and memory. Collective."""
+        super().close()
+        for comm in self._ours:
+            comm.Free()
+        self._line.Free()
+
+    # ------------------------------------------------------------------------------------------ who is where
+
+    def _share(self, context: RunContext, group: SharedParamGroup, division: Division) -> ParamShard:
+        """This rank's shard of a group. Collective over its holders.
+
+        Every group has its own communicator, as the plan completes groups in different orders on different ranks.
+        """
+        holders = context.comm.Get_group().Incl(self._portion.holders(group))
+        comm = context.comm.Create_group(holders, tag=group.number)
+        self._ours.append(comm)
+        own = RunContext(division, comm, context.memory.among(comm), context.recorder)
+        share = ParamShard.make(own, LAYOUTS[self._portion.layout])
+        share.gradients.bind()
+        return share
+
+    def _units_of(self, part: int, units: Sequence[Operator]) -> dict[int, Operator]:
+        """Units of a part, by number."""
+        return {number: units[number] for number in range(*self.cuts[part : part + 2])}
+
+    def _of(self, part: int) -> list[tuple[SharedParamGroup, ParamShard]]:
+        """This rank's shards of a part's weights."""
+        return [(group, share) for group, share in self._shares if part in group.parts]
+
+    # ------------------------------------------------------------------------------------------ the parts of a step
+
+    def _foresee(self, mine: list[Batch]) -> None:
+        """Determine message sizes; validates the microbatches."""
+        for batch in mine:
+            self._portion.outlines(self._form(batch))
+
+    def _form(self, batch: Batch) -> ArraySpec:
+        return ArraySpec(batch.x.shape, type_of(batch.x, self._context.storage))
+
+    def _passes(self, mine: list[Batch], everyone: Numbers, step_scale: StepScale) -> ForwardBackward:
+        """Run all forwards and backwards, and the gradient sums."""
+        self._expect_at_most(everyone)
+        here = [self._microbatch(batch, training=True) for batch in mine]
+        work = StageTrainer(
+            self._chunks,
+            here,
+            self._loss,
+            self._runner.progress,
+            scale=step_scale.scale,
+            note=self._noting(here, everyone),
+        )
+        for group, part in self._shares:
+            part.gradients.begin(self._portion.leaves(group, everyone))
+        self._runner.run(self._bind("train", len(mine)), work)
+        for _, part in self._shares:
+            part.gradients.finish()
+        return ForwardBackward(work.early, work.losses, work.problem)
+
+    def _expect_at_most(self, everyone: Numbers) -> None:
+        most, found = self.plan.microbatches, max(map(len, everyone))
+        if found > most:
+            raise ValueError(f"micro-batches: expected at most {most} for each pipeline, found {found}")
+
+    def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> EvalSums:
+        """Run forwards only, without dropout."""
+        here = [self._microbatch(batch, training=False) for batch in mine]
+        work = StageEvaluator(self._chunks, here, self._loss, self._runner.progress, measure)
+        self._runner.run(self._bind("evaluate", len(mine)), work)
+        return EvalSums(work.losses, work.measured, work.problem)
+
+    def _bind(self, what: str, microbatches: int) -> tuple[BoundAction, ...]:
+        """Bound actions of this stage, for a number of microbatches."""
+        key = what, microbatches
+        if key not in self._bound:
+            stage = self._portion.stage()
+            if what == "train":
+                self._bound[key] = bind_actions(truncate(self.plan, microbatches), stage)
+            else:
+                self._bound[key] = bind_actions(lower(forward_only(self.plan, microbatches)), stage, f"{what} ")
+        return self._bound[key]
+
+    def _microbatch(self, batch: Batch, training: bool) -> Microbatch:
+        x, y = self._typed(batch)
+        made = [outline.y for outline in self._portion.outlines(self._form(batch))]
+        return Microbatch(batch.number, x, y, self._run(batch, training), made)
+
+    # ------------------------------------------------------------------------------------------ bytes
+
+    def _noting(self, here: list[Microbatch], everyone: Numbers) -> Callable[[int], None] | None:
+        """Callback that records activation bytes of new shapes or numbers of microbatches; None for known ones."""
+        kind = (*(one.x.shape for one in here), *(one.y.shape for one in here), *map(len, everyone))
+        if kind in self._looked_at:
+            return None
+        self._looked_at.add(kind)
+        self._portion.expect(self.ledger, len(self._optimizer.states()), everyone)
+        forms = [(ArraySpec(one.x.shape, one.x.dtype), ArraySpec(one.y.shape, one.y.dtype)) for one in here]
+        activations, work = self._portion.activations(forms, self._loss)
+        self.ledger.expect(Counter(activations=activations), work)
+        return lambda alive: self._context.memory.at_least("activations", alive)

@@ -1,0 +1,235 @@
+"""Share of a rank in a pipelined model and its memory, from settings and shapes; used by engine and forecast."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+from collectives.schedule.chunks import even
+from parallel.data_parallel.partition_spec import PartitionSpec as Division
+from parallel.data_parallel.reducers import Numbers
+from parallel.engine.memory_ledger import MemoryLedger, predict_part
+from parallel.mesh import Mesh
+from parallel.nn.compose import Sequential
+from parallel.nn.flat_params import BLOCK
+from parallel.nn.operator import ArraySpec, OperatorOutline, nbytes_of
+from parallel.pipeline.param_division import SharedParamGroup, checked_cuts, divide
+from parallel.pipeline.schedule.actions import Action
+from parallel.pipeline.schedule.activation_memory import versions
+from parallel.pipeline.schedule.lowering import lower
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
+from parallel.pipeline.schedule.truncate import truncate
+
+AXIS = "pp"
+REPLICAS = ("dp", "zero1")
+"""Axes along which stages have replicas, named after the layout that sums gradients."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Share of a rank in a pipelined model.
+
+    Attributes
+    ----------
+    division : PartitionSpec
+        Of the whole vector, all ranks and this one.
+    mesh : Mesh
+    plan : PipelinePlan
+        With messages.
+    cuts : tuple of int
+        First unit of every part, and the number of units.
+    groups : tuple of SharedParamGroup
+        Of the whole vector.
+    layout : str
+        Layout of the gradient sums over replicas.
+    """
+
+    division: Division
+    mesh: Mesh
+    plan: PipelinePlan
+    cuts: tuple[int, ...]
+    groups: tuple[SharedParamGroup, ...]
+    layout: str
+
+    @classmethod
+    def make(cls, division: Division, mesh: Mesh, plan: PipelinePlan, cuts: tuple[int, ...]) -> Portion:
+        """Share of the division's rank, from a plan without messages. Sets `uses` of the parameters (`divide`)."""
+        groups = divide(division.flat, division.units, cuts, reproducible=division.reproducible)
+        return cls(division, mesh, lower(plan), cuts, tuple(groups), replicas_of(mesh, division.ranks))
+
+    # ------------------------------------------------------------------------------------------ who is where
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the pipeline."""
+        return len(self.mesh.lines(AXIS))
+
+    def stage(self, rank: int | None = None) -> int:
+        """Stage of a rank, by default of this one."""
+        return self.mesh.coordinates(self.division.rank if rank is None else rank)[AXIS]
+
+    def replica(self, rank: int | None = None) -> int:
+        """Replica number of a rank, by default of this one."""
+        return self.mesh.coordinates(self.division.rank if rank is None else rank).get(self.layout, 0)
+
+    def holders(self, group: SharedParamGroup) -> tuple[int, ...]:
+        """Ranks that have a group."""
+        return self._holders[group.number]
+
+    @cached_property
+    def _holders(self) -> list[tuple[int, ...]]:
+        stages = [self.stage(rank) for rank in range(self.mesh.size)]
+        held = (set(group.holders(self.plan.placement)) for group in self.groups)
+        return [tuple(rank for rank, stage in enumerate(stages) if stage in some) for some in held]
+
+    @cached_property
+    def held(self) -> dict[int, tuple[SharedParamGroup, Division]]:
+        """Groups of this rank by number, and the partition of each among its holders."""
+        found = {}
+        for group in self.groups:
+            ranks = self.holders(group)
+            if self.division.rank in ranks:
+                flat, rank = self.division.flat.part(group.tensors), ranks.index(self.division.rank)
+                found[group.number] = group, replace(self.division, flat=flat, ranks=len(ranks), rank=rank)
+        return found
+
+    @cached_property
+    def parts(self) -> dict[int, int]:
+        """Part of the model, by chunk of this stage."""
+        here = self.stage()
+        return {chunk: part for (stage, chunk), part in self.plan.placement.part.items() if stage == here}
+
+    def leaves(self, group: SharedParamGroup, everyone: Numbers) -> list[tuple[int, ...]]:
+        """Canonical leaves that each holder of a group adds."""
+        placement = self.plan.placement
+        ranks = self.holders(group)
+        return [group.leaves(placement, self.stage(rank), everyone[self.replica(rank)]) for rank in ranks]
+
+    # ------------------------------------------------------------------------------------------ bytes
+
+    def expect(self, ledger: MemoryLedger, states: int, everyone: Numbers) -> None:
+        """Enter the memory of a step into the ledger, except activations; each group keeps its maximum.
+
+        Parameters
+        ----------
+        ledger : MemoryLedger
+        states : int
+            Number of the optimizer's state vectors.
+        everyone : sequence of tuple of int
+            Microbatches of every pipeline.
+        """
+        ledger.expect(Counter(buffers=self.division.flat.length // BLOCK * 8))
+        for group, division in self.held.values():
+            for leaves in self._sums(group, division, everyone):
+                kept = predict_part(division, self.layout, states, leaves)
+                kept["parameters"] += self._older(everyone) * division.flat.length * division.precision.storage.itemsize
+                ledger.expect(kept, part=group.number)
+
+    def activations(self, forms: Sequence[tuple[ArraySpec, ArraySpec]], loss: Any) -> tuple[int, int]:
+        """Peak bytes alive between forwards and backwards, and of temporaries.
+
+        Parameters
+        ----------
+        forms : sequence of (ArraySpec, ArraySpec)
+            Inputs and targets of this pipeline's microbatches.
+        loss : loss operator
+        """
+        most = work = 0
+        held: dict[tuple[int, int], int] = {}
+        for action in self._line(len(forms)):
+            key = action.chunk, action.microbatch
+            if action.kind == "F":
+                (x, y), part = forms[action.microbatch], self.parts[action.chunk]
+                outline = self.outlines(x)[part]
+                kept: Any = outline.y, outline.saved
+                ends = [outline.work]
+                if part == self.plan.placement.parts - 1:
+                    y = ArraySpec(*y)
+                    end = loss.outline(outline.y, y)
+                    kept, ends = (outline.y, y, outline.saved, end.saved), [outline.work, end.work]
+                held[key] = nbytes_of(kept)
+                most, work = max(most, sum(held.values())), max(work, *ends)
+            elif action.kind in ("W", "BW"):
+                del held[key]
+        return most, work
+
+    def outlines(self, x: ArraySpec) -> list[OperatorOutline]:
+        """Outline of every part of the model, for an input of this shape."""
+        if x not in self._outlines:
+            outlines: list[OperatorOutline] = []
+            for start, stop in pairwise(self.cuts):
+                part = Sequential(self.division.units[start:stop])
+                try:
+                    outlines.append(part.outline(outlines[-1].y if outlines else x))
+                except NotImplementedError:
+                    some = f"an operator in units {start} to {stop - 1}"
+                    raise ValueError(f"{some} has no outline, which would tell how long messages are") from None
+            self._outlines[x] = outlines
+        return self._outlines[x]
+
+    @cached_property
+    def _outlines(self) -> dict[ArraySpec, list[OperatorOutline]]:
+        return {}
+
+    def _line(self, microbatches: int) -> tuple[Action, ...]:
+        return truncate(self.plan, microbatches).actions[self.stage()]
+
+    def _sums(self, group: SharedParamGroup, division: Division, everyone: Numbers) -> list[list[tuple[int, ...]]]:
+        """Leaves by holder for every gradient sum of a step, this rank's in order of arrival."""
+        numbers = everyone[self.replica()]
+        line = self._line(len(numbers))
+        if self.plan.versions is not None:  # a sum for every update; no replicas
+            return [[tuple(interval)] for interval in intervals_of(line) or [[]]]
+        leaves = self.leaves(group, everyone)
+        done = [(action.microbatch, self.parts[action.chunk]) for action in line if action.kind in ("W", "BW")]
+        leaves[division.rank] = tuple(group.leaf(numbers[turn], part) for turn, part in done if part in group.parts)
+        return [leaves]
+
+    def _older(self, everyone: Numbers) -> int:
+        """Number of weight versions besides the newest."""
+        return versions(truncate(self.plan, len(everyone[self.replica()])))[self.stage()] - 1
+
+
+def intervals_of(line: Sequence[Action]) -> list[list[int]]:
+    """Microbatches of every update, from a stage's actions."""
+    intervals: list[list[int]] = [[]]
+    for action in line:
+        if action.kind in ("W", "BW"):
+            intervals[-1].append(action.microbatch)
+        elif action.kind == "U":
+            intervals.append([])
+    return intervals[:-1]
+
+
+def replicas_of(mesh: Mesh, ranks: int) -> str:
+    """Axis along which stages have replicas; ``"dp"`` if there is none.
+
+    Raises
+    ------
+    ValueError
+        If the mesh lacks stages, has an unknown axis, or another number of ranks.
+    """
+    others = [name for name in mesh.sizes if name != AXIS]
+    if AXIS not in mesh.sizes or len(others) > 1 or not set(others) <= set(REPLICAS):
+        raise ValueError(f"mesh: expected {AXIS}, and {' or '.join(REPLICAS)} if stages have replicas; found {mesh}")
+    if mesh.size != ranks:
+        raise ValueError(f"mesh: {mesh} is for {mesh.size} ranks, found {ranks}")
+    return others[0] if others else "dp"
+
+
+def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, ...]:
+    """Validated cuts, by default with equal numbers of units."""
+    return checked_cuts(cuts or even_cuts(units, parts), units, parts)
+
+
+def even_cuts(units: int, parts: int) -> tuple[int, ...]:
+    """Cuts into parts of nearly equal numbers of units.
+
+    >>> even_cuts(7, 3)
+    (0, 3, 5, 7)
+    """
+    return tuple(accumulate(even(units, parts), initial=0))

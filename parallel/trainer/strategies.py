@@ -1,0 +1,208 @@
+"""Table of training strategies: the engine of each layout, its checks and what it decides before a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from parallel.checkpoint.tensor_slices import TensorSlice
+from parallel.data.sampler import Batch
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.decentralized import styles
+from parallel.decentralized.replica_engine import ReplicaEngine
+from parallel.decentralized.styles import STYLES
+from parallel.engine.data_parallel_engine import Engine, uncompressible
+from parallel.engine.memory_ledger import MemoryLedger, Workload
+from parallel.engine.settings import DEFAULTS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
+from parallel.grad_compression import AUTO
+from parallel.grad_compression.auto_select import choose
+from parallel.nn.compose import Sequential
+from parallel.nn.flat_params import FlatParams
+from parallel.optim.optimizers import LAMB, OPTIMIZERS, Optimizer
+from parallel.parameter_server.server_engine import ParameterServer
+from parallel.parameter_server.server_settings import refuse_servers
+from parallel.pipeline import config as pipeline_config
+from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
+from parallel.pipeline.config import Take
+from parallel.pipeline.pipeline_engine import Pipeline
+from parallel.pipeline.schedule.schedules import SCHEDULES
+from parallel.runtime.profiler import ProfilerEvent
+from parallel.runtime.step_report import Evaluation, StepReport
+from quant.types import Array
+
+
+class TrainableEngine(Protocol):
+    """Interface of an engine that `parallel.trainer.trainer` uses; `Engine` documents the members.
+
+    With `Settings.pool`, `step` has the argument `drawn` too.
+    """
+
+    pulls_work: ClassVar[bool]
+    survives_failures: ClassVar[bool]
+    settings: Settings
+    ledger: MemoryLedger
+    steps: int
+    remarks: Sequence[str]
+
+    @property
+    def updates(self) -> int: ...
+    @property
+    def flat(self) -> FlatParams: ...
+    @property
+    def events(self) -> list[ProfilerEvent]: ...
+    @property
+    def is_reporter(self) -> bool: ...
+    def share(self, micro_batches: int) -> range: ...
+    def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport: ...
+    def evaluate(
+        self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None
+    ) -> Evaluation: ...
+    def quiesce(self) -> None: ...
+    def save(self, write: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any: ...
+    def stretches(self) -> Iterator[TensorSlice]: ...
+    def refresh(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class TrainJob(NamedTuple):
+    """Objects that an engine is made of, besides the settings."""
+
+    model: Sequential
+    loss: Any
+    comm: Communicator
+    optimizer: Optimizer
+
+
+class Settled(NamedTuple):
+    """Settings with nothing left open, and remarks on how that was decided."""
+
+    settings: Settings
+    remarks: tuple[str, ...] = ()
+
+
+class Strategy(NamedTuple):
+    """A line of the table.
+
+    Attributes
+    ----------
+    engine_class : callable (settings) -> class of engine
+    check : callable (settings, ranks)
+        Raises ValueError, which names the field, for settings that the engine cannot use.
+    workers : callable (settings, ranks) -> int
+        Number of ranks, or pipelines, that share the samples of a step.
+    settle : callable (job, settings, take) -> Settled
+        Decides fields that were left open; ``take(n)`` gives n samples for trials. Collective.
+    fields : tuple of str
+        Settings that not every strategy has.
+    has_variants : bool
+        The layout may have a suffix after a colon.
+    """
+
+    engine_class: Callable[[Settings], Any]
+    check: Callable[[Settings, int], None]
+    workers: Callable[[Settings, int], int] = lambda settings, ranks: ranks
+    settle: Callable[[TrainJob, Settings, Take], Settled] = lambda job, settings, take: Settled(settings)
+    fields: tuple[str, ...] = ()
+    has_variants: bool = False
+
+    def engine(self, job: TrainJob, settings: Settings) -> TrainableEngine:
+        """The engine of settled settings. Collective."""
+        return self.engine_class(settings)(job.model, job.loss, job.comm, job.optimizer, settings)
+
+    def forecast(self, job: TrainJob, settings: Settings, workload: Workload) -> MemoryLedger:
+        """Memory ledger of this rank after the steps of a workload, by the settings that the engine gets."""
+        return self.engine_class(settings).forecast(job.model, job.loss, job.optimizer, workload, settings)
+
+
+def _check_data_parallel(settings: Settings, ranks: int) -> None:
+    if problem := uncompressible(settings):
+        raise problem
+
+
+def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Settled:
+    if settings.compress != AUTO:
+        return Settled(settings)
+    chosen, why = choose(job.comm, FlatParams(job.model).length)
+    return Settled(replace(settings, compress=chosen), (f"compress {AUTO}: {why}",))
+
+
+def _pipeline_class(settings: Settings) -> type[Pipeline]:
+    return Pipeline if SCHEDULES[pipeline_config.schedule_of(settings)].version is None else AsynchronousPipeline
+
+
+def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Settled:
+    return Settled(pipeline_config.settle(settings, job.comm, job.model, job.loss, job.optimizer, take))
+
+
+def _check_servers(settings: Settings, ranks: int) -> None:
+    refuse_servers(settings, ranks, OPTIMIZERS[settings.optimizer] is LAMB)
+    servers, replicas = settings.servers, settings.replicas
+    if not 1 <= replicas <= servers:
+        raise ValueError(f"replicas: expected 1 to {servers}, as many as servers, found {replicas}")
+    if replicas > 1 and (settings.record or settings.replay):
+        raise ValueError(f"replicas: expected 1 with record or replay, found {replicas}")
+    if settings.check_every:
+        found = settings.check_every
+        raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {found}")
+    if settings.record and settings.record == settings.replay:
+        raise ValueError(f"record: {settings.record} is the file to replay")
+
+
+STRATEGIES = {
+    name: Strategy(
+        lambda settings: Engine,
+        _check_data_parallel,
+        settle=_choose_compression,
+        fields=("compress", *(("pool",) if layout.drawn else ())),
+    )
+    for name, layout in LAYOUTS.items()
+}
+STRATEGIES["pp"] = Strategy(
+    _pipeline_class, pipeline_config.check, pipeline_config.workers, _choose_cuts, PIPELINE_FIELDS, has_variants=True
+)
+STRATEGIES["ps"] = Strategy(
+    lambda settings: ParameterServer,
+    _check_servers,
+    workers=lambda settings, ranks: ranks - settings.servers,
+    fields=SERVER_FIELDS,
+)
+STRATEGIES |= {
+    name: Strategy(lambda settings: ReplicaEngine, styles.refuse, fields=style.options)
+    for name, style in STYLES.items()
+}
+
+
+def strategy_of(settings: Settings) -> Strategy:
+    """Strategy of the settings' layout, by its name before a colon.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or if a field of another strategy is set.
+
+    Examples
+    --------
+    >>> strategy_of(Settings(layout="zero3")).workers(Settings(), 4)
+    4
+    """
+    name = settings.layout.partition(":")[0]
+    if name not in STRATEGIES or (":" in settings.layout and not STRATEGIES[name].has_variants):
+        raise ValueError(f"layout: expected one of {', '.join(STRATEGIES)}, found {settings.layout!r}")
+    special = {field for strategy in STRATEGIES.values() for field in strategy.fields}
+    for field in fields(Settings):
+        if field.name not in special - set(STRATEGIES[name].fields):
+            continue
+        if getattr(settings, field.name) != getattr(DEFAULTS, field.name):
+            owners = ", ".join(other for other, strategy in STRATEGIES.items() if field.name in strategy.fields)
+            raise ValueError(f"{field.name}: it belongs to {owners}, and the layout is {settings.layout}")
+    return STRATEGIES[name]

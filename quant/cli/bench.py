@@ -1,0 +1,170 @@
+"""Measure the speed of quantising and dequantising on one core, beside memcpy and gguf's quantiser in NumPy.
+
+chorus bench quant --size 64M
+
+All contestants take turns in random order, and every result is checked. Speeds are bytes of float32 per second in all
+rows; the ratio to memcpy is that of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy starts any threads
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quant import Q4_0, Q8_0, QuantizedArray, QuantSpec, grouped, kernels, quantize
+from quant.io import ggml_blocks
+
+SPECS = {
+    "int8_g128": grouped(8, 128),
+    "int8_g32": grouped(8, 32),
+    "int8_g128_stochastic": grouped(8, 128, rounding="stochastic"),
+    "int4_g128": grouped(4, 128),
+    "int4_g32": grouped(4, 32),
+    "Q8_0": Q8_0,
+    "Q4_0": Q4_0,
+}
+FORMS = {"numba": ("compiled",), "numpy": ()}
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class QuantContestant(NamedTuple):
+    """A function to time, and a check of its result."""
+
+    name: str
+    run: Callable[[], Any]
+    right: Callable[[], bool]
+
+
+def size_of(text: str) -> int:
+    """Argument type: bytes, with an optional K, M or G.
+
+    >>> size_of("64M")
+    67108864
+    """
+    unit = UNITS.get(text[-1:].upper(), 1)
+    return int(text[:-1] if unit > 1 else text) * unit
+
+
+def chorus_side(
+    name: str, spec: QuantSpec, form: str, x: np.ndarray, expected: QuantizedArray
+) -> list[QuantContestant]:
+    """Quantise, dequantise, and dequantise and add, with one kind of kernel."""
+    q = QuantizedArray(spec, x.shape)
+    back, total = np.empty_like(x), np.zeros_like(x)
+    numbers = expected.dequantize()
+
+    def within(function: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with kernels.forms(*FORMS[form]):
+                return function()
+
+        return run
+
+    def added() -> bool:
+        total.fill(1)
+        with kernels.forms(*FORMS[form]):
+            expected.add_to(total)
+        right = np.array_equal(total, numbers + np.float32(1))
+        total.fill(0)
+        return right
+
+    return [
+        QuantContestant(
+            f"{name} quantize {form}",
+            within(lambda: quantize(x, spec, seed=1, out=q)),
+            lambda: q.buffer.tobytes() == expected.buffer.tobytes(),
+        ),
+        QuantContestant(
+            f"{name} dequantize {form}",
+            within(lambda: expected.dequantize(out=back)),
+            lambda: np.array_equal(back, numbers),
+        ),
+        QuantContestant(f"{name} add {form}", within(lambda: expected.add_to(total)), added),
+    ]
+
+
+def peers(x: np.ndarray) -> list[QuantContestant]:
+    """gguf's quantiser, if it is installed."""
+    try:
+        import gguf
+    except ImportError:
+        return []
+    rows = x.reshape(-1, 4096) if x.size % 4096 == 0 else x.reshape(-1, 32)
+    made: dict[str, np.ndarray] = {}
+
+    def peer(name: str, spec: QuantSpec) -> QuantContestant:
+        kind = getattr(gguf.GGMLQuantizationType, name)
+
+        def run() -> None:
+            made[name] = gguf.quantize(rows, kind)
+
+        def right() -> bool:
+            return np.array_equal(made[name], ggml_blocks.to_blocks(quantize(rows, spec)))
+
+        return QuantContestant(f"{name} quantize gguf", run, right)
+
+    return [peer("Q8_0", Q8_0), peer("Q4_0", Q4_0)]
+
+
+def race(contestants: list[QuantContestant], turns: int) -> dict[str, list[float]]:
+    """Seconds of every turn by contestant, after a warm-up; checked after the first and the last."""
+    rng = np.random.default_rng(0)
+    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    for turn in range(turns + 1):
+        for number in rng.permutation(len(contestants)):
+            one = contestants[number]
+            start = time.perf_counter()
+            one.run()
+            taken = time.perf_counter() - start
+            if turn:
+                seconds[one.name].append(taken)
+            if turn in (0, turns) and not one.right():
+                raise SystemExit(f"{one.name}: wrong result")
+    return seconds
+
+
+def main() -> None:
+    """Print a line per contestant."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=size_of, default=size_of("64M"), help="bytes of the float32 array (default 64M)")
+    parser.add_argument("--specs", default=",".join(SPECS), help=f"with commas (default {','.join(SPECS)})")
+    parser.add_argument("--turns", type=int, default=9, help="of each, after one to warm up (default 9)")
+    parser.add_argument("--forms", default="numba,numpy", help="of the kernels (default numba,numpy)")
+    parser.add_argument("--no-peers", action="store_true", help="without gguf")
+    parser.add_argument("--json", metavar="FILE", help="write all seconds there")
+    options = parser.parse_args()
+    x = np.random.default_rng(1).standard_normal(max(options.size // 128, 1) * 32).astype(np.float32)
+    copy = np.empty_like(x)
+    contestants = [QuantContestant("memcpy", lambda: np.copyto(copy, x), lambda: np.array_equal(copy, x))]
+    for name in options.specs.split(","):
+        with kernels.forms():
+            expected = quantize(x, SPECS[name], seed=1)
+        for form in options.forms.split(","):
+            contestants += chorus_side(name, SPECS[name], form, x, expected)
+    contestants += [] if options.no_peers else peers(x)
+    seconds = race(contestants, options.turns)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"bytes": x.nbytes, "seconds": seconds}, file)
+    print(
+        f"# {x.nbytes} bytes of float32, one core of {platform.node()}, NumPy {np.__version__}, {options.turns} turns"
+    )
+    print(f"# {'what':<34} {'GB/s':>7} {'least':>7} {'most':>7} {'of memcpy':>10}")
+    memcpy = float(np.median(seconds["memcpy"]))
+    for name, taken in seconds.items():
+        median, least, most = (x.nbytes / s / 1e9 for s in (float(np.median(taken)), max(taken), min(taken)))
+        print(f"{name:<36} {median:7.2f} {least:7.2f} {most:7.2f} {memcpy / float(np.median(taken)):10.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""On-disk cache of numba-compiled functions, safe for ranks that start together.
+
+Numba's own index file is read, changed and written by all processes: ranks that start together lose each other's
+entries, or an entry can name the code of another. Here every version of a function (signature, processor, bytecode,
+closed-over values) has its own file, named after all of these. Damaged or outdated files are rewritten.
+
+Closed-over values must be numbers: their pickled bytes are part of the version, and those of compiled functions differ
+between processes.
+"""
+
+# mypy: ignore-errors
+# Numba's modules have no types.
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from uuid import uuid4
+
+import numba
+from numba.core.caching import FunctionCache
+from numba.core.serialize import dumps
+
+
+class KernelCache(FunctionCache):
+    """Cache of one function's compiled versions, one file each."""
+
+    def __init__(self, function: Callable[..., Any], others: bytes):
+        super().__init__(function)
+        self._sources = others + repr((numba.__version__, self._impl.locator.get_source_stamp())).encode()
+
+    def _path(self, signature: Any, codegen: Any) -> str:
+        name = hashlib.sha256(repr(self._index_key(signature, codegen)).encode()).hexdigest()[:32]
+        return os.path.join(self._cache_path, f"{self._impl.filename_base}.{name}.nbc")
+
+    def _digest(self, code: bytes) -> bytes:
+        return hashlib.sha256(self._sources + code).digest()
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """Compile result on disk, or None."""
+        context.refresh()
+        try:
+            with open(self._path(signature, context.codegen()), "rb") as file:
+                digest, code = file.read(32), file.read()
+        except OSError:
+            return None
+        return self._impl.rebuild(context, pickle.loads(code)) if digest == self._digest(code) else None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        """Write a compile result if the cache folder is writable."""
+        if not self._impl.check_cachable(result):
+            return
+        code, path = dumps(self._impl.reduce(result)), self._path(signature, result.codegen)
+        own = f"{path}.{uuid4().hex[:16]}"  # hosts may share the folder
+        with suppress(OSError):  # a full disk costs time in the next process, nothing here
+            self._impl.locator.ensure_cache_path()
+            try:
+                with open(own, "xb") as file:
+                    file.write(self._digest(code) + code)
+                os.replace(own, path)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(own)
+
+
+def compiler(*modules: ModuleType, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator that compiles a function at its first call, with `numba.njit(**options)`, and caches the code on disk.
+
+    `modules` are those whose constants and functions are compiled into it, besides the function's own.
+    """
+    others = b"".join(hashlib.sha256(Path(module.__file__).read_bytes()).digest() for module in modules)
+
+    def compile_lazily(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        with suppress(RuntimeError):  # neither the package's folder nor the user's can be written
+            dispatcher._cache = KernelCache(function, others)
+        return dispatcher
+
+    return compile_lazily

@@ -1,1 +1,0 @@
-"""What the benchmark and the demo share: sizes, cases, timing, rows, tables, pictures."""

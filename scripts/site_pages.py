@@ -1,0 +1,74 @@
+"""Hook of mkdocs: generated pages of the documentation site (algorithms, API reference, changelog)."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("collectives", "quant", "parallel")
+INTERNAL = ("cli", "benchmark", "fuzzing", "conformance")
+"""Folders of programs, which the API reference leaves out."""
+
+
+def folders() -> Iterator[Path]:
+    """Every package folder with a page in the API reference."""
+    for package in PACKAGES:
+        for init in sorted((ROOT / package).rglob("__init__.py")):
+            if not set(INTERNAL) & set(init.relative_to(ROOT).parts):
+                yield init.parent
+
+
+def api_page(folder: Path) -> str:
+    """Page of one folder: the package's docstring, then its modules."""
+    package = ".".join(folder.relative_to(ROOT).parts)
+    modules = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")]
+    names = [package, *(f"{package}.{name}" for name in modules)]
+    return f"# {package}\n\n" + "\n".join(f"::: {name}\n" for name in names)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Add the API reference to the navigation."""
+    pages = ["reference/api/" + ".".join(folder.relative_to(ROOT).parts) + ".md" for folder in folders()]
+    assert config.nav is not None
+    config.nav.append({"API": pages})
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace links to files outside docs/ by their text; the site has no such files."""
+
+    def inside(found: re.Match[str]) -> str:
+        text, target = found.groups()
+        if "://" in target or target.startswith("#"):
+            return found[0]
+        uri = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), target.partition("#")[0]))
+        return found[0] if files.get_file_from_path(uri) else text
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", inside, markdown)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages to the files of the site."""
+    from mkdocs.structure.files import File
+
+    sys.path.insert(0, str(ROOT))
+    from collectives.cli.document_algorithms import page
+
+    def add(uri: str, content: str) -> None:
+        files.append(File.generated(config, uri, content=content))
+
+    add("reference/algorithms.md", page())
+    add("changelog.md", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("(docs/", "("))
+    for folder in folders():
+        name = ".".join(folder.relative_to(ROOT).parts)
+        add(f"reference/api/{name}.md", api_page(folder))
+    return files

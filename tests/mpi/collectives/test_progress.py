@@ -1,0 +1,131 @@
+"""A rank that waits in any call helps along what it was given before: others may hang on that."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator
+
+
+@pytest.mark.parametrize("form", ["Allreduce", "Barrier", "Bcast"])
+def test_a_send_goes_on_while_its_rank_is_in_a_collective(comm, form):
+    """The receiver comes to the collective only when all messages, more than MPI can buffer, are there."""
+    size, rank = comm.Get_size(), comm.Get_rank()
+    if size == 1:
+        pytest.skip("nobody to send to")
+    message, total = np.full(1000, rank + 1.0), np.zeros(3)
+    if rank == 0:
+        requests = [comm.Isend(message, 1) for _ in range(3000)]
+    elif rank == 1:
+        for _ in range(3000):
+            message[-1] = 0
+            MPI.Intracomm(comm).Recv(message, 0)
+            assert message[-1] == 1
+    if form == "Allreduce":
+        comm.Allreduce(np.ones(3), total)
+    elif form == "Bcast":
+        comm.Bcast(total, size - 1)
+    else:
+        comm.Barrier()
+    if rank == 0:
+        MPI.Request.Waitall(requests)
+
+
+def waits_inside(comm, call):
+    """Others come to the call only when a collective is over that rank 0 moves while it is in there."""
+    size, rank = comm.Get_size(), comm.Get_rank()
+    total = np.zeros(4)
+    request = comm.Iallreduce(np.full(4, rank + 1.0), total, algorithm="linear")
+    if rank:
+        request.Wait()
+    result = call(comm)
+    request.Wait()
+    assert (total == size * (size + 1) / 2).all()
+    return result
+
+
+OBJECTS = {
+    "barrier": (lambda c: c.barrier(), lambda n, rank: None),
+    "bcast": (lambda c: c.bcast({"of": c.rank}, root=c.size - 1), lambda n, rank: {"of": n - 1}),
+    "gather": (lambda c: c.gather(c.rank), lambda n, rank: None if rank else list(range(n))),
+    "scatter": (lambda c: c.scatter(list("abcdefgh"[: c.size]), c.size - 1), lambda n, rank: "abcdefgh"[rank]),
+    "allgather": (lambda c: c.allgather(sendobj=c.rank), lambda n, rank: list(range(n))),
+    "alltoall": (lambda c: c.alltoall([c.rank] * c.size), lambda n, rank: list(range(n))),
+    "reduce": (lambda c: c.reduce([c.rank]), lambda n, rank: None if rank else list(range(n))),
+    "allreduce": (lambda c: c.allreduce(c.rank, op=MPI.MAX), lambda n, rank: n - 1),
+    "scan": (lambda c: c.scan(1), lambda n, rank: rank + 1),
+    "exscan": (lambda c: c.exscan(1), lambda n, rank: rank or None),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("threads", [True, False], ids=["threads", "no threads"])
+@pytest.mark.parametrize("name", OBJECTS)
+def test_collectives_on_objects_move_what_is_under_way(comm, name, threads, monkeypatch):
+    if not threads:
+        monkeypatch.setattr(comm, "_threads", False)
+    call, expected = OBJECTS[name]
+    for _ in range(3):
+        assert waits_inside(comm, call) == expected(comm.Get_size(), comm.Get_rank())
+
+
+def alltoallw(comm):
+    ones, places, types = [1] * comm.size, [8 * r for r in range(comm.size)], [MPI.DOUBLE] * comm.size
+    comm.Alltoallw([np.ones(comm.size), (ones, places), types], [np.ones(comm.size), (ones, places), types])
+
+
+def asking_for_counts(comm):
+    total = np.zeros(1)
+    comm.Reduce_scatter(np.ones(comm.size), total)
+    assert total[0] == comm.size
+
+
+MAKERS = {
+    "a new Communicator": lambda c: Communicator(MPI.Intracomm(c)),
+    "Dup": lambda c: c.Dup(),
+    "Clone": lambda c: c.Clone(),
+    "Split": lambda c: c.Split(0, c.rank),
+    "Split_type": lambda c: c.Split_type(MPI.COMM_TYPE_SHARED),
+    "Create": lambda c: c.Create(c.Get_group()),
+    "Create_group": lambda c: c.Create_group(c.Get_group()),
+    "Create_cart": lambda c: c.Create_cart([c.size]),
+    "empty": lambda c: c.empty(3),
+    "Alltoallw": alltoallw,
+    "Reduce_scatter": asking_for_counts,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", MAKERS)
+def test_other_collectives_of_the_mpi_move_what_is_under_way(comm, name):
+    made = waits_inside(comm, MAKERS[name])
+    if name == "a new Communicator":
+        made.close()
+    elif isinstance(made, MPI.Comm):
+        made.Free()
+
+
+RECEIVES = {
+    "Mprobe": lambda c, box: c.Mprobe(1, 3).Recv(box),
+    "mprobe": lambda c, box: c.mprobe(1, 3).Recv(box),
+    "Sendrecv_replace": lambda c, box: c.Sendrecv_replace(box, 1, 4, 1, 3),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", RECEIVES)
+def test_other_receives_move_what_is_under_way(comm, name):
+    rank, box = comm.Get_rank(), np.zeros(2)
+    if comm.Get_size() == 1:
+        pytest.skip("nobody to receive from")
+    total = np.zeros(4)
+    request = comm.Iallreduce(np.ones(4), total, algorithm="linear")
+    if rank == 0:
+        RECEIVES[name](comm, box)
+        assert box.tolist() == [1, 1]
+    request.Wait()
+    if rank == 1:
+        comm.Send(np.ones(2), 0, 3)
+        if name == "Sendrecv_replace":
+            comm.Recv(np.zeros(2), 0, 4)
+    comm.Barrier()

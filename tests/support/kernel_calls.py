@@ -1,0 +1,116 @@
+"""Call every compiled kernel of the project once; print what numba compiled, as JSON. Run as a program."""
+
+import gc
+import json
+import sys
+
+import numpy as np
+from numba.core import event
+from numba.core.dispatcher import Dispatcher
+
+from collectives.transport import compiled_exchange as transport
+from parallel.nn import kernels as nn
+from parallel.optim.kernels import compiled_updates as updates
+from quant import NF4, PRESETS, PerGroup, QuantSpec, quantize
+
+F = np.float32
+RNG = np.random.default_rng(0)
+
+
+def numbers(*shape):
+    return RNG.standard_normal(shape).astype(F)
+
+
+def call_quant():
+    x = numbers(2, 64)
+    specs = [
+        *PRESETS.values(),
+        *(QuantSpec(8, symmetric=False, granularity=PerGroup(16), rounding=way) for way in ("stochastic", "half_up")),
+        QuantSpec(4, symmetric=False, granularity=PerGroup(32)),
+        QuantSpec(3, granularity=PerGroup(32), q_range="peak", divisor="inverse", scale="bf16"),
+        QuantSpec(8, signed=False, granularity=PerGroup(5)),
+        QuantSpec(8, granularity=PerGroup(32), q_range="peak", rounding="stochastic"),
+        QuantSpec(8, code="e4m3", granularity=PerGroup(16), rounding="stochastic"),
+        QuantSpec(2, code="kmeans", granularity=PerGroup(32)),
+        NF4.replace(granularity=PerGroup(5), divisor="inverse"),
+    ]
+    for spec in specs:
+        q = quantize(abs(x) if not spec.signed else x, spec, seed=1)
+        q.dequantize()
+        q.add_to(x.copy())
+
+
+def call_transport():
+    for dtype in sorted(transport.DTYPES, key=str):
+        transport.swap(dtype)
+    from collectives.transport import exchange_kernels
+
+    exchange_kernels._shown(0, 8, np.zeros(1 << 12, np.int64))
+
+
+def call_operators():
+    x, row = numbers(4, 16), numbers(16)
+    for name in ("gelu", "gelu_tanh", "silu"):
+        getattr(nn, name)(x)
+        getattr(nn, f"{name}_backward")(x, x)
+        getattr(nn, f"biased_{name}")(x.copy(), row)
+    nn.relu_backward(x, x)
+    nn.biased_relu(x.copy(), row)
+    nn.masked(x, x > 0, 2.0)
+    nn.keep(np.arange(4), 16, 0.5, (1, 2))
+    nn.sum_rows(x)
+    _, mean, rstd = nn.layer_norm(x, row, row, 1e-5)
+    nn.layer_norm_backward(x, x, row, mean, rstd)
+    _, rstd = nn.rms_norm(x, row, 1e-5)
+    nn.rms_norm_backward(x, x, row, rstd)
+    p = nn.causal_softmax(numbers(2, 4, 4), 0.5, 0)
+    nn.softmax_backward(numbers(2, 4, 4), p, 0.5)
+    targets = np.arange(4)
+    _, log_sum = nn.softmax_cross_entropy(x, targets)
+    nn.softmax_cross_entropy_backward(0.5, x, targets, log_sum)
+    nn.embedding_gradient(x, targets, numbers(8, 16))
+
+
+def call_updates():
+    for dtype in (np.float32, np.float64):
+        w, g, m, v = (abs(RNG.standard_normal(64)).astype(dtype) for _ in range(4))
+        spare = np.zeros((2, 64), dtype)
+        updates.sgd(w, g, spare, 1.0, 0.1, 0.0)
+        updates.momentum(w, g, m, spare, 1.0, 0.1, 0.9, False, 0.0)
+        for step in (updates.adam, updates.adamw):
+            step(w, g, m, v, spare, 1.0, 0.1, 0.9, 0.99, 1e-8, 0.0, 0.1, 0.1)
+        updates.lamb_moments(g, m, v, spare, 1.0, 0.9, 0.99)
+        updates.lamb(w, m, v, spare, 0.1, 1e-8, 0.0, 0.1, 0.1)
+        updates.squares(w, 16, np.zeros(8), np.zeros(4))
+
+
+def kept():
+    """Every function of the project that numba compiles and that is kept on disk."""
+    return [
+        made for made in gc.get_objects() if isinstance(made, Dispatcher) and type(made._cache).__name__ != "NullCache"
+    ]
+
+
+def named(function):
+    return f"{function.py_func.__module__}.{function.py_func.__qualname__}"
+
+
+def private_kilobytes():
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+if __name__ == "__main__":
+    recorded = event.RecordingListener()
+    with event.install_listener("numba:compile", recorded):
+        for call in (call_quant, call_transport, call_operators, call_updates):
+            call()
+    ours = [function for function in kept() if function.py_func.__module__.split(".")[0] != "numba"]
+    report = {
+        "compiled": [str(each.data["dispatcher"]) for _, each in recorded.buffer if each.is_start],
+        "caches": sorted({type(function._cache).__name__ for function in ours}),
+        "called": sorted(named(function) for function in ours if function.signatures),
+        "never": sorted(named(function) for function in ours if not function.signatures),
+        "kilobytes": private_kilobytes(),
+    }
+    json.dump(report, sys.stdout)

@@ -1,0 +1,80 @@
+"""Requests of several threads: one thread may move what another waits for, at the most awkward moment."""
+
+import threading
+import time
+
+import pytest
+
+from collectives.errors import RanksDisagree
+from collectives.runtime.program import Program
+from collectives.runtime.requests import Request, active_requests, progress
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class _NoWire:
+    def free(self):
+        pass
+
+
+def request(test, wait=lambda: None, persistent=False):
+    program = Program([lambda: None, wait], [None, test], _NoWire(), 0, None)
+    return Request("test", program, lambda *_: None, None, persistent)
+
+
+@pytest.mark.parametrize("begins_another", [False, True])
+def test_wait_while_another_thread_ends_the_request(begins_another):
+    """The thread that waits sees its own request alone under way, while the other thread is just ending it."""
+    ending, waited = threading.Event(), []
+
+    def ends():
+        ending.set()
+        time.sleep(0.3)  # the waiting thread comes to the point where it takes the request over
+        if begins_another:
+            later.begin(None)
+        return True
+
+    bound = request(ends, lambda: waited.append("twice"), persistent=True)
+    later = request(lambda: False)
+    bound.Start()
+    mover = threading.Thread(target=progress, daemon=True)
+    mover.start()
+    ending.wait()
+    bound.Wait()
+    mover.join()
+    assert not waited, "what one thread has ended, the other ended once more"
+    assert not bound.active
+    try:
+        assert active_requests == ([later] if begins_another else []), "lost: nothing moves it any more"
+    finally:
+        active_requests.clear()
+    bound.Start()
+    bound.Wait()
+    assert not bound.active
+    bound.Free()
+
+
+def test_a_request_that_breaks_off_in_another_thread_is_not_over():
+    """`Test` returns True only for what has ended well."""
+    ending = threading.Event()
+
+    def breaks():
+        if threading.current_thread() is not mover:
+            return False
+        ending.set()
+        time.sleep(0.3)  # the other thread comes to where it moves all requests itself
+        raise ArithmeticError("no such sum")
+
+    def move():
+        with pytest.raises(ArithmeticError):
+            progress()
+
+    mover = threading.Thread(target=move, daemon=True)
+    broken = request(breaks)
+    broken.begin(None)
+    mover.start()
+    ending.wait()
+    with pytest.raises(RanksDisagree, match="broken off"):
+        broken.Test()
+    mover.join()
+    assert not active_requests

@@ -1,0 +1,125 @@
+"""The command `chorus`: it finds programs, starts ranks, and refuses wrong command lines."""
+
+import os
+import runpy
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from parallel.cli import main as chorus
+from parallel.cli.programs import PROGRAMS
+
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "MPI_", "HYDRA", "SLURM_", "CHORUS_RANKS")
+
+needs_mpiexec = pytest.mark.skipif(chorus.find_mpiexec() is None, reason="no mpiexec")
+
+
+def run(*words, **variables):
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
+    environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | variables
+    command = [sys.executable, "-m", "parallel.cli.main", *words]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=55
+    )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_has_a_main_and_shows_its_examples(name):
+    module = import_module(PROGRAMS[name].module)
+    assert callable(module.main)
+    assert f"chorus {name}" in module.__doc__
+
+
+WRAPPERS = "parallel.cli.main import run"
+SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if WRAPPERS in path.read_text()]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_runs_a_module_of_a_package(path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(chorus, "run", lambda module, **options: ran.append((module, options)))
+    runpy.run_path(str(path), run_name="__main__")
+    ((module, options),) = ran
+    assert callable(import_module(module).main)
+    for program in PROGRAMS.values():
+        if program.module == module:
+            assert options.get("mpi", True) == program.mpi and options.get("guarded", False) == program.guarded
+
+
+@pytest.mark.parametrize(
+    "words, ranks, rest",
+    [
+        (["train", "--steps", "3"], None, ["train", "--steps", "3"]),
+        (["train", "-n", "4", "--steps", "3"], 4, ["train", "--steps", "3"]),
+        (["-n4", "train"], 4, ["train"]),
+        (["draw", "-nodes"], None, ["draw", "-nodes"]),
+    ],
+)
+def test_number_of_ranks(words, ranks, rest):
+    assert chorus.take_ranks(words) == (ranks, rest)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["bogus"], "expected a command, one of demo, bench, "),
+        (["bench"], "chorus bench: expected one of collectives, "),
+        (["bench", "foo"], "found 'foo'"),
+        (["-n", "2"], "expected a command"),
+        (["train", "-n"], "-n: expected a number of ranks, 1 or more, found ''"),
+        (["train", "-n", "0"], "-n: expected a number of ranks, 1 or more, found '0'"),
+        (["prove", "pipelines", "-n", "2"], "chorus prove pipelines runs in one process"),
+        (["bench", "servers"], "chorus bench servers needs 2 ranks and was not started under mpiexec: add -n 2"),
+    ],
+)
+def test_wrong_command_lines(words, message, capsys, monkeypatch):
+    for name in chorus.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert chorus.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_are_given_once(capsys, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert chorus.main(["train", "-n", "2"]) == 2
+    assert "already runs under mpiexec" in capsys.readouterr().err
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert chorus.main(["train", "-n", "2"]) == 2
+    assert capsys.readouterr().err == ""  # rank 0 prints
+
+
+def test_an_mpiexec_of_another_mpi_is_reported(monkeypatch):
+    monkeypatch.setenv(chorus.EXPECTED, "4")
+    with pytest.raises(chorus.UsageError, match="started 4 processes, and MPI has 1 rank"):
+        chorus.check_ranks(1, 1)
+
+
+def test_help_and_version():
+    assert all(name in run("--help").stdout for name in PROGRAMS)
+    assert run("--version").stdout.startswith("chorus 0.")
+    done = run("draw", "pipeline", "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: chorus draw pipeline")
+
+
+def test_one_process():
+    done = run("draw", "collective", "--collective", "allreduce", "--algorithm", "ring", "--ranks", "3")
+    assert done.returncode == 0 and "3 ranks" in done.stdout
+    assert run("draw", "collective").returncode == 2
+
+
+@needs_mpiexec
+def test_ranks_are_started():
+    done = run("tune", "--show", "--table", "/nonexistent/table.json", "-n", "3")
+    assert done.returncode == 0, done.stderr
+    assert "; 3 ranks; " in done.stdout
+    assert "one rank, since no mpiexec has started it" in run("tune", "--show", "--table", "/nonexistent/t.json").stderr
+
+
+@needs_mpiexec
+def test_a_program_with_too_few_ranks():
+    done = run("bench", "servers", "-n", "1")
+    assert done.returncode != 0 and "expected 2 ranks or more, found 1" in done.stderr

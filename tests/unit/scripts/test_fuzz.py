@@ -1,0 +1,46 @@
+"""scripts/fuzz.py: sequences that are drawn step by step, and how they shrink."""
+
+import pytest
+
+from collectives.cli import fuzz
+from collectives.fuzzing.sequences import FORMS, MOVING, OTHERS, REDUCING, sequence
+
+
+def test_a_seed_draws_the_same_steps_whatever_else_is_drawn():
+    few, many = sequence(3, 1, 10), sequence(3, 2, 50)
+    assert few == many[:10]
+    assert len(many) == 100 and len({step[2:] for step in many}) > 50
+
+
+def test_seeds_draw_everything_there_is():
+    steps = [step for seed in range(50) for step in sequence(seed, 2, 40)]
+    assert {step.kind for step in steps} == {"call", *OTHERS}
+    assert {step.method for step in steps if step.kind == "call"} == {"Barrier", *REDUCING, *MOVING}
+    assert {step.form for step in steps if step.form} == set(FORMS)
+
+
+def test_what_is_left_out():
+    steps = sequence(1, 2, 400, ["split", "shared", "Bcast", "affine"])
+    assert not any(step.kind == "split" or step.method == "Bcast" or step.op == "affine" for step in steps)
+    assert not any("shared" in step.flags for step in steps) and any(step.flags for step in steps)
+
+
+@pytest.mark.parametrize("culprits", [{(0, 3)}, {(0, 3), (1, 17)}, {(0, 0), (0, 39), (1, 39)}], ids=len)
+def test_a_seed_shrinks_to_the_steps_that_it_takes(monkeypatch, culprits):
+    tried = []
+
+    def run(self, seeds, kept=()):
+        tried.append(len(kept))
+        there = {(step.thread, step.number) for step in kept}
+        return 0, fuzz.Fault(seeds[0], "wrong") if culprits <= there else None
+
+    monkeypatch.setattr(fuzz.Job, "run", run)
+    steps, fault = fuzz.Job("mpiexec", 2, threads=2, calls=40, without="", limit=1).shrink(5, seconds=60)
+    assert {(step.thread, step.number) for step in steps} == culprits
+    assert fault is not None and len(tried) < 100
+
+
+def test_numbers_and_ranges_of_seeds():
+    assert fuzz.numbers("3,5") == [3, 5] and fuzz.numbers("2:5") == [2, 3, 4]
+    with pytest.raises(fuzz.argparse.ArgumentTypeError, match="expected numbers"):
+        fuzz.numbers("5:5")

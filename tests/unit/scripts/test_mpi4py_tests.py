@@ -1,0 +1,59 @@
+"""scripts/mpi4py_tests.py: what it makes of tests that pass, fail, hang and end the process."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives.cli import mpi4py_tests
+from collectives.conformance.test_files import EXCLUDED, FILES, reason
+
+MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
+    "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+)
+
+TESTS = """
+import os, time, unittest
+from mpi4py import MPI
+
+class Test(unittest.TestCase):
+    def test_a_passes(self):
+        self.assertEqual(type(MPI.COMM_WORLD).__name__, "Communicator")
+    def test_b_fails_on_rank_1(self):
+        self.assertNotEqual(MPI.COMM_WORLD.Get_rank(), 1)
+    def test_c_hangs(self):
+        if MPI.COMM_WORLD.Get_rank() == 0:
+            time.sleep(1000)
+    def test_d_ends_the_process(self):
+        if MPI.COMM_WORLD.Get_rank() == 0:
+            os._exit(3)
+        time.sleep(2)
+    def test_e_passes(self):
+        self.skipTest("not today") if MPI.COMM_WORLD.Get_size() > 2 else None
+"""
+
+
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec")
+def test_every_test_has_an_outcome(tmp_path, monkeypatch):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "arrayimpl.py").write_text("ArrayBackends = []")
+    monkeypatch.setattr(mpi4py_tests, "fetched", lambda: tmp_path)
+    outcomes = mpi4py_tests.run(MPIEXEC, 2, "test_some", seconds=3)
+    kinds = {name.rpartition(".")[2]: kind for name, (kind, _) in outcomes.items()}
+    assert kinds == {
+        "test_a_passes": "passed",
+        "test_b_fails_on_rank_1": "failed",
+        "test_c_hangs": "failed",
+        "test_d_ends_the_process": "failed",
+        "test_e_passes": "passed",
+    }
+    assert "time.sleep" in outcomes["test_some.Test.test_c_hangs"].text or "in test_c_hangs" in str(outcomes)
+    assert mpi4py_tests.cell(outcomes, {"test_some.Test.test_c_hangs"}) == "2, 2 FAILED, 1 failed, natively too"
+
+
+def test_cases_left_out_have_a_reason():
+    assert reason("test_msgspec.TestMessageSimpleCAIBuf.testNone", EXCLUDED)
+    assert reason("test_cco_buf.TestCCOBufWorld.testBcast", EXCLUDED) is None
+    assert len(set(FILES)) == len(FILES)

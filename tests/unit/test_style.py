@@ -1,0 +1,66 @@
+"""Style rules that can be counted over the syntax trees: docstring openings, file sizes, unique class names."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(path for package in ("collectives", "parallel", "quant") for path in (ROOT / package).rglob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+
+LONGEST_FILE = 600
+PROSE_LINES = 3_000
+
+OPENINGS = re.compile(r"(What|Who|Whose|Whom|Whether|Of|Where|When|How|Which|Why)\b")
+VAGUE = re.compile(
+    r"\b(whoever|whatever|wherever|whenever|the news|a wish|comes to|is told|are told|tells|speaks|asks|says|said|"
+    r"hears|makes of|talks?|whom|kin)\b",
+    re.IGNORECASE,
+)
+"""Words for persons where the subject is data: STYLE of the project wants the field's verbs."""
+
+
+def trees():
+    """Path and syntax tree of every module of the packages."""
+    return [(path, ast.parse(path.read_text())) for path in FILES]
+
+
+def documented(tree):
+    """Line, name and docstring of every module, class and function that has one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), getattr(node, "name", "module"), text
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_open_with_a_noun_or_an_imperative(path):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} {name}: {text.splitlines()[0]}"
+        for line, name, text in documented(ast.parse(path.read_text()))
+        if OPENINGS.match(text) or VAGUE.search(text.splitlines()[0])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_fit_a_sitting():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES + SCRIPTS}
+    assert not {name: count for name, count in lines.items() if count > LONGEST_FILE}
+
+
+def test_class_names_are_unique():
+    places = defaultdict(list)
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_readme_and_docs_are_short():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert sum(len(page.read_text().splitlines()) for page in pages) <= PROSE_LINES
