@@ -56,8 +56,10 @@ def evaluate(
 
     everyone = comm.allgather(together(comm, scored, "these samples cannot be scored"))
     sums = [math.fsum(column) for column in zip(*(one for some in everyone for one in some))] or [0.0] * 3
-    mean = 1 / sums[1] if sums[1] else math.nan
-    return Evaluation(sums[0] * mean, sums[2] * mean if measure else None, int(sums[1]))
+    total, count, measured = sums
+    # Divided, not multiplied with 1 / count: the same rounding as an engine's evaluation.
+    loss_mean, measured_mean = (total / count, measured / count) if count else (math.nan, math.nan)
+    return Evaluation(loss_mean, measured_mean if measure else None, int(count))
 
 
 class LayerErrorRow(NamedTuple):
