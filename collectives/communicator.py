@@ -38,7 +38,7 @@ from collectives.schedule.semantics import MEANINGS
 from collectives.selection import select
 from collectives.selection.queries import catalog_name, has_local_counts
 from collectives.selection.select import CallTraits, Selection, Selector
-from collectives.selection.timing_file import agreed
+from collectives.selection.timing_file import broadcast_table
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form, TimingTable
 from collectives.transport.memories import free_buried
 
@@ -185,7 +185,7 @@ class Communicator(CollectiveMethods):
         else:
             self._report_refusals(self._checker)
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
-        table = agreed(self._planner.comm, tuning)
+        table = broadcast_table(self._planner.comm, tuning)
         self._selector = Selector(self._size, self._planner.nodes, table)
         self._native = table is not None and not self._planner.aware and self._threads
         self._number = next(_numbers)
@@ -349,7 +349,7 @@ class Communicator(CollectiveMethods):
         may_native = self._native and native.unsound(native.METHODS[base][v_form], form) is None
         shared = symmetric and form == "persistent" and node is not None and node.reads
         local = has_local_counts(collective)
-        traits = CallTraits(base, select.graded(nbytes), ordered, local, may_native, form, v_form, shared, in_place)
+        traits = CallTraits(base, select.size_class(nbytes), ordered, local, may_native, form, v_form, shared, in_place)
         return self._selector.decide(traits)
 
     # -------------------------------------------------------------------------------- shared-memory arrays

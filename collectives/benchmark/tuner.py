@@ -16,7 +16,7 @@ from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements
 from collectives.benchmark.measure import enter
 from collectives.benchmark.timing import race
 from collectives.schedule.topology import Nodes
-from collectives.selection.cost_model import Costs, alike
+from collectives.selection.cost_model import Costs, uniform_network
 from collectives.selection.select import formula
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Row
 
@@ -133,7 +133,7 @@ def base(collective: str) -> str:
 
 def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, costs: Costs) -> list[AlgorithmChoice]:
     """Every algorithm that `auto` may take, in segments where they may pay, and the MPI's own."""
-    wire = alike(nodes, costs)
+    wire = uniform_network(nodes, costs)
     private = collective in ("scatterv", "gatherv", "alltoallv")
     found: list[AlgorithmChoice] = []
     for name, entry in catalog.CATALOG[base(collective)].items():

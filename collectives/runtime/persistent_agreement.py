@@ -10,7 +10,7 @@ from mpi4py import MPI
 from collectives.runtime.binding import buffer_spans
 from collectives.runtime.call import Call, staged
 from collectives.runtime.requests import progress_until
-from collectives.selection.select import relays
+from collectives.selection.select import forwards_data
 from collectives.transport.mailbox import CHANNELS, NodeMemory
 
 
@@ -50,7 +50,7 @@ def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) ->
 
 def _is_shared(node: NodeMemory, call: Call, size: int) -> bool:
     """True if peers can read all memory that this rank sends from."""
-    if not node.reads or call.copy_input or relays(call.collective, size):
+    if not node.reads or call.copy_input or forwards_data(call.collective, size):
         return False
     ends = zip((call.source, call.target), buffer_spans(call), strict=True)
     return all(

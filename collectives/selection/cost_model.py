@@ -1,4 +1,4 @@
-"""Cost model of a machine: alpha, beta and gamma of shared memory within nodes and of the network between."""
+"""Cost model of a machine: alpha, beta and gamma of shared memory within nodes and of the network between them."""
 
 from __future__ import annotations
 
@@ -9,34 +9,27 @@ from collectives.schedule.topology import Nodes
 
 
 class Costs(NamedTuple):
-    """Alpha, beta and gamma of both wires, in seconds a message, a byte, a combined byte.
-
-    Attributes
-    ----------
-    shared : Uniform
-        Between ranks of one node.
-    network : Uniform
-        Between nodes.
-    """
+    """Costs of edges within a node (`shared`) and between nodes: seconds a message, a byte and a reduced byte."""
 
     shared: UniformNetwork = UniformNetwork(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 25e9)
     network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9)
 
-    def seen(self, in_place: bool) -> Costs:
-        """The same where neighbours see each other's arrays: nothing is put into mailboxes but addresses, so a byte is
-        copied once, not twice; but what is combined comes out of another core's cache, and in place it is twice that
-        much where everything is both sent and combined: it must land somewhere before.
+    def with_shared_buffers(self, in_place: bool) -> Costs:
+        """Costs of a call whose buffers are in shared memory.
+
+        Mailboxes carry addresses only, so a byte is copied once, not twice. But a reduction then reads from another
+        core's cache, and in place, where the same elements are sent and reduced, it must receive into scratch first.
         """
         alpha, beta, gamma = self.shared
         return self._replace(shared=UniformNetwork(alpha / 2, beta / 2, (4 if in_place else 2) * gamma))
 
 
 BUILT_IN = Costs()
-"""Where nothing was measured: one node of a few years ago, and 25 Gbit/s between such."""
+"""Costs without measurements: one node of a few years ago, and 25 Gbit/s between nodes."""
 
 
-def alike(nodes: Nodes | None, costs: Costs) -> UniformNetwork | None:
-    """The wire of all edges, if they are alike: all ranks on one node, or each on its own."""
+def uniform_network(nodes: Nodes | None, costs: Costs) -> UniformNetwork | None:
+    """Cost of every edge if they are equal (all ranks on one node, or one rank per node), else None."""
     if nodes is None:
         return costs.shared
     return costs.network if len(set(nodes)) == len(nodes) else None
@@ -44,8 +37,8 @@ def alike(nodes: Nodes | None, costs: Costs) -> UniformNetwork | None:
 
 def network(nodes: Nodes | None, costs: Costs) -> CostFunctions:
     """Cost functions of every edge under a placement, without contention for network cards, as in the formulas."""
-    everywhere = alike(nodes, costs)
-    if everywhere is not None:
-        return everywhere
+    uniform = uniform_network(nodes, costs)
+    if uniform is not None:
+        return uniform
     shared, between = (LinearCost(wire.alpha, wire.beta) for wire in costs)
     return ClusteredNetwork(nodes or (), shared, between, LinearCost(0.0, costs.shared.gamma), shared=False)

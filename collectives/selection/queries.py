@@ -8,8 +8,6 @@ from collectives.selection.timing_table import NATIVE
 
 _V_FORMS = {"scatterv": "scatter", "gatherv": "gather", "allgatherv": "allgather", "alltoallv": "alltoall"}
 
-_LOCAL_COUNTS = ("scatterv", "gatherv", "alltoallv")
-
 
 def catalog_name(collective: str) -> str:
     """Name in the catalogue, in which a collective and its v-form are one entry."""
@@ -18,7 +16,7 @@ def catalog_name(collective: str) -> str:
 
 def has_local_counts(collective: str) -> bool:
     """True if ranks know only their own block's length."""
-    return collective in _LOCAL_COUNTS
+    return collective in ("scatterv", "gatherv", "alltoallv")
 
 
 def algorithms(collective: str) -> list[str]:
@@ -27,12 +25,7 @@ def algorithms(collective: str) -> list[str]:
     Parameters
     ----------
     collective : str
-        ``"allreduce"``, ``"broadcast"``, ``"scatterv"`` ... in lower case.
-
-    Raises
-    ------
-    ValueError
-        If there is no such collective; the message lists all names.
+        ``"allreduce"``, ``"broadcast"``, ``"scatterv"`` ... in lower case. Others raise ValueError with all names.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """Selection of algorithm and segments of a call: measured times, else the cost model; equal on all ranks.
 
-A choice is made from what all ranks know alike: collective, form, ranks, placement, bytes, the operation's order, and
-a table that all of them got from one.
+It uses only what is equal on all ranks: the traits of the call, the number of ranks, their placement, and a table that
+all ranks received from rank 0.
 """
 
 from __future__ import annotations
@@ -19,35 +19,25 @@ from collectives.errors import InvalidArgument
 from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
-from collectives.selection.cost_model import BUILT_IN, Costs, alike, network
+from collectives.selection.cost_model import BUILT_IN, Costs, network, uniform_network
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
 from collectives.transport.compiled_exchange import SEEN
 
 MOST_SEGMENTS = 64
-"""Each segment has messages of its own, which must be bound."""
+"""Limit of segments; each has messages of its own, which must be bound."""
 
-TYPICAL = 1024
-"""Bytes of a block, where ranks do not know how long the blocks of others are."""
+TYPICAL_BLOCK = 1024
+"""Assumed bytes of a block where ranks know only their own block's length."""
 
-WALKED = 64
-"""Ranks that are played to price an algorithm that looks at the placement; larger clusters by a part of them."""
+SIMULATED_RANKS = 64
+"""Most ranks to simulate for an algorithm that uses the topology; larger clusters are represented by a part."""
 
 NATIVE_BYTES = 1 << 31
 """Bytes from which counts are too large for some MPIs."""
 
 
 class Selection(NamedTuple):
-    """Choice of ``algorithm="auto"``, with the reason.
-
-    Attributes
-    ----------
-    algorithm : str
-    segments : int
-    seconds : float
-        What the call should take.
-    source : str
-        ``"measured"``, between the sizes of a tuned table, or ``"model"``.
-    """
+    """Choice of ``algorithm="auto"``: its predicted `seconds`, and their `source`, ``"measured"`` or ``"model"``."""
 
     algorithm: str
     segments: int
@@ -94,14 +84,8 @@ class CallTraits(NamedTuple):
 class Selector:
     """Selector of ``algorithm="auto"`` for one communicator, with a cache of choices.
 
-    Parameters
-    ----------
-    size : int
-        Ranks.
-    nodes : tuple of int, optional
-        Which ranks share a node; None if all do.
-    table : Table, optional
-        What was measured, the same on all ranks. Without one the model decides, at built-in costs.
+    `nodes` is None if all ranks are on one node. `table` is the same on all ranks; without one the model decides, at
+    built-in costs.
     """
 
     def __init__(self, size: int, nodes: Nodes | None = None, table: TimingTable | None = None) -> None:
@@ -111,7 +95,7 @@ class Selector:
 
     def choose(self, traits: CallTraits) -> AlgorithmChoice:
         """Algorithm of `decide` for the size class of the call, from a cache."""
-        nbytes = graded(traits.nbytes)
+        nbytes = size_class(traits.nbytes)
         if nbytes != traits.nbytes:
             traits = traits._replace(nbytes=nbytes)
         choice = self._chosen.get(traits)
@@ -121,77 +105,94 @@ class Selector:
 
     def decide(self, traits: CallTraits) -> Selection:
         """Fastest algorithm that can do the call and gives all ranks the same bits."""
-        collective, nbytes, ordered, private = traits.collective, traits.nbytes, traits.ordered, traits.local_counts
-        if traits.shared and not private and nbytes >= SEEN and not relays(collective, self.size):
-            costs = self.costs.seen(traits.in_place)
-            choice, seconds = _cheapest(collective, self.size, nbytes, ordered, private, self.nodes, costs)
-            return Selection(*choice, seconds, "model")
-        if private:
-            nbytes = TYPICAL * self.size
-        native = traits.native and not private and nbytes < NATIVE_BYTES
-        if self.table is not None:
-            for rows, trusted in self.table.rows(collective, traits.form, traits.v_form, self.size, self.nodes):
-                measured = interpolate(rows, nbytes)
-                able = {
-                    choice: seconds
-                    for choice, seconds in measured.items()
-                    if self._may(collective, choice, ordered, private and not trusted, native and trusted)
-                }
-                if able:
-                    best = min(able, key=able.__getitem__)
-                    return Selection(*best, able[best], "measured")
-        choice, seconds = _cheapest(collective, self.size, nbytes, ordered, private, self.nodes, self.costs)
-        return Selection(*choice, seconds, "model")
+        if traits.local_counts:
+            traits = traits._replace(nbytes=TYPICAL_BLOCK * self.size)
+        elif traits.shared and traits.nbytes >= SEEN and not forwards_data(traits.collective, self.size):
+            return self._from_model(traits, self.costs.with_shared_buffers(traits.in_place))
+        return self._from_table(traits) or self._from_model(traits, self.costs)
 
-    def _may(self, collective: str, choice: AlgorithmChoice, ordered: bool, private: bool, native: bool) -> bool:
-        """True if a measured algorithm is suitable; the catalogue may have changed since the measurement."""
+    def _from_table(self, traits: CallTraits) -> Selection | None:
+        """Fastest suitable algorithm in the first series of the table that has one."""
+        if self.table is None:
+            return None
+        series = self.table.rows(traits.collective, traits.form, traits.v_form, self.size, self.nodes)
+        for rows, exact in series:
+            able = {
+                choice: seconds
+                for choice, seconds in interpolate(rows, traits.nbytes).items()
+                if self._is_suitable(choice, traits, exact)
+            }
+            if able:
+                best = min(able, key=able.__getitem__)
+                return Selection(*best, able[best], "measured")
+        return None
+
+    def _is_suitable(self, choice: AlgorithmChoice, traits: CallTraits, exact: bool) -> bool:
+        """True if a measured algorithm can do the call; the catalogue may have changed since the measurement.
+
+        `exact`: measured for just this form of call. Others do not include the exchange of counts.
+        """
         if choice.algorithm == NATIVE:
-            return native
-        entry = catalog.CATALOG[collective].get(choice.algorithm)
-        if entry is None or (private and not entry.private):  # lengths that travel ahead were not measured
+            return exact and traits.native and not traits.local_counts and traits.nbytes < NATIVE_BYTES
+        entry = catalog.CATALOG[traits.collective].get(choice.algorithm)
+        if entry is None or (traits.local_counts and not exact and not entry.private):
             return False
-        return entry.alike and _fits(entry, ordered, self.nodes)
+        return entry.alike and _fits(entry, traits.ordered, self.nodes)
+
+    def _from_model(self, traits: CallTraits, costs: Costs) -> Selection:
+        """Cheapest suitable algorithm of the cost model.
+
+        The catalogue's formulas count where all edges cost the same. Elsewhere algorithms that use the topology are
+        simulated, and all others are priced as if every message took the slower wire.
+        """
+        collective, nodes = traits.collective, self.nodes
+        uniform = uniform_network(nodes, costs)
+        wire = uniform or costs.network
+        entries = catalog.CATALOG[collective].items()
+        able = {name: entry for name, entry in entries if entry.alike and _fits(entry, traits.ordered, nodes)}
+        if traits.local_counts:
+            name = _fewest_rounds({name: entry for name, entry in able.items() if not entry.placed}, self.size)
+            return Selection(name, 1, formula(collective, name, self.size, traits.nbytes, 1, wire), "model")
+        part = nodes if nodes is None or uniform is not None else sample(nodes, SIMULATED_RANKS)
+        ranks = self.size if part is None else len(part)
+        found: dict[AlgorithmChoice, float] = {}
+        for name, entry in able.items():
+            call = collective, name, ranks, traits.nbytes
+            if not entry.placed:
+                segments, seconds = best_segments(partial(formula, *call, wire=wire))
+            elif uniform is None:
+                segments, seconds = best_segments(partial(predict, *call, nodes=part, costs=costs))
+            else:
+                continue
+            found[AlgorithmChoice(name, segments)] = seconds
+        best = min(found, key=found.__getitem__)
+        return Selection(*best, found[best], "model")
 
 
-def relays(collective: str, size: int) -> bool:
+def forwards_data(collective: str, size: int) -> bool:
     """True if ranks may forward blocks, or sums of blocks, that they do not keep: these need scratch memory.
 
-    >>> relays("reduce", 2), relays("gather", 2), relays("gather", 3), relays("allreduce", 3)
-    (True, False, True, False)
+    >>> forwards_data("reduce", 2), forwards_data("gather", 2), forwards_data("gather", 3)
+    (True, False, True)
     """
-    meaning, few = MEANINGS[collective], range(3)
-    blocks = meaning.blocks(len(few))
-    all_take_all = all(len(meaning.after(rank, len(few), 0, blocks)) == blocks for rank in few)
-    return not all_take_all and (size > 2 or collective == "reduce")
+    meaning, ranks = MEANINGS[collective], range(3)
+    blocks = meaning.blocks(len(ranks))
+    all_keep_all = all(len(meaning.after(rank, len(ranks), 0, blocks)) == blocks for rank in ranks)
+    return not all_keep_all and (size > 2 or collective == "reduce")
 
 
-def graded(nbytes: int) -> int:
-    """The size that stands for its neighbours, four to an octave: one choice for all of them is enough.
+def size_class(nbytes: int) -> int:
+    """Number of bytes rounded down to one of four classes per octave; calls of a class share one choice.
 
-    >>> [graded(nbytes) for nbytes in (0, 7, 1000, 1024, 1300)]
+    >>> [size_class(nbytes) for nbytes in (0, 7, 1000, 1024, 1300)]
     [0, 7, 896, 1024, 1280]
     """
-    grain = nbytes.bit_length() - 3
-    return nbytes >> grain << grain if grain > 0 else nbytes
-
-
-def choose(
-    collective: str,
-    size: int,
-    nbytes: int,
-    ordered: bool = False,
-    private: bool = False,
-    nodes: Nodes | None = None,
-    costs: Costs = BUILT_IN,
-) -> AlgorithmChoice:
-    """Choice of the cost model: the cheapest suitable algorithm that gives all ranks the same bits."""
-    if private:
-        nbytes = TYPICAL * size
-    return _cheapest(collective, size, nbytes, ordered, private, nodes, costs)[0]
+    shift = nbytes.bit_length() - 3
+    return nbytes >> shift << shift if shift > 0 else nbytes
 
 
 def check(collective: str, algorithm: str, ordered: bool = False, nodes: Nodes | None = None) -> None:
-    """Refuse an algorithm that the user named and that is unknown or cannot do the call."""
+    """Raise InvalidArgument for an algorithm that is unknown or cannot do the call."""
     try:
         entry = catalog.find(collective, algorithm)
     except ValueError as error:
@@ -206,60 +207,33 @@ def _fits(entry: catalog.Algorithm, ordered: bool, nodes: Nodes | None) -> bool:
     return not ordered or entry.keeps_order(nodes)
 
 
-# ------------------------------------------------------------------------------------------ the model
-
-
-def _cheapest(
-    collective: str, size: int, nbytes: int, ordered: bool, private: bool, nodes: Nodes | None, costs: Costs
-) -> tuple[AlgorithmChoice, float]:
-    """By the catalogue's formulas where all edges are alike; else those that look at the placement are walked.
-
-    All others are then taken to send over the slower wire all the time.
-    """
-    wire = alike(nodes, costs)
-    entries = catalog.CATALOG[collective].items()
-    able = {name: entry for name, entry in entries if entry.alike and _fits(entry, ordered, nodes)}
-    if private:
-        name = _blindly({name: entry for name, entry in able.items() if not entry.placed}, size)
-        return AlgorithmChoice(name), formula(collective, name, size, nbytes, 1, wire or costs.network)
-    part = nodes if nodes is None or wire is not None else sample(nodes, WALKED)
-    ranks = size if part is None else len(part)
-    found: dict[AlgorithmChoice, float] = {}
-    for name, entry in able.items():
-        told = collective, name, ranks, nbytes
-        if not entry.placed:
-            segments, seconds = _in_segments(partial(formula, *told, wire=wire or costs.network))
-        elif wire is None:
-            segments, seconds = _in_segments(partial(predict, *told, nodes=part, costs=costs))
-        else:
-            continue
-        found[AlgorithmChoice(name, segments)] = seconds
-    best = min(found, key=found.__getitem__)
-    return best, found[best]
-
-
-def _blindly(able: dict[str, catalog.Algorithm], size: int) -> str:
-    """The fewest rounds of those that move the least, as the bytes are not known; lengths sent ahead take as many."""
-    least = min(catalog.evaluate(entry.volume, size) for entry in able.values())
-    frugal = {n: e for n, e in able.items() if catalog.evaluate(e.volume, size) == least}
-    return min(frugal, key=lambda n: catalog.evaluate(frugal[n].rounds, size) * (1 if frugal[n].private else 2))
+def _fewest_rounds(able: dict[str, catalog.Algorithm], size: int) -> str:
+    """Algorithm of least volume, as bytes are unknown, with the fewest rounds; an exchange of counts doubles them."""
+    volumes = {name: catalog.evaluate(entry.volume, size) for name, entry in able.items()}
+    least = min(volumes.values())
+    rounds = {
+        name: catalog.evaluate(entry.rounds, size) * (1 if entry.private else 2)
+        for name, entry in able.items()
+        if volumes[name] == least
+    }
+    return min(rounds, key=rounds.__getitem__)
 
 
 def sample(nodes: Nodes, most: int) -> Nodes:
-    """A part of a cluster with at most so many ranks: whole nodes if they are not too large, and at least two."""
+    """Part of a cluster of at most `most` ranks: whole nodes if they are not too large, and at least two nodes."""
     if len(nodes) <= most:
         return nodes
     per_node = min(max(map(nodes.count, set(nodes))), most // 2)
-    kept, room = [], dict.fromkeys(range(max(2, most // per_node)), per_node)
+    ranks, room = [], dict.fromkeys(range(max(2, most // per_node)), per_node)
     for node in nodes:
         if room.get(node, 0):
             room[node] -= 1
-            kept.append(node)
-    return tuple(kept)
+            ranks.append(node)
+    return tuple(ranks)
 
 
-def _in_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) -> tuple[int, float]:
-    """In how many segments it is fastest, and how fast: doubled for as long as that helps."""
+def best_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) -> tuple[int, float]:
+    """Number of segments, doubled for as long as that is faster, and its seconds."""
     segments, best = 1, seconds(1)
     while 2 * segments <= most:
         faster = seconds(2 * segments)
@@ -270,7 +244,7 @@ def _in_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) -> 
 
 
 class _Factors(NamedTuple):
-    """An algorithm's formulas as numbers: factors of alpha, n beta and n gamma, and what the busiest rank does."""
+    """An algorithm's formulas as numbers: factors of alpha, n beta and n gamma, and those of the busiest rank."""
 
     rounds: float
     beta: float
@@ -286,19 +260,11 @@ def _factors(entry: catalog.Algorithm, size: int, segments: int) -> _Factors:
 
 
 def formula(collective: str, name: str, size: int, nbytes: int, segments: int, wire: UniformNetwork) -> float:
-    """Seconds by the catalogue's formulas, where all edges are alike.
+    """Seconds by the catalogue's formulas, for an algorithm that does not use the topology.
 
-    Those of an algorithm that cuts the data itself count segments. In all others segments follow one another through
-    the busiest rank: each after the first costs its messages once more, and only the first has to wait its whole way.
-
-    Parameters
-    ----------
-    collective, name : str
-        Names in the catalogue, of an algorithm that does not look at the placement.
-    size, nbytes, segments : int
-        Ranks; bytes of the whole vector, or of all blocks together; into how many segments they are cut.
-    wire : Uniform
-        The costs of every edge.
+    `nbytes` are those of the whole vector, or of all blocks together; `wire` is the cost of every edge. Formulas of an
+    algorithm that cuts the data itself count segments. In all others segments follow one another through the busiest
+    rank: each after the first costs its messages once more, and only the first waits for the whole path.
     """
     entry = catalog.find(collective, name)
     if size == 1:
@@ -324,25 +290,17 @@ def predict(
     nodes: Nodes | None = None,
     costs: Costs = BUILT_IN,
 ) -> float:
-    """Seconds that the model expects, by playing the schedule on the clock.
+    """Predicted seconds from the common start until the last rank is done, by simulating the schedule with root 0.
 
     Parameters
     ----------
     collective, algorithm : str
         Names in the catalogue.
-    size, nbytes : int
-        Ranks; bytes of the whole vector, or of all blocks together.
-    segments : int
-        Into how many segments the data is cut.
+    size, nbytes, segments : int
+        Ranks; bytes of the whole vector, or of all blocks together; segments that the data is cut into.
     nodes : tuple of int, optional
-        Which ranks share a node; None if all do.
+        Node of each rank; None if all ranks are on one.
     costs : Costs
-        Of the wires.
-
-    Returns
-    -------
-    float
-        Seconds from the common start until the last rank is done, for root 0.
     """
     blocks = catalog.blocks(collective, algorithm, size)
     held_by_all = nbytes * blocks // vector(collective, size, blocks)

@@ -1,7 +1,7 @@
-"""The file that a table of measured times is kept in, and how all ranks come to have the same one.
+"""File of a timing table, and its broadcast to all ranks.
 
-Files are per kind of machine and per MPI library, in the user's cache directory. A file that cannot be used is told
-of and left alone; nothing that it holds can make a program fail.
+Files are per machine type and MPI library, in the user's cache directory. A file that cannot be used is reported and
+left unchanged; nothing in it can make a program fail.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class TableError(ValueError):
 
 
 class DamagedTable(TableError):
-    """A file that holds nothing which could be of use to anyone."""
+    """A file that is unusable on every machine, and so may be overwritten."""
 
 
 def mpi_name() -> str:
-    """The MPI library in a few words, such as ``MPICH 4.2.1``."""
+    """Name and version of the MPI library, such as ``MPICH 4.2.1``."""
     first = MPI.Get_library_version().split("\n")[0].split(",")[0]
     return " ".join(first.replace("Version:", "").replace("Library", "").replace("\x00", "").split())
 
 
 def machine() -> str:
-    """The kind of machine: processor, cores and system."""
+    """Machine type: processor, cores and system."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -80,29 +80,23 @@ def to_json(table: TimingTable) -> dict[str, Any]:
     }
 
 
-def from_json(said: Any) -> TimingTable:
-    """The table that a file holds.
-
-    Raises
-    ------
-    TableError
-        If it is none, of a newer version, or of another machine or MPI.
-    """
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        raise TableError("is no table of Chorus's")
-    if said.get("version") != VERSION:
-        raise TableError(f"is of version {said.get('version')!r}, and this Chorus reads {VERSION}")
-    for what, here in (("mpi", mpi_name()), ("machine", machine())):
-        if said.get(what) != here:
-            raise TableError(f"was measured with another {what}: {said.get(what)!r} instead of {here!r}")
+def from_json(content: Any) -> TimingTable:
+    """Table from the content of a file; raises TableError if it is of another version, machine or MPI."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise TableError("is no table of Chorus")
+    if content.get("version") != VERSION:
+        raise TableError(f"is of version {content.get('version')!r}, and this Chorus reads {VERSION}")
+    for name, here in (("mpi", mpi_name()), ("machine", machine())):
+        if content.get(name) != here:
+            raise TableError(f"was measured with another {name}: expected {here!r}, found {content.get(name)!r}")
     try:
-        costs = Costs(**{name: UniformNetwork(**_positive(wire)) for name, wire in said["costs"].items()})
+        costs = Costs(**{name: UniformNetwork(**_positive(wire)) for name, wire in content["costs"].items()})
         entries = {
             TimingKey(str(entry["collective"]), str(entry["form"]), int(entry["ranks"]), str(entry["placement"])): {
                 int(row["bytes"]): {parse(label): s for label, s in _positive(row["seconds"]).items()}
                 for row in sorted(entry["rows"], key=lambda row: row["bytes"])
             }
-            for entry in said["entries"]
+            for entry in content["entries"]
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedTable(f"is damaged: {type(error).__name__}: {error}") from None
@@ -112,30 +106,22 @@ def from_json(said: Any) -> TimingTable:
 def _positive(numbers: Mapping[str, Any]) -> dict[str, float]:
     for name, number in numbers.items():
         if not 0 < float(number) < math.inf:
-            raise ValueError(f"{name} takes {number}")
+            raise ValueError(f"{name}: expected a positive number, found {number}")
     return {name: float(number) for name, number in numbers.items()}
 
 
 def read(path: str | os.PathLike[str]) -> TimingTable:
-    """The table in a file.
-
-    Raises
-    ------
-    OSError, TableError
-        If there is none that can be used here.
-    """
+    """Table in a file; raises OSError or TableError if there is none that can be used here."""
     try:
-        said = json.loads(Path(path).read_bytes())
-    except ValueError as error:  # no JSON, or no text at all
-        raise DamagedTable(f"{path} is damaged: {error}") from None
-    try:
-        return from_json(said)
+        return from_json(json.loads(Path(path).read_bytes()))
     except TableError as error:
         raise type(error)(f"{path} {error}") from None
+    except ValueError as error:  # no JSON, or no text at all
+        raise DamagedTable(f"{path} is damaged: {error}") from None
 
 
 def write(path: str | os.PathLike[str], table: TimingTable) -> None:
-    """Put the table into a file, whole or not at all, so that nobody ever reads a half."""
+    """Write the table atomically: a reader sees the old file or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -148,44 +134,29 @@ def write(path: str | os.PathLike[str], table: TimingTable) -> None:
         raise
 
 
-def agreed(comm: MPI.Intracomm, wanted: Any) -> TimingTable | None:
-    """Table of rank 0's file system, broadcast to all ranks. Collective.
+def broadcast_table(comm: MPI.Intracomm, tuning: Any) -> TimingTable | None:
+    """Table of rank 0, broadcast to all ranks. Collective.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-    wanted : bool, path, Table or None
-        What rank 0 goes by: the user's table for True, none for False and None, a file, or a table that all have.
-
-    Warns
-    -----
-    UserWarning
-        On rank 0, if there is a file that cannot be used, or none where a path was given.
+    `tuning` of rank 0: True for the user's default table, None or False for none, a path, or a table. Rank 0 warns of
+    a file that cannot be used, and of a path without a file.
     """
-    if not isinstance(wanted, (bool, str, os.PathLike, TimingTable, type(None))):
-        raise InvalidType(MPI.ERR_ARG, f"tuning: expected a path, True, False or None, found {wanted!r}")
-    table = None
-    if comm.Get_rank() == 0:
-        table = _found(wanted)
-    return comm.bcast(table)
+    if not isinstance(tuning, (bool, str, os.PathLike, TimingTable, type(None))):
+        raise InvalidType(MPI.ERR_ARG, f"tuning: expected a path, True, False or None, found {tuning!r}")
+    return comm.bcast(_read_or_warn(tuning) if comm.Get_rank() == 0 else None)
 
 
-def _found(wanted: bool | str | os.PathLike[str] | TimingTable | None) -> TimingTable | None:
-    if wanted is None or wanted is False or isinstance(wanted, TimingTable):
-        return wanted or None
+def _read_or_warn(tuning: bool | str | os.PathLike[str] | TimingTable | None) -> TimingTable | None:
+    if tuning is None or tuning is False or isinstance(tuning, TimingTable):
+        return tuning or None
     try:
-        return read(default_path() if wanted is True else wanted)
-    except FileNotFoundError as error:
-        if wanted is True:
-            return None
-        reason = str(error)
+        return read(default_path() if tuning is True else tuning)
     except (OSError, RuntimeError, TableError) as error:
-        reason = str(error)
-    warnings.warn(f"going without a tuned table: {reason}", stacklevel=_outside())
+        if tuning is not True or not isinstance(error, FileNotFoundError):
+            warnings.warn(f"continuing without a tuned table: {error}", stacklevel=_user_stack_level())
     return None
 
 
-def _outside() -> int:
+def _user_stack_level() -> int:
     """Stack level of the user's line that created the communicator."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("collectives."):

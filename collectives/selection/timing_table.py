@@ -19,15 +19,15 @@ Form: TypeAlias = Literal["blocking", "nonblocking", "persistent"]
 
 BLOCKING: Form = "blocking"
 
-NEAR = 1.5
-"""By which factor another number of ranks may differ, so that what was measured there is still taken."""
+MAX_RANKS_RATIO = 1.5
+"""Measurements with another number of ranks count up to this ratio."""
 
-FAR = 4.0
-"""By which factor a size may lie outside of those that were measured."""
+MAX_SIZE_RATIO = 4.0
+"""Measurements count for sizes outside of the measured range up to this ratio."""
 
 
 class AlgorithmChoice(NamedTuple):
-    """An algorithm's name, and in how many segments the data is pipelined through it."""
+    """An algorithm's name, and the number of segments in which the data is pipelined through it."""
 
     algorithm: str
     segments: int = 1
@@ -37,7 +37,7 @@ class AlgorithmChoice(NamedTuple):
 
 
 def parse(label: str) -> AlgorithmChoice:
-    """A choice from its text.
+    """Choice from its text.
 
     >>> parse("chain x16"), str(AlgorithmChoice("ring"))
     (AlgorithmChoice(algorithm='chain', segments=16), 'ring')
@@ -47,7 +47,7 @@ def parse(label: str) -> AlgorithmChoice:
 
 
 Row: TypeAlias = Mapping[AlgorithmChoice, float]
-"""Seconds of everything that was measured at one size."""
+"""Seconds of all choices that were measured at one size."""
 
 Rows: TypeAlias = Mapping[int, Row]
 """Rows by bytes, in ascending order."""
@@ -63,37 +63,30 @@ class TimingKey(NamedTuple):
 
 
 class TimingTable(NamedTuple):
-    """All that is known of a machine.
-
-    Attributes
-    ----------
-    costs : Costs
-        Of its wires.
-    entries : mapping of Key to Rows
-    """
+    """Fitted costs of a machine's wires, and rows of measured times."""
 
     costs: Costs = BUILT_IN
     entries: Mapping[TimingKey, Rows] = {}
 
     def rows(
-        self, collective: str, form: str, uneven: bool, ranks: int, nodes: Nodes | None
+        self, collective: str, form: str, v_form: bool, ranks: int, nodes: Nodes | None
     ) -> Iterator[tuple[Rows, bool]]:
-        """The rows to go by, best first, and whether native times count for the call.
+        """Rows that apply to a call, best first; True with those of exactly its form.
 
-        What was measured for just this form, and for blocks of any length where these may differ, comes first; then
-        blocking calls, and blocks that are alike, of which it is only taken how our algorithms compare.
+        The same form comes before blocking calls, and a v-form before equal blocks. Rows that are not exact compare
+        our algorithms only: their native times do not hold for the call.
         """
-        names = [f"{collective}v", collective] if uneven else [collective]
-        for wanted_form in dict.fromkeys((form, BLOCKING)):
+        names = [f"{collective}v", collective] if v_form else [collective]
+        for measured_form in dict.fromkeys((form, BLOCKING)):
             for name in names:
-                found = self._nearest(name, wanted_form, ranks, nodes)
+                found = self._nearest(name, measured_form, ranks, nodes)
                 if found is not None:
-                    yield found, (wanted_form, name) == (form, names[0])
+                    yield found, (measured_form, name) == (form, names[0])
 
     def _nearest(self, collective: str, form: str, ranks: int, nodes: Nodes | None) -> Rows | None:
         placement = shape(nodes, ranks)
         exact = self.entries.get(TimingKey(collective, form, ranks, placement))
-        if exact is not None:
+        if exact is not None or ranks <= 1:
             return exact
         near = {
             max(key.ranks / ranks, ranks / key.ranks): rows
@@ -101,19 +94,18 @@ class TimingTable(NamedTuple):
             if key[:2] == (collective, form) and key.ranks > 1 and _kind(key.placement) == _kind(placement)
         }
         closest = min(near, default=math.inf)
-        return near[closest] if closest <= NEAR and ranks > 1 else None
+        return near[closest] if closest <= MAX_RANKS_RATIO else None
 
     def merged(self, other: TimingTable) -> TimingTable:
-        """Both; where they tell of the same thing, the other."""
+        """Both tables; the other's rows replace those of the same key and size."""
         entries = dict(self.entries)
         for key, rows in other.entries.items():
-            both = {**entries.get(key, {}), **rows}
-            entries[key] = {nbytes: both[nbytes] for nbytes in sorted(both)}
+            entries[key] = dict(sorted({**entries.get(key, {}), **rows}.items()))
         return TimingTable(other.costs, entries)
 
 
 def shape(nodes: Nodes | None, ranks: int) -> str:
-    """A placement as text: how many ranks each node has, and whether they are neighbours.
+    """Placement as text: number of ranks of each node, and "scattered" unless ranks of a node are consecutive.
 
     >>> shape(None, 4), shape((0, 0, 1, 1, 1), 5), shape((0, 1, 0, 1), 4), shape((0, 1, 2, 3), 4)
     ('4', '2+3', '2x2 scattered', '4x1')
@@ -126,21 +118,21 @@ def shape(nodes: Nodes | None, ranks: int) -> str:
     return text if list(nodes) == sorted(nodes) else f"{text} scattered"
 
 
-def _kind(placement: str) -> object:
+def _kind(placement: str) -> str:
     """Comparable property of placements of different sizes: one node, or equally filled nodes."""
     return "one node" if placement.isdigit() else re.sub(r"^\d+x(?=\d+$)", "x", placement)
 
 
 def interpolate(rows: Rows, nbytes: int) -> dict[AlgorithmChoice, float]:
-    """Seconds at a size, on straight lines in log-log between the measured ones; empty too far outside of these."""
+    """Seconds at a size, on straight log-log lines between measured sizes; empty too far outside of these."""
     sizes = list(rows)
     at = bisect_left(sizes, nbytes)
     if at < len(sizes) and sizes[at] == nbytes:
         return dict(rows[nbytes])
     if at == len(sizes):
-        return dict(rows[sizes[-1]]) if sizes and nbytes <= FAR * max(1, sizes[-1]) else {}
+        return dict(rows[sizes[-1]]) if sizes and nbytes <= MAX_SIZE_RATIO * max(1, sizes[-1]) else {}
     if at == 0:
-        return dict(rows[sizes[0]]) if FAR * nbytes >= sizes[0] or nbytes == 0 else {}
+        return dict(rows[sizes[0]]) if MAX_SIZE_RATIO * nbytes >= sizes[0] or nbytes == 0 else {}
     low, high = sizes[at - 1], sizes[at]
     share = math.log((1 + nbytes) / (1 + low)) / math.log((1 + high) / (1 + low))
     return {

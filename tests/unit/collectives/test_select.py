@@ -11,12 +11,18 @@ from collectives.errors import InvalidArgument
 from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.selection import select
-from collectives.selection.cost_model import BUILT_IN, Costs, alike, network
-from collectives.selection.select import CallTraits, Selector, choose, formula
+from collectives.selection.cost_model import BUILT_IN, Costs, network, uniform_network
+from collectives.selection.select import CallTraits, Selector, formula
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable
 
 COLLECTIVES = list(catalog.CATALOG)
 TWO_NODES = (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def choose(collective, size, nbytes, ordered=False, local_counts=False, nodes=None, costs=BUILT_IN):
+    """Choice of the cost model."""
+    selector = Selector(size, nodes, TimingTable(costs))
+    return AlgorithmChoice(*selector.decide(CallTraits(collective, nbytes, ordered, local_counts))[:2])
 
 
 def able(collective, ordered=False):
@@ -51,8 +57,8 @@ def test_an_ordered_operation_gets_an_algorithm_that_keeps_order(collective):
 @pytest.mark.parametrize("collective", ["scatter", "gather"])
 def test_where_lengths_are_private_bytes_do_not_matter(collective):
     for size in (2, 5, 64):
-        assert len({choose(collective, size, nbytes, private=True) for nbytes in (0, 8, 1 << 10, 1 << 28)}) == 1
-    assert catalog.find(collective, choose(collective, 5, 0, private=True).algorithm).private
+        assert len({choose(collective, size, nbytes, local_counts=True) for nbytes in (0, 8, 1 << 10, 1 << 28)}) == 1
+    assert catalog.find(collective, choose(collective, 5, 0, local_counts=True).algorithm).private
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -76,7 +82,7 @@ def test_short_messages_take_few_rounds_and_long_ones_little_volume(collective):
 def test_pipelines_are_cut_by_the_square_root_law(size, nbytes):
     """The chain's best number of segments is sqrt((p-2) n beta / alpha): doubling comes within a factor of two."""
     wire = UniformNetwork(1e-6, 1e-9, 0)
-    segments, seconds = select._in_segments(lambda k: formula("broadcast", "chain", size, nbytes, k, wire), 1 << 20)
+    segments, seconds = select.best_segments(lambda k: formula("broadcast", "chain", size, nbytes, k, wire), 1 << 20)
     best = ((size - 2) * nbytes * wire.beta / wire.alpha) ** 0.5
     assert best / 2 <= segments <= best * 2
     assert seconds <= min(formula("broadcast", "chain", size, nbytes, k, wire) for k in (1, 2, 4, 8, 16, 32, 64, 128))
@@ -98,8 +104,8 @@ def test_formulas_for_segments_are_near_the_clock(collective):
 
 def test_each_edge_costs_what_its_wire_does():
     costs = Costs(UniformNetwork(1, 2, 3), UniformNetwork(10, 20, 30))
-    assert alike(None, costs) == costs.shared
-    assert alike((0, 1, 2), costs) == costs.network
+    assert uniform_network(None, costs) == costs.shared
+    assert uniform_network((0, 1, 2), costs) == costs.network
     mixed = network((0, 0, 1), costs)
     assert (mixed.message(0, 1, 5, False), mixed.message(1, 2, 5, False), mixed.combine(5, False)) == (11, 110, 15)
 
@@ -267,9 +273,9 @@ def test_what_can_be_done_is_not():
 
 
 def test_lengths_travel_ahead_only_where_that_saves_rounds():
-    assert choose("gather", 4, 0, private=True).algorithm == "linear"
-    assert choose("gather", 64, 0, private=True).algorithm == "mst"
-    assert choose("alltoall", 64, 0, private=True).algorithm == "pairwise"  # bruck may move far more
+    assert choose("gather", 4, 0, local_counts=True).algorithm == "linear"
+    assert choose("gather", 64, 0, local_counts=True).algorithm == "mst"
+    assert choose("alltoall", 64, 0, local_counts=True).algorithm == "pairwise"  # bruck may move far more
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

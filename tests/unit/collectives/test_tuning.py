@@ -9,7 +9,7 @@ from collectives.analysis.cost_functions import UniformNetwork
 from collectives.errors import InvalidType
 from collectives.selection import timing_file
 from collectives.selection.cost_model import BUILT_IN, Costs
-from collectives.selection.timing_file import TableError, agreed, default_path, read, to_json, write
+from collectives.selection.timing_file import TableError, broadcast_table, default_path, read, to_json, write
 from collectives.selection.timing_table import AlgorithmChoice, TimingKey, TimingTable, interpolate, parse, shape
 
 RING, CHAIN = AlgorithmChoice("ring"), AlgorithmChoice("chain", 16)
@@ -111,10 +111,13 @@ BAD = {
     "another program's": ('{"format": "wisdom"}', "no table"),
     "newer": (changed(version=2), "of version 2, and this Chorus reads 1"),
     "no version": (json.dumps({"format": "chorus tuning"}), "of version None"),
-    "another MPI's": (changed(mpi="LAM 7.1"), "another mpi: 'LAM 7.1'"),
-    "another machine's": (changed(machine="Cray-1"), "another machine: 'Cray-1'"),
+    "another MPI's": (changed(mpi="LAM 7.1"), "another mpi: expected .* found 'LAM 7.1'"),
+    "another machine's": (changed(machine="Cray-1"), "another machine: expected .* found 'Cray-1'"),
     "without entries": (changed(entries=None), "damaged"),
-    "costs below zero": (changed(costs={"shared": {"alpha": -1, "beta": 1, "gamma": 1}}), "damaged.*alpha takes -1"),
+    "costs below zero": (
+        changed(costs={"shared": {"alpha": -1, "beta": 1, "gamma": 1}}),
+        "damaged.*alpha: expected a .*, found -1",
+    ),
     "unknown wires": (changed(costs={"pigeon": {"alpha": 1, "beta": 1, "gamma": 1}}), "damaged"),
     "no times": (changed(entries=[{**KEY._asdict(), "rows": [{"bytes": 8}]}]), "damaged.*seconds"),
     "words for times": (
@@ -135,14 +138,14 @@ def test_bad_files_are_told_of_and_not_used(tmp_path, name):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TableError, match=message):
         read(path)
-    with pytest.warns(UserWarning, match=f"going without a tuned table: .*{message}"):
-        assert agreed(Alone(), path) is None
+    with pytest.warns(UserWarning, match=f"continuing without a tuned table: .*{message}"):
+        assert broadcast_table(Alone(), path) is None
 
 
 def test_a_folder_and_nothing_at_all_are_told_of(tmp_path):
     for path in (tmp_path, tmp_path / "missing.json"):
-        with pytest.warns(UserWarning, match="going without a tuned table"):
-            assert agreed(Alone(), path) is None
+        with pytest.warns(UserWarning, match="continuing without a tuned table"):
+            assert broadcast_table(Alone(), path) is None
 
 
 def test_the_user_s_table_is_looked_for_in_the_cache_directory(tmp_path, monkeypatch):
@@ -150,11 +153,11 @@ def test_the_user_s_table_is_looked_for_in_the_cache_directory(tmp_path, monkeyp
     assert default_path().is_relative_to(tmp_path / "chorus")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert agreed(Alone(), True) is None  # nobody has tuned yet: nothing to tell
+        assert broadcast_table(Alone(), True) is None  # nobody has tuned yet: nothing to tell
     write(default_path(), TABLE)
-    assert agreed(Alone(), True) == TABLE
-    assert agreed(Alone(), False) is agreed(Alone(), None) is None
-    assert agreed(Alone(), TABLE) == TABLE
+    assert broadcast_table(Alone(), True) == TABLE
+    assert broadcast_table(Alone(), False) is broadcast_table(Alone(), None) is None
+    assert broadcast_table(Alone(), TABLE) == TABLE
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_path().is_relative_to(tmp_path / ".cache" / "chorus")
@@ -162,7 +165,7 @@ def test_the_user_s_table_is_looked_for_in_the_cache_directory(tmp_path, monkeyp
 
 def test_other_things_than_paths_are_refused():
     with pytest.raises(InvalidType, match=r"tuning: expected a path, True, False or None, found 3\.5"):
-        agreed(Alone(), 3.5)
+        broadcast_table(Alone(), 3.5)
 
 
 # ------------------------------------------------------------------------------------------ the tuner's own parts
