@@ -74,7 +74,7 @@ TAG = 1
 
 
 class TensorSliceLike(Protocol):
-    """Elements of a logical tensor in this rank's memory, as `Engine.stretches` yields them."""
+    """Elements of a logical tensor in this rank's memory, as `Engine.tensor_slices` yields them."""
 
     @property
     def name(self) -> str:
@@ -131,7 +131,7 @@ def save(
     comm: MPI.Intracomm,
     directory: Path,
     step: int,
-    stretches: Iterable[TensorSliceLike],
+    slices: Iterable[TensorSliceLike],
     facts: Mapping[str, Any],
     *,
     keep: int = 3,
@@ -146,7 +146,7 @@ def save(
         Where checkpoints go, seen by all ranks; made if need be.
     step : int
         Steps that were made.
-    stretches
+    slices
         What this rank holds of the tensors. Every element is one rank's to write.
     facts : mapping
         Whatever else is to be kept, the same on all ranks; becomes JSON.
@@ -166,7 +166,7 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"keep: expected 1 or more, found {keep}")
-    held = [stretch for stretch in stretches if stretch.mine and len(stretch.array)]
+    held = [piece for piece in slices if piece.mine and len(piece.array)]
     target = directory / name_of(step)
     trouble = f"checkpoint {target} was not written"
 
@@ -254,7 +254,7 @@ def _write(
     All ranks go through the same list, so nobody waits in a circle; a rank that cannot write goes on to receive.
     """
     rank, names = comm.Get_rank(), _file_names(family, tensors)
-    mine = {(stretch.name, stretch.start): stretch.array for stretch in held}
+    mine = {(piece.name, piece.start): piece.array for piece in held}
     writer, problem = None, None
     if rank in names:
         entries = {_inner(tensor.name): tensor.entry for tensor in tensors if tensor.writer == rank}
@@ -385,8 +385,8 @@ class Checkpoint:
             self.entries |= {f"{family}/{name}": entry for name, entry in entries.items()}
             self._file_of |= {f"{family}/{name}": file for name in entries}
 
-    def fit(self, stretches: Iterable[TensorSliceLike]) -> None:
-        """See whether it holds exactly the tensors that these are stretches of. Collective.
+    def fit(self, slices: Iterable[TensorSliceLike]) -> None:
+        """See whether it holds exactly the tensors that these are slices of. Collective.
 
         Raises
         ------
@@ -394,9 +394,9 @@ class Checkpoint:
             On all ranks; it names tensors that differ.
         """
         wanted: dict[str, TensorEntry] = {}
-        for stretch in stretches:
-            if len(stretch.array):
-                wanted[stretch.name] = TensorEntry(tuple(stretch.shape), np.dtype(stretch.array.dtype))
+        for piece in slices:
+            if len(piece.array):
+                wanted[piece.name] = TensorEntry(tuple(piece.shape), np.dtype(piece.array.dtype))
         for others in self._comm.allgather(wanted):
             wanted |= others
         told = []
@@ -408,16 +408,16 @@ class Checkpoint:
             more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
             raise CheckpointError(f"{self.path} is of another model or optimiser: {'; '.join(told[:3])}{more}")
 
-    def restore(self, stretches: Iterable[TensorSliceLike]) -> None:
-        """Copy what it holds into the stretches, once it is known to `fit` all ranks. Collective.
+    def restore(self, slices: Iterable[TensorSliceLike]) -> None:
+        """Copy what it holds into the slices, once it is known to `fit` all ranks. Collective.
 
         Stretches of the family `OPTIONAL` that it does not hold stay as they are.
 
-        The holder of the stretches may have to be told, as by `parallel.engine.data_parallel_engine.Engine.refresh`.
+        The holder of the slices may have to be told, as by `parallel.engine.data_parallel_engine.Engine.refresh`.
         """
-        stretches = list(stretches)
-        self.fit(stretches)
-        together(self._comm, lambda: self._copy(stretches), f"{self.path} can no longer be read", CheckpointError)
+        slices = list(slices)
+        self.fit(slices)
+        together(self._comm, lambda: self._copy(slices), f"{self.path} can no longer be read", CheckpointError)
 
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor of `entries`, on the calling rank."""
@@ -425,15 +425,15 @@ class Checkpoint:
         values = SafetensorsReader(self.path / self._file_of[name]).read(_inner(name), 0, math.prod(entry.shape))
         return values.reshape(entry.shape)
 
-    def _copy(self, stretches: Iterable[TensorSliceLike]) -> None:
+    def _copy(self, slices: Iterable[TensorSliceLike]) -> None:
         readers: dict[str, SafetensorsReader] = {}
-        for stretch in stretches:
-            size = len(stretch.array)
-            if size and stretch.name in self._file_of:
-                file = self._file_of[stretch.name]
+        for piece in slices:
+            size = len(piece.array)
+            if size and piece.name in self._file_of:
+                file = self._file_of[piece.name]
                 reader = readers.get(file) or readers.setdefault(file, SafetensorsReader(self.path / file))
-                values = reader.read(_inner(stretch.name), stretch.start, size)
-                stretch.array[...] = array_namespace(stretch.array).asarray(values)
+                values = reader.read(_inner(piece.name), piece.start, size)
+                piece.array[...] = array_namespace(piece.array).asarray(values)
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:

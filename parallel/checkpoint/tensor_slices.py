@@ -1,4 +1,4 @@
-"""The state of a training as stretches of logical tensors, which know no layout: what checkpoints are made of."""
+"""Slices of the tensors of the training state, independent of the layout: what checkpoints read and write."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class TensorSlice(NamedTuple):
     shape : tuple of int
         Of the whole tensor.
     start : int
-        Where in the flattened tensor the stretch begins.
+        Where in the flattened tensor the slice begins.
     array : 1-D array
         A view of the rank's memory: assigning to its elements changes the state. float32, or float64 in fp64.
     mine : bool
-        Whether this rank is the one to write it to a checkpoint. Every element is in one such stretch, on one rank.
+        Whether this rank is the one to write it to a checkpoint. Every element is in one such slice, on one rank.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TensorSlice(NamedTuple):
     mine: bool
 
 
-def stretches(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iterator[TensorSlice]:
+def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iterator[TensorSlice]:
     """All that a rank holds in its pieces; `mine` are the spans that it is to write."""
     for piece in pieces:
         vectors = {"model": piece.weights, **{f"optimizer/{name}": view for name, view in piece.state.items()}}

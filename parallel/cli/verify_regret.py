@@ -92,7 +92,7 @@ def train(
         for _, step in zip(range(steps), sampler.ahead()):
             engine.step(OnDemandSampler(step, data))
             if engine.server is not None:
-                weights = [stretch.array for stretch in engine.stretches()]
+                weights = [piece.array for piece in engine.tensor_slices()]
                 farthest = max(farthest, float(np.linalg.norm(np.concatenate(weights))))
         engine.quiesce()
         means = [outcome.loss / outcome.targets for outcomes in engine.outcomes for outcome in outcomes]

@@ -102,7 +102,7 @@ class ErrorFeedbackReducer(PlainReducer):
         if self._feedback:
             self.residual *= ranks / self._context.comm.Get_size()
 
-    def stretches(self) -> Iterator[TensorSlice]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices for a checkpoint: the residual after `average_residual`, and the compressor's state."""
         mine = self._context.plan.rank == 0
         for place in self.bucket.places if self._feedback else ():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.checkpoint.tensor_slices import TensorSlice, stretches
+from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data_parallel.grad_norm import AllBlocks, SquaredBlocks, blocks_of, numbers_of
 from parallel.data_parallel.layouts import DataParallelLayout
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
@@ -176,9 +176,9 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------------------------------ the state
 
-    def stretches(self) -> Iterator[TensorSlice]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
-        yield from stretches(self.pieces, self._mine)
+        yield from tensor_slices(self.pieces, self._mine)
 
     def refresh(self) -> None:
         """Apply values that were assigned to the slices. Collective."""

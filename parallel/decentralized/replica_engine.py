@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.checkpoint.tensor_slices import TensorSlice, stretches
+from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data.sampler import Batch, batch_of
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of
@@ -67,7 +67,7 @@ class ReplicaEngine(BaseEngine):
 
     Notes
     -----
-    `evaluate`, `state`, `stretches` and `close` are collective. `step` is as collective as the style is.
+    `evaluate`, `state`, `tensor_slices` and `close` are collective. `step` is as collective as the style is.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ReplicaEngine(BaseEngine):
 
     # ------------------------------------------------------------------------------------------ its state
 
-    def stretches(self) -> Iterator[TensorSlice]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """As of `Engine`, after a global average of replicas and optimizer states.
 
         All ranks continue from the averages, as after a restart.
@@ -196,7 +196,7 @@ class ReplicaEngine(BaseEngine):
                 vector /= self._comm.Get_size()
         self._engine.refresh()
         mine = shards(Span(0, self.flat.length), self._comm.Get_size())[self._comm.Get_rank()]
-        return stretches(self._engine.pieces, [mine])
+        return tensor_slices(self._engine.pieces, [mine])
 
     def refresh(self) -> None:
         """As of `Engine`."""

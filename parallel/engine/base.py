@@ -82,13 +82,13 @@ class BaseEngine:
     remarks: Sequence[str] = ()
     _comm: Communicator
 
-    def stretches(self) -> Iterator[TensorSlice]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
         raise NotImplementedError
 
     def save(self, write: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any:
         """Have a checkpoint written by ``write(ranks that hold state, slices of this rank)``. Collective."""
-        return write(self._comm, self.stretches())
+        return write(self._comm, self.tensor_slices())
 
     def quiesce(self) -> None:
         """Wait until all ranks have made as many steps: a no-op where they make them together."""
@@ -291,9 +291,9 @@ class TrainEngine(BaseEngine):
     def scaling(self, scaling: LossScale) -> None:
         self._sharded.scaling = scaling
 
-    def stretches(self) -> Iterator[TensorSlice]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
-        return self._sharded.stretches()
+        return self._sharded.tensor_slices()
 
     def refresh(self) -> None:
         """Apply values that were assigned to the slices of all ranks. Collective."""

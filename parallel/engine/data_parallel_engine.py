@@ -82,7 +82,7 @@ class Engine(TrainEngine):
 
     Notes
     -----
-    All methods are collective, but for `share`, `state` and `load`, and `stretches` where nothing is compressed.
+    All methods are collective, but for `share`, `state` and `load`, and `tensor_slices` where nothing is compressed.
     """
 
     def __init__(
@@ -179,12 +179,12 @@ class Engine(TrainEngine):
 
     # ------------------------------------------------------------------------------------------ its state
 
-    def stretches(self) -> Iterator[TensorSlice]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of state; residuals are averaged first, so that any number of ranks can resume. Collective."""
-        yield from super().stretches()
+        yield from super().tensor_slices()
         for sum_ in self._compressed():
             sum_.average_residual()
-            yield from sum_.stretches()
+            yield from sum_.tensor_slices()
 
     def state(self) -> dict[str, Any]:
         """As of all engines."""

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from parallel.checkpoint.step_folders import CheckpointError
-from parallel.checkpoint.tensor_slices import TensorSlice, stretches
+from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
 from parallel.data.sampler import Batch, batch_of, contiguous
 from parallel.data_parallel.partition_spec import plan_of
 from parallel.engine.base import BaseEngine, check, facts_of, type_of
@@ -96,7 +96,7 @@ class ParameterServer(BaseEngine):
 
     Notes
     -----
-    All methods are collective, except `share`, `stretches`, `load`, `refresh` and `close`.
+    All methods are collective, except `share`, `tensor_slices`, `load`, `refresh` and `close`.
     """
 
     pulls_work: ClassVar[bool] = True
@@ -288,11 +288,11 @@ class ParameterServer(BaseEngine):
         loss = math.fsum(entry[0] for entry in everyone) / count
         return Evaluation(loss, math.fsum(entry[2] for entry in everyone) / count if measure else None, count)
 
-    def stretches(self) -> Iterator[TensorSlice]:
-        """As of `Engine.stretches`; empty on workers."""
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        """As of `Engine.tensor_slices`; empty on workers."""
         if self.server is not None:
             pieces = [state.piece for server in self._here() for state in server.store.key_states.values()]
-            yield from stretches(pieces, [state.key.span for state in self.server.store.key_states.values()])
+            yield from tensor_slices(pieces, [state.key.span for state in self.server.store.key_states.values()])
 
     def refresh(self) -> None:
         """Apply assignments to the slices, on all ranks."""
@@ -329,7 +329,7 @@ class ParameterServer(BaseEngine):
         """
         self.quiesce()
         if not self._fault_tolerant:
-            return write(self._comm, self.stretches())
+            return write(self._comm, self.tensor_slices())
         result, problem = None, None
         with self._shared_errors():
             if self.worker is not None and self.is_reporter:
@@ -339,7 +339,7 @@ class ParameterServer(BaseEngine):
                     whole, weights, np.zeros_like(weights), dict(zip(names, states)), self.flat.places
                 )
                 try:
-                    result = write(MPI.COMM_SELF, stretches([piece], [whole]))
+                    result = write(MPI.COMM_SELF, tensor_slices([piece], [whole]))
                 except CheckpointError as error:  # no problem of the training, which goes on
                     problem = error
         self._is_quiescent = False

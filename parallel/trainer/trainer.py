@@ -316,8 +316,8 @@ class Training(TrainingPlan):
             "ranks": self._comm.Get_size(),
         }
 
-        def write(comm: MPI.Intracomm, stretches: Iterable[TensorSlice]) -> None:
-            checkpoint_files.save(comm, directory, self.done, stretches, facts, keep=keep)
+        def write(comm: MPI.Intracomm, slices: Iterable[TensorSlice]) -> None:
+            checkpoint_files.save(comm, directory, self.done, slices, facts, keep=keep)
 
         self.engine.save(write)
         return directory / checkpoint_files.name_of(self.done)
@@ -339,7 +339,7 @@ class Training(TrainingPlan):
         except ValueError as error:
             raise CheckpointError(f"{found.path} is of another training: {error}") from error
         self._expect_optimizer(found)
-        found.fit(self.engine.stretches())
+        found.fit(self.engine.tensor_slices())
         if found.step > self.steps:
             raise CheckpointError(
                 f"{found.path}: {found.step} steps were made already, and this training is to have {self.steps}; "
@@ -351,7 +351,7 @@ class Training(TrainingPlan):
             self.engine.load(found.facts["engine"])
         except ValueError as error:
             raise CheckpointError(f"{found.path} cannot be used: its engine's {error}") from error
-        found.restore(self.engine.stretches())
+        found.restore(self.engine.tensor_slices())
         self.sampler.load(found.facts["sampler"])
         self.engine.refresh()
 

@@ -16,8 +16,8 @@ def trained(comm, layout, device, **settings):
         reports = [made.step(tiny_models.batches(made.share(5), step)) for step in range(3)]
         assert made.ledger.allocated == made.ledger.predicted
         values = {}
-        for stretch in made.stretches():
-            values[stretch.name, stretch.start] = np.asarray(stretch.array.get() if device == "cuda" else stretch.array)
+        for piece in made.tensor_slices():
+            values[piece.name, piece.start] = np.asarray(piece.array.get() if device == "cuda" else piece.array)
         return reports, values
 
 

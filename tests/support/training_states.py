@@ -6,10 +6,10 @@ import numpy as np
 
 
 def whole(comm, made):
-    """All tensors of the state, put together from the stretches of all ranks; every element comes from one."""
+    """All tensors of the state, put together from the slices of all ranks; every element comes from one."""
     tensors = {}
-    for stretches in comm.allgather([(s.name, s.shape, s.start, s.array.copy()) for s in made.stretches() if s.mine]):
-        for name, shape, start, values in stretches:
+    for slices in comm.allgather([(s.name, s.shape, s.start, s.array.copy()) for s in made.tensor_slices() if s.mine]):
+        for name, shape, start, values in slices:
             tensor, times = tensors.setdefault(name, (np.zeros(math.prod(shape)), np.zeros(math.prod(shape), int)))
             tensor[start : start + len(values)] = values
             times[start : start + len(values)] += 1

@@ -113,10 +113,10 @@ def test_damage_is_told_on_all_ranks_and_nothing_has_changed(world, comm, folder
 def test_another_model_is_told_on_all_ranks_and_nothing_has_changed(comm, folder):
     trained(comm, 1, into=folder)
     with Training(complete(SAID | {"model": "mlp:small", "layout": "zero1"}), comm) as training:
-        before = [stretch.array.copy() for stretch in training.engine.stretches()]
+        before = [piece.array.copy() for piece in training.engine.tensor_slices()]
         with pytest.raises(CheckpointError, match="is of another model or optimiser"):
             training.resume(Checkpoint(comm, latest(comm, folder)))
-        after = [stretch.array for stretch in training.engine.stretches()]
+        after = [piece.array for piece in training.engine.tensor_slices()]
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 

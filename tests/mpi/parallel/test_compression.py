@@ -231,11 +231,11 @@ def test_a_restart_goes_on_bit_for_bit(comm, how, tmp_path_factory):
     folder = comm.bcast(str(tmp_path_factory.mktemp("here")) if comm.rank == 0 else None)
     with engine(comm, how) as made:
         train(made, range(5))
-        path = checkpoint_files.save(comm, Path(folder), 5, made.stretches(), {"engine": made.state()})
+        path = checkpoint_files.save(comm, Path(folder), 5, made.tensor_slices(), {"engine": made.state()})
         went_on = train(made, range(5)), parameters(made)
     with engine(comm, how) as again:
         found = Checkpoint(comm, path)
-        found.restore(again.stretches())
+        found.restore(again.tensor_slices())
         again.load(found.facts["engine"])
         again.refresh()
         resumed = train(again, range(5)), parameters(again)
@@ -260,11 +260,11 @@ def test_other_ranks_owe_as_much(comm, tmp_path_factory):
     folder = comm.bcast(str(tmp_path_factory.mktemp("here")) if comm.rank == 0 else None)
     with engine(comm, "sign") as made:
         train(made, range(5))
-        path = checkpoint_files.save(comm, Path(folder), 5, made.stretches(), {"engine": made.state()})
+        path = checkpoint_files.save(comm, Path(folder), 5, made.tensor_slices(), {"engine": made.state()})
         before = owed(comm, made)
     with comm.Split(0 if comm.rank == 0 else 1) as few, engine(few, "topk:0.1") as other:
         found = Checkpoint(few, path)
-        found.restore(other.stretches())
+        found.restore(other.tensor_slices())
         other.load(found.facts["engine"])
         other.refresh()
         after = owed(few, other)

@@ -161,8 +161,8 @@ def test_a_state_knows_no_layout(comm, layout, precision, alone, reference):
         saved, numbers = whole(alone, before), before.state()
     with engine(comm, layout, seed=8, **settings) as made:  # first values are others
         made.load(numbers)
-        for stretch in made.stretches():
-            stretch.array[...] = saved[stretch.name][stretch.start : stretch.start + len(stretch.array)]
+        for piece in made.tensor_slices():
+            piece.array[...] = saved[piece.name][piece.start : piece.start + len(piece.array)]
         made.refresh()
         for step, count in enumerate(STEPS[2:], 2):
             assert made.step(tiny_models.batches(made.share(count), step)).step == step

@@ -140,9 +140,9 @@ def test_a_checkpoint_goes_from_data_parallelism_to_servers_and_back(comm, tmp_p
     want, _, _ = data_parallel(comm)
 
     def copied(source, target, name):
-        checkpoint_files.save(comm, folder / name, 1, source.stretches(), {"engine": source.state()})
+        checkpoint_files.save(comm, folder / name, 1, source.tensor_slices(), {"engine": source.state()})
         found = checkpoint_files.Checkpoint(comm, checkpoint_files.latest(comm, folder / name))
-        found.restore(target.stretches())
+        found.restore(target.tensor_slices())
         target.load(found.facts["engine"])
         target.refresh()
 

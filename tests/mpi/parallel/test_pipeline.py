@@ -190,8 +190,8 @@ def test_a_state_knows_no_layout(comm, mesh, alone):
     def handed(made, other):
         saved, numbers = whole(comm, made), made.state()
         other.load(numbers)
-        for stretch in other.stretches():
-            stretch.array[...] = saved[stretch.name][stretch.start : stretch.start + len(stretch.array)]
+        for piece in other.tensor_slices():
+            piece.array[...] = saved[piece.name][piece.start : piece.start + len(piece.array)]
         other.refresh()
 
     def replicas(seed):
@@ -338,7 +338,7 @@ def test_weights_that_part(comm):
     with pipeline(comm, "dualpipe", check_every=1) as made:
         made.step(tiny_models.batches(made.share(6)))
         if comm.Get_rank() == comm.size - 1:
-            next(iter(made.stretches())).array[0] += 1
+            next(iter(made.tensor_slices())).array[0] += 1
         with pytest.raises(ParameterMismatch, match=f"of ranks? .*{comm.size - 1}|from that of rank {comm.size - 1}"):
             made.step(tiny_models.batches(made.share(6)))
 

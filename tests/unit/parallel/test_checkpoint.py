@@ -23,7 +23,7 @@ SELF = MPI.COMM_SELF
 SHAPES = {"model/0.weight": (3, 5), "model/10.bias": (7,), "model/9.gain": (), "optimizer/m/0.weight": (3, 5)}
 
 
-class Stretch(NamedTuple):
+class Slice(NamedTuple):
     name: str
     shape: tuple
     start: int
@@ -32,16 +32,16 @@ class Stretch(NamedTuple):
 
 
 def whole(offset=0.0, dtype=np.float32, shapes=SHAPES):
-    """Each tensor in one stretch; element i of tensor t is 100 t + i + offset."""
+    """Each tensor in one slice; element i of tensor t is 100 t + i + offset."""
     values = {name: 100 * at + np.arange(np.prod(shape, dtype=int)) for at, (name, shape) in enumerate(shapes.items())}
-    return [Stretch(name, shape, 0, (values[name] + offset).astype(dtype)) for name, shape in shapes.items()]
+    return [Slice(name, shape, 0, (values[name] + offset).astype(dtype)) for name, shape in shapes.items()]
 
 
-def cut(stretches, size=2):
-    """The same elements in stretches of at most `size`, last ones first."""
+def cut(slices, size=2):
+    """The same elements in slices of at most `size`, last ones first."""
     return [
-        Stretch(one.name, one.shape, start, one.array[start : start + size])
-        for one in stretches
+        Slice(one.name, one.shape, start, one.array[start : start + size])
+        for one in slices
         for start in reversed(range(0, len(one.array), size))
     ]
 
@@ -81,15 +81,15 @@ def test_the_ordinary_library_opens_the_files(tmp_path):
 
 
 def test_no_state_of_the_optimiser_is_no_file_of_it(tmp_path):
-    stretches = [one for one in whole() if one.name.startswith("model")]
-    path = save(SELF, tmp_path, 1, stretches, {})
+    slices = [one for one in whole() if one.name.startswith("model")]
+    path = save(SELF, tmp_path, 1, slices, {})
     assert sorted(file.name for file in path.iterdir()) == [
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
         "optimizer.safetensors.index.json",
         "state.json",
     ]
-    Checkpoint(SELF, path).fit(stretches)
+    Checkpoint(SELF, path).fit(slices)
 
 
 def test_the_newest_are_kept(tmp_path):

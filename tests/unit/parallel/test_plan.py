@@ -1,4 +1,4 @@
-"""How a vector is divided into buckets, slots and stretches; what a training will take; a gradient being filled in."""
+"""How a vector is divided into buckets, slots and slices; what a training will take; a gradient being filled in."""
 
 import itertools
 

@@ -154,13 +154,13 @@ def test_a_forged_checkpoint_changes_nothing(written, where, value, words):
     forged(written, *where, value=value)
     comm = Communicator(MPI.COMM_SELF)
     with Training(complete(SAID), comm) as training:
-        before = [stretch.array.copy() for stretch in training.engine.stretches()]
+        before = [piece.array.copy() for piece in training.engine.tensor_slices()]
         state, position = training.engine.state(), training.sampler.position()
         with pytest.raises(CheckpointError, match=words):
             found = Checkpoint(comm, written)
             settings_in(found)
             training.resume(found)
-        assert all(np.array_equal(was, now.array) for was, now in zip(before, training.engine.stretches()))
+        assert all(np.array_equal(was, now.array) for was, now in zip(before, training.engine.tensor_slices()))
         assert (state, position) == (training.engine.state(), training.sampler.position())
 
 

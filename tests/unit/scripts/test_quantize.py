@@ -76,7 +76,7 @@ def broken(folder, tmp_path):
     """A checkpoint with NaN in it."""
     with Training(complete(TASKS["classes"]), Communicator(MPI.COMM_SELF)) as training:
         training.engine.flat.places[0].parameter.data[1, 2] = np.nan
-        training.engine.stretches()
+        training.engine.tensor_slices()
         training.save(tmp_path / "nan")
     return tmp_path / "nan"
 
