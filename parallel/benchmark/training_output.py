@@ -11,7 +11,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.benchmark import traces
 from collectives.cli import launcher
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.signals import InterruptFlag
 from parallel.runtime.throughput import Throughput
@@ -102,5 +102,5 @@ def write_trace(path: Path, comm: Communicator, events: list[ProfilerEvent], ahe
         path.parent.mkdir(parents=True, exist_ok=True)
         traces.write(path, [*traces.names(nodes, LANES), *(entry for some in everyone for entry in some)], **about)
 
-    together(comm, write, f"{path} was not written", OutputError, root=0)
+    collective_call(comm, write, f"{path} was not written", OutputError, root=0)
     launcher.say(f"{path} written; ui.perfetto.dev opens it")

@@ -48,8 +48,8 @@ from parallel.checkpoint.step_folders import (
     step_of,
     unfinished,
 )
-from parallel.runtime.collective_errors import agree, together
-from parallel.runtime.validation import whole
+from parallel.runtime.collective_errors import collective_call, raise_on_all
+from parallel.runtime.validation import expect_integer
 from parallel.runtime.vector_memory import to_host
 
 __all__ = [
@@ -102,7 +102,7 @@ class TensorSliceLike(Protocol):
 
 def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
     """The newest checkpoint in a directory as rank 0 sees it, or None. Collective."""
-    found = together(comm, lambda: all_in(directory), f"cannot look into {directory}", CheckpointError, 0)
+    found = collective_call(comm, lambda: all_in(directory), f"cannot look into {directory}", CheckpointError, 0)
     return found[-1] if found else None
 
 
@@ -171,17 +171,17 @@ def save(
     trouble = f"checkpoint {target} was not written"
 
     with contextlib.ExitStack() as stack:
-        folder = together(comm, lambda: _begin(target, stack), trouble, CheckpointError, 0)
-        together(comm, lambda: _see(folder), trouble, CheckpointError)
+        folder = collective_call(comm, lambda: _begin(target, stack), trouble, CheckpointError, 0)
+        collective_call(comm, lambda: _see(folder), trouble, CheckpointError)
         tensors = plan(comm, held)
         files: dict[str, list[Any]] = {}
         for family, planned in tensors.items():
             mine, problem = _write(comm, folder, family, planned, held)
-            agree(comm, problem, trouble, CheckpointError)
+            raise_on_all(comm, problem, trouble, CheckpointError)
             files |= {name: about for one in comm.allgather(mine) for name, about in one.items()}
-        together(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
+        collective_call(comm, lambda: _finish(folder, target, step, tensors, files, facts), trouble, CheckpointError, 0)
     trouble = f"{target} is there, but older ones cannot be removed"
-    together(comm, lambda: remove_old(directory, keep), trouble, NotRemoved, 0)
+    collective_call(comm, lambda: remove_old(directory, keep), trouble, NotRemoved, 0)
     return target
 
 
@@ -367,12 +367,12 @@ class Checkpoint:
     def __init__(self, comm: MPI.Intracomm, path: Path):
         self._comm, self.path = comm, path
         trouble = f"{path} cannot be used"
-        state = together(comm, lambda: _state(path), trouble, CheckpointError, 0)
+        state = collective_call(comm, lambda: _state(path), trouble, CheckpointError, 0)
         self.step: int = state["step"]
         self.facts: dict[str, Any] = state["facts"]
         names = sorted(state["files"])
         mine = names[comm.Get_rank() :: comm.Get_size()]
-        found = together(
+        found = collective_call(
             comm,
             lambda: {name: _verified(path / name, *state["files"][name]) for name in mine},
             trouble,
@@ -417,7 +417,7 @@ class Checkpoint:
         """
         slices = list(slices)
         self.fit(slices)
-        together(self._comm, lambda: self._copy(slices), f"{self.path} can no longer be read", CheckpointError)
+        collective_call(self._comm, lambda: self._copy(slices), f"{self.path} can no longer be read", CheckpointError)
 
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor of `entries`, on the calling rank."""
@@ -468,7 +468,7 @@ def _state(path: Path) -> dict[str, Any]:
     for name, kind in KINDS.items():
         if not isinstance(state.get(name), kind):
             raise ValueError(f"{STATE} is none of ours: {name} is {state.get(name)!r}")
-    whole(state, "step")
+    expect_integer(state, "step")
     for name, about in state["files"].items():
         if not FILE.fullmatch(name) or not isinstance(about, list) or list(map(type, about)) != [int, str]:
             raise ValueError(f"{STATE} is none of ours: of {name!r} it says {about!r}")

@@ -27,7 +27,7 @@ from parallel.benchmark.workload import plain
 from parallel.engine import settings
 from parallel.grad_compression import AUTO, NONE, parse
 from parallel.runtime import resources
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.trainer import Training
 
 WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"
@@ -77,7 +77,7 @@ def cells(ours: np.ndarray, others: np.ndarray) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     comm = Communicator(MPI.COMM_WORLD)
-    together(comm, partial(resources.limit_threads, resources.cores_per_rank(comm)), "BLAS threads")
+    collective_call(comm, partial(resources.limit_threads, resources.cores_per_rank(comm)), "BLAS threads")
     usual = settings.complete({"data": args.data, "model": args.model, "steps": args.steps})
     say(f"{usual.model} on {usual.data}, {comm.Get_size()} ranks, {args.seeds} seeds: mean ± standard deviation\n")
     report: dict[str, list[dict[str, float]]] = {}

@@ -25,7 +25,7 @@ from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
 from parallel.engine import settings
 from parallel.runtime import resources
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.trainer import Training
 
 BESIDE = "dp"
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train in one style after the other; print and draw all."""
     args = parse(argv)
     comm = Communicator(MPI.COMM_WORLD)
-    together(comm, partial(resources.limit_threads, resources.cores_per_rank(comm)), "BLAS threads")
+    collective_call(comm, partial(resources.limit_threads, resources.cores_per_rank(comm)), "BLAS threads")
     usual = settings.complete({"data": args.data, "model": args.model, "steps": args.steps})
     say(f"| layout | test accuracy | loss of the last {LAST} steps | largest distance |")
     say("| --- | --- | --- | --- |")

@@ -38,7 +38,7 @@ from parallel.ptq.packed_weights import nbytes
 from parallel.ptq.quantizable_layers import layers_of
 from parallel.ptq.quantize_model import check, quantise, with_inputs
 from parallel.ptq.sensitivity import SENSITIVITIES
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.trainer import EvalScore
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
 from quant.search import SEARCHES, Choice
@@ -201,7 +201,7 @@ def pareto(
     whole = ParetoPoint(32.0, score.loss, score.accuracy, "float32")
     title = f"{job.settings.model} on {job.task.name}, {args.method}, bits by {args.search} on {args.sensitivity}"
     draw = partial(plot_pareto, args.pareto, uniform, curve, whole, title, machine_in_words())
-    together(comm, draw, f"{args.pareto} was not drawn", root=0)
+    collective_call(comm, draw, f"{args.pareto} was not drawn", root=0)
     say(f"{args.pareto} drawn")
 
 
@@ -227,7 +227,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     activations = spec_of("--activations", args.activations) if args.activations else None
     job = load_model.from_checkpoint(comm, args.checkpoint)
     for path in filter(None, (args.report, args.pareto, args.output)):
-        together(comm, partial(check_writable, path), f"{path} cannot be written", root=0)
+        collective_call(comm, partial(check_writable, path), f"{path} cannot be written", root=0)
     data = load_model.task_for(comm, job, args.calibrate or job.settings.data)
     mine = dealt(data.train, args.samples, BATCH, comm.rank, comm.size)
     layers = layers_of(job.model)
@@ -248,10 +248,12 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
         rows = compare(job.model, made, layers, mine, comm)
         told(rows, [short_name(METHODS[args.method].spec(one)) for one in specs])
         title = f"{job.settings.model} on {job.task.name}: {words}"
-        together(comm, partial(draw, args.report, rows, title), f"{args.report} was not drawn", root=0)
+        collective_call(comm, partial(draw, args.report, rows, title), f"{args.report} was not drawn", root=0)
         say(f"{args.report} drawn")
     if args.output:
-        together(comm, partial(load_model.save, args.output, job, made), f"{args.output} was not written", root=0)
+        collective_call(
+            comm, partial(load_model.save, args.output, job, made), f"{args.output} was not written", root=0
+        )
         say(f"{args.output} written")
 
 
@@ -273,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.load is None:
             quantize(comm, args)
         else:
-            job = together(comm, partial(load_model.load, args.load), f"{args.load} cannot be used")
+            job = collective_call(comm, partial(load_model.load, args.load), f"{args.load} cannot be used")
             words = in_words(tested(comm, job, job.model))
             say(f"{job.settings.model} on {job.task.name}: {words}, {nbytes(job.model)} bytes")
     except (CheckpointError, ValueError, ImportError, OSError) as error:

@@ -61,7 +61,7 @@ from parallel.cli.train_arguments import add_files, add_settings, refuse
 from parallel.engine import settings
 from parallel.nn.workspace import keep_freed_memory
 from parallel.runtime import resources
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.signals import InterruptFlag
@@ -86,7 +86,7 @@ TRACED = range(2, 7)
 
 def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:
     """Checkpoint to continue from, or None. Refuses to replace those of another training."""
-    there = together(comm, lambda: all_in(args.checkpoint) if args.checkpoint else [], "--checkpoint", root=0)
+    there = collective_call(comm, lambda: all_in(args.checkpoint) if args.checkpoint else [], "--checkpoint", root=0)
     if args.resume is None:
         if there:
             raise CheckpointError(f"{args.checkpoint} has checkpoints already: --resume goes on from the newest")
@@ -125,7 +125,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
         training.resume(found)
     for option, check in FILE_CHECKS.items():
         if path := getattr(args, option):
-            together(comm, partial(check, path), f"--{option}", root=0)
+            collective_call(comm, partial(check, path), f"--{option}", root=0)
     if found is not None:
         say(f"resumed {found.path}: {found.step} steps were made, on {found.facts.get('ranks')} ranks")
         for name, (there, here) in changed(found, chosen).items():
@@ -140,7 +140,7 @@ def limit_threads(comm: Communicator, args: argparse.Namespace, chosen: settings
     """Set the number of BLAS threads, and `args.threads` to it. Collective."""
     keep_freed_memory()
     threads = args.threads = args.threads or (1 if chosen.reproducible else resources.cores_per_rank(comm))
-    together(comm, lambda: resources.limit_threads(threads), "--threads")
+    collective_call(comm, lambda: resources.limit_threads(threads), "--threads")
 
 
 def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -> None:
@@ -203,7 +203,7 @@ class TrainingRun:
         self._began = time.perf_counter()
         self.reporter = training.is_reporter
         self._meter = ThroughputMeter(
-            training.flops_per_sample, resources.peak(comm, args.device, threads=args.threads)
+            training.flops_per_sample, resources.peak_flops(comm, args.device, threads=args.threads)
         )
         if training.fault_tolerant:  # from here on, no collective may wait for ranks that may be dead
             watchdog.stop()
@@ -211,7 +211,7 @@ class TrainingRun:
             comm = Communicator(MPI.COMM_SELF)
         self._comm = comm
         path = args.json if self.reporter else None
-        self._metrics = together(comm, lambda: Metrics(path, training.done), "--json", OutputError)
+        self._metrics = collective_call(comm, lambda: Metrics(path, training.done), "--json", OutputError)
         self._checkpoints = CheckpointWriter(args, training)
         self._events: list[ProfilerEvent] = []
         self._test_text = ""
@@ -294,7 +294,7 @@ class TrainingRun:
         metrics.add(final)
         metrics.close()
         if args.json and training.is_reporter and not self.reporter:  # the first reporter is dead
-            together(comm, partial(metrics.copy, args.json), "--json", OutputError)
+            collective_call(comm, partial(metrics.copy, args.json), "--json", OutputError)
         if checkpoints.problem and not training.fault_tolerant:  # else other ranks may not try again with this one
             checkpoints.save()
         spent = f"{training.done} steps and {final['seconds']:.1f} s"
@@ -305,11 +305,11 @@ class TrainingRun:
             return 0
         if args.plot:
             picture = partial(draw, args.plot, metrics, training)
-            together(comm, picture, f"{args.plot} was not drawn", OutputError, root=0)
+            collective_call(comm, picture, f"{args.plot} was not drawn", OutputError, root=0)
             say(f"{args.plot} drawn")
         if args.trace:
             write_trace(args.trace, comm, self._events, traces.offset(comm), settings=str(asdict(training.settings)))
-        together(comm, metrics.complete, f"{args.json} is not complete", OutputError, root=0)
+        collective_call(comm, metrics.complete, f"{args.json} is not complete", OutputError, root=0)
         if checkpoints.problem:
             raise OutputError(f"no checkpoint has the end of the training; {checkpoints.in_words()}")
         return 0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from parallel.runtime.validation import named, whole
+from parallel.runtime.validation import expect_integer, expect_mapping
 
 Item = TypeVar("Item")
 
@@ -253,11 +253,11 @@ class Sampler:
             If the position is of another count, global batch or seed, or is none; the sampler is as before.
         """
         try:
-            known = named(position, "position")
+            known = expect_mapping(position, "position")
             for name, mine in self._fixed().items():
-                if (there := whole(known, name)) != mine:
+                if (there := expect_integer(known, name)) != mine:
                     raise ValueError(f"it was saved with {name} {there}, this run has {mine}")
-            epoch, step = whole(known, "epoch"), whole(known, "step")
+            epoch, step = expect_integer(known, "epoch"), expect_integer(known, "step")
         except ValueError as error:
             raise ValueError(f"sampler position: {error}") from error
         if step >= max(self.steps_per_epoch, 1):

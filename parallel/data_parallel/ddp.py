@@ -41,8 +41,8 @@ class NaiveDDP:
     def __init__(self, context: RunContext):
         self._context = context
         self.buckets = buckets_of(self.cut(context.plan), context.plan)
-        self.vector = context.memory.seen("gradients", context.flat.length, context.wide)
-        scratch = context.memory.own("buffers", context.plan.scratch(adds=True), context.wide)
+        self.vector = context.memory.shared("gradients", context.flat.length, context.wide)
+        scratch = context.memory.private("buffers", context.plan.scratch(adds=True), context.wide)
         part = self.part()
         reducer: Any = PlainReducer if context.plan.compress is None else ErrorFeedbackReducer
         if context.plan.reproducible:

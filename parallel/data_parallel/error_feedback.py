@@ -44,7 +44,7 @@ class ErrorFeedbackReducer(PlainReducer):
         self._before: Any = None
         if self._feedback:
             self.residual, self._before = (
-                np.asarray(context.memory.own("buffers", bucket.span.size, context.wide)) for _ in range(2)
+                np.asarray(context.memory.private("buffers", bucket.span.size, context.wide)) for _ in range(2)
             )
         self._sent = False
         ends = [(place.span, place.span.start + place.size) for place in bucket.places]

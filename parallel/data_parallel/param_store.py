@@ -33,7 +33,7 @@ class ReplicatedParams:
 
     def __init__(self, context: RunContext, spans: Sequence[Span], buckets: Sequence[GradBucket] = ()):
         self._context, self._buckets = context, buckets
-        self.vector = context.memory.seen("parameters", context.flat.length, context.storage)
+        self.vector = context.memory.shared("parameters", context.flat.length, context.storage)
         context.flat.bind(self.vector)
         self.own = [(span, self.vector[context.flat.within(span)]) for span in spans]
 
@@ -82,14 +82,14 @@ class ShardedParams:
 
     def __init__(self, context: RunContext, buckets: Sequence[GradBucket], users: Sequence[tuple[int, ...]]):
         self._context, self._buckets, self._users = context, buckets, users
-        self.vector = context.memory.seen("parameters", sum(bucket.own.size for bucket in buckets), context.storage)
+        self.vector = context.memory.shared("parameters", sum(bucket.own.size for bucket in buckets), context.storage)
         self.own, at = [], 0
         for bucket in buckets:
             self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
             at += bucket.own.size
         self._slot = resident_slots(users)
         sizes = slot_sizes(self._slot, buckets)
-        slots = {slot: context.memory.seen("buffers", size, context.storage) for slot, size in sizes.items()}
+        slots = {slot: context.memory.shared("buffers", size, context.storage) for slot, size in sizes.items()}
         self._views: list[Array] = [slots[slot][: bucket.span.size] for slot, bucket in zip(self._slot, buckets)]
         self._requests = [
             context.comm.Allgatherv_init(part, [view, bucket.counts])

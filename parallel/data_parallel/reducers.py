@@ -20,7 +20,7 @@ from mpi4py import MPI
 from collectives.runtime.requests import Request, wait_all
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.data_parallel.run_context import RunContext
-from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, played
+from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, tree_forecast
 from quant.types import Array
 
 Numbers = Sequence[tuple[int, ...]]
@@ -129,8 +129,8 @@ class CanonicalReducer:
         self.bucket, self.vector = bucket, vector
         self._context, self._comm = context, context.comm
         bucket.use_scratch(scratch)
-        self._counter = TreeSum(VectorPool(lambda: context.memory.own("gradients", bucket.span.size, context.wide)))
-        self._arriving = context.memory.own("buffers", 0, context.wide)
+        self._counter = TreeSum(VectorPool(lambda: context.memory.private("gradients", bucket.span.size, context.wide)))
+        self._arriving = context.memory.private("buffers", 0, context.wide)
         self._nodes: list[tuple[TreeNode, ...]] = []
         self._requests: list[Request] = []
 
@@ -139,7 +139,7 @@ class CanonicalReducer:
 
     def assign(self, everyone: Numbers, step_scale: StepScale = START) -> None:
         """Set the micro-batches of every rank, and so the nodes that it has."""
-        self._nodes = [played(numbers).nodes for numbers in everyone]
+        self._nodes = [tree_forecast(numbers).nodes for numbers in everyone]
 
     def begin_backward(self, number: int) -> None:
         self.bucket.reset(self._counter.pool.take())
@@ -186,7 +186,7 @@ class CanonicalReducer:
         nodes = sum(map(len, self._nodes))
         if len(self._arriving) < nodes * size:
             self._context.memory.allocated["buffers"] -= self._arriving.nbytes
-            self._arriving = self._context.memory.own("buffers", nodes * size, self._context.wide)
+            self._arriving = self._context.memory.private("buffers", nodes * size, self._context.wide)
         starts = [part.start - self.bucket.span.start for part in self.bucket.parts]
         calls, at = [], 0
         for progress_lock in range(max(map(len, self._nodes))):
@@ -268,7 +268,7 @@ class ShardedCanonicalReducer(ShardedPlainReducer):
     ):
         super().__init__(context, bucket, memory, own, scratch, arriving)
         self._rank = context.plan.rank
-        self._counter = TreeSum(VectorPool(lambda: context.memory.own("gradients", bucket.own.size, context.wide)))
+        self._counter = TreeSum(VectorPool(lambda: context.memory.private("gradients", bucket.own.size, context.wide)))
         self._everyone: Numbers = ()
 
     def begin(self, everyone: Numbers) -> None:

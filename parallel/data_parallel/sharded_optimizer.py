@@ -107,8 +107,8 @@ class ShardedOptimizer:
         """Spans of a shard that this rank updates, with initial values."""
         memory, wide, flat, own = part.context.memory, part.context.wide, part.context.flat, part.weights.own
         size = sum(span.size for span, _ in own)
-        vectors = {name: memory.own("optimizer", size, wide) for name in self._optimizer.states()}
-        master = memory.own("optimizer", size, wide) if part.context.plan.precision.master else None
+        vectors = {name: memory.private("optimizer", size, wide) for name in self._optimizer.states()}
+        master = memory.private("optimizer", size, wide) if part.context.plan.precision.master else None
         at = 0
         for (span, stored), (_, gradient) in zip(own, part.gradients.own):
             here = slice(at, at + span.size)

@@ -35,7 +35,7 @@ class Zero1(NaiveDDP):
 
     def part(self) -> Array:
         longest = max((bucket.own.size for bucket in self.buckets), default=0)
-        return self._context.memory.own("buffers", longest, self._context.wide)
+        return self._context.memory.private("buffers", longest, self._context.wide)
 
     def spans(self) -> list[Span]:
         return [bucket.own for bucket in self.buckets]
@@ -59,7 +59,7 @@ class Zero2:
         self.buckets = buckets_of(self.cut(context.plan), context.plan)
         self.users = users_of(self.buckets, context.plan)
         size = sum(bucket.own.size for bucket in self.buckets)
-        self.vector = context.memory.own("gradients", size, context.wide)
+        self.vector = context.memory.private("gradients", size, context.wide)
         self.own, at = [], 0
         for bucket in self.buckets:
             self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
@@ -68,11 +68,11 @@ class Zero2:
         weights = self.weights(context.plan)
         dtypes = [context.wide] * len(sizes) + [context.storage] * len(weights)
         context.memory.reserve([*sizes, *weights], dtypes)
-        memory = [context.memory.seen("gradients", size, context.wide) for size in sizes]
-        scratch = context.memory.own("buffers", context.plan.scratch(adds=False), context.wide)
+        memory = [context.memory.shared("gradients", size, context.wide) for size in sizes]
+        scratch = context.memory.private("buffers", context.plan.scratch(adds=False), context.wide)
         parts = context.plan.ranks if context.plan.reproducible else 1
         longest = parts * max((bucket.own.size for bucket in self.buckets), default=0)
-        arriving = context.memory.own("buffers", longest, context.wide)
+        arriving = context.memory.private("buffers", longest, context.wide)
         reducer = ShardedCanonicalReducer if context.plan.reproducible else ShardedPlainReducer
         self.shares = [
             reducer(context, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)

@@ -59,7 +59,7 @@ class _GossipMessage:
     """Buffer of a message (weight, last step, vector) and its request."""
 
     def __init__(self, memory: VectorAllocator, like: Array):
-        self.bytes = memory.own("buffers", HEAD + like.nbytes, np.uint8)
+        self.bytes = memory.private("buffers", HEAD + like.nbytes, np.uint8)
         self.head = self.bytes[: 2 * 8].view(np.float64)
         self.x = self.bytes[HEAD:].view(like.dtype)
         self.request: Any = MPI.REQUEST_NULL
@@ -84,7 +84,7 @@ class Gossip(AveragingStyle):
 
     def __init__(self, context: RunContext, vector: Array, tau: int = 0):
         super().__init__(context, vector)
-        self.mass = PushSumMass(vector, self.memory.own("buffers", vector.size, vector.dtype))
+        self.mass = PushSumMass(vector, self.memory.private("buffers", vector.size, vector.dtype))
         self.part, self._tau = self.mass.x, tau
         self._out = [_GossipMessage(self.memory, vector) for _ in range(tau + 1)]
         self._in = [_GossipMessage(self.memory, vector) for _ in range(tau + 1)]

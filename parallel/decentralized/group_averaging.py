@@ -98,7 +98,7 @@ class GroupAveraging(AveragingStyle):
     def __init__(self, context: RunContext, vector: Array, most: int, tau: int = TAU):
         super().__init__(context, vector)
         self._most, self._tau = most, tau
-        self._mass = PushSumMass(vector, self.memory.seen("buffers", vector.size, vector.dtype))
+        self._mass = PushSumMass(vector, self.memory.shared("buffers", vector.size, vector.dtype))
         self.part = self._mass.x
         turns = range(len(grid(self.size, most)))
         self._groups_by_axis = [

@@ -45,9 +45,9 @@ class SharedWindow(VectorAllocator):
             raise ValueError(f"hogwild: the ranks must share the memory of one node, and they are on {nodes}")
         self.window: Any = None
 
-    def seen(self, kind: str, size: int, dtype: Any) -> Any:
+    def shared(self, kind: str, size: int, dtype: Any) -> Any:
         if kind != "parameters":
-            return super().seen(kind, size, dtype)
+            return super().shared(kind, size, dtype)
         mine = LINE + size * np.dtype(dtype).itemsize if self.comm.Get_rank() == 0 else 0
         self.window = MPI.Win.Allocate_shared(mine, 8, comm=self.comm)
         memory, _ = self.window.Shared_query(0)

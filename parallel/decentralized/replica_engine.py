@@ -87,10 +87,12 @@ class ReplicaEngine(BaseEngine):
         memory = line.memory(comm, settings.device)
         self._engine = Engine(model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory)
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
-        consistency_check.agree(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
+        consistency_check.check_equal(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
         self._recorder = self._engine.context.recorder
         self._piece = next(iter(self._engine.pieces), None)
-        vector = memory.own("parameters", 0, self._engine.context.wide) if self._piece is None else self._piece.weights
+        vector = (
+            memory.private("parameters", 0, self._engine.context.wide) if self._piece is None else self._piece.weights
+        )
         self.style = line.make(replace(self._engine.context, comm=comm), vector, options)
         self.ledger.expect(Counter(buffers=line.buffers(vector.nbytes, options)), part=style)
         self._stash = vector if self._piece is None else self._piece.gradient  # its content is used within a step only
@@ -168,7 +170,9 @@ class ReplicaEngine(BaseEngine):
                 found = self._engine.evaluate(_numbered(batches), measure)
             except Exception as error:
                 problem = error
-        collective_errors.agree(self._comm, _cause(problem), "the model was not tested", consistency_check.StepFailed)
+        collective_errors.raise_on_all(
+            self._comm, _cause(problem), "the model was not tested", consistency_check.StepFailed
+        )
         means = found.loss, found.measure or 0.0
         sums = np.array([mean * found.count if found.count else 0.0 for mean in means] + [float(found.count)])
         self._comm.Allreduce(MPI.IN_PLACE, sums)
@@ -252,7 +256,7 @@ class ReplicaEngine(BaseEngine):
     def _raise_failures(self) -> None:
         """Raise on all ranks if one of them has failed."""
         problem, self._problem = self._problem, None
-        collective_errors.agree(self._comm, _cause(problem), "a rank has failed", consistency_check.StepFailed)
+        collective_errors.raise_on_all(self._comm, _cause(problem), "a rank has failed", consistency_check.StepFailed)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[tuple[Array, Array]]:
@@ -280,4 +284,4 @@ def _cause(problem: Exception | None) -> Exception | None:
     if problem is None:
         return None
     cause = problem.__cause__ if isinstance(problem, consistency_check.StepFailed) and problem.__cause__ else problem
-    return RuntimeError(f"{type(cause).__name__}: {collective_errors.in_words(cause)}")
+    return RuntimeError(f"{type(cause).__name__}: {collective_errors.describe(cause)}")

@@ -30,7 +30,7 @@ from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
-from parallel.runtime.validation import named, whole
+from parallel.runtime.validation import expect_integer, expect_mapping
 from quant.types import Array
 
 Measure = Callable[[Array, Array], float]
@@ -210,7 +210,7 @@ class TrainEngine(BaseEngine):
         for part in self._parts:
             if part.weights.replicated:
                 try:
-                    consistency_check.compare(part.context.comm, part.context.flat, step, self._comm)
+                    consistency_check.compare_parameters(part.context.comm, part.context.flat, step, self._comm)
                 except consistency_check.ParameterMismatch as error:
                     problem = problem or error
         for text in self._comm.allgather(problem and str(problem)):
@@ -305,8 +305,8 @@ class TrainEngine(BaseEngine):
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore a `state`; raises ValueError, with nothing changed, if it is invalid."""
-        values = named(state, "state")
-        steps, updates = whole(values, "steps"), whole(values, "updates")
+        values = expect_mapping(state, "state")
+        steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
         if updates > steps:
             raise ValueError(f"updates: expected at most {steps}, one for each step, found {updates}")
         self.scaling.load(values.get("scaling", {}))
@@ -326,7 +326,7 @@ class TrainEngine(BaseEngine):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if consistency_check.left_together(kind):
+        if consistency_check.exits_on_all_ranks(kind):
             self.close()
 
 
@@ -341,7 +341,7 @@ def check(comm: Any, settings: Settings) -> None:
 
 
 def facts_of(flat: FlatParams, optimizer: Optimizer) -> list[tuple[str, Any]]:
-    """Model and optimizer description that must be equal on all ranks, for `consistency_check.agree`."""
+    """Model and optimizer description that must be equal on all ranks, for `consistency_check.check_equal`."""
     tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in flat.places]
     return [*tensors, *((f"optimizer's {what}", value) for what, value in optimizer.describe().items())]
 

@@ -35,7 +35,7 @@ from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import Evaluation, StepReport
-from parallel.runtime.validation import named, whole
+from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.runtime.vector_memory import VectorAllocator
 
 __all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "StepReport", "TensorSlice"]
@@ -102,7 +102,7 @@ class Engine(TrainEngine):
             raise problem
         self._name, self._layout = settings.layout, LAYOUTS[settings.layout]
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
-        consistency_check.agree(comm, [*settings.shared().items(), *facts_of(plan.flat, optimizer)])
+        consistency_check.check_equal(comm, [*settings.shared().items(), *facts_of(plan.flat, optimizer)])
         self._plan = replace(plan, compress=self._compressor(comm, settings.compress, plan.flat.length))
         self._units = plan.units
         self._memory = memory or VectorAllocator(comm, settings.device)
@@ -193,7 +193,7 @@ class Engine(TrainEngine):
 
     def load(self, state: dict[str, Any]) -> None:
         """As of all engines."""
-        ranks = whole(named(state, "state"), "ranks") if "ranks" in state else self._comm.Get_size()
+        ranks = expect_integer(expect_mapping(state, "state"), "ranks") if "ranks" in state else self._comm.Get_size()
         super().load(state)
         self._lenders = ranks
 
@@ -308,7 +308,7 @@ class Engine(TrainEngine):
         """Enter new shapes of a micro-batch in the ledger."""
         if batch is None or motion.problem is not None or not self._new((batch.x.shape, batch.y.shape)):
             return
-        self._memory.at_least("activations", motion.nbytes())
+        self._memory.record_peak("activations", motion.nbytes())
         precision = self._plan.precision
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))

@@ -18,7 +18,7 @@ from parallel.data_parallel.zero import Zero1, Zero2, Zero3, slots
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.operator import ArraySpec, nbytes_of
-from parallel.runtime.tree_sum import played
+from parallel.runtime.tree_sum import tree_forecast
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Weights in storage type; gradients; master weights and optimizer state; saved activations; other memory."""
@@ -141,8 +141,8 @@ def _whole_gradients(
     owned = [bucket.own.size for bucket in buckets]
     gradients, buffers = length, max(owned, default=0) if divided else 0
     if plan.reproducible:
-        gradients += played(everyone[plan.rank]).taken * length
-        buffers += sum(owned) * sum(len(played(numbers).nodes) for numbers in everyone)
+        gradients += tree_forecast(everyone[plan.rank]).taken * length
+        buffers += sum(owned) * sum(len(tree_forecast(numbers).nodes) for numbers in everyone)
     if plan.compress is not None and plan.compress.feedback:
         buffers += 2 * length  # residuals of this step and of the one before
     buffers += plan.scratch(adds=True)
@@ -161,7 +161,7 @@ def _sharded_gradients(
     if plan.reproducible:
         turns = range(max(map(len, everyone)))
         order = tuple(numbers[turn] for turn in turns for numbers in everyone if turn < len(numbers))
-        gradients += own * played(order).kept
+        gradients += own * tree_forecast(order).kept
     parts = plan.ranks if plan.reproducible else 1  # of a bucket, that arrive at once
     buffers = (parts * max((bucket.own.size for bucket in buckets), default=0) + plan.scratch(adds=False)) * wide
     if resident:

@@ -71,17 +71,19 @@ class StepSync:
                 problem = error
         with self._context.recorder("communication", "meet"):
             numbers = tuple(batch.number for batch in mine)
-            header = np.array([len(mine), count, stop, problem is not None, consistency_check.mark(numbers)], np.int64)
+            header = np.array(
+                [len(mine), count, stop, problem is not None, consistency_check.index_hash(numbers)], np.int64
+            )
             self._comm.Allgather(header, self._header)
             if self._header[:, 3].any():
-                consistency_check.share_problems(self._comm, problem)
+                consistency_check.raise_step_failed(self._comm, problem)
             self._compare()
             heads = self._header[self._heads]
             lengths = heads[:, 0].tolist()
             everyone = [tuple(range(length)) for length in lengths]
-            if self._context.plan.reproducible or consistency_check.mark(
+            if self._context.plan.reproducible or consistency_check.index_hash(
                 range(sum(lengths))
-            ) != consistency_check.joined(heads[:, 4].tolist()):
+            ) != consistency_check.combine_hashes(heads[:, 4].tolist()):
                 exchanged = self._comm.allgather(numbers)
                 everyone = [exchanged[head] for head in self._heads]
                 if sorted(chain.from_iterable(everyone)) != list(range(sum(lengths))):
@@ -114,5 +116,5 @@ class StepSync:
                 self._comm.Allreduce(MPI.IN_PLACE, pair)
                 total, failed = float(pair[0]), bool(pair[1] != 0)
             if failed:
-                consistency_check.share_problems(self._comm, problem, left)
+                consistency_check.raise_step_failed(self._comm, problem, left)
         return total

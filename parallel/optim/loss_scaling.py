@@ -16,7 +16,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from parallel.runtime.validation import named
+from parallel.runtime.validation import expect_mapping
 
 
 @dataclass
@@ -111,7 +111,7 @@ class LossScale:
             If it is no such state; nothing was changed.
         """
         kinds = {field.name: (int,) if field.type == "int" else (int, float) for field in fields(self)}
-        if set(named(state, "loss scale")) != set(kinds):
+        if set(expect_mapping(state, "loss scale")) != set(kinds):
             raise ValueError(f"state: expected {', '.join(sorted(kinds))}, found {', '.join(sorted(state))}")
         for name, value in state.items():
             if not isinstance(value, kinds[name]) or isinstance(value, bool):

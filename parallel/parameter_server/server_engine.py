@@ -45,7 +45,7 @@ from parallel.parameter_server.work_assignment import PartResult, WorkPart, join
 from parallel.parameter_server.worker_client import Requeued, WorkerClient
 from parallel.parameter_server.worker_clocks import GONE, rule_of
 from parallel.runtime import consistency_check
-from parallel.runtime.collective_errors import agree, together
+from parallel.runtime.collective_errors import collective_call, raise_on_all
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.vector_memory import VectorAllocator
@@ -118,7 +118,7 @@ class ParameterServer(BaseEngine):
         self._rule, recipe = rule_of(settings.consistency), PRECISIONS[settings.precision]
         self._plan = plan_of(model, size, rank, settings)
         self.flat = self._plan.flat
-        consistency_check.agree(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
+        consistency_check.check_equal(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
         self._units = self._plan.units
         self._servers, self._workers = range(servers), range(servers, size)
         self._fault_tolerant = settings.fault_tolerant
@@ -136,7 +136,7 @@ class ParameterServer(BaseEngine):
         self._recording: EventRecording | None = None
         self.server: ServerLoop | None = None
         self.worker: WorkerClient | None = None
-        script = together(comm, self._open_records, "order of messages")
+        script = collective_call(comm, self._open_records, "order of messages")
         others = [*self._workers, *self._servers] if rank in self._servers else list(self._servers)
         self._bus = MessageBus(comm, [peer for peer in others if peer != rank], len(self._workers))
         self._mail: ServerMail = self._bus
@@ -280,7 +280,7 @@ class ParameterServer(BaseEngine):
         self.quiesce()
         everyone = totals
         if not self._fault_tolerant:
-            agree(self._comm, problem, "evaluation", consistency_check.StepFailed)
+            raise_on_all(self._comm, problem, "evaluation", consistency_check.StepFailed)
             everyone = [entry for some in self._comm.allgather(totals) for entry in some]
         count = sum(entry[1] for entry in everyone)
         if not count:
@@ -397,7 +397,7 @@ class ParameterServer(BaseEngine):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._over:
             self.quiesce()
-        if consistency_check.left_together(kind) or self._fault_tolerant:
+        if consistency_check.exits_on_all_ranks(kind) or self._fault_tolerant:
             self.close()
         else:
             self._close_record()
@@ -513,7 +513,7 @@ class ParameterServer(BaseEngine):
                 failed = consistency_check.StepFailed(f"the training has ended: {why}")
                 failed.elsewhere = problem is None or isinstance(error, ReplicationChainLost)  # which all workers see
                 raise failed from error
-            agree(self._comm, problem, "the training has ended", consistency_check.StepFailed)
+            raise_on_all(self._comm, problem, "the training has ended", consistency_check.StepFailed)
             raise
 
     def _expect(self) -> None:
@@ -534,7 +534,7 @@ class ParameterServer(BaseEngine):
         if motion.problem is not None or shapes in self._seen_shapes:
             return
         self._seen_shapes.add(shapes)
-        self._memory.at_least("activations", motion.nbytes())
+        self._memory.record_peak("activations", motion.nbytes())
         x = ArraySpec(batch.x.shape, type_of(batch.x, self._plan.precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, self._plan.precision.wide))
         with suppress(NotImplementedError):  # a model of the user's own may have no outlines
@@ -545,16 +545,16 @@ class ParameterServer(BaseEngine):
         wide = self._plan.precision.wide
         key_states = []
         for key in (key for key in self.keys if key.server == here):
-            weights = self._memory.own("optimizer" if mixed else "parameters", key.span.size, wide)
+            weights = self._memory.private("optimizer" if mixed else "parameters", key.span.size, wide)
             self.flat.initialise(weights, self._seed, key.span)
-            state = {name: self._memory.own("optimizer", key.span.size, wide) for name in self._optimizer.states()}
-            stored = self._memory.own("parameters", key.span.size, self._plan.precision.storage) if mixed else None
+            state = {name: self._memory.private("optimizer", key.span.size, wide) for name in self._optimizer.states()}
+            stored = self._memory.private("parameters", key.span.size, self._plan.precision.storage) if mixed else None
             # The weights stand in for the gradient, which `ShardState.prepare` sets before every update.
             piece = OptimizerSpan(key.span, weights, weights, state, self.flat.places, stored)
             key_states.append(ShardState(key, piece))
             key_states[-1].refresh()
         clip = self.settings.clip or None
-        kind, make = SyncStore if self._rule.synchronous else AsyncStore, partial(self._memory.own, "gradients")
+        kind, make = SyncStore if self._rule.synchronous else AsyncStore, partial(self._memory.private, "gradients")
         store = kind(key_states, self._optimizer, self.flat.length, clip, self._plan.reproducible, make)
         loop = ServerLoop(bus, store, self._rule, self._workers, self._servers, here, EventOrder(script))
         if here == self._comm.Get_rank() == 0:
@@ -564,11 +564,11 @@ class ParameterServer(BaseEngine):
     def _make_worker(self, bus: ServerMail, buckets: Any) -> WorkerClient:
         ahead, length = not self._rule.synchronous, self.flat.length
         storage, wide = self._plan.precision.storage, self._plan.precision.wide
-        vectors = [self._memory.own("parameters", length, storage) for _ in range(1 + ahead)]
+        vectors = [self._memory.private("parameters", length, storage) for _ in range(1 + ahead)]
         worker = WorkerClient(bus, self._rule, self.keys, self._servers, vectors)
-        gradient = self._memory.own("gradients", length, wide)
+        gradient = self._memory.private("gradients", length, wide)
         clip = self.settings.clip or None
-        scratch = self._memory.own("buffers", self._plan.scratch(adds=False), wide)
+        scratch = self._memory.private("buffers", self._plan.scratch(adds=False), wide)
         self._gradients = ServerGradients(worker, self._plan, buckets, self.keys, gradient, scratch, ahead, clip)
         self._has_table = any(key.table is not None for key in self.keys)
         self._needs = [keys_of_unit(self._plan, self.keys, number) for number in range(len(self._units))]

@@ -170,7 +170,7 @@ class AsynchronousPipeline(Pipeline):
         self._own = replace(optimizer, rate=lambda update: self._rate)  # it goes by steps, and a step has many updates
         memory, storage = self._context.memory, self._context.storage
         self._pools = [
-            VectorPool(lambda length=part.context.flat.length: memory.own("parameters", length, storage))  # type: ignore[misc]
+            VectorPool(lambda length=part.context.flat.length: memory.private("parameters", length, storage))  # type: ignore[misc]
             for part in self._parts
         ]
 

@@ -23,7 +23,7 @@ from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, table
 from parallel.pipeline.schedule.stage_partition import partition
 from parallel.pipeline.stage_params import AXIS, replicas_of
 from parallel.pipeline.unit_timing import measure
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from quant.types import Array
 
 AUTO = "auto"
@@ -157,7 +157,9 @@ def settle(
         found = {"layout": f"{AXIS}:{best.schedule}", "microbatches": best.microbatches, "virtual": best.virtual}
         return replace(settings, cuts=_format_cuts(best.cuts), micro_batch=None, accumulate=None, **found)  # type: ignore[arg-type]
 
-    return settings if settings.cuts is not None else together(comm, chosen, "the pipeline cannot be cut", root=0)
+    return (
+        settings if settings.cuts is not None else collective_call(comm, chosen, "the pipeline cannot be cut", root=0)
+    )
 
 
 def _format_cuts(cuts: Any) -> str:

@@ -92,7 +92,7 @@ class Pipeline(TrainEngine):
         shared |= {"schedule": plan.name, "placement": plan.placement.routes}
         lines = enumerate(to_csv(plan.actions).splitlines())
         told = [(f"the line of stage {stage}", line) for stage, line in lines]
-        consistency_check.agree(comm, [*shared.items(), *told, *facts_of(flat, optimizer)])
+        consistency_check.check_equal(comm, [*shared.items(), *told, *facts_of(flat, optimizer)])
         self._portion = portion = Portion.make(whole, self.mesh, plan, self.cuts)
         self.plan = portion.plan
         simulate(self.plan)
@@ -181,7 +181,7 @@ class Pipeline(TrainEngine):
         holders = context.comm.Get_group().Incl(self._portion.holders(group))
         comm = context.comm.Create_group(holders, tag=group.number)
         self._ours.append(comm)
-        own = RunContext(division, comm, context.memory.among(comm), context.recorder)
+        own = RunContext(division, comm, context.memory.with_comm(comm), context.recorder)
         share = ParamShard.make(own, LAYOUTS[self._portion.layout])
         share.gradients.bind()
         return share
@@ -263,4 +263,4 @@ class Pipeline(TrainEngine):
         forms = [(ArraySpec(one.x.shape, one.x.dtype), ArraySpec(one.y.shape, one.y.dtype)) for one in here]
         activations, work = self._portion.activations(forms, self._loss)
         self.ledger.expect(Counter(activations=activations), work)
-        return lambda alive: self._context.memory.at_least("activations", alive)
+        return lambda alive: self._context.memory.record_peak("activations", alive)

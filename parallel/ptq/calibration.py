@@ -12,7 +12,7 @@ from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.model_surgery import ObservedOperator, rebuilt
 from parallel.ptq.packed_weights import PackedWeight, inputs_of
 from parallel.ptq.quantizable_layers import QuantizableLayer, kind_of
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from quant import PerChannel, QuantSpec
 from quant.observers import Ema, Entropy, MeanSquare, MinMax, Percentile
 from quant.types import Array
@@ -112,7 +112,7 @@ def show(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
     ValueError
         On all ranks, if the samples of one of them do not fit the model.
     """
-    together(comm, lambda: [forward(model, batch) for batch in batches], UNFIT)
+    collective_call(comm, lambda: [forward(model, batch) for batch in batches], UNFIT)
 
 
 def forward(model: Operator, batch: Batch) -> Array:

@@ -13,7 +13,7 @@ from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.calibration import UNFIT, forward, watch
 from parallel.ptq.packed_weights import weights_of
 from parallel.ptq.quantizable_layers import QuantizableLayer
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.step_report import Evaluation
 from quant.types import Array
 
@@ -54,7 +54,7 @@ def evaluate(
             made.append((total, loss.count(batch.y), measure(y, batch.y) if measure else 0.0))
         return made
 
-    everyone = comm.allgather(together(comm, scored, "these samples cannot be scored"))
+    everyone = comm.allgather(collective_call(comm, scored, "these samples cannot be scored"))
     sums = [math.fsum(column) for column in zip(*(one for some in everyone for one in some))] or [0.0] * 3
     total, count, measured = sums
     # Divided, not multiplied with 1 / count: the same rounding as an engine's evaluation.
@@ -121,7 +121,7 @@ def compare(
         sums[place[users[operator.name]], 2] += _square(y - right[operator.name])
 
     first, second = watch(model, set(users), before), watch(made, set(users), after)
-    together(comm, lambda: [(forward(first, batch), forward(second, batch)) for batch in batches], UNFIT)
+    collective_call(comm, lambda: [(forward(first, batch), forward(second, batch)) for batch in batches], UNFIT)
     total = np.empty_like(sums)
     comm.Allreduce(sums, total)
     rows = []

@@ -16,9 +16,9 @@ from parallel.grad_compression import NONE
 from parallel.nn.operator import Operator, name_all
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
 from parallel.ptq.quantizable_layers import expect_finite
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.step_report import Evaluation
-from parallel.runtime.validation import named
+from parallel.runtime.validation import expect_mapping
 from parallel.trainer.trainer import EvalScore, loss_of, measure_of, prepare, settings_in
 from quant import QuantizedArray, QuantSpec
 from quant.io import safetensors_file
@@ -73,7 +73,7 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
         raise CheckpointError(f"{path} has no checkpoints")
     found = Checkpoint(comm, newest)
     settings = _single_rank_settings(settings_in(found))
-    task, model, _ = together(comm, lambda: prepare(settings, 1), f"the model of {newest} cannot be made")
+    task, model, _ = collective_call(comm, lambda: prepare(settings, 1), f"the model of {newest} cannot be made")
     parameters = {f"model/{parameter.name}": parameter for parameter in name_all(model)}
     there = {name: entry.shape for name, entry in found.entries.items() if name.startswith("model/")}
     here = {name: parameter.shape for name, parameter in parameters.items()}
@@ -89,7 +89,7 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
             parameter.data = found.tensor(name).astype(np.float32)
         expect_finite(model)
 
-    together(comm, read, f"{newest} cannot be used")
+    collective_call(comm, read, f"{newest} cannot be used")
     return TrainedModel(settings, task, model)
 
 
@@ -108,7 +108,7 @@ def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
     """
     if data == trained.settings.data:
         return trained.task
-    task, _, _ = together(comm, lambda: prepare(replace(trained.settings, data=data), 1), "calibrate")
+    task, _, _ = collective_call(comm, lambda: prepare(replace(trained.settings, data=data), 1), "calibrate")
     if (task.inputs, task.kind) != (trained.task.inputs, trained.task.kind):
         wanted = f"{trained.task.kind} from samples of shape {trained.task.inputs}"
         raise ValueError(f"calibrate: the model makes {wanted}, and {data} has {task.kind} from {task.inputs}")
@@ -158,7 +158,7 @@ def load(path: Path) -> TrainedModel:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError("it holds no model in few bits")
     arrays = safetensors_file.load(path)
-    settings = complete({}, named(about.get("settings"), "settings"))
+    settings = complete({}, expect_mapping(about.get("settings"), "settings"))
     task, model, _ = prepare(settings, 1)
     few = {}
     for parameter in name_all(model):
@@ -170,7 +170,7 @@ def load(path: Path) -> TrainedModel:
         else:
             parameter.data = values
     made = packed(model, few)
-    for name, spec in named(about.get("inputs"), "inputs").items():
+    for name, spec in expect_mapping(about.get("inputs"), "inputs").items():
         kept = {kind: arrays.get(f"{name}/inputs.{kind}") for kind in ("scales", "zeros")}
         made = rounding(made, QuantSpec.from_dict(spec), {name: kept})
     return TrainedModel(settings, task, made)

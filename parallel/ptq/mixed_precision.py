@@ -16,7 +16,7 @@ from parallel.ptq.calibration import UNFIT, InputMoments, forward, watch
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, inputs_of, packed
 from parallel.ptq.quantizable_layers import QuantizableLayer
 from parallel.ptq.quantize_model import nbytes_of, rounded
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from quant import PerGroup, QuantSpec
 from quant.observers import MinMax
 from quant.search import SEARCHES, Choice, SearchTable
@@ -106,7 +106,7 @@ class PrecisionMixture:
 
     def choose(self, search: str, budget: float, comm: Any) -> Choice:
         """Options found by a search of `SEARCHES` within a budget, the same on all ranks. Collective."""
-        return together(comm, lambda: SEARCHES[search](self.table, budget), search, root=0)
+        return collective_call(comm, lambda: SEARCHES[search](self.table, budget), search, root=0)
 
     def chosen(self, choice: Choice) -> Operator:
         """Model with these options."""
@@ -189,7 +189,7 @@ def _latency(
             [[_seconds(model, layer, one, arriving, activations) for one in some] for layer, some in zip(layers, few)]
         )
 
-    return together(comm, measured, UNFIT, root=0)
+    return collective_call(comm, measured, UNFIT, root=0)
 
 
 def _seconds(

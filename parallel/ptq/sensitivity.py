@@ -13,7 +13,7 @@ from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.evaluation import evaluate
 from parallel.ptq.packed_weights import FewBitWeight, packed
 from parallel.ptq.quantizable_layers import QuantizableLayer, to_matrix
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 
 Options = Sequence[Sequence[FewBitWeight]]
 """All options of every layer."""
@@ -87,7 +87,7 @@ def fisher(
                 samples += 1
         return samples
 
-    samples = np.array([together(comm, add, "these samples have no gradients")], np.int64)
+    samples = np.array([collective_call(comm, add, "these samples have no gradients")], np.int64)
     total = np.empty(1, np.int64)
     comm.Allreduce(samples, total)
     made = {}

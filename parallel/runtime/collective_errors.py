@@ -13,13 +13,15 @@ EXPECTED = (OSError, ValueError, ImportError, MemoryError)
 """Errors of the environment or the user; others are defects and end the program."""
 
 
-def in_words(problem: BaseException) -> str:
+def describe(problem: BaseException) -> str:
     """An exception's message and notes; its class where it has no message."""
     notes = getattr(problem, "__notes__", ())
     return (str(problem) or type(problem).__name__) + "".join(f" ({note})" for note in notes)
 
 
-def agree(comm: MPI.Intracomm, problem: BaseException | None, trouble: str, kind: type[Exception] = ValueError) -> None:
+def raise_on_all(
+    comm: MPI.Intracomm, problem: BaseException | None, trouble: str, kind: type[Exception] = ValueError
+) -> None:
     """Raise on all ranks if one of them has a problem, naming the rank. Collective.
 
     Parameters
@@ -31,7 +33,7 @@ def agree(comm: MPI.Intracomm, problem: BaseException | None, trouble: str, kind
     kind
         The exception's class.
     """
-    text = None if problem is None else in_words(problem)
+    text = None if problem is None else describe(problem)
     ranks_of: dict[str, list[int]] = {}
     everyone = comm.allgather(text)
     for rank, message in enumerate(everyone):
@@ -47,7 +49,7 @@ def _whose(ranks: list[int], size: int) -> str:
     return "" if len(ranks) == size else f" (rank {', '.join(map(str, ranks))})"
 
 
-def together(
+def collective_call(
     comm: MPI.Intracomm,
     function: Callable[[], Result],
     trouble: str,
@@ -58,7 +60,7 @@ def together(
 
     Examples
     --------
-    >>> together(MPI.COMM_SELF, lambda: int("seven"), "the answer is missing")
+    >>> collective_call(MPI.COMM_SELF, lambda: int("seven"), "the answer is missing")
     Traceback (most recent call last):
     ValueError: the answer is missing: invalid literal for int() with base 10: 'seven'
     """
@@ -68,5 +70,5 @@ def together(
             result = function()
         except EXPECTED as error:
             problem = error
-    agree(comm, problem, trouble, kind)
+    raise_on_all(comm, problem, trouble, kind)
     return result if root is None else comm.bcast(result, root)  # type: ignore[return-value]

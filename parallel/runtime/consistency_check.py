@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from parallel.nn.flat_params import FlatParams
-from parallel.runtime.collective_errors import in_words
+from parallel.runtime.collective_errors import describe
 from parallel.runtime.vector_memory import to_host
 
 
@@ -35,7 +35,7 @@ class StepFailed(RuntimeError):
     elsewhere = False
 
 
-def left_together(kind: type[BaseException] | None) -> bool:
+def exits_on_all_ranks(kind: type[BaseException] | None) -> bool:
     """True if all ranks leave a ``with`` block together: no exception, or one that all ranks raise.
 
     Only then may the end of the block be collective; after another exception this rank does not wait for the others.
@@ -43,7 +43,7 @@ def left_together(kind: type[BaseException] | None) -> bool:
     return kind is None or issubclass(kind, (StepFailed, ParameterMismatch))
 
 
-def agree(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
+def check_equal(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
     """Raise on all ranks if their facts differ, naming the first difference. Collective.
 
     Parameters
@@ -67,9 +67,9 @@ NOTHING = "nothing was updated"
 """Effect of most failed steps."""
 
 
-def share_problems(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
+def raise_step_failed(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
     """Raise on all ranks if one of them has a problem, naming each, and what is `left` behind. Collective."""
-    text = None if problem is None else f"{type(problem).__name__}: {in_words(problem)}"
+    text = None if problem is None else f"{type(problem).__name__}: {describe(problem)}"
     texts = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
     if texts:
         raise StepFailed(f"{left}; " + "; ".join(texts)) from problem
@@ -80,23 +80,23 @@ _MARKS = 1 << 48
 
 
 @lru_cache
-def mark(numbers: Sequence[int]) -> int:
+def index_hash(numbers: Sequence[int]) -> int:
     """Hash of a set of numbers: the sum of fifth powers, so that `joined` hashes of parts give that of their union.
 
     Ranks find missing or repeated numbers without exchanging them.
 
-    >>> mark(range(5)) == joined([mark((4, 1)), mark((0, 3, 2))]) != joined([mark((4, 1)), mark((0, 1, 4))])
+    >>> combine_hashes([index_hash((4, 1)), index_hash((0, 3, 2))]) == index_hash(range(5))
     True
     """
     return sum((number + 1) ** 5 for number in numbers) % _MARKS
 
 
-def joined(marks: Iterable[int]) -> int:
+def combine_hashes(marks: Iterable[int]) -> int:
     """The mark of a union."""
     return sum(marks) % _MARKS
 
 
-def compare(comm: MPI.Intracomm, flat: FlatParams, step: int, whole: MPI.Intracomm | None = None) -> None:
+def compare_parameters(comm: MPI.Intracomm, flat: FlatParams, step: int, whole: MPI.Intracomm | None = None) -> None:
     """Raise on all ranks if some parameter's bits differ, naming the first such tensor and the ranks. Collective.
 
     Parameters

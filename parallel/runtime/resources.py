@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from mpi4py import MPI
 
-from parallel.runtime.collective_errors import agree
+from parallel.runtime.collective_errors import raise_on_all
 from parallel.runtime.vector_memory import namespace
 
 SECONDS = 0.2
@@ -41,7 +41,7 @@ def limit_threads(threads: int) -> None:
     threadpool_limits(threads)
 
 
-def memory() -> int:
+def node_memory() -> int:
     """Bytes of physical memory of this node; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -49,7 +49,7 @@ def memory() -> int:
         return 0
 
 
-def expect_room(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
+def check_memory(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
     """Raise ValueError on all ranks if those of some node will need more memory than it has. Collective.
 
     Parameters
@@ -62,21 +62,23 @@ def expect_room(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
         needed, ranks = node.allreduce(sum(kinds.values())), node.Get_size()
     finally:
         node.Free()
-    there, problem = memory(), None
+    there, problem = node_memory(), None
     if 0 < there < needed:
-        most = ", ".join(f"{name} {in_bytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name])[:3])
-        several = f"{ranks} ranks of a node need {in_bytes(needed)}, each" if ranks > 1 else "it needs"
+        most = ", ".join(
+            f"{name} {format_bytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name])[:3]
+        )
+        several = f"{ranks} ranks of a node need {format_bytes(needed)}, each" if ranks > 1 else "it needs"
         problem = ValueError(
-            f"{several} {in_bytes(sum(kinds.values()))} ({most}), and there are {in_bytes(there)}; "
+            f"{several} {format_bytes(sum(kinds.values()))} ({most}), and there are {format_bytes(there)}; "
             "a smaller model, length or micro-batch may do, or recompute"
         )
-    agree(comm, problem, "not enough memory")
+    raise_on_all(comm, problem, "not enough memory")
 
 
-def in_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes for people.
 
-    >>> in_bytes(23_500_000_000)
+    >>> format_bytes(23_500_000_000)
     '23.5 GB'
     """
     power = min((len(str(int(count))) - 1) // 3, len(BYTES) - 1)
@@ -86,7 +88,7 @@ def in_bytes(count: float) -> str:
 BYTES = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
-def peak(comm: MPI.Intracomm, device: str = "cpu", seconds: float = SECONDS, threads: int = 1) -> float:
+def peak_flops(comm: MPI.Intracomm, device: str = "cpu", seconds: float = SECONDS, threads: int = 1) -> float:
     """Multiplications and additions a second of all ranks together, in products of float32 matrices. Collective.
 
     All ranks multiply at once, each for `seconds`; the fastest product of each counts. On the host that is the product

@@ -119,10 +119,10 @@ class TreeSumForecast(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def played(numbers: tuple[int, ...]) -> TreeSumForecast:
+def tree_forecast(numbers: tuple[int, ...]) -> TreeSumForecast:
     """A counter to which these micro-batches come, in this order.
 
-    >>> played((2, 3, 4))
+    >>> tree_forecast((2, 3, 4))
     TreeSumForecast(nodes=(TreeNode(level=1, place=1), TreeNode(level=0, place=4)), kept=2, taken=2)
     """
     nodes: set[TreeNode] = set()

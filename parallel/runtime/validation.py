@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def named(facts: Any, what: str) -> Mapping[str, Any]:
+def expect_mapping(facts: Any, what: str) -> Mapping[str, Any]:
     """The mapping itself; ValueError if it is none."""
     if not isinstance(facts, Mapping):
         raise ValueError(f"{what}: expected values by name, found {facts!r}")
     return facts
 
 
-def whole(facts: Mapping[str, Any], name: str, least: int = 0) -> int:
+def expect_integer(facts: Mapping[str, Any], name: str, least: int = 0) -> int:
     """One of the facts, if it is a whole number from `least` on; raises ValueError, which names it.
 
-    >>> whole({"steps": 3}, "steps")
+    >>> expect_integer({"steps": 3}, "steps")
     3
     """
     if name not in facts:

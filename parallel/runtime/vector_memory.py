@@ -48,20 +48,20 @@ class VectorAllocator:
         self.comm, self.xp = comm, namespace(device)
         self.allocated: Counter[str] = Counter()
 
-    def among(self, comm: Communicator) -> VectorAllocator:
+    def with_comm(self, comm: Communicator) -> VectorAllocator:
         """Vectors that some other ranks see, on the same account."""
         other = copy(self)
         other.comm = comm
         return other
 
-    def own(self, kind: str, size: int, dtype: Any) -> Any:
+    def private(self, kind: str, size: int, dtype: Any) -> Any:
         """A vector of this rank's."""
         return self._count(kind, self.xp.zeros(size, dtype))
 
-    def seen(self, kind: str, size: int, dtype: Any) -> Any:
+    def shared(self, kind: str, size: int, dtype: Any) -> Any:
         """A vector that the neighbours see, on the host. Collective."""
         if self.xp is not np:
-            return self.own(kind, size, dtype)
+            return self.private(kind, size, dtype)
         return self._count(kind, self.comm.zeros(size, dtype))
 
     def reserve(self, sizes: Sequence[int], dtypes: Sequence[Any]) -> None:
@@ -76,7 +76,7 @@ class VectorAllocator:
         """A vector of this rank's, on the host in any case."""
         return self._count(kind, np.zeros(size, dtype))
 
-    def at_least(self, kind: str, nbytes: int) -> None:
+    def record_peak(self, kind: str, nbytes: int) -> None:
         """Count memory that comes and goes: the most there has been."""
         self.allocated[kind] = max(self.allocated[kind], nbytes)
 

@@ -38,9 +38,9 @@ from parallel.optim.lr_schedules import LRSchedule
 from parallel.optim.optimizers import OPTIMIZERS, Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import resources
-from parallel.runtime.collective_errors import together
+from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.step_report import Evaluation, StepReport
-from parallel.runtime.validation import named, whole
+from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.trainer.strategies import TrainJob, strategy_of
 
 AT_ONCE = 16
@@ -174,7 +174,7 @@ class TrainingPlan:
 
     def __init__(self, settings: Settings, comm: Communicator):
         self._comm = comm
-        self.task, model, optimizer = together(
+        self.task, model, optimizer = collective_call(
             comm, lambda: prepare(settings, comm.Get_size()), "this cannot be trained"
         )
         self._strategy = strategy = strategy_of(settings)
@@ -224,7 +224,7 @@ class Training(TrainingPlan):
     def __init__(self, settings: Settings, comm: Communicator):
         super().__init__(settings, comm)
         if self.settings.device == "cpu":
-            resources.expect_room(comm, self.forecast.needed)
+            resources.check_memory(comm, self.forecast.needed)
         self.engine = self._strategy.engine(self._job, self.settled)
         self.remarks = (*self.remarks, *self.engine.remarks)
         self._pool = WorkQueue(comm) if self.settings.pool else None
@@ -346,7 +346,7 @@ class Training(TrainingPlan):
                 f"expected {found.step} or more, since steps and epochs count from the beginning"
             )
         try:
-            if (steps := whole(named(found.facts["engine"], "state"), "steps")) != found.step:
+            if (steps := expect_integer(expect_mapping(found.facts["engine"], "state"), "steps")) != found.step:
                 raise ValueError(f"steps: expected {found.step}, as the checkpoint's own, found {steps}")
             self.engine.load(found.facts["engine"])
         except ValueError as error:
@@ -488,7 +488,7 @@ def flops(model: Sequential, task: LearningTask, precision: str) -> float:
 def settings_in(found: Checkpoint) -> dict[str, Any]:
     """The settings of the training that a checkpoint is of; raises CheckpointError if they are none."""
     try:
-        there = dict(named(found.facts.get("settings"), "settings"))
+        there = dict(expect_mapping(found.facts.get("settings"), "settings"))
         Settings(**{name: value for name, value in there.items() if name in NAMES})
     except ValueError as error:
         raise CheckpointError(f"{found.path} is no training's: {error}") from error

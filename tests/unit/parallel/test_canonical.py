@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, played
+from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, tree_forecast
 
 
 def leaf(number):
@@ -33,7 +33,7 @@ def summed(ranks):
         own = counter()
         for number in numbers:
             own.push(TreeNode(0, number), leaf(number), ours=True)
-        assert tuple(sorted(own.sums, key=lambda node: node.first)) == played(tuple(numbers)).nodes
+        assert tuple(sorted(own.sums, key=lambda node: node.first)) == tree_forecast(tuple(numbers)).nodes
         for node, vector in own.sums.items():
             together.push(node, vector, ours=False)
     return together.total()
@@ -69,7 +69,7 @@ def test_the_order_matters():
 
 def test_nothing():
     assert counter().total() is None
-    assert played(()) == ((), 0, 0)
+    assert tree_forecast(()) == ((), 0, 0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 21])
@@ -91,7 +91,7 @@ def test_as_many_vectors_as_foreseen(count, ours):
                 vector = taken
             sums.push(TreeNode(0, number), vector, ours)
         sums.pool.give(sums.total())
-    foreseen = played(tuple(range(count)))
+    foreseen = tree_forecast(tuple(range(count)))
     assert len(made) == (foreseen.taken if ours else foreseen.kept)
 
 

@@ -41,7 +41,7 @@ def test_bytes_stay_integers():
 def test_the_forecast_is_what_the_ledger_says_afterwards(monkeypatch, layout, more):
     """In every kind of memory, before an engine is there; and it is what the machine is asked for."""
     asked = []
-    monkeypatch.setattr(resources, "expect_room", lambda comm, kinds: asked.append(kinds))
+    monkeypatch.setattr(resources, "check_memory", lambda comm, kinds: asked.append(kinds))
     said = complete(SAID | {"micro_batch": 5, "layout": layout} | more)
     with Training(said, Communicator(MPI.COMM_SELF)) as made:
         list(made.run(lambda: True))
@@ -51,13 +51,13 @@ def test_the_forecast_is_what_the_ledger_says_afterwards(monkeypatch, layout, mo
 def test_too_large_for_the_machine(monkeypatch):
     """Told before anything is allocated; a system that does not say how much memory it has is not asked."""
     comm = Communicator(MPI.COMM_SELF)
-    assert resources.memory() > 10**8
-    monkeypatch.setattr(resources, "memory", lambda: 100_000)
+    assert resources.node_memory() > 10**8
+    monkeypatch.setattr(resources, "node_memory", lambda: 100_000)
     monkeypatch.setattr(comm, "zeros", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(ValueError, match=r"not enough memory: it needs 22 MB \(.*\), and there are 100 kB; a smaller"):
         Training(complete(SAID | {"model": "mlp:medium"}), comm)
     monkeypatch.undo()
-    monkeypatch.setattr(resources, "memory", lambda: 0)
+    monkeypatch.setattr(resources, "node_memory", lambda: 0)
     Training(complete(SAID), comm).close()
 
 
