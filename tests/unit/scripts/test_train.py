@@ -176,101 +176,10 @@ def test_the_same_digits_on_other_ranks_and_layouts(tmp_path):
     assert losses[0] == losses[1]
 
 
-def small(tmp_path):
-    np.savez(tmp_path / "small.npz", x=np.ones((2, 4)), y=np.arange(2), x_test=np.ones((1, 4)), y_test=np.zeros(1, int))
-    return tmp_path / "small.npz"
-
-
-def folder_at(path):
-    path.mkdir()
-    return path
-
-
-def file_at(path):
-    path.write_text("")
-    return path
-
-
-def of_many_classes(tmp_path):
-    np.savez(tmp_path / "many.npz", x=np.ones((9, 4)), y=np.full(9, 10**12))
-    return tmp_path / "many.npz"
-
-
-def long_text(tmp_path):
-    (tmp_path / "long.txt").write_bytes(bytes(1 << 20))
-    return tmp_path / "long.txt"
-
-
-WRONG = {
-    "length beyond the data": (lambda tmp: ["--data", long_text(tmp), "--length", 10**6], "a shorter length may do"),
-    "length beyond memory": (
-        lambda tmp: ["--data", long_text(tmp), "--length", 3 * 10**5],
-        "not enough memory: 3 ranks of a node need",
-    ),
-    "rank count": (lambda tmp: ["--data", small(tmp)], "more ranks (3) than samples (2)"),
-    "model": (lambda tmp: ["--model", "mlq"], "model: expected one of mlp, convnet, gpt, found 'mlq'"),
-    "size": (lambda tmp: ["--model", "mlp:huge"], "expected a size of"),
-    "model for bytes": (lambda tmp: ["--model", "gpt"], "model: digits is for mlp, convnet, found gpt"),
-    "no file": (lambda tmp: ["--data", tmp / "none.npz"], "neither a file nor one of digits"),
-    "rate": (lambda tmp: ["--rate", "-1"], "rate: expected a number from 0 on, found -1"),
-    "momentum": (lambda tmp: ["--momentum", "0.5"], "momentum: it belongs to sgd, and the optimizer is adamw"),
-    "beta2": (lambda tmp: ["--optimizer", "sgd", "--beta2", "0.9"], "beta2: it belongs to adam, adamw, lamb, and the"),
-    "length": (lambda tmp: ["--length", "64"], "length: it belongs to texts, of which it cuts sequences"),
-    "dropout": (lambda tmp: ["--dropout", "1"], "dropout: expected a number from 0 to below 1"),
-    "layout": (lambda tmp: ["--parallel", "zero4"], "found 'zero4'"),
-    "tau of another": (lambda tmp: ["--tau", "3"], "tau: it belongs to local, group, sgp, and the layout is dp"),
-    "tau": (lambda tmp: ["--parallel", "local", "--tau", "0"], "tau: expected 1 steps or more, found 0"),
-    "group": (lambda tmp: ["--parallel", "group", "--group", "4"], "group: expected 2 to 3 of 3 ranks, found 4"),
-    "half shared": (lambda tmp: ["--parallel", "hogwild", "--precision", "bf16"], "hogwild has fp32 or fp64"),
-    "not alike": (lambda tmp: ["--parallel", "sgp", "--reproducible"], "reproducible: with sgp other numbers of ranks"),
-    "pool": (
-        lambda tmp: ["--pool", "--parallel", "zero2"],
-        "pool: it belongs to dp-naive, dp-bucket, dp, zero1, and the layout is zero2",
-    ),
-    "both": (lambda tmp: ["--epochs", "1", "--steps", "1"], "not allowed with argument --epochs"),
-    "resume nowhere": (lambda tmp: ["--resume"], "expected --checkpoint DIR"),
-    "resume nothing": (lambda tmp: ["--resume", "--checkpoint", tmp / "none"], "has no checkpoints to resume"),
-    "resume foreign": (lambda tmp: ["--resume", tmp], "has no state.json, so it is no checkpoint"),
-    "checkpoints in a file": (lambda tmp: ["--checkpoint", file_at(tmp / "f")], "error: --checkpoint: "),
-    "checkpoints nowhere": (lambda tmp: ["--checkpoint", file_at(tmp / "f") / "c"], "error: --checkpoint: "),
-    "plot in a folder": (lambda tmp: ["--plot", folder_at(tmp / "p.png")], "error: --plot: "),
-    "plot of no kind": (lambda tmp: ["--plot", tmp / "p.foo"], "--plot: expected a name that ends in one of .png"),
-    "trace in a folder": (lambda tmp: ["--trace", folder_at(tmp / "t")], "error: --trace: "),
-    "no room": (lambda tmp: ["--data", of_many_classes(tmp)], "not enough memory: 3 ranks of a node need"),
-    "threads": (lambda tmp: ["--threads", "0"], "--threads: expected 1 or more, found 0"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_arguments_are_told_once_and_nothing_is_touched(tmp_path, wrong):
-    arguments, words = WRONG[wrong]
-    (tmp_path / "m.jsonl").write_text('{"precious": true}\n')
-    output = run(*arguments(tmp_path), "--json", tmp_path / "m.jsonl", ranks=3, status=2)
-    assert output.count(words) == 1 and "Traceback" not in output, output
-    assert (tmp_path / "m.jsonl").read_text() == '{"precious": true}\n'
-
-
-def test_checkpoints_are_not_overwritten_by_another_training(whole):
-    folder, _ = whole
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    keep = ["--checkpoint", folder / "c", "--json", folder / "m.jsonl"]
-    older = all_in(folder / "c")[0]
-    for more, words in (
-        ([], "has checkpoints already"),
-        (["--resume", older], "is newer than"),
-        (["--resume", "--model", "mlp:small"], "is of another model or optimiser: model/0.1.bias is float32 of shape"),
-        (
-            ["--resume", "--optimizer", "sgd"],
-            "was made by adamw, which keeps vectors m, v; this training has sgd, which keeps velocity",
-        ),
-        (["--resume", "--steps", "3"], "60 steps were made already, and this training is to have 3; expected 60"),
-        (["--resume", "--precision", "fp64"], "and float64 of shape"),
-        (["--resume", "--batch", "32"], "is of another training: sampler position: it was saved with global_batch 48"),
-        (["--resume", "--seed", "5"], "it was saved with seed 0, this run has 5"),
-    ):
-        output = run(*keep, *more, status=2)
-        assert output.count("error: ") == 1 and words in output and "Traceback" not in output, output
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+def test_a_wrong_argument_ends_all_ranks():
+    """In a process of its own; tests/mpi/scripts/test_train_arguments.py has the other arguments."""
+    output = run("--rate", "-1", ranks=3, status=2)
+    assert output.count("rate: expected a number from 0 on, found -1") == 1 and "Traceback" not in output, output
 
 
 def test_a_loss_that_is_no_number(tmp_path):
