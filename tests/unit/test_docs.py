@@ -117,7 +117,7 @@ def test_every_block_has_a_language(path):
     assert [block for block in blocks(path) if block.language not in known] == []
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("path", [path for path in PAGES if "```python" in path.read_text(encoding="utf-8")], ids=shown)
 def test_python_runs(path, ranks):
     """All of a page's programs, one after another; a block of text right after one is what it prints."""

@@ -63,13 +63,14 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_one_rank_reports(run, ranks):
     status, output, _ = run(ranks, "def test_good():\n    assert world.allreduce(1) == size\n")
     assert status == 0
     assert output.count("1 passed") == output.count("test session starts") == 1
 
 
+@pytest.mark.full
 def test_counts_are_written_once(run, tmp_path):
     source = """
 def test_good(): pass
@@ -82,7 +83,7 @@ def test_none(): pytest.skip("no")
     assert "1 failed, 1 passed, 1 skipped" in output
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_failure_of_one_rank_fails_all_and_is_shown(run, ranks):
     source = """
 def test_bad():
@@ -99,6 +100,7 @@ def test_after():
     assert f"heard from {ranks - 1}" in output
 
 
+@pytest.mark.full
 def test_same_failure_everywhere_is_shown_once(run):
     status, output, _ = run(3, "def test_bad():\n    assert size < 0, 'negative'\n")
     assert status == 1
@@ -106,6 +108,7 @@ def test_same_failure_everywhere_is_shown_once(run):
     assert output.count("AssertionError: negative") == 2  # the traceback, and the summary
 
 
+@pytest.mark.full
 def test_fixtures_fail_together(run):
     source = """
 @pytest.fixture
@@ -126,6 +129,7 @@ def test_late(late): pass
     assert "not reached" not in output
 
 
+@pytest.mark.full
 def test_skips_must_agree(run):
     source = """
 def test_all(): pytest.skip("nobody")
@@ -139,6 +143,7 @@ def test_one():
     assert "rank 1: skipped: Skipped: just me" in output
 
 
+@pytest.mark.full
 def test_failure_inside_a_collective_stops_the_others(run):
     """The last rank never sends what the others wait for: not a hang, but its traceback and their stacks."""
     source = """
@@ -187,6 +192,7 @@ def test_hang_ends_in_stacks_of_all_ranks(run, ranks, source):
     assert seconds < 60
 
 
+@pytest.mark.full
 def test_collections_must_agree(run):
     source = "if rank == last: import does_not_exist\ndef test_good(): pass\n"
     status, output, _ = run(3, source)
@@ -198,6 +204,7 @@ def test_collections_must_agree(run):
     assert "rank 1 collected other tests than rank 0: test_generated.py::test_mine" in output
 
 
+@pytest.mark.full
 def test_order_is_that_of_rank_0(run):
     source = """
 import random
@@ -212,6 +219,7 @@ def test_case(case):
     assert "12 passed" in output
 
 
+@pytest.mark.full
 def test_rank_that_walks_out_stops_the_run(run):
     source = "def test_out():\n    if rank == last: pytest.exit('enough')\ndef test_good(): pass\n"
     status, output, _ = run(2, source)
@@ -219,6 +227,7 @@ def test_rank_that_walks_out_stops_the_run(run):
     assert "the ranks are not in step" in output
 
 
+@pytest.mark.full
 def test_hypothesis_shrinks_in_step(run):
     pytest.importorskip("hypothesis")
     source = """
