@@ -1,5 +1,22 @@
 """Collective communication for NumPy and CuPy arrays, as schedules over MPI point-to-point."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def _require(package: str) -> None:
+    """Raise ImportError if a file of the user or another distribution hides a package of this distribution."""
+    root, spec = Path(__file__).resolve().parents[1], find_spec(package)
+    found = Path(spec.origin).resolve() if spec and spec.origin else None
+    if found != root / package / "__init__.py":
+        raise ImportError(
+            f"{__name__} needs the package {package} of chorus-mpi in {root}, found {found or 'none'}: "
+            "rename that file if it is yours, or install chorus-mpi into an environment of its own"
+        )
+
+
+_require("quant")
+
 try:
     from mpi4py import MPI as _MPI  # noqa: F401  (initialises MPI; fails early without one)
 except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library that it can load
