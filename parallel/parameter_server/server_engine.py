@@ -373,8 +373,8 @@ class ParameterServer(BaseEngine):
     def close(self) -> None:
         """Free all resources; messages in flight are lost unless all ranks are quiescent."""
         self._close_record()
-        if isinstance(self._mail, RetryQueue):
-            self._mail.leave()
+        if isinstance(self._mail, RetryQueue) and (self._fault_tolerant or not self._over):
+            self._mail.leave()  # not after an error on all ranks: the next communicator might receive it
         if self._replicas is not None and not self._over:
             self._replicas.until_left()
         if self._fault_tolerant:

@@ -49,10 +49,14 @@ class ServerReplicas:
         self.servers: dict[int, ServerLoop] = {}
         self._here: list[Envelope] = []
         self._left: set[int] = set()
+        self._failed = False
         bus.accept = self._receive_buffers
 
     def send(self, rank: int, message: ServerMessage, *vectors: Any) -> Any:
-        """Send to a rank, possibly this one."""
+        """Send to a rank, possibly this one; after a PROBLEM, which is the last message of its sender, nothing else."""
+        self._failed |= message.kind is MessageKind.PROBLEM
+        if self._failed and message.kind is not MessageKind.PROBLEM:
+            return UndeliveredMessage()
         if rank != self.me:
             return self._bus.send(rank, message, *vectors)
         self._here.append(Envelope(rank, message, tuple(vector.copy() for vector in vectors)))

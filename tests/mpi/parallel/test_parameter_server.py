@@ -338,6 +338,21 @@ def test_who_raises_is_heard_by_all(comm, rule, role):
             made.step([])
 
 
+@rules
+def test_an_error_leaves_no_message_for_the_next_engine(comm, rule):
+    """The communicator of the second engine may be the one that the first engine has freed."""
+    if comm.size < 3:
+        pytest.skip("two servers and a worker")
+    for replicas in (2, 1) * 3:
+        odd = Odd()
+        model = Sequential([*tiny_models.model().items, odd])
+        with served(comm, rule, model, servers=2, replicas=replicas) as made:
+            odd.armed = comm.rank == comm.size - 1
+            with pytest.raises(StepFailed, match="a unit that fails"):
+                for step in range(50):
+                    made.step(tiny_models.batches(range(4 * comm.size), step))
+
+
 def test_a_loss_that_is_no_number_ends_all(comm):
     def batches(step):
         made = tiny_models.batches(range(3), step)
