@@ -1,16 +1,17 @@
-"""Gradient compression: the table of compressors.
+"""Gradient compression: table of compressors.
 
-    compress = parse("topk:0.01")          # a value of the command line
-    made = compress(comm, bucket, seed)    # bound to a bucket
-    for requests in made.exchange(x, out, lost, step): wait_all(requests)
+    factory = parse("topk:0.01")             # value of --compress
+    compressor = factory(comm, bucket, seed)
+    for requests in compressor.exchange(x, out, lost, step): wait_all(requests)
 
-All of them leave the same sum on all ranks, and compute this rank's residual. Adding it to the next step's gradient is
-error feedback, without which the biased ones (signs, the largest elements, low rank) need not converge.
+All ranks get the same sum, and each rank its residual. Adding the residual to the next step's gradient is error
+feedback, without which biased compressors (signs, top-k, low rank) need not converge.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,99 +26,89 @@ from parallel.grad_compression.topk import TopK
 
 
 class Compressor(Protocol):
-    """Bound to a bucket.
+    """Compressor of one bucket's gradients.
 
     Attributes
     ----------
     feedback : bool
-        The residual has to be added to the next step's gradient.
+        True if the residual must be added to the next step's gradient.
     """
 
     feedback: bool
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: Any, step: int) -> Motion:
-        """`out` = about the sum of all ranks' x, which may be the same array; `lost` = what this rank's share lacks.
+        """Write the approximate sum of all ranks' `x` to `out` (may be `x`), and this rank's residual to `lost`.
 
-        The lost of all ranks together is what is missing from the sum. It may be None where there is no `feedback`.
+        The residuals of all ranks add up to the error of the sum. `lost` may be None without `feedback`.
         """
 
     def state(self) -> dict[str, np.ndarray]:
-        """Further state by name, equal on all ranks: views that can be assigned to."""
+        """Further state by name, equal on all ranks: writable views."""
 
     def close(self) -> None:
-        """Collective."""
+        """Free all resources. Collective."""
 
 
 NONE = "none"
-"""Nothing: plain sums."""
+"""Name for plain sums."""
 
 AUTO = "auto"
-"""Choose by measurement: see `parallel.grad_compression.auto_select`."""
+"""Name for a choice by measurement (`parallel.grad_compression.auto_select`)."""
 
 
 class CompressorFactory(NamedTuple):
-    """Factory of compressors, and True if they need error feedback.
-
-    Attributes
-    ----------
-    make : callable (comm, bucket, seed) -> Compressor
-        Collective.
-    feedback : bool
-    """
+    """Callable (comm, bucket, seed) -> Compressor, collective; `feedback` as of its compressors."""
 
     make: Callable[[Communicator, GradBucket, int], Compressor]
     feedback: bool
 
     def __call__(self, comm: Communicator, bucket: GradBucket, seed: int) -> Compressor:
-        """A compressor for a bucket. Collective."""
         return self.make(comm, bucket, seed)
 
 
 class CompressorEntry(NamedTuple):
-    """A line of the table.
+    """Entry of `COMPRESSORS`.
 
     Attributes
     ----------
-    make : callable (number) -> callable (comm, bucket, seed) -> Compressor
-        The number is the one behind the colon, or `default`.
+    make : callable (number, comm, bucket, seed) -> Compressor
     default : float or None
-        None if it takes no number.
-    says : str
-        What the number means and may be; raised with what was found.
-    fits : callable (number) -> bool
+        Number if none is given; None for compressors without a number.
+    expected : str
+        Meaning and range of the number, for error messages.
+    is_valid : callable (number) -> bool
     feedback : bool
-        As its compressors have it.
     """
 
-    make: Callable[[float], Callable[[Communicator, GradBucket, int], Compressor]]
+    make: Callable[[float, Communicator, GradBucket, int], Compressor]
     default: float | None = None
-    says: str = ""
-    fits: Callable[[float], bool] = lambda number: True
+    expected: str = ""
+    is_valid: Callable[[float], bool] = lambda number: True
     feedback: bool = True
 
 
 COMPRESSORS: dict[str, CompressorEntry] = {
-    "int8": CompressorEntry(lambda _: lambda comm, bucket, seed: nearest(8, comm, bucket)),
-    "int4": CompressorEntry(lambda _: lambda comm, bucket, seed: nearest(4, comm, bucket)),
+    "int8": CompressorEntry(lambda _, comm, bucket, seed: nearest(8, comm, bucket)),
+    "int4": CompressorEntry(lambda _, comm, bucket, seed: nearest(4, comm, bucket)),
     "qsgd": CompressorEntry(
-        lambda bits: lambda comm, bucket, seed: DitheredQuantizer(int(bits), True, comm, bucket, seed),
+        lambda bits, comm, bucket, seed: DitheredQuantizer(int(bits), True, comm, bucket, seed),
         4,
         "bits, 2 to 8",
         lambda bits: bits in range(2, 9),
         feedback=False,
     ),
     "terngrad": CompressorEntry(
-        lambda _: lambda comm, bucket, seed: DitheredQuantizer(2, False, comm, bucket, seed), feedback=False
+        lambda _, comm, bucket, seed: DitheredQuantizer(2, False, comm, bucket, seed), feedback=False
     ),
-    "sign": CompressorEntry(lambda _: signs),
+    "sign": CompressorEntry(lambda _, comm, bucket, seed: signs(comm, bucket)),
     "topk": CompressorEntry(
-        lambda share: lambda comm, bucket, seed: TopK(comm, bucket.span.size, share),
+        lambda share, comm, bucket, seed: TopK(comm, bucket.span.size, share),
         0.01,
         "a share of the elements, above 0 and up to 1",
         lambda share: 0 < share <= 1,
     ),
     "powersgd": CompressorEntry(
-        lambda rank: lambda comm, bucket, seed: PowerSGD(comm, bucket, int(rank), seed),
+        lambda rank, comm, bucket, seed: PowerSGD(comm, bucket, int(rank), seed),
         2,
         "a rank, 1 or more",
         lambda rank: rank >= 1 and rank == int(rank),
@@ -131,7 +122,7 @@ def parse(text: str) -> CompressorFactory:
     Raises
     ------
     ValueError
-        If there is no such thing, or the number does not fit.
+        If the name is unknown, or the number is invalid or not expected.
 
     Examples
     --------
@@ -143,15 +134,15 @@ def parse(text: str) -> CompressorFactory:
     name, colon, argument = text.partition(":")
     if name not in COMPRESSORS:
         raise ValueError(f"compress: expected one of {', '.join(COMPRESSORS)}, {AUTO}, {NONE}; found {text!r}")
-    kind = COMPRESSORS[name]
-    if kind.default is None:
+    entry = COMPRESSORS[name]
+    if entry.default is None:
         if colon:
             raise ValueError(f"compress: {name} takes no number; found {argument!r}")
-        return CompressorFactory(kind.make(0), kind.feedback)
+        return CompressorFactory(partial(entry.make, 0), entry.feedback)
     try:
-        number = float(argument) if colon else kind.default
+        number = float(argument) if colon else entry.default
     except ValueError:
         number = np.nan
-    if not (np.isfinite(number) and kind.fits(number)):
-        raise ValueError(f"compress: {name} takes {kind.says}; found {argument!r}")
-    return CompressorFactory(kind.make(number), kind.feedback)
+    if not (np.isfinite(number) and entry.is_valid(number)):
+        raise ValueError(f"compress: {name} takes {entry.expected}; found {argument!r}")
+    return CompressorFactory(partial(entry.make, number), entry.feedback)

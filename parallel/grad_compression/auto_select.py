@@ -10,13 +10,13 @@ from parallel.nn.flat_params import BLOCK
 from quant import grouped
 
 WIDTHS = {"int8": 8, "int4": 4}
-"""What is tried, by name: bits. Those that change a gradient more are nobody's choice but the user's."""
+"""Bits of the candidates; compressors with larger errors must be requested by name."""
 
 
 def choose(comm: Communicator, count: int) -> tuple[str, str]:
-    """The name of the quicker one, "none" if plain sums of so many float32 are quicker still; and why. Collective.
+    """Fastest candidate for `count` float32, or "none" if plain sums are faster; and the reason. Collective.
 
-    Within a node nothing is measured: reading a neighbour's memory is quicker than encoding one's own.
+    Nothing is measured within a node, where reading a neighbour's memory is faster than encoding.
     """
     if len(set(comm.nodes or (0,))) == 1:
         return NONE, "plain is quicker within a node"
@@ -26,5 +26,5 @@ def choose(comm: Communicator, count: int) -> tuple[str, str]:
         for name, bits in WIDTHS.items()
     }
     best = min(found, key=lambda name: found[name].encoded)
-    told = "; ".join(f"{name}: {made}" for name, made in found.items())
-    return (best, f"{best} ({told})") if found[best].pays else (NONE, f"plain is quicker ({told})")
+    reason = "; ".join(f"{name}: {cost}" for name, cost in found.items())
+    return (best, f"{best} ({reason})") if found[best].pays else (NONE, f"plain is quicker ({reason})")

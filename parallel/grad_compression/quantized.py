@@ -1,8 +1,8 @@
-"""Few bits for every element, with a scale for each block of the flat vector.
+"""Few-bit gradients, with one scale per block of the flat vector.
 
-int8 and int4 round to the nearest code, and what that loses is fed back. QSGD and TernGrad round at random, so that the
-mean is right and nothing is owed (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
-Encoding", NeurIPS 2017; Wen et al., "TernGrad", NeurIPS 2017).
+int8 and int4 round to nearest, with error feedback. QSGD and TernGrad round stochastically, which is unbiased and
+needs none (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017;
+Wen et al., "TernGrad", NeurIPS 2017).
 """
 
 from __future__ import annotations
@@ -18,23 +18,17 @@ from parallel.nn.kernels.philox import key_of
 from quant import grouped
 
 SCALES = 2.0**-149, float(np.finfo(np.float32).max)
-"""The smallest and the largest there are: blocks of hardly anything, and of next to too much, have one too."""
+"""Smallest and largest scale: those of float32."""
 
 
 def nearest(bits: int, comm: Communicator, bucket: GradBucket) -> CodecCompressor:
-    """So many bits, to the nearest."""
     return CodecCompressor(comm, bucket.span.size, QuantCodec(grouped(bits, BLOCK, "fp32")))
 
 
 class DitheredQuantizer(CodecCompressor):
-    """So many bits, up or down at random: what is read is x in the mean.
+    """Stochastic rounding to `bits` bits: 2^(bits-1) - 1 levels on either side of zero.
 
-    Parameters
-    ----------
-    bits : int
-        2 to 8: 2^(bits-1) - 1 levels on either side of zero.
-    euclidean : bool
-        Levels reach up to a block's norm, as in QSGD, or to its largest element, as in TernGrad.
+    Levels reach up to the block's norm if `euclidean` (QSGD), else to its largest element (TernGrad).
     """
 
     def __init__(self, bits: int, euclidean: bool, comm: Communicator, bucket: GradBucket, seed: int):
@@ -42,16 +36,15 @@ class DitheredQuantizer(CodecCompressor):
 
         def norms(x: np.ndarray) -> np.ndarray:
             squares = np.add.reduceat(np.square(x, dtype=np.float64), np.arange(0, len(x), BLOCK)).reshape(1, -1)
-            squares[~np.isfinite(squares) | (squares == 0)] = 1  # all NaN or all 0, whatever the scale
+            squares[~np.isfinite(squares) | (squares == 0)] = 1  # such blocks become NaN or 0 with any scale
             return np.clip(np.sqrt(squares) / levels, *SCALES).astype(np.float32)
 
         spec = grouped(bits, BLOCK, "fp32", rounding="stochastic")
         self._codec = QuantCodec(spec, norms if euclidean else None, comm.Get_rank())
         super().__init__(comm, bucket.span.size, self._codec, feedback=False)
-        self._name = f"{bucket.number} {comm.Get_rank()}"
-        self._seed = seed
+        self._name, self._seed = f"{bucket.number} {comm.Get_rank()}", seed
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
-        """As `parallel.grad_compression.Compressor`; other random numbers in every step, on every rank."""
+        """As `Compressor.exchange`, with random numbers that differ between steps and ranks."""
         self._codec.reseed(key_of(self._seed, step, self._name)[0])
         yield from super().exchange(x, out, lost, step)

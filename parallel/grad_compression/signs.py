@@ -1,8 +1,8 @@
-"""A bit for every element, its sign, and for every block the mean size of its elements.
+"""One bit per element, its sign, and the mean magnitude of every block.
 
-Error feedback makes it converge (Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
-Schemes", ICML 2019). With sums encoded as well, and both ends feeding back, it is the exchange of 1-bit Adam (Tang et
-al., ICML 2021, section 4.3).
+Converges with error feedback (Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
+Schemes", ICML 2019). With encoded sums and feedback at both ends it is the exchange of 1-bit Adam (Tang et al., ICML
+2021, section 4.3).
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from parallel.nn.flat_params import BLOCK
 
 
 class SignCompressor:
-    """x is written as the mean of |x| over its block, times its sign: 1 + 32/256 bits.
+    """Codec for sign(x) * mean(abs(x)) over each block: 1 + 32/256 bits per element. Zero counts as positive.
 
-    A block is one of the flat vector's, so no two tensors share a scale. Zero counts as positive.
-
-    Parameters
-    ----------
-    real : array of int, optional
-        Elements of each block that are a tensor's: the mean is theirs, whatever fills the block behind them. All by
-        default.
+    Blocks are those of the flat vector, so no two tensors share a scale. `real` is the number of elements of each block
+    that belong to a tensor, all by default; the mean is over these.
     """
 
     block = BLOCK
@@ -33,15 +28,15 @@ class SignCompressor:
         self._real = real
 
     def within(self, start: int, count: int) -> SignCompressor:
-        """As `collectives.compressed.codec.EncodedSlot`."""
+        """As of `collectives.compressed.codec.EncodedSlot`."""
         return self if self._real is None else SignCompressor(self._real[start // BLOCK : -(-(start + count) // BLOCK)])
 
     def nbytes(self, count: int) -> int:
-        """Scales, then bits."""
+        """Bytes of scales and bits."""
         return 4 * -(-count // BLOCK) + -(-count // 8)
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
-        """A block that is not finite gets a scale that is not."""
+        """Encode; a block that is not finite gets a scale that is not finite."""
         scales, bits = self._parts(wire, len(x))
         whole = len(x) // BLOCK
         np.abs(x[: whole * BLOCK]).reshape(whole, BLOCK).mean(axis=1, out=scales[:whole])
@@ -53,13 +48,12 @@ class SignCompressor:
         bits[...] = np.packbits(x < 0)
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """The scale, with a sign."""
         scales, bits = self._parts(wire, len(out))
         each = np.repeat(scales, BLOCK)[: len(out)]
         np.copysign(each, np.float32(0.5) - np.unpackbits(bits, count=len(out)), out=out)
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """The same, added."""
+        """Add the decoded values to `out`."""
         decoded = np.empty_like(out)
         self.decode(wire, decoded)
         out += decoded
@@ -69,8 +63,8 @@ class SignCompressor:
         return wire[: 4 * blocks].view(np.float32), wire[4 * blocks : self.nbytes(count)]
 
 
-def signs(comm: Communicator, bucket: GradBucket, seed: int) -> CodecCompressor:
-    """Signs for a bucket; only the last block of a tensor may be filled up."""
+def signs(comm: Communicator, bucket: GradBucket) -> CodecCompressor:
+    """Sign compressor of a bucket; only the last block of a tensor may be padded."""
     real = np.full(bucket.span.size // BLOCK, BLOCK)
     for place in bucket.places:
         last = (place.span.stop - bucket.span.start) // BLOCK - 1
