@@ -20,17 +20,10 @@ class ReplicaSums(NamedTuple):
 
 
 class AveragingStyle:
-    """Base class of averaging styles. Construction is collective.
+    """Base class of averaging styles of replicas `vector`, which change in place. Construction is collective.
 
-    The number of the last step, requested by a rank that wants to end or has failed, travels with the exchanged
+    The number of the last step, requested by a rank that wants to end or has failed, is sent with the exchanged
     replicas. It is set far enough ahead to be known to all ranks in time (`reach`).
-
-    Parameters
-    ----------
-    context : RunContext
-        Of all ranks with a replica.
-    vector : array
-        Weights of the rank, float32 or float64; changed in place.
 
     Attributes
     ----------

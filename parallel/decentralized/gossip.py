@@ -68,18 +68,8 @@ class _GossipMessage:
 class Gossip(AveragingStyle):
     """Stochastic gradient push: one message of n bytes out and one in per step.
 
-    Parameters
-    ----------
-    context, vector
-        As of `AveragingStyle`; on the host.
-    tau : int
-        Steps that a message may be late. With 0 a rank waits for the message of the same step; otherwise training
-        continues while messages are in flight.
-
-    Attributes
-    ----------
-    mass : PushSumMass
-        Messages in flight hold the rest.
+    Messages may be `tau` steps late; with 0 a rank waits for the message of the same step. The masses of all ranks and
+    of the messages in flight add up to the number of ranks.
     """
 
     def __init__(self, context: RunContext, vector: Array, tau: int = 0):

@@ -61,7 +61,7 @@ def group(rank: int, size: int, most: int, step: int) -> tuple[int, ...]:
     stride = prod(axes[:axis])
 
     def line(other: int) -> int:
-        """The place where a rank's line along the axis begins."""
+        """First place of a rank's line along the axis."""
         place = other % places
         return place - place // stride % axes[axis] * stride
 
@@ -83,26 +83,16 @@ def share(rank: int, size: int, most: int, step: int) -> float:
 
 
 class GroupAveraging(AveragingStyle):
-    """Group averaging: one allreduce in a group per step, about 2 (S-1)/S n bytes per rank.
+    """Averaging in groups of up to S = `most` ranks per step, about 2 (S-1)/S n bytes, and of all every `tau` steps."""
 
-    Parameters
-    ----------
-    context, vector
-        As of `AveragingStyle`.
-    most : int
-        Group size S, at least 2.
-    tau : int
-        Steps between global averages.
-    """
-
-    def __init__(self, context: RunContext, vector: Array, most: int, tau: int = TAU):
+    def __init__(self, context: RunContext, vector: Array, most: int, tau: int):
         super().__init__(context, vector)
         self._most, self._tau = most, tau
         self._mass = PushSumMass(vector, self.memory.shared("buffers", vector.size, vector.dtype))
         self.part = self._mass.x
-        turns = range(len(grid(self.size, most)))
         self._groups_by_axis = [
-            self.comm.Split(group(self.rank, self.size, most, turn)[0], self.rank) for turn in turns
+            self.comm.Split(group(self.rank, self.size, most, axis)[0], self.rank)
+            for axis in range(len(grid(self.size, most)))
         ]
 
     def reach(self, step: int) -> int:

@@ -21,17 +21,11 @@ from quant.types import Array
 LINE = 128
 """Bytes before the weights in the window: one counter, in separate cache lines."""
 ENDS = 1 << 48
-"""Value that a request to end adds to the counter: larger than any number of steps."""
+"""Value that a request to end adds to the counter; larger than any number of steps."""
 
 
 class SharedWindow(VectorAllocator):
-    """Allocator whose parameters are shared by all ranks.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if they are not all on one node, or if the device is not the host.
-    """
+    """Allocator whose parameters are shared by all ranks; ValueError on all ranks if these are not on one node."""
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         super().__init__(comm, device)
@@ -63,13 +57,6 @@ class Hogwild(AveragingStyle):
 
     Ranks may be in different steps. The counter in the window holds the largest number of steps of any rank. The first
     request to end adds `ENDS`, which freezes it: all ranks end with the following step.
-
-    Parameters
-    ----------
-    context : RunContext
-        Its memory is a `SharedWindow`.
-    vector
-        As of `AveragingStyle`, in the window.
     """
 
     def __init__(self, context: RunContext, vector: Array):
@@ -81,10 +68,10 @@ class Hogwild(AveragingStyle):
     def request_stop(self, step: int) -> None:
         if self._count(MPI.MAX, step) < ENDS:
             self._count(MPI.SUM, ENDS)
-        self._look(step)
+        self._publish(step)
 
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
-        self._look(step + 1)
+        self._publish(step + 1)
         return sums
 
     def drain(self) -> None:
@@ -107,15 +94,15 @@ class Hogwild(AveragingStyle):
         self._window.Unlock_all()
         self._window.Free()
 
-    def _look(self, made: int) -> None:
-        """Publish the number of steps made here, and read requests to end."""
-        count = max(self._count(MPI.MAX, made), made)
+    def _publish(self, steps: int) -> None:
+        """Publish this rank's number of steps, and read requests to end."""
+        count = max(self._count(MPI.MAX, steps), steps)
         if count >= ENDS:
             self.last = count % ENDS
 
     def _count(self, op: MPI.Op, value: int) -> int:
         """Change the counter atomically; returns the previous value."""
-        given, was = np.array([value], np.int64), np.empty(1, np.int64)
-        self._window.Fetch_and_op([given, MPI.INT64_T], [was, MPI.INT64_T], 0, 0, op)
+        operand, previous = np.array([value], np.int64), np.empty(1, np.int64)
+        self._window.Fetch_and_op([operand, MPI.INT64_T], [previous, MPI.INT64_T], 0, 0, op)
         self._window.Flush(0)
-        return int(was[0])
+        return int(previous[0])

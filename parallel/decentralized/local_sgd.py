@@ -13,17 +13,9 @@ TAU = 8
 
 
 class LocalSGD(AveragingStyle):
-    """Local SGD: one allreduce of the weights in `tau` steps, 2 (p-1)/p n / tau bytes per step and rank.
+    """Local SGD: one allreduce of the weights in `tau` steps, 2 (p-1)/p n / tau bytes per step and rank."""
 
-    Parameters
-    ----------
-    context, vector
-        As of `AveragingStyle`.
-    tau : int
-        Steps between averages.
-    """
-
-    def __init__(self, context: RunContext, vector: Array, tau: int = TAU):
+    def __init__(self, context: RunContext, vector: Array, tau: int):
         super().__init__(context, vector)
         self._tau = tau
 

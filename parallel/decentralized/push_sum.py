@@ -28,19 +28,7 @@ from quant.types import Array
 
 
 class PushSumMass:
-    """Mass of a rank: x, w and the estimate z.
-
-    Parameters
-    ----------
-    z : array
-        Estimate, used by operators and changed by the optimizer.
-    x : array like z
-        Memory.
-
-    Attributes
-    ----------
-    w : float
-    """
+    """Mass of a rank: x, w and the estimate z, which operators use and the optimizer changes."""
 
     def __init__(self, z: Array, x: Array):
         self.z, self.x = z, x

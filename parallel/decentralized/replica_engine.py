@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from parallel.data.sampler import Batch, batch_of
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of
 from parallel.decentralized.averaging_style import ReplicaSums
-from parallel.decentralized.styles import STYLES, StyleOptions, refuse
+from parallel.decentralized.styles import STYLES, refuse
 from parallel.engine.base import BaseEngine, check, facts_of
 from parallel.engine.data_parallel_engine import Engine
 from parallel.engine.memory_ledger import MemoryLedger, Workload
@@ -40,7 +41,8 @@ class ReplicaEngine(BaseEngine):
     """Training engine with a replica on every rank of a communicator. Construction is collective.
 
     A step consists of forward, backward and update with the rank's own microbatches, and of the style's exchange.
-    Optimizer state is not exchanged.
+    Optimizer state is not exchanged. `evaluate`, `state`, `tensor_slices` and `close` are collective; `step` is as
+    collective as the style is.
 
     Parameters
     ----------
@@ -53,8 +55,8 @@ class ReplicaEngine(BaseEngine):
     Attributes
     ----------
     style : AveragingStyle
-    steps : int
-        Steps of this rank.
+    steps, updates : int
+        Steps of this rank, and updates of its replica.
     flat, ledger
         As of `Engine`.
 
@@ -62,12 +64,8 @@ class ReplicaEngine(BaseEngine):
     ------
     ValueError
         On all ranks, if a setting is invalid or the style does not support these ranks.
-    Disagreement
+    RankMismatch
         On all ranks, if their models or settings differ.
-
-    Notes
-    -----
-    `evaluate`, `state`, `tensor_slices` and `close` are collective. `step` is as collective as the style is.
     """
 
     def __init__(
@@ -80,11 +78,9 @@ class ReplicaEngine(BaseEngine):
     ) -> None:
         check(comm, settings)
         refuse(settings, comm.Get_size())
-        style, options = settings.layout, StyleOptions(settings.tau, settings.group)
-        line = STYLES[style]
-        self.settings, self._comm = settings, comm
+        self.settings, self._comm, entry = settings, comm, STYLES[settings.layout]
         self._alone = Communicator(MPI.COMM_SELF, shared=False)
-        memory = line.memory(comm, settings.device)
+        memory = entry.memory(comm, settings.device)
         self._engine = Engine(model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory)
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
         consistency_check.check_equal(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
@@ -93,8 +89,8 @@ class ReplicaEngine(BaseEngine):
         vector = (
             memory.private("parameters", 0, self._engine.context.wide) if self._piece is None else self._piece.weights
         )
-        self.style = line.make(replace(self._engine.context, comm=comm), vector, options)
-        self.ledger.expect(Counter(buffers=line.buffers(vector.nbytes, options)), part=style)
+        self.style = entry.make(replace(self._engine.context, comm=comm), vector, settings)
+        self.ledger.expect(Counter(buffers=entry.buffers(vector.nbytes, settings)), part=settings.layout)
         self._stash = vector if self._piece is None else self._piece.gradient  # its content is used within a step only
         self._problem: Exception | None = None
         self.style.begin()
@@ -104,14 +100,12 @@ class ReplicaEngine(BaseEngine):
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
     ) -> MemoryLedger:
         """Memory forecast: a single-rank `Engine`, and the style's buffers."""
-        style, options = settings.layout, StyleOptions(settings.tau, settings.group)
-        share, (rank, ranks) = LAYOUTS["dp"].share, workload[:2]
-        own = [tuple(step[at] for at in share(len(step), rank, ranks)) for step in workload.steps]
-        alone = replace(settings, layout=OWN)
+        share, alone = LAYOUTS["dp"].share, replace(settings, layout=OWN)
+        own = [tuple(step[at] for at in share(len(step), workload.rank, workload.ranks)) for step in workload.steps]
         ledger = Engine.forecast(model, loss, optimizer, workload._replace(rank=0, ranks=1, steps=own), alone)
         plan = plan_of(model, 1, 0, alone)
-        vector = plan.flat.length * plan.precision.wide.itemsize
-        ledger.expect(Counter(buffers=STYLES[style].buffers(vector, options)), part=style)
+        buffers = STYLES[settings.layout].buffers(plan.flat.length * plan.precision.wide.itemsize, settings)
+        ledger.expect(Counter(buffers=buffers), part=settings.layout)
         return ledger
 
     # ------------------------------------------------------------------------------------------ training
@@ -138,31 +132,25 @@ class ReplicaEngine(BaseEngine):
         with self._recorder("communication", "mix"):
             if stop or self._problem is not None:
                 self.style.request_stop(step)
-            seen = self.style.mix(step, ReplicaSums(report.loss * report.count if report.count else 0.0, report.count))
-        ends = self.style.last <= step
-        if ends:
+            sums = self.style.mix(step, ReplicaSums(report.loss * report.count if report.count else 0.0, report.count))
+        stops = self.style.last <= step
+        if stops:
             self.style.finish()
         self._engine.refresh()
-        if ends:
+        if stops:
             self._raise_failures()
         return replace(
             report,
             step=step,
-            loss=seen.loss / seen.targets if seen.targets else float("nan"),
-            count=seen.targets,
-            stop=ends,
+            loss=sums.loss / sums.targets if sums.targets else math.nan,
+            count=sums.targets,
+            stop=stops,
             seconds=time.perf_counter() - began,
             communication=self._recorder.seconds["communication"] - spent,
         )
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Mean loss of the mean of all replicas, which are unchanged.
-
-        Parameters
-        ----------
-        batches, measure
-            As of `Engine.evaluate`.
-        """
+        """Mean loss of the mean of all replicas, which are unchanged; parameters as of `Engine.evaluate`."""
         self._raise_failures()
         found, problem = Evaluation(0.0, 0.0, 0), None
         with self._averaged():
@@ -173,10 +161,10 @@ class ReplicaEngine(BaseEngine):
         collective_errors.raise_on_all(
             self._comm, _cause(problem), "the model was not tested", consistency_check.StepFailed
         )
-        means = found.loss, found.measure or 0.0
-        sums = np.array([mean * found.count if found.count else 0.0 for mean in means] + [float(found.count)])
+        means = (found.loss, found.measure or 0.0, 1.0) if found.count else (0.0, 0.0, 0.0)
+        sums = np.array(means) * found.count
         self._comm.Allreduce(MPI.IN_PLACE, sums)
-        loss, measured = (sums[:2] / sums[2]).tolist() if sums[2] else (float("nan"), float("nan"))
+        loss, measured = (sums[:2] / sums[2]).tolist() if sums[2] else (math.nan, math.nan)
         return Evaluation(loss, None if measure is None else measured, int(sums[2]))
 
     def consensus(self) -> float:
@@ -188,10 +176,7 @@ class ReplicaEngine(BaseEngine):
     # ------------------------------------------------------------------------------------------ its state
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """As of `Engine`, after a global average of replicas and optimizer states.
-
-        All ranks continue from the averages, as after a restart.
-        """
+        """As of `Engine`, after averaging replicas and optimizer states, from which all ranks continue."""
         self._raise_failures()
         self.style.average_all(ReplicaSums(0.0, 0))
         for piece in self._engine.pieces:
@@ -203,29 +188,24 @@ class ReplicaEngine(BaseEngine):
         return tensor_slices(self._engine.pieces, [mine])
 
     def refresh(self) -> None:
-        """As of `Engine`."""
         self._engine.refresh()
         self.style.begin()
 
     def state(self) -> dict[str, Any]:
         """As of `Engine`: the state of the rank with the most updates, from which all ranks continue."""
-        everyone = self._comm.allgather(self._engine.state())
-        self._engine.load(max(everyone, key=lambda state: state["updates"]))
+        self._engine.load(max(self._comm.allgather(self._engine.state()), key=lambda state: state["updates"]))
         return self._engine.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
         self._engine.load(state)
         self.steps = self._engine.steps
 
     @property
     def updates(self) -> int:
-        """Updates of this rank's replica."""
         return self._engine.updates
 
     @property
     def events(self) -> list[ProfilerEvent]:
-        """As of `Engine`."""
         return self._engine.events
 
     def close(self) -> None:
@@ -280,7 +260,7 @@ def _numbered(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def _cause(problem: Exception | None) -> Exception | None:
-    """Cause of an engine's `StepFailed`, with its type."""
+    """Cause of an engine's `StepFailed`, with its type in the message."""
     if problem is None:
         return None
     cause = problem.__cause__ if isinstance(problem, consistency_check.StepFailed) and problem.__cause__ else problem
