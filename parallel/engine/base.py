@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from mpi4py import MPI
@@ -67,17 +67,11 @@ class BaseEngine:
 
     Attributes
     ----------
-    pulls_work : bool
-        Each rank takes the micro-batches of a step as it gets ready, so that it must be able to make any of them.
-    survives_failures : bool
-        Training goes on after the death of a rank, if the MPI does.
     settings : Settings
     remarks : sequence of str
         Choices made when the engine was built, for the log.
     """
 
-    pulls_work: ClassVar[bool] = False
-    survives_failures: ClassVar[bool] = False
     settings: Settings
     remarks: Sequence[str] = ()
     _comm: Communicator

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -98,9 +98,6 @@ class ParameterServer(BaseEngine):
     -----
     All methods are collective, except `share`, `tensor_slices`, `load`, `refresh` and `close`.
     """
-
-    pulls_work: ClassVar[bool] = True
-    survives_failures: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
@@ -42,8 +42,6 @@ class TrainableEngine(Protocol):
     With `Settings.pool`, `step` has the argument `drawn` too.
     """
 
-    pulls_work: ClassVar[bool]
-    survives_failures: ClassVar[bool]
     settings: Settings
     ledger: MemoryLedger
     steps: int
@@ -106,6 +104,10 @@ class Strategy(NamedTuple):
         Settings that not every strategy has.
     has_variants : bool
         The layout may have a suffix after a colon.
+    pulls_work : bool
+        Ranks request the micro-batches of a step one by one, so that each must be able to load any of them.
+    survives_failures : bool
+        Training continues after the death of a rank, if the MPI does.
     """
 
     engine_class: Callable[[Settings], Any]
@@ -114,6 +116,8 @@ class Strategy(NamedTuple):
     settle: Callable[[TrainJob, Settings, Take], Settled] = lambda job, settings, take: Settled(settings)
     fields: tuple[str, ...] = ()
     has_variants: bool = False
+    pulls_work: bool = False
+    survives_failures: bool = False
 
     def engine(self, job: TrainJob, settings: Settings) -> TrainableEngine:
         """The engine of settled settings. Collective."""
@@ -175,6 +179,8 @@ STRATEGIES["ps"] = Strategy(
     _check_servers,
     workers=lambda settings, ranks: ranks - settings.servers,
     fields=SERVER_FIELDS,
+    pulls_work=True,
+    survives_failures=True,
 )
 STRATEGIES |= {
     name: Strategy(lambda settings: ReplicaEngine, styles.refuse, fields=style.options)

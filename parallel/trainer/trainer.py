@@ -178,7 +178,7 @@ class TrainingPlan:
             comm, lambda: prepare(settings, comm.Get_size()), "this cannot be trained"
         )
         self._strategy = strategy = strategy_of(settings)
-        self.fault_tolerant = settings.fault_tolerant and strategy.engine_class(settings).survives_failures
+        self.fault_tolerant = settings.fault_tolerant and strategy.survives_failures
         self.settings = settings = replace(settings, fault_tolerant=self.fault_tolerant)
         self._optimizer = optimizer
         self._loss = loss_of(self.task)
@@ -270,7 +270,7 @@ class Training(TrainingPlan):
 
     def _ahead(self) -> Iterator[tuple[StepBatches, Sequence[Batch]]]:
         for step in self.sampler.ahead():
-            if self.engine.pulls_work:
+            if self._strategy.pulls_work:
                 yield step, OnDemandSampler(step, self.task.train)
             else:
                 yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
