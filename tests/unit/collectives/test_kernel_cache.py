@@ -23,6 +23,7 @@ def files(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_second_process_compiles_and_writes_nothing(tmp_path):
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
