@@ -29,7 +29,11 @@ def gpu_check(*arguments, **environment):
 
 @needs_mpiexec
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("private", "some"), [("0", "test"), ("1", "stream")], ids=["both ways", "staged"])
+@pytest.mark.parametrize(
+    ("private", "some"),
+    [pytest.param("0", "test", marks=pytest.mark.full), ("1", "stream")],
+    ids=["both ways", "staged"],
+)
 def test_it_all_runs(private, some):
     done = gpu_check("--ranks", "2", "--sizes", "4K", "--", "tests/gpu", "-k", some, STANDIN_PRIVATE=private)
     assert done.returncode == 0, done.stdout + done.stderr
