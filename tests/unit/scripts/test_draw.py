@@ -1,24 +1,18 @@
 """Every schedule can be drawn, as text and as a picture, and wrong requests are refused in words."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from support.program_runs import call
 
 from collectives.algorithms.catalog import CATALOG, blocks, build_all
 from collectives.analysis import draw
+from collectives.cli import draw as draw_program
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, one, span
 
-ROOT = Path(__file__).resolve().parents[3]
 ENTRIES = [(collective, name) for collective in CATALOG for name in CATALOG[collective]]
 
 
 def script(*arguments):
-    return subprocess.run(
-        [sys.executable, "scripts/draw_schedule.py", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return call(draw_program.main, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,20 @@
 """scripts/draw_pipeline.py: text, pictures, CSV and traces of every schedule; what was measured; wrong requests."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support.program_runs import call
 from support.span_checks import check
 
 from parallel.benchmark import timelines
+from parallel.cli import draw_pipeline
 from parallel.pipeline.schedule.actions import from_csv
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 def script(*arguments):
-    return subprocess.run(
-        [sys.executable, "scripts/draw_pipeline.py", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return call(draw_pipeline.main, *arguments)
 
 
 def test_as_text():

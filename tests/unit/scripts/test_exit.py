@@ -144,7 +144,7 @@ def run(source, ranks=2, shared=True, **more):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shared", "apart"])
 def test_a_program_ends_in_silence(ending, shared):
     done = run(ENDINGS[ending], shared=shared)
     assert done.returncode == 0, done.stdout

@@ -1,0 +1,18 @@
+"""Command-line programs in the process of the tests."""
+
+import contextlib
+import io
+import subprocess
+import sys
+from unittest import mock
+
+
+def call(main, *arguments):
+    """Run `main` with these arguments: exit status and output, as from a process of its own."""
+    out, err, words = io.StringIO(), io.StringIO(), [main.__module__, *map(str, arguments)]
+    with mock.patch.object(sys, "argv", words), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main() or 0
+        except SystemExit as end:
+            status = end.code
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
