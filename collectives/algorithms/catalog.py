@@ -28,63 +28,39 @@ from collectives.algorithms import (
     scan,
     two_tree,
 )
-from collectives.schedule.semantics import MEANINGS, Meaning
+from collectives.algorithms.hierarchical import ceil_log
+from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Rounds, Schedule, freeze
 from collectives.schedule.topology import HashedTuple, Nodes, contiguous
 from collectives.schedule.transforms import segmented
 
 
 class Algorithm(NamedTuple):
-    """An algorithm of one collective.
+    """An algorithm of one collective: its generator, costs and properties.
 
-    Attributes
-    ----------
-    generate : (rank, size) -> rounds
-        The generator; its docstring describes the algorithm. Further arguments, in order: the root if there is one,
-        the number of segments if it `cuts`, the placement if it is `placed`.
-    rounds : str
-        Messages on the critical path: the factor of alpha. A formula, see `evaluate`.
-    volume : str
-        Vectors of n bytes sent or received by the busiest rank, the larger of the two.
-    combined : str
-        Vectors combined by the busiest rank.
-    beta, gamma : str
-        The factors of n beta and n gamma on the critical path where they differ from `volume` and `combined`.
-    ordered : bool
-        Whether values combine in rank order, as needed by non-commutative operations. If `placed`, only where
-        the ranks of every node are consecutive.
-    alike : bool
-        Whether all ranks compute a sum by the same additions and so get the same bits.
-    private : bool
-        Whether ranks other than the root touch their own blocks only and so need not know the lengths of others.
-    blocks : str
-        Number of blocks that a vector is cut in. A formula.
-    cuts : bool
-        Whether the generator pipelines the data itself and takes the number of segments.
-    placed : bool
-        Whether the schedule depends on which ranks share a node. Formulas hold for nodes of equal size.
-    exact : bool
-        Whether the formulas are exact for every number of ranks. Otherwise they are upper bounds.
+    `generate` takes (rank, size) and, in this order, the root if there is one, the number of segments if it `cuts`, the
+    placement if it is `placed`. Its docstring describes the algorithm. Costs are formulas, see `evaluate`; with
+    `placed` they hold for nodes of equal size.
     """
 
     generate: Callable[..., Rounds]
-    rounds: str
-    volume: str = "0"
-    combined: str = "0"
-    beta: str = ""
-    gamma: str = ""
-    ordered: bool = False
-    alike: bool = True
-    private: bool = False
-    blocks: str = "p"
-    cuts: bool = False
-    placed: bool = False
-    exact: bool = True
+    rounds: str  # messages on the critical path: the factor of alpha
+    volume: str = "0"  # vectors of n bytes sent or received by the busiest rank, the larger of the two
+    combined: str = "0"  # vectors combined by the busiest rank
+    beta: str = ""  # the factor of n beta on the critical path, if it differs from `volume`
+    gamma: str = ""  # the factor of n gamma on the critical path, if it differs from `combined`
+    ordered: bool = False  # values combine in rank order; if `placed`, only where ranks of a node are consecutive
+    alike: bool = True  # all ranks compute a sum by the same additions and so get the same bits
+    private: bool = False  # ranks other than the root touch their own blocks only: no need for lengths of others
+    blocks: str = "p"  # number of blocks that a vector is cut in: a formula
+    cuts: bool = False  # the generator pipelines the data itself
+    placed: bool = False  # the schedule depends on which ranks share a node
+    exact: bool = True  # the formulas are exact for every number of ranks, else upper bounds
 
     @property
     def idea(self) -> str:
-        """First line of the generator's docstring."""
-        return (self.generate.__doc__ or "").strip().splitlines()[0]
+        """First line of the generator's docstring, up to the cost."""
+        return (self.generate.__doc__ or "").strip().splitlines()[0].partition(" Cost: ")[0]
 
     def keeps_order(self, nodes: Nodes | None = None) -> bool:
         """True if values combine in rank order on this placement."""
@@ -155,8 +131,8 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             "2*(k+f)",
             "min(1,p-1)",
             "min(1,p-1)",
-            beta="(k+f)/k",
-            gamma="(k+f)/k",
+            "(k+f)/k",
+            "(k+f)/k",
             blocks="2",
             cuts=True,
             exact=False,
@@ -228,8 +204,8 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
             "4*(k+f)",
             "min(2,p-1)",
             "min(1,p-1)",
-            beta="2*(k+f)/k",
-            gamma="(k+f)/k",
+            "2*(k+f)/k",
+            "(k+f)/k",
             ordered=True,
             blocks="2",
             cuts=True,
@@ -270,7 +246,7 @@ CATALOG: dict[str, dict[str, Algorithm]] = {
 _NAMES: dict[str, Callable[[int, int, int], Fraction | int]] = {
     "p": lambda p, k, N: Fraction(p),
     "k": lambda p, k, N: Fraction(k),
-    "q": lambda p, k, N: _ceil_log(p),
+    "q": lambda p, k, N: ceil_log(p),
     "f": lambda p, k, N: p.bit_length() - 1,
     "P": lambda p, k, N: Fraction(_power(p)),
     "odd": lambda p, k, N: int(_power(p) != p),
@@ -279,15 +255,11 @@ _NAMES: dict[str, Callable[[int, int, int], Fraction | int]] = {
     "folds": lambda p, k, N: sum(min(1 << i, p - _power(p)) for i in range(p.bit_length() - 1)),
     "N": lambda p, k, N: Fraction(N),
     "M": lambda p, k, N: Fraction(-(-p // N)),
-    "qN": lambda p, k, N: _ceil_log(N),
-    "qM": lambda p, k, N: _ceil_log(-(-p // N)),
+    "qN": lambda p, k, N: ceil_log(N),
+    "qM": lambda p, k, N: ceil_log(-(-p // N)),
     "oddN": lambda p, k, N: int(_power(N) != N),
 }
 """Values of the names in formulas, for p ranks on N nodes and k segments."""
-
-
-def _ceil_log(number: int) -> int:
-    return (number - 1).bit_length()
 
 
 def _power(number: int) -> int:
@@ -298,9 +270,9 @@ def _power(number: int) -> int:
 def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Fraction:
     """Evaluate a formula for p = `size`, k = `segments` and N = `nodes`.
 
-    Names: q is ceil(log2 p), f is floor(log2 p), P = 2^f, ones the number of one bits of p-1, hops that in
-    all of 0 .. p-1, and odd is 0 if p is a power of two, else 1. Folds is the sum of min(2^i, p-P) over i < f. There
-    are N nodes of M ranks; qN and qM are ceil(log2 N) and ceil(log2 M), and oddN is odd for N.
+    Names: q = ceil(log2 p), f = floor(log2 p), P = 2^f, odd = (p != P); ones is the number of one bits of p-1, hops
+    that in all of 0 .. p-1, folds the sum of min(2^i, p-P) over i < f. There are N nodes of M ranks; qN and qM are
+    ceil(log2 N) and ceil(log2 M), and oddN is odd for N.
     """
     code = compile(formula, formula, "eval")  # the formulas are the constants above
     letters = {name: _NAMES[name](size, segments, nodes) for name in code.co_names if name in _NAMES}
@@ -313,13 +285,7 @@ def names(collective: str) -> list[str]:
 
 
 def find(collective: str, name: str) -> Algorithm:
-    """Look up an algorithm by name.
-
-    Raises
-    ------
-    ValueError
-        If there is none; the message lists the known names.
-    """
+    """Look up an algorithm by name; ValueError if there is none."""
     entries = _entries(collective)
     if name not in entries:
         raise ValueError(f"unknown algorithm {name!r} for {collective}; known: {', '.join(entries)}")
@@ -361,7 +327,8 @@ def _rounds(
     collective: str, entry: Algorithm, rank: int, size: int, root: int, segments: int, nodes: Nodes | None
 ) -> Rounds:
     meaning = MEANINGS[collective]
-    rounds = entry.generate(rank, size, *_arguments(entry, meaning, root, segments, nodes))
+    optional: tuple[tuple[Any, bool], ...] = (root, meaning.rooted), (segments, entry.cuts), (nodes, entry.placed)
+    rounds = entry.generate(rank, size, *(value for value, wanted in optional if wanted))
     if segments > 1 and not entry.cuts:
         return segmented(rounds, segments, _blocks(collective, entry, size), meaning.vector)
     return rounds
@@ -374,12 +341,6 @@ def rounds_of_all(
     entry = find(collective, name)
     lasting = nodes and HashedTuple(nodes)
     return (_rounds(collective, entry, rank, size, root, segments, lasting) for rank in range(size))
-
-
-def _arguments(entry: Algorithm, meaning: Meaning, root: int, segments: int, nodes: Nodes | None) -> list[Any]:
-    """Arguments of the generator after rank and size."""
-    taken = (root, meaning.rooted), (segments, entry.cuts), (nodes, entry.placed)
-    return [value for value, wanted in taken if wanted]
 
 
 def build_all(

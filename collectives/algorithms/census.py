@@ -44,8 +44,8 @@ def _messages(size: int) -> Iterator[_CensusRound]:
 def allreduce(rank: int, size: int) -> Rounds:
     """The number of ranks summed doubles every round, for any number of ranks.
 
-    ceil(log2 p) rounds, one vector each: q (alpha + n beta), about 2q n gamma. Commutative operations only; the
-    order of terms differs between ranks, so floating-point results may differ in their last bits.
+    Cost: q (alpha + n beta) + about 2q n gamma, q = ceil(log2 p). Commutative operations only; the order of terms
+    differs between ranks, so floating-point results may differ in their last bits.
     """
     mine, behind, both = (span(copy * size, (copy + 1) * size) for copy in range(3))
     messages = list(_messages(size))
@@ -63,8 +63,8 @@ def allreduce(rank: int, size: int) -> Rounds:
 def ordered_allreduce(rank: int, size: int) -> Rounds:
     """Census with two sums, of the ranks below down to rank 0 and of the highest ranks, to keep rank order.
 
-    ceil(log2 p) rounds of one or two vectors: q alpha + less than 2q n beta, at most 3q n gamma. Keeps rank order; the
-    association differs between ranks, so floating-point results may differ in their last bits.
+    Cost: q alpha + less than 2q n beta, at most 3q n gamma. Keeps rank order; the association differs between ranks,
+    so floating-point results may differ in their last bits.
     """
     mine, low, high, both, arrived = (span(copy * size, (copy + 1) * size) for copy in range(5))
     messages = list(_messages(size))

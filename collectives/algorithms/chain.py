@@ -19,21 +19,19 @@ from collectives.schedule.transforms import reverse
 def broadcast(rank: int, size: int, root: int) -> Rounds:
     """The vector travels from the root through all ranks to the one before the root.
 
-    p-1 rounds, k+p-2 in k segments: (k+p-2)(alpha + n/k beta).
+    Cost: (k+p-2)(alpha + n/k beta) in k segments.
     """
-    place = (rank - root) % size
+    place, vector = (rank - root) % size, span(0, size)
     for time in range(size - 1):
         if time == place:
-            yield [Send((rank + 1) % size, span(0, size))]
-        elif time == place - 1:
-            yield [Recv((rank - 1) % size, span(0, size))]
+            yield [Send((rank + 1) % size, vector)]
         else:
-            yield []
+            yield [Recv((rank - 1) % size, vector)] if time == place - 1 else []
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
     """Reverse of the broadcast: partial sums travel through all ranks to the root.
 
-    p-1 rounds, k+p-2 in k segments: (k+p-2)(alpha + n/k (beta + gamma)). Commutative operations only.
+    Cost: (k+p-2)(alpha + n/k (beta + gamma)) in k segments. Commutative operations only.
     """
     return reverse(broadcast(rank, size, root), rank, reducing=True)

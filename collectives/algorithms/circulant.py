@@ -19,7 +19,7 @@ from collectives.schedule.transforms import reverse
 def allgather(rank: int, size: int) -> Rounds:
     """Each rank receives from distance 1, 2, 4 ... as many blocks as it holds; in the last round the missing ones only.
 
-    ceil(log2 p) rounds: q alpha + (p-1)/p n beta, both bounds at once. (Bruck et al. 1997, section 4.)
+    Cost: q alpha + (p-1)/p n beta, q = ceil(log2 p); both bounds at once. (Bruck et al. 1997, section 4.)
     """
     distance = 1
     while distance < size:
@@ -32,8 +32,7 @@ def allgather(rank: int, size: int) -> Rounds:
 def reduce_scatter(rank: int, size: int) -> Rounds:
     """Reverse of the allgather: sums of fewer and fewer blocks travel over distance ... 4, 2, 1.
 
-    ceil(log2 p) rounds: q alpha + (p-1)/p n (beta + gamma), all bounds at once. Commutative operations only.
-    (Traff 2024.)
+    Cost: q alpha + (p-1)/p n (beta + gamma), all bounds at once. Commutative operations only. (Traff 2024.)
     """
     return reverse(allgather(rank, size), rank, reducing=True)
 
@@ -41,7 +40,7 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 def allreduce(rank: int, size: int) -> Rounds:
     """Reduce-scatter, then allgather, both over the same circulant graph.
 
-    2 ceil(log2 p) rounds: 2q alpha + 2(p-1)/p n beta + (p-1)/p n gamma. Commutative operations only. (Traff 2024.)
+    Cost: 2q alpha + 2(p-1)/p n beta + (p-1)/p n gamma. Commutative operations only. (Traff 2024.)
     """
     yield from reduce_scatter(rank, size)
     yield from allgather(rank, size)

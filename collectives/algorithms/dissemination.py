@@ -8,7 +8,7 @@ from collectives.schedule.steps import NOTHING, Recv, Rounds, Send
 def barrier(rank: int, size: int) -> Rounds:
     """Each rank sends an empty message to distance 1, 2, 4 ... and receives one from the same distance below.
 
-    ceil(log2 p) rounds: q alpha. (Hensgen, Finkel, Manber 1988.)
+    Cost: q alpha, q = ceil(log2 p). (Hensgen, Finkel, Manber 1988.)
     """
     distance = 1
     while distance < size:

@@ -8,6 +8,8 @@ the network once. Allgather on nodes {0 1 2} and {3 4 5}, a letter per block::
     between   a d       b e       c f       a d       b e       c f       rails 0-3, 1-4, 2-5
     within    a d b e c f on all ranks of either node
 
+Costs are for N nodes of M ranks, with h = ceil(log2 N) + ceil(log2 M).
+
 (Traff, Hunold 2020, "Decomposing MPI collectives for exploiting multi-lane communication".)
 """
 
@@ -26,28 +28,14 @@ from collectives.schedule.transforms import on, reverse
 
 
 class NodeLayout(NamedTuple):
-    """Ranks, nodes and rails.
+    """Ranks, nodes and rails."""
 
-    Attributes
-    ----------
-    members : tuple of tuple of int
-        The ranks of each node.
-    node, place : tuple of int
-        The node of every rank, and its number among the ranks of that node.
-    widest : int
-        Ranks of the largest node: the number of rails.
-    order : tuple of int
-        All ranks by rail, and on a rail by node: those of a rail have neighbouring numbers in it.
-    spots : tuple of int
-        Position of each of them: rail * nodes + node.
-    """
-
-    members: tuple[tuple[int, ...], ...]
-    node: tuple[int, ...]
-    place: tuple[int, ...]
-    widest: int
-    order: tuple[int, ...]
-    spots: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]  # the ranks of each node
+    node: tuple[int, ...]  # the node of every rank
+    place: tuple[int, ...]  # its number among the ranks of that node
+    widest: int  # ranks of the largest node: the number of rails
+    order: tuple[int, ...]  # all ranks by rail, and on a rail by node: those of a rail are consecutive
+    spots: tuple[int, ...]  # of each of `order`: rail * nodes + node
 
     def rails(self, node: int, places: range) -> range:
         """Rails served by these ranks of a node; consecutive ranks serve consecutive rails."""
@@ -80,7 +68,7 @@ class NodeLayout(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def house(size: int, nodes: Nodes | None) -> NodeLayout:
+def node_layout(size: int, nodes: Nodes | None) -> NodeLayout:
     """Node layout of a placement, cached for all ranks."""
     node = nodes or (0,) * size
     members: list[list[int]] = [[] for _ in range(max(node) + 1)]
@@ -89,80 +77,80 @@ def house(size: int, nodes: Nodes | None) -> NodeLayout:
         place.append(len(members[its]))
         members[its].append(rank)
     widest = max(map(len, members))
-    spots = {
+    by_spot = {
         -(-number * widest // len(ranks)) * len(members) + its: rank
         for its, ranks in enumerate(members)
         for number, rank in enumerate(ranks)
     }
-    stands = tuple(sorted(spots))
-    return NodeLayout(
-        tuple(map(tuple, members)), node, tuple(place), widest, tuple(spots[spot] for spot in stands), stands
-    )
+    spots, order = zip(*sorted(by_spot.items()))
+    return NodeLayout(tuple(map(tuple, members)), node, tuple(place), widest, order, spots)
 
 
-def _ceil_log(ranks: int) -> int:
+def ceil_log(ranks: int) -> int:
+    """ceil(log2) of a number of ranks."""
     return (ranks - 1).bit_length()
 
 
-def _at_once(schedules: Iterable[Rounds]) -> Rounds:
+def _merged(schedules: Iterable[Rounds]) -> Rounds:
     """Merge schedules with equal numbers of rounds: one message per peer and round, none if it is empty."""
     for rounds in zip(*schedules):
-        joined: dict[tuple[type, int], Chunks] = {}
+        messages: dict[tuple[type, int], Chunks] = {}
         for step in chain.from_iterable(rounds):
             assert isinstance(step, (Send, Recv))
-            joined[type(step), step.peer] = joined.get((type(step), step.peer), ()) + step.chunks
-        yield [kind(peer, chunks) for (kind, peer), chunks in joined.items() if chunks]
+            messages[type(step), step.peer] = messages.get((type(step), step.peer), ()) + step.chunks
+        yield [kind(peer, chunks) for (kind, peer), chunks in messages.items() if chunks]
 
 
-def _between(rank: int, here: NodeLayout, rounds: Callable[[int, int], Rounds]) -> Rounds:
+def _between(rank: int, layout: NodeLayout, rounds: Callable[[int, int], Rounds]) -> Rounds:
     """Run a schedule of (node, nodes) on every rail that the rank serves."""
-    node, place = here.node[rank], here.place[rank]
-    return _at_once(
-        on(partial(here.server, rail), rounds(node, len(here.members)), here.between(rail))
-        for rail in here.rails(node, range(place, place + 1))
+    node, place = layout.node[rank], layout.place[rank]
+    return _merged(
+        on(partial(layout.server, rail), rounds(node, len(layout.members)), layout.between(rail))
+        for rail in layout.rails(node, range(place, place + 1))
     )
 
 
-def _allgather(rank: int, here: NodeLayout) -> Rounds:
+def _allgather(rank: int, layout: NodeLayout) -> Rounds:
     """Allgather with blocks numbered by rail, so that blocks of a rail are consecutive."""
-    node = here.node[rank]
-    members = here.members[node]
-    yield from _between(rank, here, circulant.allgather)
-    yield from on(members, circulant.allgather(here.place[rank], len(members)), here.within(node))
-    yield from repeat([], _ceil_log(here.widest) - _ceil_log(len(members)))
+    node = layout.node[rank]
+    members = layout.members[node]
+    yield from _between(rank, layout, circulant.allgather)
+    yield from on(members, circulant.allgather(layout.place[rank], len(members)), layout.within(node))
+    yield from repeat([], ceil_log(layout.widest) - ceil_log(len(members)))
 
 
-def _scatter(rank: int, here: NodeLayout, root: int) -> Rounds:
+def _scatter(rank: int, layout: NodeLayout, root: int) -> Rounds:
     """Scatter with blocks numbered as in `_allgather`."""
-    home = here.node[root]
-    members = here.members[home]
-    if here.node[rank] == home:
-        yield from on(members, mst.scatter(here.place[rank], len(members), here.place[root]), here.within(home))
+    home = layout.node[root]
+    members = layout.members[home]
+    if layout.node[rank] == home:
+        rounds = mst.scatter(layout.place[rank], len(members), layout.place[root])
+        yield from on(members, rounds, layout.within(home))
     else:
-        yield from repeat([], _ceil_log(len(members)))
-    yield from _between(rank, here, lambda node, nodes: mst.scatter(node, nodes, home))
+        yield from repeat([], ceil_log(len(members)))
+    yield from _between(rank, layout, lambda node, nodes: mst.scatter(node, nodes, home))
 
 
-def _by_rank(here: NodeLayout, rounds: Rounds) -> Rounds:
+def _by_rank(layout: NodeLayout, rounds: Rounds) -> Rounds:
     """Renumber the blocks of a schedule from rail order to rank order."""
-    return on(range(len(here.order)), rounds, lambda chunks: scattered(here.order[spot] for spot in numbers(chunks)))
+    return on(
+        range(len(layout.order)), rounds, lambda chunks: scattered(layout.order[spot] for spot in numbers(chunks))
+    )
 
 
 def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
     """Every rank gathers the blocks of its rail from the other nodes; then an allgather within the node.
 
-    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
-    nodes.
+    Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
     """
-    here = house(size, nodes)
-    return _by_rank(here, _allgather(rank, here))
+    layout = node_layout(size, nodes)
+    return _by_rank(layout, _allgather(rank, layout))
 
 
 def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
     """Reverse of the allgather: the ranks of a node sum one slice each, then sum slices over the nodes.
 
-    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n (beta + gamma), of which
-    (N-1)/p n between nodes. Commutative operations only.
+    Cost: h alpha + (p-1)/p n (beta + gamma), of which (N-1)/p n between nodes. Commutative operations only.
     """
     return reverse(allgather(rank, size, nodes), rank, reducing=True)
 
@@ -170,18 +158,16 @@ def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """The root scatters blocks by rail within its node; every rail scatters its blocks over the nodes.
 
-    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
-    nodes.
+    Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
     """
-    here = house(size, nodes)
-    return _by_rank(here, _scatter(rank, here, root))
+    layout = node_layout(size, nodes)
+    return _by_rank(layout, _scatter(rank, layout, root))
 
 
 def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """Reverse of the scatter: blocks are gathered on every rail, then at the root within its node.
 
-    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta, of which (N-1)/p n between
-    nodes.
+    Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
     """
     return reverse(scatter(rank, size, root, nodes), rank, reducing=False)
 
@@ -189,31 +175,28 @@ def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """A scatter over rails and nodes, then the allgather.
 
-    On N nodes of M ranks 2 ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + 2(p-1)/p n beta, of which 2(N-1)/p n
-    between nodes.
+    Cost: 2h alpha + 2(p-1)/p n beta, of which 2(N-1)/p n between nodes.
     """
-    here = house(size, nodes)
-    yield from _scatter(rank, here, root)
-    yield from _allgather(rank, here)
+    layout = node_layout(size, nodes)
+    yield from _scatter(rank, layout, root)
+    yield from _allgather(rank, layout)
 
 
 def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """The reduce-scatter, then a gather at the root over rails and nodes.
 
-    On N nodes of M ranks 2 ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + (p-1)/p n (2 beta + gamma), of which
-    2(N-1)/p n between nodes. Commutative operations only.
+    Cost: 2h alpha + (p-1)/p n (2 beta + gamma), of which 2(N-1)/p n between nodes. Commutative operations only.
     """
-    here = house(size, nodes)
-    yield from reverse(_allgather(rank, here), rank, reducing=True)
-    yield from reverse(_scatter(rank, here, root), rank, reducing=False)
+    layout = node_layout(size, nodes)
+    yield from reverse(_allgather(rank, layout), rank, reducing=True)
+    yield from reverse(_scatter(rank, layout, root), rank, reducing=False)
 
 
 def allreduce(rank: int, size: int, nodes: Nodes | None) -> Rounds:
     """The reduce-scatter, then the allgather: within the node, twice between nodes, within the node.
 
-    On N nodes of M ranks 2 ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + (p-1)/p n (2 beta + gamma), of which
-    2(N-1)/p n between nodes. Commutative operations only.
+    Cost: 2h alpha + (p-1)/p n (2 beta + gamma), of which 2(N-1)/p n between nodes. Commutative operations only.
     """
-    here = house(size, nodes)
-    yield from reverse(_allgather(rank, here), rank, reducing=True)
-    yield from _allgather(rank, here)
+    layout = node_layout(size, nodes)
+    yield from reverse(_allgather(rank, layout), rank, reducing=True)
+    yield from _allgather(rank, layout)

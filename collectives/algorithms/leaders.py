@@ -7,6 +7,8 @@ Allreduce on nodes {0 1 2} and {3 4}, a letter per rank, sums held::
     leaders     abcde                   abcde           0 and 3 swap
     within      abcde   abcde   abcde   abcde   abcde   down again
 
+Costs are for N nodes of M ranks, with qN = ceil(log2 N) and qM = ceil(log2 M).
+
 (Karonis, de Supinski, Foster, Gropp, Lusk, Bresnahan 2000, "Exploiting hierarchy in parallel computer networks".)
 """
 
@@ -17,14 +19,13 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from collectives.algorithms import circulant, dissemination, mst, recursive
-from collectives.algorithms.hierarchical import NodeLayout, house
+from collectives.algorithms.hierarchical import NodeLayout, ceil_log, node_layout
 from collectives.schedule.steps import NOTHING, Chunks, Rounds, numbers, one, scattered, span
 from collectives.schedule.topology import Nodes
 from collectives.schedule.transforms import on, reverse
 
-
-def _log(ranks: int) -> int:
-    return (ranks - 1).bit_length()
+RootedRounds = Callable[[int, int, int], Rounds]
+"""Generator of (rank, size, root)."""
 
 
 def _whole(chunks: Chunks) -> Chunks:
@@ -36,39 +37,47 @@ def _no_data(chunks: Chunks) -> Chunks:
     return NOTHING
 
 
-class _LeaderMessage(NamedTuple):
-    """Position of a rank: the first rank of each node is its leader, except that the root leads its own node."""
+def _rootless(generate: Callable[[int, int], Rounds]) -> RootedRounds:
+    """Wrap a generator without a root in one that ignores the root."""
+    return lambda node, nodes, home: generate(node, nodes)
 
-    here: NodeLayout
+
+class _LeaderGroups(NamedTuple):
+    """A rank's part in two groups: the ranks of its node, and the leaders of all nodes.
+
+    The first rank of each node is its leader, except that the root leads its own node.
+    """
+
+    layout: NodeLayout
     rank: int
     root: int = 0
 
     @property
     def node(self) -> int:
-        return self.here.node[self.rank]
+        return self.layout.node[self.rank]
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self.here.members[self.node]
+        return self.layout.members[self.node]
 
     def leader(self, node: int) -> int:
         """The rank that leads a node."""
-        return self.root if self.here.node[self.root] == node else self.here.members[node][0]
+        return self.root if self.layout.node[self.root] == node else self.layout.members[node][0]
 
-    def among(self, rounds: Callable[[int, int, int], Rounds], chunks: Callable[[Chunks], Chunks]) -> Rounds:
+    def among(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
         """A schedule of (node, nodes, the root's node) run by the leaders while the others wait."""
-        mine = rounds(self.node, len(self.here.members), self.here.node[self.root])
-        return on(self.leader, mine, chunks) if self.leader(self.node) == self.rank else ([] for _ in mine)
+        rounds = generate(self.node, len(self.layout.members), self.layout.node[self.root])
+        return on(self.leader, rounds, chunks) if self.leader(self.node) == self.rank else ([] for _ in rounds)
 
-    def within(self, rounds: Callable[[int, int, int], Rounds], chunks: Callable[[Chunks], Chunks]) -> Rounds:
+    def within(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
         """A schedule of (place, places, the leader's place) run within every node, in equally many rounds."""
-        place = self.here.place
-        mine = rounds(place[self.rank], len(self.members), place[self.leader(self.node)])
-        return chain(on(self.members, mine, chunks), repeat([], _log(self.here.widest) - _log(len(self.members))))
+        place, count = self.layout.place, len(self.members)
+        rounds = generate(place[self.rank], count, place[self.leader(self.node)])
+        return chain(on(self.members, rounds, chunks), repeat([], ceil_log(self.layout.widest) - ceil_log(count)))
 
     def blocks(self, nodes: Chunks) -> Chunks:
         """The blocks of all ranks of some nodes."""
-        return scattered(rank for node in numbers(nodes) for rank in self.here.members[node])
+        return scattered(rank for node in numbers(nodes) for rank in self.layout.members[node])
 
     def own(self, places: Chunks) -> Chunks:
         """The blocks of some ranks of this node."""
@@ -76,40 +85,31 @@ class _LeaderMessage(NamedTuple):
 
     def every(self, chunks: Chunks) -> Chunks:
         """All blocks."""
-        return span(0, len(self.here.node))
-
-
-def _rootless(generate: Callable[[int, int], Rounds]) -> Callable[[int, int, int], Rounds]:
-    """Wrap a generator without a root in one that ignores the root."""
-    return lambda node, nodes, home: generate(node, nodes)
+        return span(0, len(self.layout.node))
 
 
 def barrier(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Empty messages go up each node to its leader, between leaders, and down each node.
-
-    On N nodes of M ranks ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha.
-    """
-    post = _LeaderMessage(house(size, nodes), rank)
-    yield from reverse(post.within(mst.broadcast, _no_data), rank, reducing=False)
-    yield from post.among(_rootless(dissemination.barrier), _no_data)
-    yield from post.within(mst.broadcast, _no_data)
+    """Empty messages go up each node to its leader, between leaders, and down each node. Cost: (qN + 2 qM) alpha."""
+    groups = _LeaderGroups(node_layout(size, nodes), rank)
+    yield from reverse(groups.within(mst.broadcast, _no_data), rank, reducing=False)
+    yield from groups.among(_rootless(dissemination.barrier), _no_data)
+    yield from groups.within(mst.broadcast, _no_data)
 
 
 def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """The root sends the vector down a tree of leaders, and every leader sends it down a tree of its node.
 
-    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds, each alpha + n beta.
+    Cost: (qN + qM)(alpha + n beta).
     """
-    post = _LeaderMessage(house(size, nodes), rank, root)
-    yield from post.among(mst.broadcast, _whole)
-    yield from post.within(mst.broadcast, _whole)
+    groups = _LeaderGroups(node_layout(size, nodes), rank, root)
+    yield from groups.among(mst.broadcast, _whole)
+    yield from groups.within(mst.broadcast, _whole)
 
 
 def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """Reverse of the broadcast: sums go up a tree in every node to its leader, then up a tree of leaders to the root.
 
-    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds, each alpha + n (beta + gamma). Keeps rank order, if the
-    ranks of every node are neighbours.
+    Cost: (qN + qM)(alpha + n (beta + gamma)). Keeps rank order, if the ranks of every node are neighbours.
     """
     return reverse(broadcast(rank, size, root, nodes), rank, reducing=True)
 
@@ -117,30 +117,29 @@ def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 def allreduce(rank: int, size: int, nodes: Nodes | None) -> Rounds:
     """Sums go up a tree in every node to its leader; leaders exchange and add sums; the result goes down again.
 
-    On N nodes of M ranks 2 ceil(log2 M) rounds and ceil(log2 N) between nodes, one more if N is no power of two, each
-    alpha + n beta, and (ceil(log2 N) + ceil(log2 M)) n gamma. Keeps rank order, if the ranks of every node are
-    neighbours; all ranks get the same bits.
+    Cost: (qN + 2 qM)(alpha + n beta) + (qN + qM) n gamma, with one more round between nodes if N is no power of two.
+    Keeps rank order, if the ranks of every node are neighbours; all ranks get the same bits.
     """
-    post = _LeaderMessage(house(size, nodes), rank)
-    yield from reverse(post.within(mst.broadcast, _whole), rank, reducing=True)
-    yield from post.among(_rootless(recursive.allreduce), _whole)
-    yield from post.within(mst.broadcast, _whole)
+    groups = _LeaderGroups(node_layout(size, nodes), rank)
+    yield from reverse(groups.within(mst.broadcast, _whole), rank, reducing=True)
+    yield from groups.among(_rootless(recursive.allreduce), _whole)
+    yield from groups.within(mst.broadcast, _whole)
 
 
 def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """The root scatters the blocks of whole nodes down a tree of leaders; every leader scatters them over its node.
 
-    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta.
+    Cost: (qN + qM) alpha + (p-1)/p n beta.
     """
-    post = _LeaderMessage(house(size, nodes), rank, root)
-    yield from post.among(mst.scatter, post.blocks)
-    yield from post.within(mst.scatter, post.own)
+    groups = _LeaderGroups(node_layout(size, nodes), rank, root)
+    yield from groups.among(mst.scatter, groups.blocks)
+    yield from groups.within(mst.scatter, groups.own)
 
 
 def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
     """Reverse of the scatter: blocks are gathered at the leader of every node, then at the root.
 
-    On N nodes of M ranks ceil(log2 N) + ceil(log2 M) rounds: so many alpha + (p-1)/p n beta.
+    Cost: (qN + qM) alpha + (p-1)/p n beta.
     """
     return reverse(scatter(rank, size, root, nodes), rank, reducing=False)
 
@@ -148,21 +147,20 @@ def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
     """Blocks are gathered at the leader of every node; leaders exchange them and send all down a tree of the node.
 
-    On N nodes of M ranks ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + (p-1)/p n beta + ceil(log2 M) n beta.
+    Cost: (qN + 2 qM) alpha + ((p-1)/p + qM) n beta.
     """
-    post = _LeaderMessage(house(size, nodes), rank)
-    yield from reverse(post.within(mst.scatter, post.own), rank, reducing=False)
-    yield from post.among(_rootless(circulant.allgather), post.blocks)
-    yield from post.within(mst.broadcast, post.every)
+    groups = _LeaderGroups(node_layout(size, nodes), rank)
+    yield from reverse(groups.within(mst.scatter, groups.own), rank, reducing=False)
+    yield from groups.among(_rootless(circulant.allgather), groups.blocks)
+    yield from groups.within(mst.broadcast, groups.every)
 
 
 def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
     """Reverse of the allgather: sums go to leaders, slices of them between leaders, and blocks from leaders.
 
-    On N nodes of M ranks ceil(log2 N) + 2 ceil(log2 M) rounds: so many alpha + ((p-1)/p + ceil(log2 M)) n beta +
-    ((p-M)/p + ceil(log2 M)) n gamma. Commutative operations only.
+    Cost: (qN + 2 qM) alpha + ((p-1)/p + qM) n beta + ((p-M)/p + qM) n gamma. Commutative operations only.
     """
-    post = _LeaderMessage(house(size, nodes), rank)
-    yield from reverse(post.within(mst.broadcast, post.every), rank, reducing=True)
-    yield from post.among(_rootless(circulant.reduce_scatter), post.blocks)
-    yield from post.within(mst.scatter, post.own)
+    groups = _LeaderGroups(node_layout(size, nodes), rank)
+    yield from reverse(groups.within(mst.broadcast, groups.every), rank, reducing=True)
+    yield from groups.among(_rootless(circulant.reduce_scatter), groups.blocks)
+    yield from groups.within(mst.scatter, groups.own)

@@ -5,7 +5,9 @@ A rank that waits has empty rounds, so that the rounds of all ranks are aligned 
 
 from __future__ import annotations
 
-from collectives.schedule.steps import NOTHING, Recv, RecvReduce, Rounds, Send, one, span
+from collections.abc import Callable, Iterable
+
+from collectives.schedule.steps import NOTHING, Recv, RecvReduce, Rounds, Send, Step, one, span
 
 
 def _others(root: int, size: int) -> list[int]:
@@ -13,67 +15,47 @@ def _others(root: int, size: int) -> list[int]:
     return [*range(root - 1, -1, -1), *range(root + 1, size)]
 
 
-def broadcast(rank: int, size: int, root: int) -> Rounds:
-    """The root sends the whole vector to one rank after another.
+def _in_turn(
+    rank: int, root: int, peers: Iterable[int], at_root: Callable[[int], Step], at_peer: Callable[[int], Step]
+) -> Rounds:
+    """One round per peer, in which only the root and this peer have a step."""
+    for peer in peers:
+        yield [at_root(peer)] if rank == root else [at_peer(peer)] if rank == peer else []
 
-    p-1 rounds: (p-1)(alpha + n beta).
-    """
-    for peer in _others(root, size):
-        if rank == root:
-            yield [Send(peer, span(0, size))]
-        elif rank == peer:
-            yield [Recv(root, span(0, size))]
-        else:
-            yield []
+
+def broadcast(rank: int, size: int, root: int) -> Rounds:
+    """The root sends the whole vector to one rank after another. Cost: (p-1)(alpha + n beta)."""
+    vector = span(0, size)
+    return _in_turn(rank, root, _others(root, size), lambda peer: Send(peer, vector), lambda peer: Recv(root, vector))
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
     """The root receives and combines the vector of one rank after another, each on its side in rank order.
 
-    p-1 rounds: (p-1)(alpha + n beta + n gamma). Keeps rank order.
+    Cost: (p-1)(alpha + n beta + n gamma). Keeps rank order.
     """
-    for peer in _others(root, size):
-        if rank == root:
-            yield [RecvReduce(peer, span(0, size), "left" if peer < root else "right")]
-        elif rank == peer:
-            yield [Send(root, span(0, size))]
-        else:
-            yield []
+    vector = span(0, size)
+
+    def combine(peer: int) -> Step:
+        return RecvReduce(peer, vector, "left" if peer < root else "right")
+
+    return _in_turn(rank, root, _others(root, size), combine, lambda peer: Send(root, vector))
 
 
 def scatter(rank: int, size: int, root: int) -> Rounds:
-    """The root sends every rank its block.
-
-    p-1 rounds: (p-1) alpha + (p-1)/p n beta.
-    """
-    for peer in _others(root, size):
-        if rank == root:
-            yield [Send(peer, one(peer))]
-        elif rank == peer:
-            yield [Recv(root, one(peer))]
-        else:
-            yield []
+    """The root sends every rank its block. Cost: (p-1) alpha + (p-1)/p n beta."""
+    peers = _others(root, size)
+    return _in_turn(rank, root, peers, lambda peer: Send(peer, one(peer)), lambda peer: Recv(root, one(peer)))
 
 
 def gather(rank: int, size: int, root: int) -> Rounds:
-    """The root receives the block of one rank after another.
-
-    p-1 rounds: (p-1) alpha + (p-1)/p n beta.
-    """
-    for peer in _others(root, size):
-        if rank == root:
-            yield [Recv(peer, one(peer))]
-        elif rank == peer:
-            yield [Send(root, one(peer))]
-        else:
-            yield []
+    """The root receives the block of one rank after another. Cost: (p-1) alpha + (p-1)/p n beta."""
+    peers = _others(root, size)
+    return _in_turn(rank, root, peers, lambda peer: Recv(peer, one(peer)), lambda peer: Send(root, one(peer)))
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """Rank 0 gathers all blocks, then sends all of them to each rank.
-
-    2(p-1) rounds: 2(p-1) alpha + (p-1)(1 + 1/p) n beta.
-    """
+    """Rank 0 gathers all blocks, then sends all of them to each rank. Cost: 2(p-1) alpha + (p-1)(1 + 1/p) n beta."""
     yield from gather(rank, size, 0)
     yield from broadcast(rank, size, 0)
 
@@ -81,7 +63,7 @@ def allgather(rank: int, size: int) -> Rounds:
 def reduce_scatter(rank: int, size: int) -> Rounds:
     """Rank 0 reduces all vectors, then sends each rank its block.
 
-    2(p-1) rounds: 2(p-1) alpha + (p-1)(1 + 1/p) n beta + (p-1) n gamma. Keeps rank order.
+    Cost: 2(p-1) alpha + (p-1)(1 + 1/p) n beta + (p-1) n gamma. Keeps rank order.
     """
     yield from reduce(rank, size, 0)
     yield from scatter(rank, size, 0)
@@ -90,28 +72,14 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 def allreduce(rank: int, size: int) -> Rounds:
     """Rank 0 reduces all vectors, then sends the result to each rank.
 
-    2(p-1) rounds: (p-1)(2 alpha + 2 n beta + n gamma). Keeps rank order.
+    Cost: (p-1)(2 alpha + 2 n beta + n gamma). Keeps rank order.
     """
     yield from reduce(rank, size, 0)
     yield from broadcast(rank, size, 0)
 
 
 def barrier(rank: int, size: int) -> Rounds:
-    """Each rank sends an empty message to rank 0; then rank 0 sends one to each rank.
-
-    2(p-1) rounds: 2(p-1) alpha.
-    """
-    for peer in range(1, size):
-        if rank == 0:
-            yield [Recv(peer, NOTHING)]
-        elif rank == peer:
-            yield [Send(0, NOTHING)]
-        else:
-            yield []
-    for peer in range(1, size):
-        if rank == 0:
-            yield [Send(peer, NOTHING)]
-        elif rank == peer:
-            yield [Recv(0, NOTHING)]
-        else:
-            yield []
+    """Each rank sends an empty message to rank 0; then rank 0 sends one to each rank. Cost: 2(p-1) alpha."""
+    peers = range(1, size)
+    yield from _in_turn(rank, 0, peers, lambda peer: Recv(peer, NOTHING), lambda peer: Send(0, NOTHING))
+    yield from _in_turn(rank, 0, peers, lambda peer: Send(peer, NOTHING), lambda peer: Recv(0, NOTHING))

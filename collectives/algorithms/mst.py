@@ -48,17 +48,15 @@ def _halvings(rank: int, size: int, root: int) -> Iterator[_RangeSplit | None]:
 
 
 def _messages(halving: _RangeSplit | None, rank: int, chunks: Chunks) -> Round:
-    if halving is not None and rank == halving.source:
-        return [Send(halving.target, chunks)]
-    if halving is not None and rank == halving.target:
-        return [Recv(halving.source, chunks)]
-    return []
+    if halving is None or rank not in (halving.source, halving.target):
+        return []
+    return [Send(halving.target, chunks) if rank == halving.source else Recv(halving.source, chunks)]
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
     """The root sends the vector to the root of the other half; then both halves do the same within.
 
-    ceil(log2 p) rounds: q (alpha + n beta).
+    Cost: q (alpha + n beta), q = ceil(log2 p).
     """
     for halving in _halvings(rank, size, root):
         yield _messages(halving, rank, span(0, size))
@@ -67,7 +65,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 def scatter(rank: int, size: int, root: int) -> Rounds:
     """The root sends the other half's blocks to that half's root; then both halves do the same within.
 
-    ceil(log2 p) rounds: q alpha + (p-1)/p n beta.
+    Cost: q alpha + (p-1)/p n beta.
     """
     for halving in _halvings(rank, size, root):
         yield _messages(halving, rank, (halving.half,) if halving else NOTHING)
@@ -76,24 +74,18 @@ def scatter(rank: int, size: int, root: int) -> Rounds:
 def reduce(rank: int, size: int, root: int) -> Rounds:
     """Reverse of the broadcast: sums go to the roots of larger and larger halves.
 
-    ceil(log2 p) rounds: q (alpha + n beta + n gamma). Keeps rank order.
+    Cost: q (alpha + n beta + n gamma). Keeps rank order.
     """
     return reverse(broadcast(rank, size, root), rank, reducing=True)
 
 
 def gather(rank: int, size: int, root: int) -> Rounds:
-    """Reverse of the scatter: blocks go to the roots of larger and larger halves.
-
-    ceil(log2 p) rounds: q alpha + (p-1)/p n beta.
-    """
+    """Reverse of the scatter: blocks go to the roots of larger and larger halves. Cost: q alpha + (p-1)/p n beta."""
     return reverse(scatter(rank, size, root), rank, reducing=False)
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """All blocks flow up the tree to rank 0, and all of them down again.
-
-    2 ceil(log2 p) rounds: 2q alpha + (q + (p-1)/p) n beta.
-    """
+    """All blocks flow up the tree to rank 0, and all of them down again. Cost: 2q alpha + (q + (p-1)/p) n beta."""
     yield from gather(rank, size, 0)
     yield from broadcast(rank, size, 0)
 
@@ -101,7 +93,7 @@ def allgather(rank: int, size: int) -> Rounds:
 def reduce_scatter(rank: int, size: int) -> Rounds:
     """Sums flow up the tree to rank 0, and every rank's block of them down again.
 
-    2 ceil(log2 p) rounds: 2q alpha + (q + (p-1)/p) n beta + q n gamma. Keeps rank order.
+    Cost: 2q alpha + (q + (p-1)/p) n beta + q n gamma. Keeps rank order.
     """
     yield from reduce(rank, size, 0)
     yield from scatter(rank, size, 0)
@@ -110,7 +102,7 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 def allreduce(rank: int, size: int) -> Rounds:
     """Sums flow up the tree to rank 0, and the result down again.
 
-    2 ceil(log2 p) rounds: 2q alpha + q n (2 beta + gamma). Keeps rank order.
+    Cost: 2q alpha + q n (2 beta + gamma). Keeps rank order.
     """
     yield from reduce(rank, size, 0)
     yield from broadcast(rank, size, 0)

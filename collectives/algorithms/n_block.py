@@ -96,7 +96,7 @@ def _arriving(place: int, size: int, blocks: int, time: int) -> int | None:
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
     """Each rank forwards blocks over a fixed cycle of skips and receives a new block each round.
 
-    k-1+ceil(log2 p) rounds for k blocks, and fewer cannot do: (k-1+q)(alpha + n beta / k). (Traff 2024.)
+    Cost: (k-1+q)(alpha + n beta / k) for k blocks, and no fewer rounds are possible. (Traff 2024.)
     """
     if size == 1:
         return
@@ -115,7 +115,6 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
     """Reverse of the broadcast: block by block, sums go to the root over the same skips.
 
-    k-1+ceil(log2 p) rounds for k blocks: (k-1+q)(alpha + n (beta + gamma) / k). Commutative operations only.
-    (Traff 2024.)
+    Cost: (k-1+q)(alpha + n (beta + gamma) / k) for k blocks. Commutative operations only. (Traff 2024.)
     """
     return reverse(broadcast(rank, size, root, segments), rank, reducing=True)

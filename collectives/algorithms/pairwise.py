@@ -11,7 +11,7 @@ from collectives.schedule.steps import Recv, Rounds, Send, one, scattered
 def alltoall(rank: int, size: int) -> Rounds:
     """In round k each rank sends to the rank at distance k and receives from the one at distance -k.
 
-    p-1 rounds: (p-1) alpha + (p-1)/p n beta, n what one rank holds.
+    Cost: (p-1) alpha + (p-1)/p n beta, n what one rank holds.
     """
     for distance in range(1, size):
         ahead, behind = (rank + distance) % size, (rank - distance) % size
@@ -21,17 +21,13 @@ def alltoall(rank: int, size: int) -> Rounds:
 def bruck_alltoall(rank: int, size: int) -> Rounds:
     """In round k every block with bit 2^k set in its remaining distance moves 2^k ranks on.
 
-    ceil(log2 p) rounds of up to half the blocks: q alpha + about q/2 n beta. For small blocks.
+    Cost: q alpha + about q/2 n beta, q = ceil(log2 p). For small blocks.
     """
 
     def moving(holder: int, hop: int) -> list[int]:
         """Blocks that are at `holder` before the hop and have it before them."""
-        blocks = []
-        for distance in range(size):
-            if distance & hop:
-                source = (holder - distance % hop) % size
-                blocks.append(source * size + (source + distance) % size)
-        return blocks
+        sources = ((distance, (holder - distance % hop) % size) for distance in range(size) if distance & hop)
+        return [source * size + (source + distance) % size for distance, source in sources]
 
     hop = 1
     while hop < size:

@@ -21,19 +21,17 @@ from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, sp
 def allreduce(rank: int, size: int) -> Rounds:
     """Partners exchange their sums and both add, at distance 1, 2, 4 ...
 
-    log2 p rounds when p is a power of two, floor(log2 p) + 2 otherwise: each alpha + n (beta + gamma), the last of
-    the latter without gamma. Keeps rank order; all ranks get the same bits.
+    Cost: alpha + n (beta + gamma) in each of log2 p rounds when p is a power of two, else floor(log2 p) + 2, the last
+    without gamma. Keeps rank order; all ranks get the same bits.
     """
     power = 1 << (size.bit_length() - 1)
     folded = size - power
     everything = span(0, size)
-    idle = rank < 2 * folded and rank % 2
+    paired = rank < 2 * folded
+    idle = paired and rank % 2
     if folded:
-        if idle:
-            yield [Send(rank - 1, everything)]
-        else:
-            yield [RecvReduce(rank + 1, everything, "right")] if rank < 2 * folded else []
-    place = rank // 2 if rank < 2 * folded else rank - folded
+        yield [Send(rank - 1, everything) if idle else RecvReduce(rank + 1, everything, "right")] if paired else []
+    place = rank // 2 if paired else rank - folded
     distance = 1
     while distance < power:
         other = place ^ distance
@@ -42,7 +40,4 @@ def allreduce(rank: int, size: int) -> Rounds:
         yield [] if idle else swap
         distance *= 2
     if folded:
-        if idle:
-            yield [Recv(rank - 1, everything)]
-        else:
-            yield [Send(rank + 1, everything)] if rank < 2 * folded else []
+        yield [Recv(rank - 1, everything) if idle else Send(rank + 1, everything)] if paired else []

@@ -23,7 +23,7 @@ from collectives.schedule.steps import Recv, RecvReduce, Round, Rounds, Send, on
 def reduce_scatter(rank: int, size: int) -> Rounds:
     """Chunk c starts at rank c+1, gains a term at every hop, and ends complete at rank c.
 
-    p-1 rounds: (p-1) alpha + (p-1)/p n (beta + gamma). Commutative operations only.
+    Cost: (p-1) alpha + (p-1)/p n (beta + gamma). Commutative operations only.
     """
     left, right = (rank - 1) % size, (rank + 1) % size
     for step in range(1, size):
@@ -38,18 +38,14 @@ def _around(rank: int, size: int) -> Iterator[tuple[Send, Recv]]:
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """Chunk c starts at rank c and travels to the right through all ranks.
-
-    p-1 rounds: (p-1) alpha + (p-1)/p n beta.
-    """
-    for send, receive in _around(rank, size):
-        yield [send, receive]
+    """Chunk c starts at rank c and travels to the right through all ranks. Cost: (p-1) alpha + (p-1)/p n beta."""
+    return ([send, receive] for send, receive in _around(rank, size))
 
 
 def allreduce(rank: int, size: int) -> Rounds:
     """Reduce-scatter around the ring, then allgather around the ring.
 
-    2(p-1) rounds: 2(p-1) alpha + (p-1)/p n (2 beta + gamma). Commutative operations only.
+    Cost: 2(p-1) alpha + (p-1)/p n (2 beta + gamma). Commutative operations only.
     """
     yield from reduce_scatter(rank, size)
     yield from allgather(rank, size)
@@ -58,7 +54,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 def broadcast(rank: int, size: int, root: int) -> Rounds:
     """The root scatters its vector down a tree, then an allgather around the ring, which skips the root.
 
-    ceil(log2 p) + p-1 rounds: (q + p-1) alpha + 2(p-1)/p n beta. (Chan et al. 2007, section 5.2.)
+    Cost: (q + p-1) alpha + 2(p-1)/p n beta, q = ceil(log2 p). (Chan et al. 2007, section 5.2.)
     """
     yield from mst.scatter(rank, size, root)
     for send, receive in _around(rank, size):
@@ -69,7 +65,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 def reduce(rank: int, size: int, root: int) -> Rounds:
     """Reduce-scatter around the ring, then a gather up a tree.
 
-    p-1 + ceil(log2 p) rounds: (q + p-1) alpha + (p-1)/p n (2 beta + gamma). Commutative operations only.
+    Cost: (q + p-1) alpha + (p-1)/p n (2 beta + gamma). Commutative operations only.
     """
     yield from reduce_scatter(rank, size)
     yield from mst.gather(rank, size, root)

@@ -11,22 +11,20 @@ from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Ro
 def linear_scan(rank: int, size: int) -> Rounds:
     """The partial sum travels from rank to rank, and each rank adds its term.
 
-    p-1 rounds: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
+    Cost: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
     """
-    everything = span(0, size)
+    vector = span(0, size)
     for time in range(size - 1):
         if rank == time:
-            yield [Send(rank + 1, everything)]
-        elif rank == time + 1:
-            yield [RecvReduce(rank - 1, everything, "left")]
+            yield [Send(rank + 1, vector)]
         else:
-            yield []
+            yield [RecvReduce(rank - 1, vector, "left")] if rank == time + 1 else []
 
 
 def linear_exscan(rank: int, size: int) -> Rounds:
     """The partial sum travels from rank to rank; each rank keeps it and sends it on with its own term added.
 
-    p-1 rounds: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
+    Cost: (p-1)(alpha + n (beta + gamma)). Keeps rank order.
     """
     mine, so_far = span(0, size), span(size, 2 * size)
     for time in range(size - 1):
@@ -43,7 +41,7 @@ def linear_exscan(rank: int, size: int) -> Rounds:
 def doubling_scan(rank: int, size: int) -> Rounds:
     """Each rank sends its sum to distance 1, 2, 4 ... above and adds the sum received from below.
 
-    ceil(log2 p) rounds: q (alpha + n beta + n gamma). Keeps rank order.
+    Cost: q (alpha + n beta + n gamma), q = ceil(log2 p). Keeps rank order.
     """
     mine = span(0, size)
     distance = 1
@@ -57,7 +55,7 @@ def doubling_scan(rank: int, size: int) -> Rounds:
 def doubling_exscan(rank: int, size: int) -> Rounds:
     """As the scan, with a second sum that leaves out the rank's own term.
 
-    ceil(log2 p) rounds: q (alpha + n beta + 2 n gamma). Keeps rank order.
+    Cost: q (alpha + n beta + 2 n gamma). Keeps rank order.
     """
     mine, below, arrived = (span(copy * size, (copy + 1) * size) for copy in range(3))
     distance = 1

@@ -110,7 +110,7 @@ def _last(places: int) -> int:
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
     """Each half of the vector goes down its own tree; a rank forwards one half and receives both.
 
-    At most 2(k+f) rounds for k segments of each half, f = floor(log2 p): 2(k+f) alpha + (k+f)/k n beta.
+    Cost: at most 2(k+f) alpha + (k+f)/k n beta for k segments of each half, f = floor(log2 p).
     """
     if size == 1:
         return
@@ -128,17 +128,14 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
                 rounds[time + later].append(Recv((parent + root) % size, chunk))
             for child in children:
                 rounds[_following(time, child, tree, turns) + later].append(Send((child + root) % size, chunk))
-    for time in range(
-        _last(size - 1) + 2 * segments - 1
-    ):  # the same number on all ranks, so that the reverse is aligned
-        yield rounds[time]
+    # The same number of rounds on all ranks, so that the reverse is aligned.
+    yield from (rounds[time] for time in range(_last(size - 1) + 2 * segments - 1))
 
 
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
     """Reverse of the broadcast: the sum of each half goes up its own tree.
 
-    At most 2(k+f) rounds for k segments of each half: 2(k+f) alpha + (k+f)/k n (beta + gamma).
-    Commutative operations only.
+    Cost: at most 2(k+f) alpha + (k+f)/k n (beta + gamma). Commutative operations only.
     """
     return reverse(broadcast(rank, size, root, segments), rank, reducing=True)
 
@@ -146,8 +143,7 @@ def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
 def allreduce(rank: int, size: int, segments: int) -> Rounds:
     """Sums go up both trees to rank 0, then the results go down again.
 
-    At most 4(k+f) rounds for k segments of each half: 4(k+f) alpha + (k+f)/k n (2 beta + gamma). Keeps rank order; all
-    ranks get the same bits.
+    Cost: at most 4(k+f) alpha + (k+f)/k n (2 beta + gamma). Keeps rank order; all ranks get the same bits.
     """
     yield from reduce(rank, size, 0, segments)
     yield from broadcast(rank, size, 0, segments)

@@ -15,10 +15,8 @@ def even(elements: int, parts: int, grain: int = 1) -> tuple[int, ...]:
     All pieces but the last non-empty one are multiples of `grain` elements, so that large pieces start on cache lines.
     With fewer than `parts * grain` elements the grain is ignored.
 
-    >>> even(10, 4)
-    (3, 3, 2, 2)
-    >>> even(2, 4)
-    (1, 1, 0, 0)
+    >>> even(10, 4), even(2, 4)
+    ((3, 3, 2, 2), (1, 1, 0, 0))
     """
     if grain > 1 and elements >= parts * grain:
         whole, rest = divmod(elements, grain)

@@ -19,39 +19,23 @@ Value: TypeAlias = tuple[Term, ...]
 
 
 class Meaning(NamedTuple):
-    """Semantics of one collective: number of blocks, input and output of a rank.
+    """Semantics of one collective: input and output blocks of a rank.
 
-    Attributes
-    ----------
-    blocks : size -> int
-        Number of blocks of the data. An algorithm may cut a vector in another number.
-    before : (rank, size, root, blocks) -> block numbers
-        Input blocks of the rank.
-    after : (rank, size, root, blocks) -> {block: ranks whose terms it holds}
-        Output blocks of the rank. All other blocks are undefined.
-    rooted, reduces : bool
-        Whether there is a root, and whether there is a reduction operation.
-    synchronises : bool
-        Whether no rank may leave before all ranks have entered, as in a barrier.
-    vector : bool
-        Whether the data is one vector that may be cut anywhere, instead of blocks with owners.
+    `before(rank, size, root, blocks)` gives the input blocks of the rank, `after` with the same arguments the output
+    blocks, each with the ranks whose terms it holds. All other blocks are undefined.
     """
 
-    blocks: Callable[[int], int]
     before: Callable[[int, int, int, int], Iterable[int]]
     after: Callable[[int, int, int, int], dict[int, Iterable[int]]]
     rooted: bool = False
     reduces: bool = False
-    synchronises: bool = False
-    vector: bool = False
+    synchronises: bool = False  # no rank may leave before all ranks have entered, as in a barrier
+    vector: bool = False  # one vector that may be cut anywhere, instead of blocks with owners
+    pairs: bool = False  # a block per pair of ranks, instead of one per rank
 
-
-def _per_rank(size: int) -> int:
-    return size
-
-
-def _per_pair(size: int) -> int:
-    return size * size
+    def blocks(self, size: int) -> int:
+        """Number of blocks of the data. An algorithm may cut a vector in another number."""
+        return size * size if self.pairs else size
 
 
 def _all(rank: int, size: int, root: int, blocks: int) -> range:
@@ -71,52 +55,35 @@ def _none(rank: int, size: int, root: int, blocks: int) -> range:
 
 
 MEANINGS: dict[str, Meaning] = {
-    "barrier": Meaning(_per_rank, _none, lambda rank, size, root, blocks: {}, synchronises=True),
+    "barrier": Meaning(_none, lambda rank, size, root, blocks: {}, synchronises=True),
     "broadcast": Meaning(
-        _per_rank,
-        _at_root,
-        lambda rank, size, root, blocks: dict.fromkeys(range(blocks), (root,)),
-        rooted=True,
-        vector=True,
+        _at_root, lambda rank, size, root, blocks: dict.fromkeys(range(blocks), (root,)), rooted=True, vector=True
     ),
     "reduce": Meaning(
-        _per_rank,
         _all,
         lambda rank, size, root, blocks: {c: range(size) for c in range(blocks)} if rank == root else {},
         rooted=True,
         reduces=True,
         vector=True,
     ),
-    "scatter": Meaning(_per_rank, _at_root, lambda rank, size, root, blocks: {rank: (root,)}, rooted=True),
+    "scatter": Meaning(_at_root, lambda rank, size, root, blocks: {rank: (root,)}, rooted=True),
     "gather": Meaning(
-        _per_rank,
-        _own,
-        lambda rank, size, root, blocks: {c: (c,) for c in range(size)} if rank == root else {},
-        rooted=True,
+        _own, lambda rank, size, root, blocks: {c: (c,) for c in range(size)} if rank == root else {}, rooted=True
     ),
-    "allgather": Meaning(_per_rank, _own, lambda rank, size, root, blocks: {c: (c,) for c in range(size)}),
-    "reduce_scatter": Meaning(_per_rank, _all, lambda rank, size, root, blocks: {rank: range(size)}, reduces=True),
+    "allgather": Meaning(_own, lambda rank, size, root, blocks: {c: (c,) for c in range(size)}),
+    "reduce_scatter": Meaning(_all, lambda rank, size, root, blocks: {rank: range(size)}, reduces=True),
     "allreduce": Meaning(
-        _per_rank,
-        _all,
-        lambda rank, size, root, blocks: {c: range(size) for c in range(blocks)},
-        reduces=True,
-        vector=True,
+        _all, lambda rank, size, root, blocks: {c: range(size) for c in range(blocks)}, reduces=True, vector=True
     ),
     "alltoall": Meaning(
-        _per_pair,
         lambda rank, size, root, blocks: range(rank * size, (rank + 1) * size),
         lambda rank, size, root, blocks: {source * size + rank: (source,) for source in range(size)},
+        pairs=True,
     ),
     "scan": Meaning(
-        _per_rank,
-        _all,
-        lambda rank, size, root, blocks: {c: range(rank + 1) for c in range(blocks)},
-        reduces=True,
-        vector=True,
+        _all, lambda rank, size, root, blocks: {c: range(rank + 1) for c in range(blocks)}, reduces=True, vector=True
     ),
     "exscan": Meaning(
-        _per_rank,
         _all,
         lambda rank, size, root, blocks: {c: range(rank) for c in range(blocks)} if rank else {},
         reduces=True,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 Chunks: TypeAlias = tuple[range, ...]
-"""Chunk numbers, in the order in which they travel: a few ranges of consecutive ones."""
+"""Chunk numbers in the order of transfer: a few ranges of consecutive ones."""
 
 Side: TypeAlias = Literal["left", "right"]
 

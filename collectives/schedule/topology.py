@@ -12,10 +12,8 @@ Nodes: TypeAlias = tuple[int, ...]
 def numbered(nodes: Iterable[Hashable]) -> Nodes | None:
     """Number the nodes of ranks given by name; None if there is only one node.
 
-    >>> numbered(["b", "a", "b"])
-    (0, 1, 0)
-    >>> numbered([7, 7]) is None
-    True
+    >>> numbered(["b", "a", "b"]), numbered([7, 7])
+    ((0, 1, 0), None)
     """
     numbers: dict[Hashable, int] = {}
     placement = tuple(numbers.setdefault(node, len(numbers)) for node in nodes)

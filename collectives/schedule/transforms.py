@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from collectives.schedule.steps import (
     Chunks,
@@ -16,7 +16,7 @@ from collectives.schedule.steps import (
     Step,
     numbers,
     scattered,
-)
+)  # fmt: skip
 
 
 def reverse(rounds: Iterable[Round], rank: int, reducing: bool) -> Rounds:
@@ -52,7 +52,7 @@ def _renamed(step: Step, peer: Callable[[int], int], chunks: Callable[[Chunks], 
             return Reduce(chunks(what), chunks(target), side)
         case Copy(what, target):
             return Copy(chunks(what), chunks(target))
-    raise TypeError(f"{step!r} is no step")
+    raise TypeError(f"expected a step, found {step!r}")
 
 
 def on(
@@ -92,14 +92,9 @@ def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) 
     """
 
     def of_vector(chunks: Chunks, segment: int) -> Chunks:
-        return tuple(
-            range(
-                lap * segments * count + segment * count + start,
-                lap * segments * count + segment * count + stop,
-            )
-            for part in chunks
-            for lap, start, stop in _laps(part, count)
-        )
+        laps = [(lap, part) for chunk in chunks for lap, part in _laps(chunk, count)]
+        starts = [(lap * segments + segment) * count for lap, _ in laps]
+        return tuple(range(start + part.start, start + part.stop) for start, (_, part) in zip(starts, laps))
 
     def of_blocks(chunks: Chunks, segment: int) -> Chunks:
         return scattered(chunk * segments + segment for chunk in numbers(chunks))
@@ -107,13 +102,8 @@ def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) 
     return pipelined(rounds, segments, of_vector if vector else of_blocks)
 
 
-def _laps(part: range, count: int) -> list[tuple[int, int, int]]:
-    """Split a range of chunks by copies of the vector: (copy, first chunk, end); copy 0 is the data itself."""
-    laps = []
-    start = part.start
-    while start < part.stop:
-        lap, first = divmod(start, count)
-        stop = min(part.stop, (lap + 1) * count)
-        laps.append((lap, first, first + stop - start))
-        start = stop
-    return laps
+def _laps(chunks: range, count: int) -> Iterator[tuple[int, range]]:
+    """Split a range of chunks by copies of the vector: (copy, its chunks); copy 0 is the data itself."""
+    for lap in range(chunks.start // count, -(-chunks.stop // count)):
+        first = lap * count
+        yield lap, range(max(chunks.start - first, 0), min(chunks.stop - first, count))
