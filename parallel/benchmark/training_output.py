@@ -96,11 +96,11 @@ def write_trace(path: Path, comm: Communicator, events: list[ProfilerEvent], ahe
         thread = rank * len(LANES) + (event.kind == "flight")
         times = event.start - ahead - start, event.end - ahead - start
         mine.append(traces.span(thread, nodes[rank], event.name, event.kind, *times, **event.about))
-    everyone = comm.gather(mine) or []
+    gathered = comm.gather(mine) or []
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        traces.write(path, [*traces.names(nodes, LANES), *(entry for some in everyone for entry in some)], **about)
+        traces.write(path, [*traces.names(nodes, LANES), *(entry for some in gathered for entry in some)], **about)
 
     collective_call(comm, write, f"{path} was not written", OutputError, root=0)
     launcher.say(f"{path} written; ui.perfetto.dev opens it")

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser, model: str) -> None:
     add("--json", type=Path, metavar="FILE", help="write all results")
 
 
-def settle(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def resolve_data(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Set the data of the model, or end with an error."""
     family = options.model.partition(":")[0]
     if family not in DATA:
@@ -47,12 +47,12 @@ def task_of(options: argparse.Namespace) -> LearningTask:
 def batches(task: LearningTask, options: argparse.Namespace, comm: Communicator) -> Iterator[Batch]:
     """This rank's micro-batch of each step. All are full, so that every step is the same work."""
     rank, size = comm.Get_rank(), comm.Get_size()
-    together = size * options.micro_batch
-    if len(task.train) < together:
-        raise ValueError(f"--micro-batch: a step takes {together} samples, and {task.name} has {len(task.train)}")
-    sampler = Sampler(len(task.train), together, options.micro_batch, options.seed)
+    global_batch = size * options.micro_batch
+    if len(task.train) < global_batch:
+        raise ValueError(f"--micro-batch: a step takes {global_batch} samples, and {task.name} has {len(task.train)}")
+    sampler = Sampler(len(task.train), global_batch, options.micro_batch, options.seed)
     for step in sampler.ahead():
-        if step.samples == together:
+        if step.samples == global_batch:
             yield next(step.batches(task.train, [rank]))
 
 

@@ -55,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bucket-mb", type=float, default=4.0, metavar="X", help="of a bucket of gradients (default 4)")
     add("--first-mb", type=float, default=1.0, metavar="X", help="of the smallest ones (default 1)")
     options = parser.parse_args(argv)
-    workload.settle(parser, options)
+    workload.resolve_data(parser, options)
     names = options.layouts.split(",")
     unknown = [name for name in names if name not in LAYOUTS]
     if unknown:

@@ -44,7 +44,7 @@ class SleepingStage:
         self._seconds, self._form = seconds, ArraySpec((nbytes,), np.dtype(np.uint8))
         self._array = np.zeros(nbytes, np.uint8)
 
-    def made(self, part: int, microbatch: int) -> ArraySpec:
+    def output_spec(self, part: int, microbatch: int) -> ArraySpec:
         return self._form
 
     def forward(self, chunk: int, microbatch: int, x: Any) -> Any:

@@ -103,12 +103,12 @@ def main() -> int:
         rounds = [round_(plainly, engine, step, vector) for step in range(args.turns + 2)][2:]
         seconds = {what: median(some[what] for some in rounds) for what in rounds[0]}
     nbytes = engine.flat.length * 4
-    everyone = comm.bcast(seconds, root=1)  # the worker's clock
+    measured = comm.bcast(seconds, root=1)  # the worker's clock
     good = True
     say(f"{nbytes / 1e6:.1f} MB in {len(engine.keys)} keys, {MPI.get_vendor()[0]}")
     for what in ("push", "pull"):
-        ratio = everyone[f"plain {what}"] / everyone[what]
+        ratio = measured[f"plain {what}"] / measured[what]
         good &= ratio >= args.goal
-        speeds = nbytes / 1e9 / everyone[what], nbytes / 1e9 / everyone[f"plain {what}"]
+        speeds = nbytes / 1e9 / measured[what], nbytes / 1e9 / measured[f"plain {what}"]
         say(f"{what}: {speeds[0]:.2f} GB/s, plain {speeds[1]:.2f} GB/s, ratio {ratio:.2f}")
     return int(not good)

@@ -50,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bucket-mb", type=float, default=25.0, metavar="X", help="of PyTorch's buckets (default 25, its own)")
     add("--plot", type=Path, metavar="FILE", help="draw both loss curves and all turns (PNG)")
     options = parser.parse_args(argv)
-    workload.settle(parser, options)
+    workload.resolve_data(parser, options)
     if not 0 < options.rate < np.inf:
         parser.error(f"argument --rate: expected a number above 0, found {options.rate}")
     if find_spec("torch") is None:

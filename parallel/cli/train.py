@@ -145,12 +145,12 @@ def limit_threads(comm: Communicator, args: argparse.Namespace, chosen: settings
 
 def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -> None:
     """Print data, model, batch and layout."""
-    chosen, settled = plan.settings, plan.settled
+    chosen, resolved = plan.settings, plan.resolved
     batch = f"batch {chosen.batch} in micro-batches of {plan.sampler.micro_batch}"
     say(f"{plan.task.name}: {len(plan.task.train)} samples, {len(plan.task.test)} for the test")
     say(f"{chosen.model}: {short(plan.parameters)} parameters, {chosen.precision}, {chosen.optimizer}, {batch}")
-    parts = f", parts begin at units {settled.cuts.rpartition(',')[0]}" if settled.cuts else ""
-    say(f"{settled.layout} on {ranks_in_words(comm.Get_size(), args.threads)}{parts}, {plan.steps} steps")
+    parts = f", parts begin at units {resolved.cuts.rpartition(',')[0]}" if resolved.cuts else ""
+    say(f"{resolved.layout} on {ranks_in_words(comm.Get_size(), args.threads)}{parts}, {plan.steps} steps")
 
 
 def lock_checkpoints(folder: Path) -> None:

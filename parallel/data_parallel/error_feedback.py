@@ -12,7 +12,7 @@ from collectives.compressed import Motion
 from collectives.runtime.requests import Request, wait_all
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data_parallel.grad_bucket import GradBucket
-from parallel.data_parallel.reducers import START, Numbers, PlainReducer, StepScale
+from parallel.data_parallel.reducers import START, Assignment, PlainReducer, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import Span
 from quant.types import Array
@@ -21,14 +21,9 @@ from quant.types import Array
 class ErrorFeedbackReducer(PlainReducer):
     """Plain sum over a rank's micro-batches, compressed sum over the ranks.
 
-    The residual is kept in units of the step's mean gradient, so neither the number of samples in a step nor the loss
-    scale changes its meaning. (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.)
-
-    Attributes
-    ----------
-    residual : vector or None
-        Gradients minus sent values of this rank, over all steps; only the sum over all ranks has a meaning. None
-        without feedback.
+    `residual` are gradients minus sent values of this rank, over all steps; only the sum over all ranks has a meaning.
+    It is kept in units of the step's mean gradient, so neither the number of samples in a step nor the loss scale
+    changes its meaning. (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.)
     """
 
     alone = True
@@ -50,10 +45,10 @@ class ErrorFeedbackReducer(PlainReducer):
         ends = [(place.span, place.span.start + place.size) for place in bucket.places]
         self._gaps = [bucket.within(Span(end, span.stop)) for span, end in ends if end < span.stop]
         self._step_scale = START
-        self._motion: Motion = iter(())
+        self._rounds: Motion = iter(())
         self._waiting: list[Request] = []
 
-    def assign(self, everyone: Numbers, step_scale: StepScale = START) -> None:
+    def assign(self, assignment: Assignment, step_scale: StepScale = START) -> None:
         self._step_scale = step_scale
 
     def begin(self) -> None:
@@ -61,35 +56,29 @@ class ErrorFeedbackReducer(PlainReducer):
         self._sent = False
 
     def undo(self) -> None:
-        """Restore the residual from before the step, which is not made."""
+        """Restore the residual from before the step, which made no update."""
         if self._sent:
             self.residual, self._before = self._before, self.residual
             self._sent = False
 
     def bind(self) -> None:
-        """No-op: compressors are bound when they are made."""
-
-    def allreduce(self) -> None:
-        """Sum over the ranks, on all of them."""
-        self.start()
-        self.finish()
+        """No-op: compressors are bound when they are created."""
 
     def start(self) -> None:
         self.bucket.complete(gaps=True)
-        self._motion = self._exchange()
-        self._waiting = next(self._motion, [])
+        self._rounds = self._exchange()
+        self._waiting = next(self._rounds, [])
 
     def test(self) -> bool:
         """Progress as far as messages have arrived; True if the exchange is complete."""
         while self._waiting and all([request.Test() for request in self._waiting]):
-            self._waiting = next(self._motion, [])
+            self._waiting = next(self._rounds, [])
         return not self._waiting
 
     def finish(self) -> None:
-        """Wait for the exchange."""
         while self._waiting:
             wait_all(self._waiting)
-            self._waiting = next(self._motion, [])
+            self._waiting = next(self._rounds, [])
 
     def average_residual(self) -> None:
         """Give every rank the mean of all residuals. Collective."""
@@ -98,7 +87,7 @@ class ErrorFeedbackReducer(PlainReducer):
             self.residual /= self._context.comm.Get_size()
 
     def rescale_residual(self, ranks: int) -> None:
-        """Rescale the residual, which was assigned from a checkpoint of so many ranks."""
+        """Rescale the residual of a checkpoint of so many ranks."""
         if self._feedback:
             self.residual *= ranks / self._context.comm.Get_size()
 
@@ -113,7 +102,6 @@ class ErrorFeedbackReducer(PlainReducer):
             yield TensorSlice(f"feedback/{name}", array.shape, 0, array.reshape(-1), mine)
 
     def close(self) -> None:
-        """Collective."""
         self.compressor.close()
 
     def _exchange(self) -> Motion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 from array_api_compat import array_namespace
@@ -18,25 +19,8 @@ T = TypeVar("T")
 class GradBucket:
     """A run of the flat vector, divided among the ranks, and its gradient while a backward accumulates it.
 
-    Parameters
-    ----------
-    number : int
-        Buckets are exchanged in this order, on all ranks.
-    places : sequence of ParamSpan
-        Neighbours, in ascending order.
-    ranks, rank : int
-
-    Attributes
-    ----------
-    span : Span
-    parts : tuple of Span
-        Rank by rank, of whole blocks.
-    own : Span
-        This rank's part.
-    counts : list of int
-        Elements of the parts.
-    vector : array or None
-        Memory that the gradient is accumulated in.
+    `number` is the position in the order of exchanges; `places` are neighbours, ascending. `parts` are the parts of all
+    ranks, in whole blocks, `counts` their elements, and `own` is this rank's. The gradient is accumulated in `vector`.
     """
 
     def __init__(self, number: int, places: Sequence[ParamSpan], ranks: int, rank: int):
@@ -58,7 +42,7 @@ class GradBucket:
     def use_scratch(self, scratch: Array) -> None:
         """Set memory for all gradients of a tensor but the first, until they are added; see `PartitionSpec.scratch`.
 
-        A longer tensor, with one use that nevertheless comes twice, gets memory for the moment.
+        A longer tensor with one use, whose gradient comes twice nevertheless, gets temporary memory.
         """
         self._scratch = scratch
 
@@ -68,7 +52,6 @@ class GradBucket:
         self._written.clear()
 
     def begin_backward(self) -> None:
-        """Accept gradients."""
         self._accepts = True
 
     def end_backward(self) -> None:
@@ -104,7 +87,7 @@ class GradBucket:
 
 
 def users_of(buckets: Sequence[GradBucket], plan: PartitionSpec) -> list[tuple[int, ...]]:
-    """For every bucket the units that use it, ascending."""
+    """Units that use each bucket, ascending."""
     return [
         tuple(sorted({unit for place in bucket.places for unit in plan.users[id(place.parameter)]}))
         for bucket in buckets
@@ -112,21 +95,21 @@ def users_of(buckets: Sequence[GradBucket], plan: PartitionSpec) -> list[tuple[i
 
 
 def buckets_of(cut: Iterable[Sequence[ParamSpan]], plan: PartitionSpec) -> list[GradBucket]:
-    """Numbered buckets of these places; without those that have none."""
+    """Numbered, non-empty buckets."""
     return [GradBucket(number, places, plan.ranks, plan.rank) for number, places in enumerate(filter(None, cut))]
 
 
 def of(table: Mapping[int, T], parameter: Parameter) -> T:
-    """The entry of a table by parameters' identities.
-
-    Raises
-    ------
-    ValueError
-        If the parameter has none, since no operator of these units holds it.
-    """
+    """Entry of a table by the parameter's identity; ValueError if no operator of these units holds the parameter."""
     if id(parameter) not in table:
         name = parameter.name or f"a parameter of shape {parameter.shape}"
         raise ValueError(
             f"the gradient of {name}: expected a parameter that the operator holds as an attribute, in a list or tuple"
         )
     return table[id(parameter)]
+
+
+def own_views(vector: Array, buckets: Sequence[GradBucket]) -> list[tuple[Span, Array]]:
+    """This rank's part of each bucket, and its view of a vector that holds one part after another."""
+    starts = accumulate((bucket.own.size for bucket in buckets), initial=0)
+    return [(bucket.own, vector[start : start + bucket.own.size]) for bucket, start in zip(buckets, starts)]

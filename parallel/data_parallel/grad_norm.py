@@ -12,14 +12,7 @@ from parallel.nn.flat_params import BLOCK, Span
 
 
 class SquaredBlocks:
-    """Gather of per-block sums: each rank knows the blocks of its spans.
-
-    Parameters
-    ----------
-    context : RunContext
-    spans : sequence of sequence of Span
-        Rank by rank; together they make up the vector.
-    """
+    """Gather of per-block sums: each rank knows the blocks of its spans (`spans` rank by rank)."""
 
     def __init__(self, context: RunContext, spans: Sequence[Sequence[Span]]):
         self._context = context
@@ -29,31 +22,24 @@ class SquaredBlocks:
         self._arriving = context.memory.on_host("buffers", len(self._order), np.float64)
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
-        """Every block's number, float64, in the order of the vector, from those of each rank's spans. Collective."""
+        """Sum of every block, float64, in the order of the vector, from those of each rank's spans. Collective."""
         with self._context.recorder("communication", "gather block sums"):
             self._context.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
         return in_order(self._arriving, self._order)
 
 
 class AllBlocks:
-    """Local counterpart of `SquaredBlocks`, for ranks that know all blocks.
-
-    Parameters
-    ----------
-    spans : sequence of Span
-        This rank's, which make up the vector.
-    """
+    """Local counterpart of `SquaredBlocks`, for ranks whose `spans` are the whole vector."""
 
     def __init__(self, spans: Sequence[Span]):
         self._order = numbers_of(spans)
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
-        """Every block's number in the order of the vector, from those in the order of the spans."""
         return in_order(mine, self._order)
 
 
 def numbers_of(spans: Iterable[Span]) -> np.ndarray:
-    """The numbers of the spans' blocks, one span after another.
+    """Numbers of the spans' blocks, one span after another.
 
     >>> numbers_of([Span(512, 1024), Span(0, 256)]).tolist()
     [2, 3, 0]
@@ -63,12 +49,12 @@ def numbers_of(spans: Iterable[Span]) -> np.ndarray:
 
 
 def in_order(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The value of each block, in the order of the vector; the k-th value is that of block ``numbers[k]``."""
+    """Value of each block, in the order of the vector; the k-th value is that of block ``numbers[k]``."""
     whole = np.empty_like(values)
     whole[numbers] = values
     return whole
 
 
 def blocks_of(span: Span) -> slice:
-    """The blocks of a span, in the vector of all blocks."""
+    """Blocks of a span, in the vector of all blocks."""
     return slice(span.start // BLOCK, span.stop // BLOCK)

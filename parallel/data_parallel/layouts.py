@@ -14,25 +14,22 @@ from parallel.nn.flat_params import Span, shards
 
 
 class DataParallelLayout(NamedTuple):
-    """A data-parallel layout: gradient sink, parameter store, assignment of micro-batches.
+    """A data-parallel layout: gradient sink, and assignment of micro-batches (`share`: micro-batches, rank, ranks).
 
-    Attributes
-    ----------
-    gradients : callable (context) -> sink of gradients
-    weights : callable (context, sink) -> ReplicatedParams or ShardedParams
-    share : callable (micro-batches, rank, ranks) -> numbers
-        This rank's micro-batches.
-    divided : bool
-        Every rank updates a part of the weights only.
-    drawn : bool
-        Ranks may draw micro-batches while the step runs, since no rank waits for another before its end.
+    With `divided` every rank updates a part of the weights only, with `sharded` it also stores only that. With `drawn`
+    ranks may draw micro-batches during the step, since no rank waits for another before its end.
     """
 
     gradients: Callable[[RunContext], Any]
-    weights: Callable[[RunContext, Any], ReplicatedParams | ShardedParams]
     share: Callable[[int, int, int], range]
     divided: bool
     drawn: bool
+    sharded: bool = False
+
+    def weights(self, context: RunContext, gradients: Any) -> ReplicatedParams | ShardedParams:
+        if self.sharded:
+            return ShardedParams(context, gradients.buckets, gradients.users)
+        return ReplicatedParams(context, [span for span, _ in gradients.own], gradients.buckets if self.divided else ())
 
     def spans(self, context: RunContext, gradients: Any) -> list[list[Span]]:
         """Spans of each rank, of which it has the sum of gradients; together they make up the vector."""
@@ -42,23 +39,11 @@ class DataParallelLayout(NamedTuple):
         return [[span] for span in shards(context.flat.span, len(ranks))]
 
 
-def _everywhere(context: RunContext, gradients: Any) -> ReplicatedParams:
-    return ReplicatedParams(context, [span for span, _ in gradients.own])
-
-
-def _published(context: RunContext, gradients: Any) -> ReplicatedParams:
-    return ReplicatedParams(context, [span for span, _ in gradients.own], gradients.buckets)
-
-
-def _just_in_time(context: RunContext, gradients: Any) -> ShardedParams:
-    return ShardedParams(context, gradients.buckets, gradients.users)
-
-
 LAYOUTS = {
-    "dp-naive": DataParallelLayout(NaiveDDP, _everywhere, contiguous, divided=False, drawn=True),
-    "dp-bucket": DataParallelLayout(BucketedDDP, _everywhere, contiguous, divided=False, drawn=True),
-    "dp": DataParallelLayout(OverlappedDDP, _everywhere, contiguous, divided=False, drawn=True),
-    "zero1": DataParallelLayout(Zero1, _published, contiguous, divided=True, drawn=True),
-    "zero2": DataParallelLayout(Zero2, _published, interleaved, divided=True, drawn=False),
-    "zero3": DataParallelLayout(Zero3, _just_in_time, interleaved, divided=True, drawn=False),
+    "dp-naive": DataParallelLayout(NaiveDDP, contiguous, divided=False, drawn=True),
+    "dp-bucket": DataParallelLayout(BucketedDDP, contiguous, divided=False, drawn=True),
+    "dp": DataParallelLayout(OverlappedDDP, contiguous, divided=False, drawn=True),
+    "zero1": DataParallelLayout(Zero1, contiguous, divided=True, drawn=True),
+    "zero2": DataParallelLayout(Zero2, interleaved, divided=True, drawn=False),
+    "zero3": DataParallelLayout(Zero3, interleaved, divided=True, drawn=False, sharded=True),
 }

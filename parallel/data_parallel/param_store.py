@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.data_parallel.grad_bucket import GradBucket, own_views
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import Span
 from quant.types import Array
@@ -15,18 +15,8 @@ from quant.types import Array
 class ReplicatedParams:
     """All weights on every rank, all of the time.
 
-    Parameters
-    ----------
-    context : RunContext
-    spans : sequence of Span
-        What this rank updates.
-    buckets : sequence of GradBucket
-        Gathered by `allgather_updates`; empty where every rank updates everything.
-
-    Attributes
-    ----------
-    own : list of (Span, array)
-        The weights that this rank updates.
+    `spans` are updated by this rank, and `buckets` gathered by `allgather_updates` (none where every rank updates
+    everything). `own` are the spans and their weights.
     """
 
     replicated = True
@@ -37,14 +27,11 @@ class ReplicatedParams:
         context.flat.bind(self.vector)
         self.own = [(span, self.vector[context.flat.within(span)]) for span in spans]
 
-    def begin(self, path: Sequence[int]) -> None:
-        """No-op."""
+    def begin(self, path: Sequence[int]) -> None: ...
 
-    def unshard(self) -> None:
-        """No-op: all weights are here."""
+    def unshard(self) -> None: ...
 
-    def reshard(self) -> None:
-        """No-op."""
+    def reshard(self) -> None: ...
 
     def allgather_updates(self) -> None:
         """Gather the weights that the ranks have updated. Collective."""
@@ -53,29 +40,17 @@ class ReplicatedParams:
                 run = self.vector[self._context.flat.within(bucket.span)]
                 self._context.comm.Allgatherv(MPI.IN_PLACE, [run, bucket.counts])
 
-    def close(self) -> None:
-        """No-op."""
+    def close(self) -> None: ...
 
 
 class ShardedParams:
     """A part of the weights on every rank; a unit's are gathered before its use, while the unit before it computes.
 
-    A bucket has a slot in memory, which it shares with buckets of other units: units with even numbers and those with
-    odd ones take turns. What is still in its slot when it is wanted again is not gathered again. Parameters of several
-    units have slots of their own.
+    A bucket has a slot in memory, which it shares with buckets of other units: units with even and odd numbers take
+    turns. A bucket that is still in its slot when it is needed again is not gathered again. Parameters of several units
+    have slots of their own; no bucket has parameters of two units, unless all of its parameters have both.
 
-    Parameters
-    ----------
-    context : RunContext
-    buckets : sequence of GradBucket
-        No bucket has parameters of two units, unless all of its parameters have both.
-    users : sequence of tuple of int
-        For every bucket the units that use it, ascending.
-
-    Attributes
-    ----------
-    own : list of (Span, array)
-        This rank's part of each bucket.
+    `users` are the units that use each bucket, ascending; `own` is this rank's part of each bucket.
     """
 
     replicated = False
@@ -83,10 +58,7 @@ class ShardedParams:
     def __init__(self, context: RunContext, buckets: Sequence[GradBucket], users: Sequence[tuple[int, ...]]):
         self._context, self._buckets, self._users = context, buckets, users
         self.vector = context.memory.shared("parameters", sum(bucket.own.size for bucket in buckets), context.storage)
-        self.own, at = [], 0
-        for bucket in buckets:
-            self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
-            at += bucket.own.size
+        self.own = own_views(self.vector, buckets)
         self._slot = resident_slots(users)
         sizes = slot_sizes(self._slot, buckets)
         slots = {slot: context.memory.shared("buffers", size, context.storage) for slot, size in sizes.items()}
@@ -96,7 +68,7 @@ class ShardedParams:
             for bucket, (_, part), view in zip(buckets, self.own, self._views)
         ]
         self._held: dict[object, int] = {}
-        self._flying: set[int] = set()
+        self._in_flight: set[int] = set()
         self._path: Sequence[int] = ()
         self._at = -1
 
@@ -111,10 +83,10 @@ class ShardedParams:
         for number in here:
             self._fetch(number)
         for number in here:
-            if number in self._flying:
+            if number in self._in_flight:
                 with self._context.recorder("communication", "gather", bucket=number):
                     self._requests[number].Wait()
-                self._flying.remove(number)
+                self._in_flight.remove(number)
             self._context.flat.bind(self._views[number], self._buckets[number].places, self._buckets[number].span.start)
         busy = {self._slot[number] for number in here}
         for number in self._needs(self._at + 1):
@@ -146,7 +118,7 @@ class ShardedParams:
         slot = self._slot[number]
         if self._held.get(slot) != number:
             self._held[slot] = number
-            self._flying.add(number)
+            self._in_flight.add(number)
             with self._context.recorder("communication", "start gather", bucket=number):
                 self._requests[number].Start()
 

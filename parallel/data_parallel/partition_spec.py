@@ -1,4 +1,4 @@
-"""Division of a model's flat vector, from shapes and settings alone. Imports no MPI and allocates nothing."""
+"""Partition of a model's flat vector, from shapes and settings alone. Imports no MPI and allocates nothing."""
 
 from __future__ import annotations
 
@@ -19,19 +19,11 @@ class PartitionSpec:
 
     Attributes
     ----------
-    units : tuple of Operator
-        Items of the model, whose weights are gathered and released together.
-    precision : Precision
-        `storage` is the type of weights as operators see them and of activations, `wide` that of gradients, master
-        weights and moments.
-    reproducible : bool
-        Whether gradients are added in the canonical order.
-    bucket_bytes, first_bytes : int
-        A bucket of gradients is closed when it has as many bytes; the same for the one that is complete first. None
-        has fewer than that, unless there is only one.
-    seed : int
-    compress : parallel.grad_compression.CompressorFactory, optional
-        What becomes of a bucket between ranks.
+    units : items of the model, whose weights are gathered and released together
+    precision : `storage` is the dtype of weights and activations, `wide` that of gradients, master weights and moments
+    reproducible : gradients are added in canonical order
+    bucket_bytes, first_bytes : least bytes of a bucket of gradients, and of the one that is complete first
+    compress : `parallel.grad_compression.CompressorFactory` or None
     """
 
     units: tuple[Operator, ...]
@@ -54,14 +46,14 @@ class PartitionSpec:
         return max((place.size for place in self.flat.places if adds or place.parameter.uses > 1), default=0)
 
     def buckets(self, most: int | None = None) -> tuple[tuple[ParamSpan, ...], ...]:
-        """The places of every bucket, at most so many of them and one."""
+        """Tensors of every bucket; at most `most` + 1 buckets."""
         itemsize = self.precision.wide.itemsize
         least = 0 if most is None else -(-self.flat.length * itemsize // most)
         return buckets(self.flat.places, max(self.bucket_bytes, least), self.first_bytes, itemsize)
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:
-        """By a parameter's identity: the numbers of the units that it belongs to, ascending."""
+        """Numbers of the units that use a parameter, ascending, by its identity."""
         users: dict[int, tuple[int, ...]] = {}
         for number, unit in enumerate(self.units):
             for parameter in unit.parameters():
@@ -70,15 +62,7 @@ class PartitionSpec:
 
 
 def plan_of(model: Operator, ranks: int, rank: int, settings: Settings, compress: Any = None) -> PartitionSpec:
-    """Division of a model's vector by an engine's settings, used by the engine and by its forecast.
-
-    Parameters
-    ----------
-    model : Operator
-        Its parameters are named, and get the type in which they are stored: outlines go by it.
-    settings : Settings
-    compress : parallel.grad_compression.CompressorFactory, optional
-    """
+    """Partition of a model's vector, for the engine and its forecast; names the parameters and sets their dtype."""
     flat, precision = FlatParams(model), PRECISIONS[settings.precision]
     for place in flat.places:
         place.parameter.dtype = precision.storage

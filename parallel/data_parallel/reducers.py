@@ -1,9 +1,8 @@
 """Sums of a bucket's gradients over micro-batches and ranks: plain or in canonical order, whole or sharded.
 
-Whole reducers sum the micro-batches of a rank and exchange once per step:
-
-    begin; begin_backward, end_backward for each micro-batch; assign; then allreduce or reduce_scatter, or start, test
-    until it is done, finish: an allreduce that overlaps the backward.
+Whole reducers sum the micro-batches of a rank and exchange once per step: begin; begin_backward, end_backward for each
+micro-batch; assign; then allreduce or reduce_scatter, or start, test until it is done, finish (to overlap the
+backward).
 
 Sharded reducers exchange after every micro-batch and keep this rank's part of the sum, so that the bucket's memory can
 be reused: begin; begin_backward, exchange for each turn; finalize.
@@ -23,7 +22,7 @@ from parallel.data_parallel.run_context import RunContext
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, tree_forecast
 from quant.types import Array
 
-Numbers = Sequence[tuple[int, ...]]
+Assignment = Sequence[tuple[int, ...]]
 """The micro-batches of every rank."""
 
 
@@ -46,14 +45,8 @@ START = StepScale(0, 1, 1.0)
 class PlainReducer:
     """Sum in one vector per rank; the order of terms between ranks is MPI's.
 
-    Parameters
-    ----------
-    context : RunContext
-    bucket : GradBucket
-    vector : array
-        The bucket's gradient.
-    scratch, part : array
-        As long as the longest tensor; as long as the longest of this rank's parts, for `reduce_scatter`.
+    `vector` is the bucket's gradient. `scratch` is as long as the longest tensor, `part` (for `reduce_scatter`) as long
+    as the longest of this rank's parts.
     """
 
     alone = False
@@ -68,7 +61,7 @@ class PlainReducer:
     def begin(self) -> None:
         self.bucket.reset(self.vector)
 
-    def assign(self, everyone: Numbers, step_scale: StepScale = START) -> None:
+    def assign(self, assignment: Assignment, step_scale: StepScale = START) -> None:
         """No-op: the sum does not depend on the micro-batches' numbers."""
 
     def begin_backward(self, number: int) -> None:
@@ -78,7 +71,6 @@ class PlainReducer:
         self.bucket.end_backward()
 
     def allreduce(self) -> None:
-        """Sum over the ranks, on all of them."""
         self.start()
         self.finish()
 
@@ -95,7 +87,6 @@ class PlainReducer:
             self._request = self._comm.Allreduce_init(MPI.IN_PLACE, self.vector)
 
     def start(self) -> None:
-        """Start the allreduce."""
         self.bucket.complete()
         self.bind()
         assert self._request is not None
@@ -107,7 +98,6 @@ class PlainReducer:
         return self._request.Test()
 
     def finish(self) -> None:
-        """Wait for the exchange."""
         assert self._request is not None
         self._request.Wait()
 
@@ -117,18 +107,12 @@ class PlainReducer:
             self._request = None
 
 
-class CanonicalReducer:
-    """Sum in canonical order: micro-batches are leaves of the tree, and a part's owner adds the nodes of all ranks.
-
-    Parameters are those of `PlainReducer`; `part` is not used.
-    """
-
-    alone = False
+class CanonicalReducer(PlainReducer):
+    """Sum in canonical order: micro-batches are leaves of the tree, and a part's owner adds the nodes of all ranks."""
 
     def __init__(self, context: RunContext, bucket: GradBucket, vector: Array, scratch: Array, part: Array):
-        self.bucket, self.vector = bucket, vector
-        self._context, self._comm = context, context.comm
-        bucket.use_scratch(scratch)
+        super().__init__(context, bucket, vector, scratch, part)
+        self._context = context
         self._counter = TreeSum(VectorPool(lambda: context.memory.private("gradients", bucket.span.size, context.wide)))
         self._arriving = context.memory.private("buffers", 0, context.wide)
         self._nodes: list[tuple[TreeNode, ...]] = []
@@ -137,9 +121,8 @@ class CanonicalReducer:
     def begin(self) -> None:
         self._counter.clear()
 
-    def assign(self, everyone: Numbers, step_scale: StepScale = START) -> None:
-        """Set the micro-batches of every rank, and so the nodes that it has."""
-        self._nodes = [tree_forecast(numbers).nodes for numbers in everyone]
+    def assign(self, assignment: Assignment, step_scale: StepScale = START) -> None:
+        self._nodes = [tree_forecast(numbers).nodes for numbers in assignment]
 
     def begin_backward(self, number: int) -> None:
         self.bucket.reset(self._counter.pool.take())
@@ -151,12 +134,10 @@ class CanonicalReducer:
         self._counter.push(TreeNode(0, number), self.bucket.vector, ours=True)
 
     def allreduce(self) -> None:
-        """Sum over the ranks, on all of them."""
         self._exchange(self._comm.Alltoallv)
         self.finish()
 
     def reduce_scatter(self) -> None:
-        """Write this rank's part of the sum to its place in the vector; the rest becomes undefined."""
         self._exchange(self._comm.Alltoallv)
         self._add()
 
@@ -167,7 +148,6 @@ class CanonicalReducer:
         self._requests = self._exchange(self._comm.Ialltoallv)
 
     def test(self) -> bool:
-        """True if the exchange is complete and `finish` will not wait."""
         return all([request.Test() for request in self._requests])
 
     def finish(self) -> None:
@@ -177,24 +157,21 @@ class CanonicalReducer:
         self._add()
         self._comm.Allgatherv(MPI.IN_PLACE, [self.vector, self.bucket.counts])
 
-    def close(self) -> None:
-        """No-op."""
-
     def _exchange(self, alltoallv: Callable[[Any, Any], Any]) -> list[Any]:
         """Send each rank its part of this rank's nodes, the k-th nodes of all ranks in the k-th call."""
         size, ranks = self.bucket.own.size, len(self._nodes)
-        nodes = sum(map(len, self._nodes))
-        if len(self._arriving) < nodes * size:
+        length = size * sum(map(len, self._nodes))
+        if len(self._arriving) < length:
             self._context.memory.allocated["buffers"] -= self._arriving.nbytes
-            self._arriving = self._context.memory.private("buffers", nodes * size, self._context.wide)
+            self._arriving = self._context.memory.private("buffers", length, self._context.wide)
         starts = [part.start - self.bucket.span.start for part in self.bucket.parts]
         calls, at = [], 0
-        for progress_lock in range(max(map(len, self._nodes))):
+        for turn in range(max(map(len, self._nodes))):
             mine = self._nodes[self._context.plan.rank]
-            here = progress_lock < len(mine)
-            node = self._counter.sums[mine[progress_lock]] if here else self.vector
+            here = turn < len(mine)
+            node = self._counter.sums[mine[turn]] if here else self.vector
             sent = [node, self.bucket.counts if here else [0] * ranks, starts, None]
-            counts = [size if progress_lock < len(nodes) else 0 for nodes in self._nodes]
+            counts = [size if turn < len(nodes) else 0 for nodes in self._nodes]
             places = list(accumulate(counts[:-1], initial=at))
             calls.append(alltoallv(sent, [self._arriving, counts, places, None]))
             at += sum(counts)
@@ -204,10 +181,10 @@ class CanonicalReducer:
         """Add the received nodes in the order of the tree."""
         size, at = self.bucket.own.size, 0
         sums = TreeSum(VectorPool(list))  # in place: nothing is taken from the pool
-        for progress_lock in range(max(map(len, self._nodes))):
+        for turn in range(max(map(len, self._nodes))):
             for nodes in self._nodes:
-                if progress_lock < len(nodes):
-                    sums.push(nodes[progress_lock], self._arriving[at : at + size], ours=True)
+                if turn < len(nodes):
+                    sums.push(nodes[turn], self._arriving[at : at + size], ours=True)
                     at += size
         total = sums.total()
         self.vector[self.bucket.within(self.bucket.own)] = 0 if total is None else total
@@ -217,17 +194,9 @@ class CanonicalReducer:
 class ShardedPlainReducer:
     """Sum of this rank's part, in the order of the reduce-scatter.
 
-    Parameters
-    ----------
-    context : RunContext
-    bucket : GradBucket
-    memory : array
-        For the whole bucket during a backward; other buckets may use it at other times.
-    own : array
-        Sum of this rank's part.
-    scratch, arriving : array
-        As long as the longest tensor; as the longest of this rank's parts, in `ShardedCanonicalReducer` from every
-        rank.
+    `memory` holds the whole bucket during a backward (other buckets may use it at other times), `own` the sum of this
+    rank's part. `scratch` is as long as the longest tensor; `arriving` as the longest of this rank's parts, in
+    `ShardedCanonicalReducer` one from every rank.
     """
 
     def __init__(
@@ -238,7 +207,7 @@ class ShardedPlainReducer:
         bucket.use_scratch(scratch)
         self._empty = True
 
-    def begin(self, everyone: Numbers) -> None:
+    def begin(self, assignment: Assignment) -> None:
         self._empty = True
 
     def begin_backward(self) -> None:
@@ -246,7 +215,6 @@ class ShardedPlainReducer:
         self.bucket.begin_backward()
 
     def exchange(self, turn: int) -> None:
-        """Add the gradients of all ranks of this turn."""
         self.bucket.end_backward()
         self.bucket.complete(gaps=True)
         into = self._own if self._empty else self._arriving[: self._own.size]
@@ -261,22 +229,20 @@ class ShardedPlainReducer:
 
 
 class ShardedCanonicalReducer(ShardedPlainReducer):
-    """Sum of this rank's part in canonical order. Parameters are those of `ShardedPlainReducer`."""
-
     def __init__(
         self, context: RunContext, bucket: GradBucket, memory: Array, own: Array, scratch: Array, arriving: Array
     ):
         super().__init__(context, bucket, memory, own, scratch, arriving)
         self._rank = context.plan.rank
         self._counter = TreeSum(VectorPool(lambda: context.memory.private("gradients", bucket.own.size, context.wide)))
-        self._everyone: Numbers = ()
+        self._assignment: Assignment = ()
 
-    def begin(self, everyone: Numbers) -> None:
-        self._everyone = everyone
+    def begin(self, assignment: Assignment) -> None:
+        self._assignment = assignment
 
     def exchange(self, turn: int) -> None:
         """Receive the leaves of all ranks that have one in this turn, for this rank's part."""
-        leaves = [numbers[turn] if turn < len(numbers) else None for numbers in self._everyone]
+        leaves = [numbers[turn] if turn < len(numbers) else None for numbers in self._assignment]
         self.bucket.end_backward()
         size, here = self._own.size, leaves[self._rank] is not None
         if here:

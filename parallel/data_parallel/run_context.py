@@ -15,8 +15,6 @@ from parallel.runtime.vector_memory import VectorAllocator
 
 @dataclass(frozen=True)
 class RunContext:
-    """Partition of the model, communicator, allocator and profiler."""
-
     plan: PartitionSpec
     comm: Communicator
     memory: VectorAllocator
@@ -24,15 +22,14 @@ class RunContext:
 
     @property
     def flat(self) -> FlatParams:
-        """The vector of parameters."""
         return self.plan.flat
 
     @property
     def storage(self) -> np.dtype:
-        """The type of weights as operators see them, and of activations."""
+        """Dtype of weights and activations."""
         return self.plan.precision.storage
 
     @property
     def wide(self) -> np.dtype:
-        """The type of gradients, master weights and moments."""
+        """Dtype of gradients, master weights and moments."""
         return self.plan.precision.wide

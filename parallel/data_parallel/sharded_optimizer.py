@@ -1,6 +1,6 @@
 """Sharded optimizer: gradient norm, clipping and update of this rank's shards.
 
-A part is a run of the flat vector whose gradients are summed over some of the ranks; a rank of a pipeline has several.
+A shard is a run of the flat vector whose gradients are summed over some of the ranks; a rank of a pipeline has several.
 """
 
 from __future__ import annotations
@@ -24,16 +24,9 @@ from quant.types import Array
 
 
 class ParamShard(NamedTuple):
-    """A run of the vector, its gradients and weights, and the ranks that have it.
+    """A run of the vector, its gradient sink and parameter store, and the context of the ranks that have it.
 
-    Attributes
-    ----------
-    context : RunContext
-        Of these ranks and this run.
-    gradients : sink of gradients
-    weights : ReplicatedParams or ShardedParams
-    spans : sequence of sequence of Span
-        Spans of each rank that it alone adds to norms and writes to checkpoints.
+    `spans` are those that each rank adds to norms and writes to checkpoints.
     """
 
     context: RunContext
@@ -49,11 +42,10 @@ class ParamShard(NamedTuple):
 
     @property
     def mine(self) -> Sequence[Span]:
-        """Spans that this rank adds to norms and writes to checkpoints."""
         return self.spans[self.context.plan.rank]
 
     def close(self) -> None:
-        """Give requests back, and let go of the weights."""
+        """Free requests, and unbind the weights."""
         self.gradients.close()
         self.weights.close()
         for place in self.context.flat.places:
@@ -63,23 +55,8 @@ class ParamShard(NamedTuple):
 class ShardedOptimizer:
     """This rank's shards, and their update.
 
-    Parameters
-    ----------
-    context : RunContext
-        Of the whole vector and all ranks.
-    parts : sequence of ParamShard
-    spans : sequence of sequence of Span
-        Rank by rank; together they make up the vector.
-    optimizer : Optimizer
-    seed : int
-        Of first values.
-    clip : float or None
-        Limit of the gradient's norm.
-
-    Attributes
-    ----------
-    pieces : list of OptimizerSpan
-    scaling : LossScale
+    `spans` are those of every rank; together they make up the vector. `seed` is that of initial values, `clip` the
+    limit of the gradient norm.
     """
 
     def __init__(
@@ -124,17 +101,12 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------------------------------ a step's end
 
     def norm(self, count: int, step: int) -> tuple[float, float, bool]:
-        """The gradient's norm, the factor for the update, and whether to make it. Collective.
-
-        Parameters
-        ----------
-        count : int
-            Targets of all ranks.
+        """Gradient norm, factor for the update, and True if it can be made. Collective.
 
         Raises
         ------
         StepFailed
-            On all ranks, if the gradient is not finite and that is no matter of the loss scale, or it cannot help.
+            On all ranks, if the gradient is not finite, unless a smaller loss scale may help.
         """
         with self._context.recorder("compute", "norm"):
             squares = self._blocks.gather(self._squares())
@@ -149,12 +121,12 @@ class ShardedOptimizer:
             raise StepFailed(f"{NOTHING}; {what} not finite in step {step}")
         try:
             self.scaling.update(finite)
-        except FloatingPointError as error:  # all ranks have told it the same
+        except FloatingPointError as error:  # all ranks have the same norm
             raise StepFailed(f"{NOTHING}; {error}, in step {step}") from error
         return norm if finite else math.inf, factor * clip, finite
 
     def update(self, updates: int, factor: float) -> None:
-        """Change the weights, after so many updates, with the gradient times a factor. Collective."""
+        """Change the weights, after `updates` updates, with the gradient times a factor. Collective."""
         with self._context.recorder("compute", "update"):
             self._optimizer.update(self.pieces, updates, factor, self._gather)
         self.publish()
@@ -165,7 +137,6 @@ class ShardedOptimizer:
             part.weights.allgather_updates()
 
     def _squares(self) -> np.ndarray:
-        """Block squares of the gradient in this rank's spans."""
         held = [own for part in self._parts for own in part.gradients.own]
         return np.concatenate([np.zeros(0), *(block_squares(run) for span in self._mine for run in _runs(held, span))])
 
@@ -177,7 +148,6 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------------------------------ the state
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
         yield from tensor_slices(self.pieces, self._mine)
 
     def refresh(self) -> None:
@@ -189,7 +159,7 @@ class ShardedOptimizer:
 
 
 def _runs(held: Sequence[tuple[Span, Array]], wanted: Span) -> Iterator[Array]:
-    """A span's elements, run by run, from arrays of which each holds one."""
+    """Elements of a span, run by run, from arrays that hold one run each."""
     for span, array in sorted(held, key=lambda one: one[0]):
         start, stop = max(span.start, wanted.start), min(span.stop, wanted.stop)
         if start < stop:

@@ -1,6 +1,6 @@
-"""ZeRO: every rank updates a part of the weights, and keeps only what it needs for that.
+"""ZeRO: every rank updates a part of the weights, and stores only what it needs for that.
 
-Stage 1 divides the optimiser's state, stage 2 the gradients as well, stage 3 the weights too. (Rajbhandari et al.,
+Stage 1 divides the optimizer state, stage 2 the gradients as well, stage 3 the weights too. (Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.)
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from parallel.data_parallel.ddp import NaiveDDP
-from parallel.data_parallel.grad_bucket import buckets_of, of, users_of
+from parallel.data_parallel.grad_bucket import buckets_of, of, own_views, users_of
 from parallel.data_parallel.param_store import resident_slots, slot_sizes
 from parallel.data_parallel.partition_spec import PartitionSpec
 from parallel.data_parallel.reducers import (
     START,
-    Numbers,
+    Assignment,
     ShardedCanonicalReducer,
     ShardedPlainReducer,
     StepScale,
@@ -41,29 +41,22 @@ class Zero1(NaiveDDP):
         return [bucket.own for bucket in self.buckets]
 
     def finalize(self) -> None:
-        for sum_ in self.sums:
-            self._blocking("reduce_scatter", sum_)
+        for reducer in self.reducers:
+            self._blocking("reduce_scatter", reducer)
 
 
 class Zero2:
     """A reduce-scatter of each bucket after each backward, whose memory is then reused (ZeRO stage 2).
 
-    Attributes
-    ----------
-    own, started
-        As of `NaiveDDP`.
+    `own` and `started` are as of `NaiveDDP`.
     """
 
     def __init__(self, context: RunContext):
         self._context = context
         self.buckets = buckets_of(self.cut(context.plan), context.plan)
         self.users = users_of(self.buckets, context.plan)
-        size = sum(bucket.own.size for bucket in self.buckets)
-        self.vector = context.memory.private("gradients", size, context.wide)
-        self.own, at = [], 0
-        for bucket in self.buckets:
-            self.own.append((bucket.own, self.vector[at : at + bucket.own.size]))
-            at += bucket.own.size
+        own = sum(bucket.own.size for bucket in self.buckets)
+        self.own = own_views(context.memory.private("gradients", own, context.wide), self.buckets)
         slot, sizes = slots(self.users, [bucket.span.size for bucket in self.buckets])
         weights = self.weights(context.plan)
         dtypes = [context.wide] * len(sizes) + [context.storage] * len(weights)
@@ -73,9 +66,9 @@ class Zero2:
         parts = context.plan.ranks if context.plan.reproducible else 1
         longest = parts * max((bucket.own.size for bucket in self.buckets), default=0)
         arriving = context.memory.private("buffers", longest, context.wide)
-        reducer = ShardedCanonicalReducer if context.plan.reproducible else ShardedPlainReducer
-        self.shares = [
-            reducer(context, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)
+        make = ShardedCanonicalReducer if context.plan.reproducible else ShardedPlainReducer
+        self.reducers = [
+            make(context, bucket, memory[slot[bucket.number]][: bucket.span.size], own, scratch, arriving)
             for bucket, (_, own) in zip(self.buckets, self.own)
         ]
         self._bucket_of = {id(place.parameter): bucket for bucket in self.buckets for place in bucket.places}
@@ -84,7 +77,6 @@ class Zero2:
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
-        """Parameters of each bucket."""
         return plan.buckets()
 
     def weights(self, plan: PartitionSpec) -> list[int]:
@@ -92,47 +84,44 @@ class Zero2:
         return [plan.flat.length]
 
     @staticmethod
-    def rounds(everyone: Numbers, rank: int) -> int:
-        """Backwards that a rank takes part in: as many as any rank has micro-batches."""
-        return max(map(len, everyone))
+    def rounds(assignment: Assignment, rank: int) -> int:
+        """Number of backward passes of a rank: the largest number of micro-batches of any rank."""
+        return max(map(len, assignment))
 
-    def begin(self, everyone: Numbers, step_scale: StepScale = START) -> None:
+    def begin(self, assignment: Assignment, step_scale: StepScale = START) -> None:
         self.started = 0
-        for share in self.shares:
-            share.begin(everyone)
+        for reducer in self.reducers:
+            reducer.begin(assignment)
 
     def begin_backward(self, turn: int, number: int | None) -> None:
         """Begin a backward, of this rank or only of others."""
         self._turn = turn
-        for share in self.shares:
-            share.begin_backward()
+        for reducer in self.reducers:
+            reducer.begin_backward()
 
     def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
-        """Accumulate a gradient."""
         of(self._bucket_of, parameter).accumulate(parameter, compute)
 
     def left(self, unit: int) -> None:
         """Exchange the buckets whose last unit the backward has left."""
-        for share, units in zip(self.shares, self.users):
+        for reducer, units in zip(self.reducers, self.users):
             if units[0] == unit:
                 self.started += 1
-                with self._context.recorder("communication", "reduce_scatter", bucket=share.bucket.number):
-                    share.exchange(self._turn)
+                with self._context.recorder("communication", "reduce_scatter", bucket=reducer.bucket.number):
+                    reducer.exchange(self._turn)
 
     def end_backward(self) -> None:
         """No-op: all buckets were exchanged when the backward left their units."""
 
     def finish(self) -> None:
-        """Complete the gradients in `own`."""
-        for share in self.shares:
-            share.finalize()
+        for reducer in self.reducers:
+            reducer.finalize()
 
-    def close(self) -> None:
-        """No-op."""
+    def close(self) -> None: ...
 
 
 class Zero3(Zero2):
-    """As stage 2, with a bucket for each unit, whose weights come and go with it (`weights.Gathered`)."""
+    """As stage 2, with one bucket per unit, whose weights are gathered on use (`param_store.ShardedParams`)."""
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
@@ -145,18 +134,10 @@ class Zero3(Zero2):
 
 
 def slots(users: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Memory for what is used for a while, as a backward goes down from the last unit to the first.
+    """Memory slot of each bucket and the size of every slot: buckets that are in use at different times share one.
 
-    Parameters
-    ----------
-    users : sequence of tuple of int
-        The units that use each, ascending: it is used from the last of them to the first.
-    sizes : sequence of int
-
-    Returns
-    -------
-    list of int, list of int
-        The slot of each, and the size of every slot. What shares a slot is not used at the same time.
+    As a backward goes from the last unit to the first, a bucket is in use from the last to the first of its `users`
+    (units, ascending).
 
     >>> slots([(2, 3), (1, 2), (0, 1)], [10, 20, 30])
     ([0, 1, 0], [30, 20])

@@ -1,7 +1,4 @@
-"""Training step of all synchronous engines: exchange step headers, forward and backward, sum, update.
-
-Engines differ in how micro-batches pass through the model.
-"""
+"""Training step of all synchronous engines: exchange step headers, forward and backward, sum, update."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data.sampler import Batch
-from parallel.data_parallel.reducers import Numbers, StepScale
+from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer
 from parallel.engine.settings import Settings
@@ -25,7 +22,7 @@ from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.operator import PassMode
 from parallel.optim.loss_scaling import LossScale
 from parallel.optim.lr_schedules import rate_at
-from parallel.optim.optimizers import Optimizer, OptimizerSpan
+from parallel.optim.optimizers import Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import ProfilerEvent
@@ -40,13 +37,8 @@ Measure = Callable[[Array, Array], float]
 class ForwardBackward(NamedTuple):
     """Result of the forward and backward passes of a step.
 
-    Attributes
-    ----------
-    early : int
-        Exchanges of gradients that were started on this rank before its last backward had ended.
-    losses : list of (number, sum of losses)
-        Of this rank's micro-batches, or of those of which it has the loss.
-    problem : Exception or None
+    `early` counts exchanges that were started before this rank's last backward had ended; `losses` are sums of losses
+    by number of the micro-batch, where they are computed.
     """
 
     early: int
@@ -63,14 +55,7 @@ class EvalSums(NamedTuple):
 
 
 class BaseEngine:
-    """Base class of all engines: properties that a training loop uses.
-
-    Attributes
-    ----------
-    settings : Settings
-    remarks : sequence of str
-        Choices made when the engine was built, for the log.
-    """
+    """Base class of all engines: properties that a training loop uses; `remarks` are for the log."""
 
     settings: Settings
     remarks: Sequence[str] = ()
@@ -89,34 +74,19 @@ class BaseEngine:
 
     @property
     def is_reporter(self) -> bool:
-        """True on the rank that reports progress."""
         return self._comm.Get_rank() == 0
 
 
 class TrainEngine(BaseEngine):
     """Base class of engines whose ranks make their steps together.
 
-    Parameters
-    ----------
-    context : RunContext
-        Of the whole vector and all ranks.
-    parts : sequence of ParamShard
-        Shards of the vector on this rank.
-    spans : sequence of sequence of Span
-        Rank by rank, spans for norms and checkpoints; together they make up the vector.
-    loss : loss operator
-    optimizer : Optimizer
-    settings : Settings
-    teams : sequence of sequence of int, optional
-        Ranks that have the same micro-batches; by default each rank has its own.
-
-    Attributes
-    ----------
-    steps, updates : int
-        Steps that were made, skipped ones included; those that changed the weights.
+    `context` is of the whole vector and all ranks, `parts` are this rank's shards. `spans` are those that each rank
+    adds to norms and writes to checkpoints; together they make up the vector. `teams` are ranks that have the same
+    micro-batches; by default each rank has its own. `steps` counts skipped steps too, `updates` those that changed the
+    weights.
     """
 
-    _left = consistency_check.NOTHING
+    _unchanged = consistency_check.NOTHING
 
     def __init__(
         self,
@@ -129,23 +99,25 @@ class TrainEngine(BaseEngine):
         teams: Sequence[Sequence[int]] | None = None,
     ):
         teams = [[rank] for rank in range(context.plan.ranks)] if teams is None else teams
-        self._context, self._comm, self._recorder = context, context.comm, context.recorder
+        self.context, self._comm, self._recorder = context, context.comm, context.recorder
         self._parts, self._loss, self._optimizer = parts, loss, optimizer
-        self.settings, self._seed, self._check_every = settings, settings.seed, settings.check_every
+        self.settings = settings
         self._sync = StepSync(context, loss, teams)
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, settings.clip or None)
+        self.flat, self.pieces = context.flat, self._sharded.pieces
         self.steps = self.updates = 0
+        self._known_kinds: set[tuple[Any, ...]] = set()
 
     # ------------------------------------------------------------------------------------------ methods of each engine
 
     def _foresee(self, mine: list[Batch]) -> None:
         """Raise an error for micro-batches that cannot be trained, before ranks synchronise."""
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, step_scale: StepScale) -> ForwardBackward:
+    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
         """Forward and backward passes, and the sum of gradients."""
         raise NotImplementedError
 
-    def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> EvalSums:
+    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> EvalSums:
         """Forward passes without dropout."""
         raise NotImplementedError
 
@@ -171,29 +143,29 @@ class TrainEngine(BaseEngine):
         ValueError
             On all ranks, if the numbers of their micro-batches are not those from 0 on, each once.
         StepFailed
-            On all ranks, if one of them has raised an exception, or has a loss or a gradient that is no finite number
-            (in fp16 the latter makes a skipped step, unless the loss scale cannot go lower). Nothing was updated then.
+            On all ranks, if one has raised an exception or found a loss or gradient that is not finite; nothing was
+            updated then. In fp16 such a gradient skips the step, unless the loss scale cannot go lower.
         ParameterMismatch
             On all ranks, if parameters that should be the same are not.
         """
-        return self._step(lambda scale: self._shared(batches, stop, scale))
+        return self._step(lambda scale: self._assigned(batches, stop, scale))
 
-    def _shared(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, ForwardBackward]:
-        """Number of targets, stop flag and passes, of micro-batches that are known before the step."""
+    def _assigned(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, ForwardBackward]:
+        """Number of targets, stop flag and passes, for micro-batches that are known before the step."""
         mine, problem = self._checked(batches)
-        everyone, count, stop = self._sync.begin(mine, stop, problem)
-        return count, stop, self._passes(mine, everyone, StepScale(self.steps, count, scale))
+        assignment, count, stop = self._sync.begin(mine, stop, problem)
+        return count, stop, self._passes(mine, assignment, StepScale(self.steps, count, scale))
 
-    def _step(self, go: Callable[[float], tuple[int, bool, ForwardBackward]]) -> StepReport:
-        """One step; `go(scale)` does forward and backward."""
+    def _step(self, run: Callable[[float], tuple[int, bool, ForwardBackward]]) -> StepReport:
+        """One step; `run(scale)` does forward and backward."""
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
-            count, stop, (early, losses, problem) = go(scale)
-        loss = self._sync.losses(losses, problem, self.steps, self._left) / count if count else math.nan
+            count, stop, (early, losses, problem) = run(scale)
+        loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         step, self.steps = self.steps, self.steps + 1
-        if self._check_every and self.steps % self._check_every == 0:
+        if (every := self.settings.check_every) and self.steps % every == 0:
             self._compare(step)
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
         return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, early)
@@ -212,7 +184,7 @@ class TrainEngine(BaseEngine):
                 raise consistency_check.ParameterMismatch(text) from problem
 
     def _update(self, count: int) -> tuple[float | None, bool]:
-        """Update the weights; the gradient norm, and True if it was finite, else nothing was changed."""
+        """Update the weights; returns the gradient norm, and False if it was not finite and nothing was changed."""
         norm, factor, finite = self._sharded.norm(count, self.steps)
         if finite:
             self._sharded.update(self.updates, factor)
@@ -220,18 +192,13 @@ class TrainEngine(BaseEngine):
         return norm, finite
 
     def evaluate(self, batches: Sequence[Batch], measure: Measure | None = None) -> Evaluation:
-        """Mean loss without training.
+        """Mean loss without training over all ranks' batches, and mean of `measure`, a function of scores and targets.
 
-        Parameters
-        ----------
-        batches : sequence of Batch
-            This rank's, which may be none.
-        measure : callable (scores, targets) -> float, optional
-            Summed over all batches, such as the number of correct predictions.
+        `measure` is summed over all batches, such as the number of correct predictions; this rank may have no batches.
         """
         mine, problem = self._checked(batches)
-        everyone, count, _ = self._sync.begin(mine, False, problem)
-        losses, measured, problem = self._scores(mine, everyone, measure)
+        assignment, count, _ = self._sync.begin(mine, False, problem)
+        losses, measured, problem = self._scores(mine, assignment, measure)
         loss = self._sync.losses(losses, problem, self.steps)
         if measure:
             measured = self._comm.allreduce(measured)
@@ -241,7 +208,7 @@ class TrainEngine(BaseEngine):
         return Evaluation(loss / count, measured / count if measure else None, count)
 
     def _checked(self, batches: Iterable[Batch]) -> tuple[list[Batch], Exception | None]:
-        mine, problem = checked(batches, self._context.memory.xp)
+        mine, problem = checked(batches, self.context.memory.xp)
         if problem is None:
             try:
                 self._foresee(mine)
@@ -249,32 +216,21 @@ class TrainEngine(BaseEngine):
                 problem = error
         return mine, problem
 
+    def _is_new(self, kind: tuple[Any, ...]) -> bool:
+        """True the first time that this kind of step occurs, which is then entered in the ledger."""
+        known = kind in self._known_kinds
+        self._known_kinds.add(kind)
+        return not known
+
     def _run(self, batch: Batch, training: bool) -> PassMode:
-        return PassMode(training, self._seed, self.steps, np.asarray(batch.samples, np.int64))
+        return PassMode(training, self.settings.seed, self.steps, np.asarray(batch.samples, np.int64))
 
     def _typed(self, batch: Batch) -> tuple[Array, Array]:
-        precision = self._context.plan.precision
-        return tuple(
-            array.astype(type_of(array, dtype), copy=False)
-            for array, dtype in ((batch.x, precision.storage), (batch.y, precision.wide))
-        )  # type: ignore[return-value]
+        x, y = batch.x, batch.y
+        storage, wide = type_of(x, self.context.storage), type_of(y, self.context.wide)
+        return x.astype(storage, copy=False), y.astype(wide, copy=False)
 
-    # ------------------------------------------------------------------------------------------ its state
-
-    @property
-    def context(self) -> RunContext:
-        """Context of the whole vector and all ranks."""
-        return self._context
-
-    @property
-    def pieces(self) -> list[OptimizerSpan]:
-        """Spans that this rank updates."""
-        return self._sharded.pieces
-
-    @property
-    def flat(self) -> FlatParams:
-        """The vector of parameters."""
-        return self._context.flat
+    # ------------------------------------------------------------------------------------------ state
 
     @property
     def scaling(self) -> LossScale:
@@ -286,7 +242,6 @@ class TrainEngine(BaseEngine):
         self._sharded.scaling = scaling
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
         return self._sharded.tensor_slices()
 
     def refresh(self) -> None:
@@ -341,5 +296,5 @@ def facts_of(flat: FlatParams, optimizer: Optimizer) -> list[tuple[str, Any]]:
 
 
 def type_of(array: Array, dtype: np.dtype) -> np.dtype:
-    """Dtype of the batch; integers are not cast."""
+    """Dtype of a batch's array; integers are not cast."""
     return array.dtype if array.dtype.kind in "iub" else dtype

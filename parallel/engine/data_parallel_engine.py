@@ -1,7 +1,4 @@
-"""Data-parallel engine: forward and backward unit by unit, gradients summed over the ranks, the update.
-
-The layout decides where gradients go and where weights come from.
-"""
+"""Data-parallel engine: forward and backward unit by unit, gradients summed over the ranks, the update."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from parallel.data.sampler import Batch
 from parallel.data_parallel.error_feedback import ErrorFeedbackReducer
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import plan_of
-from parallel.data_parallel.reducers import Numbers, StepScale
+from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import EvalSums, ForwardBackward, Measure, TrainEngine, check, facts_of, type_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict, predict_activations
-from parallel.engine.microbatch_pass import MicrobatchPass, nobody
+from parallel.engine.microbatch_pass import MicrobatchPass, empty_pass
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.grad_compression import AUTO, NONE, CompressorFactory, parse
 from parallel.grad_compression.auto_select import choose
@@ -42,47 +39,36 @@ __all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "StepReport
 
 
 class Engine(TrainEngine):
-    """A model in training, spread over the ranks of a communicator. Making one is collective.
+    """A model in training, spread over the ranks of a communicator. Construction is collective.
 
     Parameters
     ----------
     model : Operator
-        A `Sequential`'s items are the units in which weights come and go; any other operator is one unit.
+        A `Sequential`'s items are the units in which weights are gathered; any other operator is one unit.
     loss : loss operator
     comm : Communicator
-        Of ours. Stays the caller's.
+        Not closed by the engine.
     optimizer : Optimizer
     settings : Settings, optional
-        `layout` is a name of `LAYOUTS`.
+        `layout` is a key of `LAYOUTS`.
     memory : VectorAllocator, optional
-        Allocator of vectors; by default that of the communicator and `settings.device`.
+        By default that of the communicator and `settings.device`.
 
     Attributes
     ----------
-    settings : Settings
-    context : RunContext
-        What its parts share.
-    pieces : list of OptimizerSpan
-        What this rank updates.
     steps, updates : int
-        Steps that were made, skipped ones included; those that changed the weights.
-    scaling : LossScale
-        What the loss is multiplied with; 1 but in fp16.
-    flat : FlatParams
-        The vector of parameters.
+        Steps, skipped ones included; those that changed the weights.
     ledger : MemoryLedger
         Bytes by kind.
 
     Raises
     ------
-    ValueError
-        If an argument has no meaning.
-    RankMismatch
-        On all ranks, if their models or settings differ; it names the first difference.
+    ValueError, RankMismatch
+        If an argument is invalid; on all ranks, if models or settings differ (it names the first difference).
 
     Notes
     -----
-    All methods are collective, but for `share`, `state` and `load`, and `tensor_slices` where nothing is compressed.
+    All methods are collective, except `share`, `state`, `load`, and `tensor_slices` without compression.
     """
 
     def __init__(
@@ -112,8 +98,7 @@ class Engine(TrainEngine):
         super().__init__(context, [part], part.spans, loss, optimizer, settings)
         self.ledger = MemoryLedger(self._memory.allocated)
         self.ledger.expect(self._predict([()] * comm.Get_size()))
-        self._looked_at: set[tuple[Any, ...]] = set()
-        self._lenders = comm.Get_size()
+        self._residual_ranks = comm.Get_size()
         self.refresh()
 
     def _compressor(self, comm: Communicator, compress: str, length: int) -> CompressorFactory | None:
@@ -128,47 +113,41 @@ class Engine(TrainEngine):
     ) -> MemoryLedger:
         """Memory ledger of a rank after the steps of a workload, computed before there is an engine.
 
-        Parameters
-        ----------
-        model, loss, optimizer
-            As the engine gets them.
-        workload : Workload
-        settings : Settings
-            As the engine gets them; ``compress="auto"`` must have been replaced by the choice that the ranks made.
+        In `settings`, ``compress="auto"`` must have been replaced by the choice of the ranks.
         """
         layout, states, ledger = settings.layout, len(optimizer.states()), MemoryLedger()
         rank, ranks = workload.rank, workload.ranks
         plan = plan_of(model, ranks, rank, settings, compressor_of(settings.compress))
         ledger.expect(predict(plan, layout, states, [()] * ranks))
         for step in workload.steps:
-            everyone = [tuple(LAYOUTS[layout].share(len(step), other, ranks)) for other in range(ranks)]
-            ledger.expect(predict(plan, layout, states, everyone))
-            mine = step if workload.drawn else [step[number] for number in everyone[rank]]
+            assignment = [tuple(LAYOUTS[layout].share(len(step), other, ranks)) for other in range(ranks)]
+            ledger.expect(predict(plan, layout, states, assignment))
+            mine = step if workload.drawn else [step[number] for number in assignment[rank]]
             for samples in dict.fromkeys(mine):
                 activations, work = predict_activations(plan, loss, *workload.shapes(samples))
                 ledger.expect(Counter(activations=activations), work)
         return ledger
 
     def share(self, micro_batches: int) -> range:
-        """The numbers of this rank's micro-batches, of so many in the step."""
+        """Numbers of this rank's micro-batches, of so many in the step."""
         return self._layout.share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
     def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> StepReport:
-        """One step, of given micro-batches or of those that ranks draw while they work.
+        """One step, of given micro-batches or of those that ranks draw during the step.
 
         Parameters
         ----------
         batches, stop
-            As `TrainEngine.step` has them.
+            As of `TrainEngine.step`.
         drawn : bool
-            Take the next micro-batch when the previous one is done, so that ranks share them while they work
-            (`WorkQueue`), and exchange the assignment afterwards. The same on all ranks; for layouts without
+            Take the next micro-batch when the previous one is done, so that ranks share them dynamically
+            (`WorkQueue`); the assignment is exchanged afterwards. Equal on all ranks; for layouts without
             communication before the step's end.
 
         Raises
         ------
         ValueError, StepFailed, ParameterMismatch
-            As `TrainEngine.step`; ValueError also if the layout does not let micro-batches be drawn.
+            As of `TrainEngine.step`; ValueError also if the layout does not support `drawn`.
         """
         if not drawn:
             return super().step(batches, stop=stop)
@@ -177,63 +156,61 @@ class Engine(TrainEngine):
             raise ValueError(f"drawn: ranks can draw their micro-batches in {can}, and the layout is {self._name}")
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
-    # ------------------------------------------------------------------------------------------ its state
+    # ------------------------------------------------------------------------------------------ state
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of state; residuals are averaged first, so that any number of ranks can resume. Collective."""
         yield from super().tensor_slices()
-        for sum_ in self._compressed():
-            sum_.average_residual()
-            yield from sum_.tensor_slices()
+        for reducer in self._compressed():
+            reducer.average_residual()
+            yield from reducer.tensor_slices()
 
     def state(self) -> dict[str, Any]:
-        """As of all engines."""
-        lenders = {} if self._plan.compress is None else {"ranks": self._comm.Get_size()}
-        return super().state() | lenders
+        ranks = {} if self._plan.compress is None else {"ranks": self._comm.Get_size()}
+        return super().state() | ranks
 
     def load(self, state: dict[str, Any]) -> None:
-        """As of all engines."""
         ranks = expect_integer(expect_mapping(state, "state"), "ranks") if "ranks" in state else self._comm.Get_size()
         super().load(state)
-        self._lenders = ranks
+        self._residual_ranks = ranks
 
     def refresh(self) -> None:
         """Apply assigned values; residuals are rescaled to this number of ranks."""
-        for sum_ in self._compressed():
-            sum_.rescale_residual(self._lenders)
-        self._lenders = self._comm.Get_size()
+        for reducer in self._compressed():
+            reducer.rescale_residual(self._residual_ranks)
+        self._residual_ranks = self._comm.Get_size()
         super().refresh()
 
     def _compressed(self) -> list[ErrorFeedbackReducer]:
-        return self._gradients.sums if self._plan.compress is not None else []
+        return self._gradients.reducers if self._plan.compress is not None else []
 
-    # ------------------------------------------------------------------------------------------ the parts of a step
+    # ------------------------------------------------------------------------------------------ steps
 
-    def _step(self, go: Callable[[float], tuple[int, bool, ForwardBackward]]) -> StepReport:
+    def _step(self, run: Callable[[float], tuple[int, bool, ForwardBackward]]) -> StepReport:
         """One step; without an update the residuals of compression are restored."""
         updates = self.updates
         try:
-            return super()._step(go)
+            return super()._step(run)
         finally:
             if self.updates == updates:
-                for sum_ in self._compressed():
-                    sum_.undo()
+                for reducer in self._compressed():
+                    reducer.undo()
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, step_scale: StepScale) -> ForwardBackward:
-        self._expect(everyone)
+    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
+        self._expect(assignment)
         gradients = self._gradients
-        turns = gradients.rounds(everyone, self._plan.rank)
-        there = range(len(self._units))
-        self._weights.begin([*there, *reversed(there)] * turns)
-        gradients.begin(everyone, step_scale)
+        turns = gradients.rounds(assignment, self._plan.rank)
+        units = range(len(self._units))
+        self._weights.begin([*units, *reversed(units)] * turns)
+        gradients.begin(assignment, step_scale)
         early, losses, problem = 0, [], None
         for turn in range(turns):
             batch = mine[turn] if turn < len(mine) else None
-            motion = nobody() if batch is None or problem is not None else self._motion(batch, training=True)
-            self._pass(turn, batch, motion, step_scale.scale)
-            problem = problem or motion.problem
+            pass_ = self._microbatch_pass(batch if problem is None else None, training=True)
+            self._pass(turn, batch, pass_, step_scale.scale)
+            problem = problem or pass_.problem
             if batch is not None:
-                losses.append((batch.number, motion.total))
+                losses.append((batch.number, pass_.total))
             early = gradients.started
             gradients.end_backward()
         gradients.finish()
@@ -253,62 +230,65 @@ class Engine(TrainEngine):
             if not next_one:
                 break
             (batch,) = next_one
-            motion = self._motion(batch, training=True)
-            self._pass(len(mine), batch, motion, scale)
+            pass_ = self._microbatch_pass(batch, training=True)
+            self._pass(len(mine), batch, pass_, scale)
             gradients.end_backward()
             mine.append(batch)
-            losses.append((batch.number, motion.total))
-            problem = motion.problem
-        everyone, count, stop = self._sync.begin(mine, stop, problem)
-        self._expect(everyone)
-        gradients.assign(everyone, StepScale(self.steps, count, scale))
+            losses.append((batch.number, pass_.total))
+            problem = pass_.problem
+        assignment, count, stop = self._sync.begin(mine, stop, problem)
+        self._expect(assignment)
+        gradients.assign(assignment, StepScale(self.steps, count, scale))
         gradients.finish()
         return count, stop, ForwardBackward(0, losses, None)
 
-    def _pass(self, turn: int, batch: Batch | None, motion: MicrobatchPass, scale: float) -> None:
+    def _pass(self, turn: int, batch: Batch | None, pass_: MicrobatchPass, scale: float) -> None:
         gradients, weights = self._gradients, self._weights
         with self._recorder("compute", "forward", turn=turn):
             for unit in self._units:
                 weights.unshard()
-                motion.forward(unit)
+                pass_.forward(unit)
                 weights.reshard()
-            motion.score()
-            self._note(batch, motion)
-            motion.turn(scale)
+            pass_.score()
+            self._note(batch, pass_)
+            pass_.loss_backward(scale)
         gradients.begin_backward(turn, None if batch is None else batch.number)
         with self._recorder("compute", "backward", turn=turn):
             for number in reversed(range(len(self._units))):
                 weights.unshard()
-                motion.backward(self._units[number], gradients)
+                pass_.backward(self._units[number], gradients)
                 weights.reshard()
                 gradients.left(number)
 
-    def _motion(self, batch: Batch, training: bool) -> MicrobatchPass:
+    def _microbatch_pass(self, batch: Batch | None, training: bool) -> MicrobatchPass:
+        if batch is None:
+            return empty_pass()
         return MicrobatchPass(*self._typed(batch), self._run(batch, training), self._loss)
 
-    def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> EvalSums:
-        turns = self._gradients.rounds(everyone, self._plan.rank)
+    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> EvalSums:
+        turns = self._gradients.rounds(assignment, self._plan.rank)
         self._weights.begin([*range(len(self._units))] * turns)
         totals, measured, problem = [], 0.0, None
         for turn in range(turns):
-            motion = self._motion(mine[turn], training=False) if turn < len(mine) else nobody()
+            batch = mine[turn] if turn < len(mine) else None
+            pass_ = self._microbatch_pass(batch, training=False)
             for unit in self._units:
                 self._weights.unshard()
-                motion.forward(unit)
-                motion.saved.clear()
+                pass_.forward(unit)
+                pass_.saved.clear()
                 self._weights.reshard()
-            motion.score()
-            measured += motion.measure(measure) if measure else 0.0
-            problem = problem or motion.problem
-            if turn < len(mine):
-                totals.append((mine[turn].number, motion.total))
+            pass_.score()
+            measured += pass_.measure(measure) if measure else 0.0
+            problem = problem or pass_.problem
+            if batch is not None:
+                totals.append((batch.number, pass_.total))
         return EvalSums(totals, measured, problem)
 
-    def _note(self, batch: Batch | None, motion: MicrobatchPass) -> None:
+    def _note(self, batch: Batch | None, pass_: MicrobatchPass) -> None:
         """Enter new shapes of a micro-batch in the ledger."""
-        if batch is None or motion.problem is not None or not self._new((batch.x.shape, batch.y.shape)):
+        if batch is None or pass_.problem is not None or not self._is_new((batch.x.shape, batch.y.shape)):
             return
-        self._memory.record_peak("activations", motion.nbytes())
+        self._memory.record_peak("activations", pass_.nbytes())
         precision = self._plan.precision
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))
@@ -316,18 +296,12 @@ class Engine(TrainEngine):
             activations, work = predict_activations(self._plan, self._loss, x, y)
             self.ledger.expect(Counter(activations=activations), work)
 
-    def _expect(self, everyone: Numbers) -> None:
-        if self._new(tuple(everyone)):
-            self.ledger.expect(self._predict(everyone))
+    def _expect(self, assignment: Assignment) -> None:
+        if self._is_new(tuple(assignment)):
+            self.ledger.expect(self._predict(assignment))
 
-    def _new(self, kind: tuple[Any, ...]) -> bool:
-        """True the first time that the ledger meets this key."""
-        known = kind in self._looked_at
-        self._looked_at.add(kind)
-        return not known
-
-    def _predict(self, everyone: Numbers) -> Counter[str]:
-        return predict(self._plan, self._name, len(self._optimizer.states()), everyone)
+    def _predict(self, assignment: Assignment) -> Counter[str]:
+        return predict(self._plan, self._name, len(self._optimizer.states()), assignment)
 
 
 def compressor_of(compress: str) -> CompressorFactory | None:

@@ -7,7 +7,8 @@ collectives inside the passes match; errors are exchanged at the end of the step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,56 +17,56 @@ from parallel.nn.gradient_checks import checked
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, nbytes_of
 from quant.types import Array
 
+Result = TypeVar("Result")
+
 QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore", "divide": "ignore"}
 """Suppressed NumPy warnings: non-finite losses and gradients are found when ranks synchronise."""
 
 
+def guarded(method: Callable[..., Result]) -> Callable[..., Result | None]:
+    """Make a method a no-op without a micro-batch or after an error; an error goes to `problem`."""
+
+    @wraps(method)
+    def call(self: MicrobatchPass, *args: Any) -> Result | None:
+        if (self._x is None and self._dy is None) or self.problem is not None:
+            return None
+        try:
+            with np.errstate(**QUIET):
+                return method(self, *args)
+        except Exception as error:
+            self._fail(error)
+            return None
+
+    return call
+
+
 class MicrobatchPass:
-    """A micro-batch, or none.
+    """Pass of a micro-batch, or of none.
 
-    Parameters
-    ----------
-    x, y : array or None
-        Inputs and targets; on a pipeline stage, the outputs of the units before it.
-    run : PassMode
-    loss : loss operator
-
-    Attributes
-    ----------
-    saved : list
-        Values saved by the units' forward passes; each is released by its backward.
-    total : float
-        The sum of losses.
-    problem : Exception or None
-        The first error; after it nothing is computed.
+    `x` and `y` are inputs and targets, or the outputs of the units before, or None. `saved` are the values of the
+    units' forward passes, each released by its backward; `total` is the sum of losses. After the first error,
+    `problem`, nothing is computed.
     """
 
     def __init__(self, x: Array, y: Array, run: PassMode, loss: Any):
         self._x, self._y, self._run, self._loss = x, y, run, loss
         self._dy: Array = None
-        self._of_loss: Any = None
+        self._saved_loss: Any = None
         self.saved: list[Any] = []
         self.total = 0.0
         self.problem: Exception | None = None
 
+    @guarded
     def forward(self, unit: Operator) -> None:
-        """Go through a unit."""
+        y, saved = unit.forward(self._x, self._run)
+        expect_type(unit, "result", y, type_after(unit, self._x))
+        self._x = y
+        self.saved.append(saved)
 
-        def go() -> None:
-            y, kept = unit.forward(self._x, self._run)
-            expect_type(unit, "result", y, type_after(unit, self._x))
-            self._x = y
-            self.saved.append(kept)
-
-        self._try(go)
-
+    @guarded
     def score(self) -> None:
-        """The sum of losses."""
-
-        def go() -> None:
-            self.total, self._of_loss = self._loss.forward(self._x, self._y)
-
-        self._try(go)
+        """Compute the sum of losses."""
+        self.total, self._saved_loss = self._loss.forward(self._x, self._y)
 
     def give(self) -> Array:
         """Output of the units, for the next stage."""
@@ -81,33 +82,26 @@ class MicrobatchPass:
         dx, self._dy = self._dy, None
         return dx
 
-    def nbytes(self, made: Array = None) -> int:
-        """Bytes alive between forward and backward, with the output `made` that was given away."""
-        return nbytes_of((self._x, self._y, self.saved, self._of_loss, made))
+    def nbytes(self, output: Array = None) -> int:
+        """Bytes alive between forward and backward, with the output `output` that was given away."""
+        return nbytes_of((self._x, self._y, self.saved, self._saved_loss, output))
 
-    def turn(self, scale: float) -> None:
-        """Backward of the loss, times `scale`."""
+    @guarded
+    def loss_backward(self, scale: float) -> None:
+        self._dy = self._loss.backward(scale, self._saved_loss)
+        expect_type(self._loss, "gradient", self._dy, self._x.dtype)
+        self._x = self._saved_loss = None
 
-        def go() -> None:
-            self._dy = self._loss.backward(scale, self._of_loss)
-            expect_type(self._loss, "gradient", self._dy, self._x.dtype)
-            self._x = self._of_loss = None
-
-        self._try(go)
-
+    @guarded
     def backward(self, unit: Operator, grads: GradientSink) -> None:
-        """Go back through a unit."""
+        dx = unit.backward(self._dy, self.saved.pop(), checked(unit, grads))
+        if dx is not None:
+            expect_type(unit, "gradient", dx, self._dy.dtype)
+        self._dy = dx
 
-        def go() -> None:
-            dx = unit.backward(self._dy, self.saved.pop(), checked(unit, grads))
-            if dx is not None:
-                expect_type(unit, "gradient", dx, self._dy.dtype)
-            self._dy = dx
-
-        self._try(go)
-
-    def settle(self, later: Iterable[tuple[Parameter, Callable[[Array], object]]], grads: GradientSink) -> None:
-        """Compute deferred gradients."""
+    def compute_deferred(
+        self, later: Iterable[tuple[Parameter, Callable[[Array], object]]], grads: GradientSink
+    ) -> None:
         if self.problem is not None:
             return
         try:
@@ -119,30 +113,18 @@ class MicrobatchPass:
 
     def measure(self, measure: Callable[[Array, Array], float]) -> float:
         """Value of a function of scores and targets; 0 without a micro-batch."""
-        measured = 0.0
+        return self._measured(measure) or 0.0
 
-        def go() -> None:
-            nonlocal measured
-            measured = float(measure(self._x, self._y))
-
-        self._try(go)
-        return measured
-
-    def _try(self, go: Callable[[], None]) -> None:
-        if (self._x is None and self._dy is None) or self.problem is not None:
-            return
-        try:
-            with np.errstate(**QUIET):
-                go()
-        except Exception as error:
-            self._fail(error)
+    @guarded
+    def _measured(self, measure: Callable[[Array, Array], float]) -> float:
+        return float(measure(self._x, self._y))
 
     def _fail(self, error: Exception) -> None:
         self.problem = named(error, self._loss)
         self.saved.clear()
-        self._x = self._dy = self._of_loss = None
+        self._x = self._dy = self._saved_loss = None
 
 
-def nobody() -> MicrobatchPass:
+def empty_pass() -> MicrobatchPass:
     """Pass of a rank without a micro-batch."""
     return MicrobatchPass(None, None, PassMode(), None)

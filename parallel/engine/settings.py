@@ -26,72 +26,39 @@ class Settings:
 
     Attributes
     ----------
-    data : str
-        Key of `parallel.data.datasets.TASKS`, or a path.
-    model : str
-        ``family`` or ``family:size``, for `parallel.nn.models.build`.
-    layout : str
-        Strategy: dp-naive, dp-bucket, dp, zero1 to zero3; pp:SCHEDULE; ps; local, group, sgp, hogwild.
-    precision : str
-        Key of `parallel.optim.precision.PRECISIONS`.
-    optimizer : str
-        Key of `parallel.optim.optimizers.OPTIMIZERS`.
-    rate : float
-        Peak learning rate, at least 0: linear warm-up, then half a cosine down to a tenth.
-    decay : float
-        Weight decay, at least 0.
-    momentum, beta2 : float
-        From 0 to below 1: momentum of sgd; decay of the second moment of all other optimizers.
-    clip : float
-        Limit of the gradient norm; 0 for none.
-    batch : int
-        Samples per step over all ranks and micro-batches, at least 1.
-    micro_batch, accumulate, microbatches : int or None
-        At least 1, one of the three: samples per micro-batch; micro-batches per rank; micro-batches per pipeline.
-    epochs : float
-        Passes over the training set, used if `steps` is None.
-    steps, warm_up : int
-        Steps of the whole training; steps of the learning-rate warm-up.
-    length : int
-        Tokens per sequence, at least 1.
-    dropout : float
-        Probability, from 0 to below 1.
-    recompute, reproducible : bool
-        Recompute activations in the backward pass; sum gradients in canonical order, bitwise equal on any mesh.
-    seed : int
-        Seed of initial values, sample order and dropout, at least 0.
-    check_every : int
-        Compare parameters between ranks every so many steps; 0 for never.
-    bucket_bytes, first_bytes : int
-        Least bytes of a gradient bucket, and of the bucket that is complete first; at least 1.
-    compress : str
-        Gradient compression, as in `parallel.grad_compression`; "none", or "auto" to measure and choose.
-    pool : bool
-        Ranks take micro-batches from a shared queue as they get ready.
-    device : str
-        "cpu" or "cuda" (the current device).
-    trace : bool
-        Record profiler events.
-    stages, virtual : int or None
-        Pipelines: ranks in sequence; model chunks per stage.
-    mesh : str or None
-        Pipelines: axis names and sizes, such as ``dp=2,pp=4``; the last axis has neighbouring ranks.
-    cuts : str or None
-        Pipelines: first units of the parts, then the number of units, such as ``0,2,5``.
-    memory : float or None
-        pp:auto: bytes that a stage may take.
-    servers, replicas : int
-        Parameter server: number of server ranks, and of servers that hold a copy of each parameter.
-    consistency : str
-        Parameter server: bsp, async or ssp:S.
-    slow, delay : str, float
-        Parameter server, for experiments: ``RANK:FACTOR,...`` slows workers down; seconds added to each work part.
-    record, replay : str
-        Parameter server: file prefix to write the order of events to, or to read it from.
-    fault_tolerant : bool
-        The MPI survives the death of a rank, and a strategy that can go on does.
-    tau, group : int or None
-        Decentralized styles: steps between averages (sgp: staleness), and ranks per group.
+    data, model : key of `parallel.data.datasets.TASKS` or a path; ``family`` or ``family:size`` of `parallel.nn.models`
+    layout : dp-naive, dp-bucket, dp, zero1 to zero3; pp:SCHEDULE; ps; local, group, sgp, hogwild
+    precision, optimizer : keys of `parallel.optim.precision.PRECISIONS` and `parallel.optim.optimizers.OPTIMIZERS`
+    rate : peak learning rate, at least 0: linear warm-up, then half a cosine down to a tenth
+    decay : weight decay, at least 0
+    momentum, beta2 : from 0 to below 1: momentum of sgd; decay of the second moment of all other optimizers
+    clip : limit of the gradient norm; 0 for none
+    batch : samples per step over all ranks and micro-batches, at least 1
+    micro_batch, accumulate, microbatches : one of: samples per micro-batch; micro-batches per rank; per pipeline
+    epochs, steps : passes over the training set, used if `steps` is None; steps of the whole training
+    warm_up : steps of the learning-rate warm-up
+    length : tokens per sequence, at least 1
+    dropout : probability, from 0 to below 1
+    recompute : recompute activations in the backward pass
+    reproducible : sum gradients in canonical order, bitwise equal on any mesh
+    seed : of initial values, sample order and dropout, at least 0
+    check_every : compare parameters between ranks every so many steps; 0 for never
+    bucket_bytes, first_bytes : least bytes of a gradient bucket, and of the bucket that is complete first
+    compress : gradient compression, as in `parallel.grad_compression`; "none", or "auto" to measure and choose
+    pool : ranks take micro-batches from a shared queue as they get ready
+    device : "cpu" or "cuda" (the current device)
+    trace : record profiler events
+    stages, virtual : pipelines: ranks in sequence; model chunks per stage
+    mesh : pipelines: axis names and sizes, such as ``dp=2,pp=4``; the last axis has neighbouring ranks
+    cuts : pipelines: first units of the parts, then the number of units, such as ``0,2,5``
+    memory : pp:auto: bytes that a stage may take
+    servers, replicas : parameter server: number of servers, and of servers that hold a copy of each parameter
+    consistency : parameter server: bsp, async or ssp:S
+    slow : parameter server, for experiments: ``RANK:FACTOR,...`` slows workers down
+    delay : parameter server, for experiments: seconds added to each work part
+    record, replay : parameter server: file prefix to write the order of events to, or to read it from
+    fault_tolerant : the MPI survives the death of a rank, and a strategy that can go on does
+    tau, group : decentralized styles: steps between averages (sgp: staleness), and ranks per group
 
     Raises
     ------
@@ -215,13 +182,8 @@ DEFAULTS = Settings()
 def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> Settings:
     """Settings from given values (None counts as not given), then those of a checkpoint, then the recipe.
 
-    Raises
-    ------
-    ValueError
-        If a value is out of range, or given without use: `momentum` without sgd, `length` without a text.
+    Raises ValueError if a value is out of range, or given without use: `momentum` without sgd, `length` without a text.
 
-    Examples
-    --------
     >>> complete({"data": "pydoc", "steps": None}).model
     'gpt:mini'
     >>> complete({"epochs": 3}, previous={"steps": 100, "seed": 7}).steps is None

@@ -20,7 +20,7 @@ Losses = list[tuple[int, float]]
 
 
 def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Exception | None]:
-    """Batches, or tuples like them, in order of their numbers and on the device; or none, and why."""
+    """Batches, or tuples like them, in the order of their numbers and on the device; or none and the error."""
     try:
         mine = [batch_of(some, at, xp) for at, some in enumerate(batches)]
         for batch in mine:
@@ -36,13 +36,7 @@ def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Except
 class StepSync:
     """Synchronisation of all ranks at the begin and the end of a step.
 
-    Parameters
-    ----------
-    context : RunContext
-        Of all ranks.
-    loss : loss operator
-    teams : sequence of sequence of int
-        Ranks that have the same micro-batches, in the order in which micro-batches are dealt out.
+    `teams` are the ranks that have the same micro-batches, in the order in which micro-batches are assigned.
     """
 
     def __init__(self, context: RunContext, loss: Any, teams: Sequence[Sequence[int]]):
@@ -54,7 +48,7 @@ class StepSync:
     def begin(
         self, mine: Sequence[Batch], stop: bool, problem: Exception | None
     ) -> tuple[list[tuple[int, ...]], int, bool]:
-        """Numbers of all teams' micro-batches, number of targets, and True if any rank wants to stop.
+        """Assignment of micro-batches to teams, number of targets, and True if any rank wants to stop.
 
         Raises
         ------
@@ -80,16 +74,16 @@ class StepSync:
             self._compare()
             heads = self._header[self._heads]
             lengths = heads[:, 0].tolist()
-            everyone = [tuple(range(length)) for length in lengths]
+            assignment = [tuple(range(length)) for length in lengths]
             if self._context.plan.reproducible or consistency_check.index_hash(
                 range(sum(lengths))
             ) != consistency_check.combine_hashes(heads[:, 4].tolist()):
                 exchanged = self._comm.allgather(numbers)
-                everyone = [exchanged[head] for head in self._heads]
-                if sorted(chain.from_iterable(everyone)) != list(range(sum(lengths))):
+                assignment = [exchanged[head] for head in self._heads]
+                if sorted(chain.from_iterable(assignment)) != list(range(sum(lengths))):
                     wanted = f"each of the numbers 0 to {sum(lengths) - 1} on one rank"
-                    raise ValueError(f"micro-batches: expected {wanted}, found {everyone}")
-        return everyone, int(heads[:, 1].sum()), bool(self._header[:, 2].any())
+                    raise ValueError(f"micro-batches: expected {wanted}, found {assignment}")
+        return assignment, int(heads[:, 1].sum()), bool(self._header[:, 2].any())
 
     def _compare(self) -> None:
         for team in self._teams:
@@ -102,15 +96,15 @@ class StepSync:
     def losses(
         self, losses: Losses, problem: Exception | None, step: int, left: str = consistency_check.NOTHING
     ) -> float:
-        """Sum of all losses, in any assignment the same with `reproducible`; raises the errors of all ranks."""
+        """Sum of all losses, equal for any assignment with `reproducible`; raises the errors of all ranks."""
         odd = [number for number, loss in losses if not math.isfinite(loss)]
         if problem is None and odd:
             numbers = ", ".join(map(str, odd))
             problem = FloatingPointError(f"the loss of micro-batch {numbers} is not a finite number in step {step}")
         with self._context.recorder("communication", "losses"):
             if self._context.plan.reproducible:
-                everyone = self._comm.allgather((problem is not None, losses))
-                total, failed = math.fsum(loss for _, some in everyone for _, loss in some), any(f for f, _ in everyone)
+                gathered = self._comm.allgather((problem is not None, losses))
+                total, failed = math.fsum(loss for _, some in gathered for _, loss in some), any(f for f, _ in gathered)
             else:
                 pair = np.array([math.fsum(loss for _, loss in losses), problem is not None])
                 self._comm.Allreduce(MPI.IN_PLACE, pair)

@@ -33,7 +33,7 @@ def check(
     """Check an operator's gradients at the point `x`, with random parameters.
 
     The gradients of sum(y r), with r random, by x and by every parameter are compared with central differences along
-    random directions and by single elements. Besides: `forward` twice gives the same bits, neither motion writes into
+    random directions and by single elements. Besides: `forward` twice gives the same bits, neither pass writes into
     x, dy or what was saved, `outline` foretells the result and the bytes that are saved, and every gradient is written
     into the array that the sink gives, once for each time that the tree holds its parameter.
 
@@ -148,7 +148,7 @@ def _contract(operator: Operator, x: np.ndarray, run: PassMode, random: np.rando
     except GradientNotWritten as error:
         raise GradientMismatch(f"backward: {error}") from error
     _unchanged(before, "backward", "dy or what was saved")
-    _unchanged(given, "a motion", "x or a parameter")
+    _unchanged(given, "a pass", "x or a parameter")
     if dx is not None and dx.shape != x.shape:
         raise GradientMismatch(f"backward: expected dx of shape {x.shape}, found {dx.shape}")
     for parameter in operator.parameters():
@@ -208,9 +208,9 @@ def _copies(values: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(array, array.copy()) for array in arrays_of(values).values()]
 
 
-def _unchanged(before: list[tuple[np.ndarray, np.ndarray]], motion: str, what: str) -> None:
+def _unchanged(before: list[tuple[np.ndarray, np.ndarray]], name: str, what: str) -> None:
     if not all(np.array_equal(array, copy, equal_nan=array.dtype.kind == "f") for array, copy in before):
-        raise GradientMismatch(f"{motion} wrote into {what}")
+        raise GradientMismatch(f"{name} wrote into {what}")
 
 
 def _same_bytes(outline: Any, saved: Any) -> None:

@@ -138,7 +138,7 @@ class ChainMember:
         """Take a message from a worker, a server of another shard, or a member."""
         message = envelope.message
         if message.kind is MessageKind.HELD:
-            self._settle(message.at)
+            self._mark_replicated(message.at)
         elif not message.at:
             self._asked.append(envelope)
             self._order()
@@ -168,7 +168,7 @@ class ChainMember:
                 elif envelope.message.kind is not MessageKind.GONE:
                     self._send(self._chain[0], envelope.message._replace(at=0), *envelope.vectors)
             if new_behind is None:
-                self._settle(self._count)
+                self._mark_replicated(self._count)
         if new_before != before:
             if new_before is None:
                 self._order()
@@ -208,9 +208,9 @@ class ChainMember:
             self._send(behind, message, *kept.vectors)
         self.ordered.append(envelope._replace(source=message.sender))
         if behind is None:
-            self._settle(self._count)
+            self._mark_replicated(self._count)
 
-    def _settle(self, count: int) -> None:
+    def _mark_replicated(self, count: int) -> None:
         """Drop messages up to number `count`, which the tail has."""
         while self._log and self._log[0].message.at <= count:
             self._log.popleft()

@@ -263,27 +263,27 @@ class ParameterServer(BaseEngine):
             if self.worker is not None:
                 self.flat.bind(self.worker.copy())
                 for batch in (batch_of(some, at) for at, some in enumerate(batches)):
-                    motion = self._motion(batch, None)
+                    pass_ = self._microbatch_pass(batch, None)
                     for unit in self._units:
-                        motion.forward(unit)
-                        motion.saved.clear()
-                    motion.score()
-                    measured = motion.measure(measure) if measure else 0.0
-                    problem = problem or motion.problem
-                    totals.append((motion.total, self._loss.count(batch.y), measured))
+                        pass_.forward(unit)
+                        pass_.saved.clear()
+                    pass_.score()
+                    measured = pass_.measure(measure) if measure else 0.0
+                    problem = problem or pass_.problem
+                    totals.append((pass_.total, self._loss.count(batch.y), measured))
             if self._fault_tolerant and problem is not None:
                 raise problem
         self._is_quiescent = False
         self.quiesce()
-        everyone = totals
+        gathered = totals
         if not self._fault_tolerant:
             raise_on_all(self._comm, problem, "evaluation", consistency_check.StepFailed)
-            everyone = [entry for some in self._comm.allgather(totals) for entry in some]
-        count = sum(entry[1] for entry in everyone)
+            gathered = [entry for some in self._comm.allgather(totals) for entry in some]
+        count = sum(entry[1] for entry in gathered)
         if not count:
             return Evaluation(math.nan, math.nan if measure else None, 0)
-        loss = math.fsum(entry[0] for entry in everyone) / count
-        return Evaluation(loss, math.fsum(entry[2] for entry in everyone) / count if measure else None, count)
+        loss = math.fsum(entry[0] for entry in gathered) / count
+        return Evaluation(loss, math.fsum(entry[2] for entry in gathered) / count if measure else None, count)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """As of `Engine.tensor_slices`; empty on workers."""
@@ -450,7 +450,7 @@ class ParameterServer(BaseEngine):
     def _part(self, worker: WorkerClient, part: WorkPart, batch: Batch, parts: int) -> PartResult:
         """Forward and backward of a microbatch, overlapped with pulls and pushes."""
         began = time.perf_counter()
-        motion, count = self._motion(batch, part.clock), int(self._loss.count(batch.y))
+        pass_, count = self._microbatch_pass(batch, part.clock), int(self._loss.count(batch.y))
         rows = np.unique(batch.x).astype(np.int64) if self._has_table else None
         waiting = self._recorder.seconds["communication"]
         self.flat.bind(worker.read(part.clock, self._order, rows))
@@ -458,31 +458,31 @@ class ParameterServer(BaseEngine):
             with self._recorder("communication", "pull"):
                 worker.need(self._needs[number])
             with self._recorder("compute", "forward", unit=number):
-                motion.forward(unit)
+                pass_.forward(unit)
             worker.poll()
-        motion.score()
-        if motion.problem is None and not math.isfinite(motion.total):
+        pass_.score()
+        if pass_.problem is None and not math.isfinite(pass_.total):
             text = f"the loss of micro-batch {part.number} is not a finite number in step {part.clock}"
             raise FloatingPointError(text)
-        self._note(motion, batch)
-        motion.turn(1.0)
+        self._note(pass_, batch)
+        pass_.loss_backward(1.0)
         self._gradients.begin_backward(part, parts, count, rows)
         with self._recorder("compute", "backward"):
             for number in reversed(range(len(self._units))):
-                motion.backward(self._units[number], self._gradients)
-                if motion.problem is None:
+                pass_.backward(self._units[number], self._gradients)
+                if pass_.problem is None:
                     self._gradients.left(number)
-        if motion.problem is not None:
-            raise motion.problem
+        if pass_.problem is not None:
+            raise pass_.problem
         waited = self._recorder.seconds["communication"] - waiting
         computed = time.perf_counter() - began - waited
         time.sleep((self._slow - 1) * computed + self._slow * self._delay)
         norm = self._gradients.end_backward()
         with self._recorder("communication", "push"):
             worker.acknowledged()
-        return PartResult(motion.total, count, norm, self._comm.Get_rank() - len(self._servers))
+        return PartResult(pass_.total, count, norm, self._comm.Get_rank() - len(self._servers))
 
-    def _motion(self, batch: Batch, clock: int | None) -> MicrobatchPass:
+    def _microbatch_pass(self, batch: Batch, clock: int | None) -> MicrobatchPass:
         """Forward and backward state of a microbatch; `clock` is None in an evaluation."""
         wide, storage = self._plan.precision.wide, self._plan.precision.storage
         x = batch.x if batch.x.dtype.kind in "iub" else batch.x.astype(storage, copy=False)
@@ -525,13 +525,13 @@ class ParameterServer(BaseEngine):
             options: dict[str, Any] = {"workers": len(self._workers), "synchronous": self._rule.synchronous}
             self.ledger.expect(of_shard(self._plan, keys, states, parts=server.parts, **options), part=shard)
 
-    def _note(self, motion: MicrobatchPass, batch: Batch) -> None:
+    def _note(self, pass_: MicrobatchPass, batch: Batch) -> None:
         """Enter new shapes of a microbatch into the ledger."""
         shapes = batch.x.shape, batch.y.shape
-        if motion.problem is not None or shapes in self._seen_shapes:
+        if pass_.problem is not None or shapes in self._seen_shapes:
             return
         self._seen_shapes.add(shapes)
-        self._memory.record_peak("activations", motion.nbytes())
+        self._memory.record_peak("activations", pass_.nbytes())
         x = ArraySpec(batch.x.shape, type_of(batch.x, self._plan.precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, self._plan.precision.wide))
         with suppress(NotImplementedError):  # a model of the user's own may have no outlines

@@ -15,7 +15,7 @@ import numpy as np
 from collectives import Communicator
 from parallel.data.sampler import Batch
 from parallel.data_parallel.grad_norm import numbers_of
-from parallel.data_parallel.reducers import Numbers, StepScale
+from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import ForwardBackward
 from parallel.engine.settings import Settings
@@ -34,15 +34,10 @@ from parallel.runtime.tree_sum import VectorPool
 from quant.types import Array
 
 
-class WeightVersion:
+class WeightVersions:
     """Versions of a part's weights: the newest in place, older ones while they are needed.
 
-    Parameters
-    ----------
-    part : ParamShard
-    pool : VectorPool
-    wanted : sequence of int
-        Version used by each microbatch, in the order of their backwards.
+    `wanted` is the version used by each microbatch, in the order of their backwards.
     """
 
     def __init__(self, part: ParamShard, pool: VectorPool, wanted: Sequence[int]):
@@ -71,20 +66,9 @@ class WeightVersion:
 class WeightStashing(StageTrainer):
     """Stage work with updates between forwards and backwards.
 
-    Parameters
-    ----------
-    wanted : sequence of int
-        Weight version of each microbatch.
-    intervals : sequence of sequence of int
-        Microbatches of each update.
-    begin, apply : callable (microbatches of an interval)
-        Called before the first and after the last gradient of an update.
-    stashes : sequence of WeightVersion
-
-    Attributes
-    ----------
-    used : dict
-        Version used, by kind of action and microbatch.
+    `wanted` is the weight version of each microbatch; `intervals` are the microbatches of each update. `begin` and
+    `apply` are called with these before the first and after the last gradient of an update. `used` is the version by
+    kind of action and microbatch.
     """
 
     def __init__(
@@ -94,39 +78,37 @@ class WeightStashing(StageTrainer):
         intervals: Sequence[Sequence[int]],
         begin: Callable[[Sequence[int]], None],
         apply: Callable[[Sequence[int]], None],
-        stashes: Sequence[WeightVersion],
+        stashes: Sequence[WeightVersions],
         **options: Any,
     ):
         super().__init__(*args, **options)
         self._wanted, self._intervals, self._begin, self._apply = wanted, intervals, begin, apply
         self._stashes = stashes
-        self._void: set[int] = set()
+        self._missing: set[int] = set()
         self.used: dict[tuple[str, int], int] = {}
         self._begin_next(0)
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
-        """F with the version of the plan."""
         self._use("F", microbatch)
         return super().forward(chunk, microbatch, x)
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
-        """Backward with the version of the forward."""
         self._use("B", microbatch)
         if dy is None and not self._chunks[chunk].last:
-            self._void.add(microbatch)
+            self._missing.add(microbatch)
         dx = super().backward(chunk, microbatch, dy, whole)
         for stash in self._stashes:
             stash.over()
         return dx
 
     def update(self, chunk: int, number: int) -> None:
-        """U: next version; no change after a failure."""
+        """Begin the next version; updates it unless something has failed."""
         for _, part in self._chunks[chunk].shares:
             part.gradients.finish()
         for stash in self._stashes:
             stash.next()
         try:
-            if self.problem is None and not self._void:
+            if self.problem is None and not self._missing:
                 self._apply(self._intervals[number])
         except FloatingPointError as error:
             self.problem = error
@@ -145,15 +127,11 @@ class WeightStashing(StageTrainer):
 class AsynchronousPipeline(Pipeline):
     """Pipeline with updates within a step; without replicas, tied weights, clipping and fp16.
 
-    Reports have no gradient norm. Updates before a failure in a step are kept.
-
-    Attributes
-    ----------
-    used : dict
-        Of the last step: weight version of every F and B on this stage, counted from the step's beginning.
+    Reports have no gradient norm. Updates before a failure in a step are kept. `used` is the weight version of every F
+    and B of the last step on this stage, counted from the step's beginning.
     """
 
-    _left = "updates that the step had made before stay"
+    _unchanged = "updates that the step had made before stay"
 
     def __init__(
         self,
@@ -168,7 +146,7 @@ class AsynchronousPipeline(Pipeline):
         self.used: dict[tuple[str, int], int] = {}
         self._rate = 0.0
         self._own = replace(optimizer, rate=lambda update: self._rate)  # it goes by steps, and a step has many updates
-        memory, storage = self._context.memory, self._context.storage
+        memory, storage = self.context.memory, self.context.storage
         self._pools = [
             VectorPool(lambda length=part.context.flat.length: memory.private("parameters", length, storage))  # type: ignore[misc]
             for part in self._parts
@@ -193,15 +171,14 @@ class AsynchronousPipeline(Pipeline):
             return f"clip: {plan.name} updates stage by stage, without the norm over all; found {settings.clip}"
         return f"precision: {plan.name} has no loss scale for all" if PRECISIONS[settings.precision].scaled else None
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, step_scale: StepScale) -> ForwardBackward:
-        """Run all forwards and backwards, and the updates between them."""
-        self._expect_at_most(everyone)
+    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
+        self._expect_at_most(assignment)
         here = [self._microbatch(batch, training=True) for batch in mine]
         counts = [int(self._loss.count(one.y)) for one in here]
-        line = [deed.action for deed in self._bind("train", len(here))]
+        line = [bound.action for bound in self._bind("train", len(here))]
         intervals = intervals_of(line)
         wanted = self._wanted(len(here))
-        stashes = [WeightVersion(part, pool, wanted) for part, pool in zip(self._parts, self._pools)]
+        stashes = [WeightVersions(part, pool, wanted) for part, pool in zip(self._parts, self._pools)]
         self._rate = rate_at(self._optimizer.rate, self._clock)
 
         def begin(interval: Sequence[int]) -> None:
@@ -216,9 +193,17 @@ class AsynchronousPipeline(Pipeline):
                 self._own.update(self._sharded.pieces, self.updates, 1 / count, self._gather)
             self.updates += 1
 
-        options: dict[str, Any] = {"scale": step_scale.scale, "note": self._noting(here, everyone)}
-        options |= {"wanted": wanted, "intervals": intervals, "begin": begin, "apply": apply, "stashes": stashes}
-        work = WeightStashing(self._chunks, here, self._loss, self._runner.progress, **options)
+        stage, note = (self._chunks, here, self._loss, self._runner.progress), self._noting(here, assignment)
+        work = WeightStashing(
+            *stage,
+            scale=step_scale.scale,
+            note=note,
+            wanted=wanted,
+            intervals=intervals,
+            begin=begin,
+            apply=apply,
+            stashes=stashes,
+        )
         before = self.updates
         self._runner.run(self._bind("train", len(here)), work)
         self.used = work.used
@@ -228,12 +213,11 @@ class AsynchronousPipeline(Pipeline):
         return ForwardBackward(work.early, work.losses, work.problem)
 
     def _wanted(self, microbatches: int) -> tuple[int, ...]:
-        """Weight version of each microbatch on this stage, counted from the step's beginning."""
         assert self.plan.versions is not None
         return self.plan.versions[self._portion.stage()][:microbatches]
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
-        """Vector over all blocks with this rank's values."""
+        """Values of all blocks, of which this rank has its own."""
         whole = np.zeros(self.flat.length // BLOCK)
         whole[numbers_of(piece.span for piece in self._sharded.pieces)] = of_pieces
         return whole

@@ -1,4 +1,4 @@
-"""Settings of a pipeline: schedule, mesh, microbatches and cuts; fills in values that were left open."""
+"""Pipeline settings: schedule, mesh, microbatches and cuts; fills in values that were left open."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ Take = Callable[[int], tuple[Array, Array]]
 def schedule_of(settings: Settings) -> str:
     """Name of the schedule, ``1f1b`` by default; a CSV file is added to the table of schedules under its path.
 
-    Raises
-    ------
-    ValueError
-        If the schedule is unknown, or the file is not a table of actions.
-    OSError
-        If the file cannot be read.
+    Raises ValueError if the schedule is unknown or the file is not a table of actions, OSError if it cannot be read.
     """
     name = settings.layout.partition(":")[2] or "1f1b"
     if name.endswith(".csv") and name not in SCHEDULES:
@@ -52,13 +47,7 @@ def schedule_of(settings: Settings) -> str:
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:
-    """Mesh of the settings, by default ``pp`` (`stages` or all ranks) by ``dp``.
-
-    Raises
-    ------
-    ValueError
-        If it does not fit the number of ranks.
-    """
+    """Mesh of the settings, by default ``pp`` (`stages` or all ranks) by ``dp``; ValueError if it needs other ranks."""
     if settings.mesh is None:
         stages = settings.stages or ranks
         if ranks % stages:
@@ -78,13 +67,7 @@ def workers(settings: Settings, ranks: int) -> int:
 
 
 def microbatches(settings: Settings, ranks: int) -> int:
-    """Microbatches of a step in each pipeline.
-
-    Raises
-    ------
-    ValueError
-        If the microbatches of a step cannot be divided equally.
-    """
+    """Microbatches of a step in each pipeline; ValueError if they cannot be divided equally."""
     if settings.microbatches is not None and settings.micro_batch is None:
         return settings.microbatches
     pipelines = workers(settings, ranks)
@@ -95,7 +78,6 @@ def microbatches(settings: Settings, ranks: int) -> int:
 
 
 def _check_batch(settings: Settings, ranks: int) -> None:
-    """Raise ValueError if the samples of a step cannot be divided into the given number of microbatches."""
     pipelines, each = workers(settings, ranks), settings.microbatches
     if each is not None and settings.batch % (each * pipelines):
         parts = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
@@ -106,7 +88,6 @@ def _check_batch(settings: Settings, ranks: int) -> None:
 
 
 def check(settings: Settings, ranks: int) -> None:
-    """Raise ValueError for invalid settings."""
     name = schedule_of(settings)
     _check_batch(settings, ranks)
     cuts_of(settings.cuts)
@@ -126,17 +107,13 @@ def cuts_of(text: str | None) -> tuple[int, ...] | None:
     return tuple(int(word) for word in words)
 
 
-def settle(
+def resolve(
     settings: Settings, comm: Communicator, model: Operator, loss: Any, optimizer: Optimizer, take: Take
 ) -> Settings:
     """Fill in open settings: cuts, and with ``auto`` also schedule, microbatches and chunks. Collective.
 
-    Times are measured on rank 0, so that all ranks cut alike.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if the model has too few units or the memory limit is too low.
+    Times are measured on rank 0, so that all ranks cut alike. Raises ValueError on all ranks, if the model has too few
+    units or the memory limit is too low.
     """
     ranks, recipe = comm.Get_size(), PRECISIONS[settings.precision]
     mesh, units = mesh_of(settings, ranks), units_of(model)

@@ -24,15 +24,9 @@ from parallel.pipeline.schedule.stage_placement import StagePlacement
 
 @dataclass(frozen=True)
 class SharedParamGroup:
-    """Contiguous run of parameters with the same users.
+    """Contiguous run of parameters with the same users; `number` in order of the vector.
 
-    Attributes
-    ----------
-    number : int
-        In order of the vector.
-    tensors : tuple of ParamSpan
-    parts : tuple of int
-        Parts of the model that use them, ascending.
+    `parts` are the parts of the model that use them, ascending.
     """
 
     number: int
@@ -60,13 +54,7 @@ class SharedParamGroup:
 
 
 def checked_cuts(cuts: Sequence[int], units: int, parts: int) -> tuple[int, ...]:
-    """Validate cuts.
-
-    Raises
-    ------
-    ValueError
-        If they do not divide the units into this number of non-empty parts.
-    """
+    """Cuts as a tuple; ValueError if they do not divide the units into this number of non-empty parts."""
     if units < parts:
         raise ValueError(f"stages: {units} units cannot be cut in {parts} parts; take fewer stages, or a deeper model")
     cuts = tuple(cuts)
@@ -80,10 +68,8 @@ def divide(
 ) -> list[SharedParamGroup]:
     """Divide the vector into groups; sets `uses` of every parameter to its uses in one part.
 
-    Raises
-    ------
-    ValueError
-        If `reproducible` and a parameter with several parts has more than two uses: the order would matter.
+    Raises ValueError if `reproducible` and a parameter with several parts has more than two uses: the order would
+    matter.
     """
     uses: dict[int, Counter[int]] = {id(tensor.parameter): Counter() for tensor in flat.places}
     for part, (start, stop) in enumerate(pairwise(cuts)):

@@ -13,7 +13,7 @@ from parallel.data.sampler import Batch, contiguous
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.data_parallel.partition_spec import plan_of
-from parallel.data_parallel.reducers import Numbers, StepScale
+from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
 from parallel.engine.base import EvalSums, ForwardBackward, Measure, TrainEngine, check, facts_of, type_of
@@ -44,10 +44,8 @@ class Pipeline(TrainEngine):
     ----------
     model : Operator
         A `Sequential` with at least one item per part; its operators have outlines, which give message sizes.
-    loss : loss operator
-    comm : Communicator
-        Not closed by the engine.
-    optimizer : Optimizer
+    loss, comm, optimizer
+        As of `parallel.engine.data_parallel_engine.Engine`.
     settings : Settings
         `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp`` and perhaps one of `REPLICAS`, and is by default one
         pipeline of `stages`. `microbatches` is the number per step in each replica; a step may have fewer.
@@ -56,21 +54,15 @@ class Pipeline(TrainEngine):
 
     Attributes
     ----------
-    mesh : Mesh
+    mesh, cuts, ledger
     plan : PipelinePlan
         With messages.
-    cuts : tuple of int
-    sent : Counter
-        Messages of the last step, by receiving stage.
-    ledger : MemoryLedger
 
     Raises
     ------
-    ValueError
+    ValueError, RankMismatch
         On all ranks and before any message, if a setting is invalid, the mesh does not fit, or the plan fails the
-        simulation.
-    Disagreement
-        On all ranks, if their models or settings differ.
+        simulation; if models or settings differ between ranks.
     """
 
     def __init__(
@@ -91,24 +83,24 @@ class Pipeline(TrainEngine):
         shared = settings.shared() | {"mesh": self.mesh, "cuts": self.cuts}
         shared |= {"schedule": plan.name, "placement": plan.placement.routes}
         lines = enumerate(to_csv(plan.actions).splitlines())
-        told = [(f"the line of stage {stage}", line) for stage, line in lines]
-        consistency_check.check_equal(comm, [*shared.items(), *told, *facts_of(flat, optimizer)])
+        actions = [(f"the line of stage {stage}", line) for stage, line in lines]
+        consistency_check.check_equal(comm, [*shared.items(), *actions, *facts_of(flat, optimizer)])
         self._portion = portion = Portion.make(whole, self.mesh, plan, self.cuts)
         self.plan = portion.plan
         simulate(self.plan)
         if refusal := self._refusal(plan, portion.groups, self.mesh, settings):
             raise ValueError(refusal)
         context = RunContext(whole, comm, VectorAllocator(comm, settings.device), Profiler(settings.trace))
-        self._ours: list[Communicator] = []
+        self._group_comms: list[Communicator] = []
         self._shares = [(group, self._share(context, group, division)) for group, division in portion.held.values()]
-        self._chunks = {
-            chunk: StageChunk(part, plan.placement.parts, self._units_of(part, units), self._of(part))
-            for chunk, part in portion.parts.items()
-        }
+        self._chunks = {}
+        for chunk, part in portion.parts.items():
+            here = {number: units[number] for number in range(*self.cuts[part : part + 2])}
+            shares = [(group, share) for group, share in self._shares if part in group.parts]
+            self._chunks[chunk] = StageChunk(part, plan.placement.parts, here, shares)
         self._line = MPI.Intracomm(comm).Split(portion.replica(), portion.stage())
         self._runner = ScheduleRunner(MPI.Intracomm(self._line), context.recorder, context.memory.xp)
         self._bound: dict[tuple[str, int], tuple[BoundAction, ...]] = {}
-        self._looked_at: set[tuple[Any, ...]] = set()
         parts = [part for _, part in self._shares]
         spans = comm.allgather([span for part in parts for span in part.mine])
         super().__init__(context, parts, spans, loss, optimizer, settings, teams=sorted(self.mesh.lines(AXIS)))
@@ -128,16 +120,15 @@ class Pipeline(TrainEngine):
         portion = Portion.make(whole, mesh, plan, cuts)
         portion.expect(ledger, states, [()] * portion.replicas)
         for step in workload.steps:
-            everyone = [tuple(contiguous(len(step), at, portion.replicas)) for at in range(portion.replicas)]
-            portion.expect(ledger, states, everyone)
-            forms = [workload.shapes(step[number]) for number in everyone[portion.replica()]]
+            assignment = [tuple(contiguous(len(step), at, portion.replicas)) for at in range(portion.replicas)]
+            portion.expect(ledger, states, assignment)
+            forms = [workload.shapes(step[number]) for number in assignment[portion.replica()]]
             activations, work = portion.activations(forms, loss)
             ledger.expect(Counter(activations=activations), work)
         return ledger
 
     @classmethod
     def _scheduled(cls, schedule: PipelinePlan | None, mesh: Mesh, settings: Settings) -> PipelinePlan:
-        """Plan for a mesh, without messages."""
         plan = schedule
         if plan is None:
             microbatches = config.microbatches(settings, mesh.size)
@@ -161,17 +152,15 @@ class Pipeline(TrainEngine):
         return self._runner.sent
 
     def share(self, micro_batches: int) -> range:
-        """Microbatches of this rank's replica."""
         return contiguous(micro_batches, self._portion.replica(), self._portion.replicas)
 
     def close(self) -> None:
-        """Free requests, communicators and memory. Collective."""
         super().close()
-        for comm in self._ours:
+        for comm in self._group_comms:
             comm.Free()
         self._line.Free()
 
-    # ------------------------------------------------------------------------------------------ who is where
+    # ------------------------------------------------------------------------------------------ placement
 
     def _share(self, context: RunContext, group: SharedParamGroup, division: Division) -> ParamShard:
         """This rank's shard of a group. Collective over its holders.
@@ -180,21 +169,13 @@ class Pipeline(TrainEngine):
         """
         holders = context.comm.Get_group().Incl(self._portion.holders(group))
         comm = context.comm.Create_group(holders, tag=group.number)
-        self._ours.append(comm)
+        self._group_comms.append(comm)
         own = RunContext(division, comm, context.memory.with_comm(comm), context.recorder)
         share = ParamShard.make(own, LAYOUTS[self._portion.layout])
         share.gradients.bind()
         return share
 
-    def _units_of(self, part: int, units: Sequence[Operator]) -> dict[int, Operator]:
-        """Units of a part, by number."""
-        return {number: units[number] for number in range(*self.cuts[part : part + 2])}
-
-    def _of(self, part: int) -> list[tuple[SharedParamGroup, ParamShard]]:
-        """This rank's shards of a part's weights."""
-        return [(group, share) for group, share in self._shares if part in group.parts]
-
-    # ------------------------------------------------------------------------------------------ the parts of a step
+    # ------------------------------------------------------------------------------------------ steps
 
     def _foresee(self, mine: list[Batch]) -> None:
         """Determine message sizes; validates the microbatches."""
@@ -202,34 +183,26 @@ class Pipeline(TrainEngine):
             self._portion.outlines(self._form(batch))
 
     def _form(self, batch: Batch) -> ArraySpec:
-        return ArraySpec(batch.x.shape, type_of(batch.x, self._context.storage))
+        return ArraySpec(batch.x.shape, type_of(batch.x, self.context.storage))
 
-    def _passes(self, mine: list[Batch], everyone: Numbers, step_scale: StepScale) -> ForwardBackward:
-        """Run all forwards and backwards, and the gradient sums."""
-        self._expect_at_most(everyone)
+    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
+        self._expect_at_most(assignment)
         here = [self._microbatch(batch, training=True) for batch in mine]
-        work = StageTrainer(
-            self._chunks,
-            here,
-            self._loss,
-            self._runner.progress,
-            scale=step_scale.scale,
-            note=self._noting(here, everyone),
-        )
+        stage, note = (self._chunks, here, self._loss, self._runner.progress), self._noting(here, assignment)
+        work = StageTrainer(*stage, scale=step_scale.scale, note=note)
         for group, part in self._shares:
-            part.gradients.begin(self._portion.leaves(group, everyone))
+            part.gradients.begin(self._portion.leaves(group, assignment))
         self._runner.run(self._bind("train", len(mine)), work)
         for _, part in self._shares:
             part.gradients.finish()
         return ForwardBackward(work.early, work.losses, work.problem)
 
-    def _expect_at_most(self, everyone: Numbers) -> None:
-        most, found = self.plan.microbatches, max(map(len, everyone))
+    def _expect_at_most(self, assignment: Assignment) -> None:
+        most, found = self.plan.microbatches, max(map(len, assignment))
         if found > most:
             raise ValueError(f"micro-batches: expected at most {most} for each pipeline, found {found}")
 
-    def _scores(self, mine: list[Batch], everyone: Numbers, measure: Measure | None) -> EvalSums:
-        """Run forwards only, without dropout."""
+    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> EvalSums:
         here = [self._microbatch(batch, training=False) for batch in mine]
         work = StageEvaluator(self._chunks, here, self._loss, self._runner.progress, measure)
         self._runner.run(self._bind("evaluate", len(mine)), work)
@@ -248,19 +221,18 @@ class Pipeline(TrainEngine):
 
     def _microbatch(self, batch: Batch, training: bool) -> Microbatch:
         x, y = self._typed(batch)
-        made = [outline.y for outline in self._portion.outlines(self._form(batch))]
-        return Microbatch(batch.number, x, y, self._run(batch, training), made)
+        specs = [outline.y for outline in self._portion.outlines(self._form(batch))]
+        return Microbatch(batch.number, x, y, self._run(batch, training), specs)
 
     # ------------------------------------------------------------------------------------------ bytes
 
-    def _noting(self, here: list[Microbatch], everyone: Numbers) -> Callable[[int], None] | None:
-        """Callback that records activation bytes of new shapes or numbers of microbatches; None for known ones."""
-        kind = (*(one.x.shape for one in here), *(one.y.shape for one in here), *map(len, everyone))
-        if kind in self._looked_at:
+    def _noting(self, here: list[Microbatch], assignment: Assignment) -> Callable[[int], None] | None:
+        """Callback that records activation bytes of a new kind of step; None for known ones."""
+        kind = (*(one.x.shape for one in here), *(one.y.shape for one in here), *map(len, assignment))
+        if not self._is_new(kind):
             return None
-        self._looked_at.add(kind)
-        self._portion.expect(self.ledger, len(self._optimizer.states()), everyone)
+        self._portion.expect(self.ledger, len(self._optimizer.states()), assignment)
         forms = [(ArraySpec(one.x.shape, one.x.dtype), ArraySpec(one.y.shape, one.y.dtype)) for one in here]
         activations, work = self._portion.activations(forms, self._loss)
         self.ledger.expect(Counter(activations=activations), work)
-        return lambda alive: self._context.memory.record_peak("activations", alive)
+        return lambda alive: self.context.memory.record_peak("activations", alive)

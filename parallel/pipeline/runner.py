@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
 
@@ -36,22 +36,17 @@ SPIN_SECONDS, SLEEP_SECONDS = 500e-6, 50e-6
 
 
 class StageWork(Protocol):
-    """Computations of a stage. None stands for missing arrays."""
+    """Computations of a stage; None stands for missing arrays, and for input and output at the ends of the model.
 
-    def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
-        """F: output of a chunk from the previous part's output; input and output are None at the ends of the model."""
+    `forward` returns the output of a chunk (F), `backward` the gradient of its input (B, or BW if `whole`); `weights`
+    computes its weight gradients (W) and `update` applies them (U). `output_spec` is that of a part's output.
+    """
 
-    def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
-        """B, or BW if `whole`: gradient of the chunk's input from the gradient of its output."""
-
-    def weights(self, chunk: int, microbatch: int) -> None:
-        """W: gradients of the chunk's weights."""
-
-    def update(self, chunk: int, number: int) -> None:
-        """U: update of the chunk's weights."""
-
-    def made(self, part: int, microbatch: int) -> ArraySpec:
-        """Shape and dtype of a part's output, and of its gradient."""
+    def forward(self, chunk: int, microbatch: int, x: Array) -> Array: ...
+    def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array: ...
+    def weights(self, chunk: int, microbatch: int) -> None: ...
+    def update(self, chunk: int, number: int) -> None: ...
+    def output_spec(self, part: int, microbatch: int) -> ArraySpec: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +55,10 @@ class BoundAction:
 
     Attributes
     ----------
-    key : tuple
-        Of messages: kind of the data, receiving chunk, microbatch.
-    peer, tag : int
-        Peer stage and tag of a message.
-    part : int
-        Part of the model whose output or output gradient a message carries.
-    target : tuple or None
-        Key of the result if the next part is on the same stage, so that there is no message.
+    key : kind of the data, receiving chunk, microbatch
+    peer, tag : peer stage and tag of a message
+    part : part of the model whose output or output gradient a message carries
+    target : key of the result if the next part is on the same stage, so that there is no message
     """
 
     action: Action
@@ -81,127 +72,95 @@ class BoundAction:
 
 def bind_actions(plan: PipelinePlan, stage: int, title: str = "") -> tuple[BoundAction, ...]:
     """Bind a stage's actions of a plan with messages; `title` is a prefix of their profiler labels."""
-    return tuple(
-        replace(bound, label=title + bound.label) for bound in (_bind_action(plan, a) for a in plan.actions[stage])
-    )
+    return tuple(_bind_action(plan, action, f"{title}{action}") for action in plan.actions[stage])
 
 
-def _bind_action(plan: PipelinePlan, action: Action) -> BoundAction:
+def _bind_action(plan: PipelinePlan, action: Action, label: str) -> BoundAction:
     placement, here = plan.placement, StagePlace(action.stage, action.chunk)
     if action.kind in SENDS + RECEIVES:
         kind, peer = action.kind[1], plan.peer(action)
         receiver = peer if action.kind in SENDS else here
         part = placement.part[receiver] - 1 if kind == "F" else placement.part[receiver]
         key = kind, action.chunk if action.kind in SENDS else receiver.chunk, action.microbatch
-        return BoundAction(action, str(action), key, peer.stage, 2 * receiver.chunk + (kind == "B"), part)
+        return BoundAction(action, label, key, peer.stage, 2 * receiver.chunk + (kind == "B"), part)
     kind = "F" if action.kind == "F" else "B"
     following = placement.after.get(here) if kind == "F" else placement.before.get(here)
     target = None
     if following is not None and following.stage == action.stage and action.kind in ("F", "B", "BW"):
         target = kind, following.chunk, action.microbatch
-    return BoundAction(action, str(action), (kind, action.chunk, action.microbatch), target=target)
+    return BoundAction(action, label, (kind, action.chunk, action.microbatch), target=target)
 
 
 class ScheduleRunner:
-    """Executor of one stage.
+    """Executor of one stage; `comm` is that of the stages of one pipeline, in order.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        Of the stages of one pipeline, in order.
-    recorder : Profiler
-    xp : module
-        NumPy, or CuPy with messages through host memory.
-
-    Attributes
-    ----------
-    sent : Counter
-        Messages of the last run, by receiving stage.
+    With CuPy as `xp` messages pass through host memory. `sent` counts the messages of the last run by receiving stage.
     """
 
     def __init__(self, comm: MPI.Intracomm, recorder: Profiler, xp: ModuleType = np):
         self._comm, self._recorder, self._xp = comm, recorder, xp
         self._status = MPI.Status()
-        self._coming: dict[tuple[str, int, int], tuple[MPI.Request, np.ndarray]] = {}
+        self._receiving: dict[tuple[str, int, int], tuple[MPI.Request, np.ndarray]] = {}
         self._ready: dict[tuple[str, int, int], Array] = {}
-        self._made: dict[tuple[str, int, int], Array] = {}
-        self._leaving: list[tuple[MPI.Request, np.ndarray]] = []
+        self._computed: dict[tuple[str, int, int], Array] = {}
+        self._sending: list[tuple[MPI.Request, np.ndarray]] = []
         self.sent: Counter[int] = Counter()
-        self._do = {
-            "F": self._forward, "B": self._backward, "BW": self._backward, "W": self._weights, "U": self._update,
-            "SF": self._send, "SB": self._send, "RF": self._receive, "RB": self._receive,
-        }  # fmt: skip
+        self._execute = dict.fromkeys(("F", "B", "BW"), self._forward_or_backward)
+        self._execute |= dict.fromkeys(("W", "U"), self._weights_or_update)
+        self._execute |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECEIVES, self._receive)
 
     def run(self, line: Sequence[BoundAction], work: StageWork) -> None:
-        """Execute the stage's actions, together with the other stages of the communicator.
-
-        Parameters
-        ----------
-        line : sequence of BoundAction
-            Of a simulated plan; it is not checked again.
-        work : StageWork
-        """
+        """Execute the stage's actions of a simulated plan, while the other stages execute theirs."""
         self.sent.clear()
         for bound in line:
-            self._do[bound.action.kind](bound, work)
-        self._made.clear()
+            self._execute[bound.action.kind](bound, work)
+        self._computed.clear()
         began = time.perf_counter()
-        for request, _ in self._leaving:
+        for request, _ in self._sending:
             progress_until(request.Test)
-        self._leaving.clear()
+        self._sending.clear()
         self._recorder.note("communication", "last sends", began, time.perf_counter())
 
     def progress(self) -> None:
         """Progress messages and gradient sums during a long computation."""
         if active_requests:
             progress()
-        elif self._coming or self._leaving:
+        elif self._receiving or self._sending:
             self._comm.Iprobe()
 
     # ------------------------------------------------------------------------------------------ computations
 
-    def _forward(self, bound: BoundAction, work: StageWork) -> None:
+    def _forward_or_backward(self, bound: BoundAction, work: StageWork) -> None:
         action = bound.action
-        x = self._taken(bound)
+        received = self._taken(bound)
         with self._recorder("compute", bound.label):
-            y = work.forward(action.chunk, action.microbatch, x)
-        self._keep(bound, y)
-
-    def _backward(self, bound: BoundAction, work: StageWork) -> None:
-        action = bound.action
-        dy = self._taken(bound)
-        with self._recorder("compute", bound.label):
-            dx = work.backward(action.chunk, action.microbatch, dy, action.kind == "BW")
-        self._keep(bound, dx)
-
-    def _weights(self, bound: BoundAction, work: StageWork) -> None:
-        with self._recorder("compute", bound.label):
-            work.weights(bound.action.chunk, bound.action.microbatch)
-
-    def _update(self, bound: BoundAction, work: StageWork) -> None:
-        with self._recorder("compute", bound.label):
-            work.update(bound.action.chunk, bound.action.microbatch)
-
-    def _keep(self, bound: BoundAction, result: Array) -> None:
-        """Keep a result for the next part on this stage, or until it is sent."""
+            if action.kind == "F":
+                result = work.forward(action.chunk, action.microbatch, received)
+            else:
+                result = work.backward(action.chunk, action.microbatch, received, action.kind == "BW")
         if bound.target is not None:
             self._ready[bound.target] = result
         elif result is not None:
-            self._made[bound.key] = result
+            self._computed[bound.key] = result
+
+    def _weights_or_update(self, bound: BoundAction, work: StageWork) -> None:
+        with self._recorder("compute", bound.label):
+            apply = work.weights if bound.action.kind == "W" else work.update
+            apply(bound.action.chunk, bound.action.microbatch)
 
     # ------------------------------------------------------------------------------------------ messages
 
     def _receive(self, bound: BoundAction, work: StageWork) -> None:
-        form = work.made(bound.part, bound.action.microbatch)
-        buffer = np.empty(form.shape, form.dtype)
+        spec = work.output_spec(bound.part, bound.action.microbatch)
+        buffer = np.empty(spec.shape, spec.dtype)
         request = self._comm.Irecv([_bytes(buffer), MPI.BYTE], bound.peer, bound.tag)
-        self._coming[bound.key] = request, buffer
+        self._receiving[bound.key] = request, buffer
 
     def _taken(self, bound: BoundAction) -> Array:
         """Input of a computation; None if it is missing or provided by the model."""
-        if bound.key not in self._coming:
+        if bound.key not in self._receiving:
             return self._ready.pop(bound.key, None)
-        request, buffer = self._coming.pop(bound.key)
+        request, buffer = self._receiving.pop(bound.key)
         if not request.Test(self._status):
             began = time.perf_counter()
             progress_until(lambda: request.Test(self._status))
@@ -211,12 +170,12 @@ class ScheduleRunner:
         return self._xp.asarray(buffer)
 
     def _send(self, bound: BoundAction, work: StageWork) -> None:
-        made = self._made.pop(bound.key, None)
-        payload = NOTHING if made is None else _bytes(np.ascontiguousarray(to_host(made)))
-        self._leaving.append((self._comm.Isend([payload, MPI.BYTE], bound.peer, bound.tag), payload))
+        result = self._computed.pop(bound.key, None)
+        payload = NOTHING if result is None else _bytes(np.ascontiguousarray(to_host(result)))
+        self._sending.append((self._comm.Isend([payload, MPI.BYTE], bound.peer, bound.tag), payload))
         self.sent[bound.peer] += 1
-        if len(self._leaving) >= MANY_SENDS:
-            self._leaving = [(request, array) for request, array in self._leaving if not request.Test()]
+        if len(self._sending) >= MANY_SENDS:
+            self._sending = [(request, array) for request, array in self._sending if not request.Test()]
 
 
 def progress_until(done: Callable[[], bool]) -> None:

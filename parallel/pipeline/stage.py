@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel.data_parallel.grad_bucket import of
 from parallel.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.microbatch_pass import MicrobatchPass, nobody
+from parallel.engine.microbatch_pass import MicrobatchPass, empty_pass
 from parallel.engine.step_sync import Losses
 from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode
 from parallel.pipeline.param_division import SharedParamGroup
@@ -21,16 +21,8 @@ Measure = Callable[[Array, Array], float]
 class StageChunk:
     """Part of the model on this stage, and its gradient sink.
 
-    Parameters
-    ----------
-    number : int
-        Number of the part.
-    parts : int
-        Number of parts.
-    units : dict of int to Operator
-        By number in the model, ascending.
-    shares : sequence of (SharedParamGroup, ParamShard)
-        This rank's shards of its weights.
+    `number` is that of the part; `units` are by number in the model, ascending; `shares` are this rank's shards of its
+    weights.
     """
 
     def __init__(
@@ -44,19 +36,15 @@ class StageChunk:
         self._come: set[int] = set()
 
     def begin_backward(self, turn: int, number: int) -> None:
-        """Begin the gradients of a microbatch."""
         self._come.clear()
         for group, part in self.shares:
             part.gradients.begin_backward(turn, group.leaf(number, self.number))
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
-        """Take a gradient.
+        """Accumulate a gradient.
 
-        Raises
-        ------
-        ValueError
-            If a shared parameter of a reproducible training gets two gradients in one backward: the order of additions
-            would differ from that of a single rank (`parallel.pipeline.param_division`).
+        Raises ValueError if a shared parameter of a reproducible training gets two gradients in one backward: the order
+        of additions would differ from that of a single rank (`parallel.pipeline.param_division`).
         """
         if id(parameter) in self._once & self._come:
             raise ValueError(
@@ -67,12 +55,10 @@ class StageChunk:
         of(self._sinks, parameter)(parameter, compute)
 
     def left(self, unit: int) -> None:
-        """Mark that the backward has left a unit."""
         for _, part in self.shares:
             part.gradients.left(unit)
 
     def end_backward(self) -> None:
-        """End the gradients of a microbatch."""
         for _, part in self.shares:
             part.gradients.end_backward()
 
@@ -80,10 +66,7 @@ class StageChunk:
 class DeferredGradients:
     """Gradient sink that defers gradients to W.
 
-    Attributes
-    ----------
-    units : list of (int, list)
-        Units that the backward has left, in order, and the gradients of each.
+    `units` are those that the backward has left, in order, with the gradients of each.
     """
 
     def __init__(self) -> None:
@@ -94,52 +77,29 @@ class DeferredGradients:
         self._here.append((parameter, compute))
 
     def left(self, unit: int) -> None:
-        """Mark that the backward has left a unit."""
         self.units.append((unit, self._here))
         self._here = []
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch of a pipeline.
+    """Microbatch of a pipeline, numbered in the step over all pipelines.
 
-    Attributes
-    ----------
-    number : int
-        In the step, counted over all pipelines.
-    x, y : array
-        Inputs and targets, in the model's dtypes.
-    run : PassMode
-    made : sequence of ArraySpec
-        Output of each part of the model.
+    `x` and `y` are in the model's dtypes; `output_specs` are those of each part of the model.
     """
 
     number: int
     x: Array
     y: Array
     run: PassMode
-    made: Sequence[ArraySpec]
+    output_specs: Sequence[ArraySpec]
 
 
 class StageEvaluator:
-    """Forwards only.
+    """Forwards only (`runner.StageWork`).
 
-    Parameters
-    ----------
-    chunks : mapping of int to StageChunk
-    microbatches : sequence of Microbatch
-    loss : loss operator
-    progress : callable
-        Called between units to progress messages.
-    measure : callable (scores, targets) -> float, optional
-
-    Attributes
-    ----------
-    losses : list of (number, sum of losses)
-        Of the microbatches whose loss is computed here.
-    measured : float
-    problem : Exception or None
-        First error; nothing is computed afterwards.
+    `progress` is called between units to progress messages; `measure` is a function of scores and targets. `losses` are
+    those computed here, by number of the microbatch. After the first error, `problem`, nothing is computed.
     """
 
     def __init__(
@@ -156,44 +116,42 @@ class StageEvaluator:
         self.measured = 0.0
         self.problem: Exception | None = None
 
-    def made(self, part: int, microbatch: int) -> ArraySpec:
-        """Output spec of a part of the model."""
-        return self._microbatches[microbatch].made[part]
+    def output_spec(self, part: int, microbatch: int) -> ArraySpec:
+        return self._microbatches[microbatch].output_specs[part]
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
-        """F; scores are not sent."""
         return self._through(self._chunks[chunk], microbatch, x, keep=False)[1]
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
-        raise NotImplementedError("forwards alone")
+        raise NotImplementedError
 
     def weights(self, chunk: int, microbatch: int) -> None:
-        raise NotImplementedError("forwards alone")
+        raise NotImplementedError
 
     def update(self, chunk: int, number: int) -> None:
-        raise NotImplementedError("without updates on the way")
+        raise NotImplementedError
 
     def _through(self, chunk: StageChunk, microbatch: int, x: Array, keep: bool) -> tuple[MicrobatchPass, Array]:
         """Forward of a chunk; returns its state and output."""
         one = self._microbatches[microbatch]
         x, y = one.x if chunk.first else x, one.y if chunk.last else None
-        motion = nobody() if self.problem else MicrobatchPass(x, y, one.run, self._loss)
+        pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, self._loss)
         for unit in chunk.units.values():
-            motion.forward(unit)
+            pass_.forward(unit)
             if not keep:
-                motion.saved.clear()
+                pass_.saved.clear()
             self._progress()
         if chunk.last:
-            motion.score()
-            self.measured += motion.measure(self._measure) if self._measure else 0.0
-            self.losses.append((one.number, motion.total))
-        self.problem = self.problem or motion.problem
-        made = None if chunk.last else self._fitting(motion.give(), chunk.number, microbatch)
-        return motion, made
+            pass_.score()
+            self.measured += pass_.measure(self._measure) if self._measure else 0.0
+            self.losses.append((one.number, pass_.total))
+        self.problem = self.problem or pass_.problem
+        output = None if chunk.last else self._fitting(pass_.give(), chunk.number, microbatch)
+        return pass_, output
 
     def _fitting(self, array: Array, part: int, microbatch: int) -> Array:
         """The array if it has the shape and dtype of the part's outline, else None and an error."""
-        wanted = self.made(part, microbatch)
+        wanted = self.output_spec(part, microbatch)
         if array is None or (array.shape, array.dtype) == (wanted.shape, wanted.dtype):
             return array
         found = f"{array.dtype} of shape {array.shape}"
@@ -205,23 +163,14 @@ class StageEvaluator:
 class StageTrainer(StageEvaluator):
     """Forwards, backwards and weight gradients.
 
-    Parameters
-    ----------
-    scale : float
-        Loss scale.
-    note : callable (bytes), optional
-        Called with the bytes alive after every forward.
-
-    Attributes
-    ----------
-    early : int
-        Gradient exchanges started before the last gradient was complete.
+    `note` is called with the bytes alive after every forward. `early` counts the gradient exchanges that were started
+    before the last gradient was complete.
     """
 
     def __init__(self, *args: Any, scale: float, note: Callable[[int], None] | None = None):
         super().__init__(*args)
         self._scale, self._note = scale, note
-        self._motions: dict[tuple[int, int], MicrobatchPass] = {}
+        self._passes: dict[tuple[int, int], MicrobatchPass] = {}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         self._alive: dict[tuple[int, int], int] = {}
         shares = [part for chunk in self._chunks.values() for _, part in chunk.shares]
@@ -230,49 +179,49 @@ class StageTrainer(StageEvaluator):
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
         key = chunk, microbatch
-        self._motions[key], made = self._through(self._chunks[chunk], microbatch, x, keep=True)
+        self._passes[key], output = self._through(self._chunks[chunk], microbatch, x, keep=True)
         if self._note:
-            self._alive[key] = self._motions[key].nbytes(made)
+            self._alive[key] = self._passes[key].nbytes(output)
             self._note(sum(self._alive.values()))
-        return made
+        return output
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
         here, key = self._chunks[chunk], (chunk, microbatch)
-        motion = self._motions[key]
+        pass_ = self._passes[key]
         if here.last:
-            motion.turn(self._scale)
+            pass_.loss_backward(self._scale)
         else:
-            motion.take(dy)
+            pass_.take(dy)
         if whole:
             here.begin_backward(microbatch, self._microbatches[microbatch].number)
-            self._back(here, motion, here)
+            self._back(here, pass_, here)
             self._end(here, key)
         else:
             deferred = self._deferred[key] = DeferredGradients()
-            self._back(here, motion, deferred)
-        dx = motion.give_back()
+            self._back(here, pass_, deferred)
+        dx = pass_.give_back()
         return None if here.first else self._fitting(dx, here.number - 1, microbatch)
 
     def weights(self, chunk: int, microbatch: int) -> None:
         here, key = self._chunks[chunk], (chunk, microbatch)
         here.begin_backward(microbatch, self._microbatches[microbatch].number)
-        motion = self._motions[key]
+        pass_ = self._passes[key]
         for number, gradients in self._deferred.pop(key).units:
-            motion.settle(gradients, here)
+            pass_.compute_deferred(gradients, here)
             here.left(number)
         self._end(here, key)
 
-    def _back(self, chunk: StageChunk, motion: MicrobatchPass, sink: StageChunk | DeferredGradients) -> None:
+    def _back(self, chunk: StageChunk, pass_: MicrobatchPass, sink: StageChunk | DeferredGradients) -> None:
         for number in reversed(chunk.units):
-            motion.backward(chunk.units[number], sink)
+            pass_.backward(chunk.units[number], sink)
             sink.left(number)
             self._progress()
-        self.problem = self.problem or motion.problem
+        self.problem = self.problem or pass_.problem
 
     def _end(self, chunk: StageChunk, key: tuple[int, int]) -> None:
         """Complete a microbatch's gradients of a chunk."""
-        motion = self._motions.pop(key)
-        self.problem = self.problem or motion.problem
+        pass_ = self._passes.pop(key)
+        self.problem = self.problem or pass_.problem
         self._alive.pop(key, None)
         self.early = sum(part.gradients.started for part in self._parts)
         chunk.end_backward()

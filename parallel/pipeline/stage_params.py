@@ -11,7 +11,7 @@ from typing import Any
 
 from collectives.schedule.chunks import even
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
-from parallel.data_parallel.reducers import Numbers
+from parallel.data_parallel.reducers import Assignment
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
 from parallel.mesh import Mesh
 from parallel.nn.compose import Sequential
@@ -35,17 +35,11 @@ class Portion:
 
     Attributes
     ----------
-    division : PartitionSpec
-        Of the whole vector, all ranks and this one.
-    mesh : Mesh
-    plan : PipelinePlan
-        With messages.
-    cuts : tuple of int
-        First unit of every part, and the number of units.
-    groups : tuple of SharedParamGroup
-        Of the whole vector.
-    layout : str
-        Layout of the gradient sums over replicas.
+    division : partition of the whole vector, among all ranks
+    plan : with messages
+    cuts : first unit of every part, and the number of units
+    groups : parameter groups of the whole vector
+    layout : layout of the gradient sums over replicas
     """
 
     division: Division
@@ -61,23 +55,19 @@ class Portion:
         groups = divide(division.flat, division.units, cuts, reproducible=division.reproducible)
         return cls(division, mesh, lower(plan), cuts, tuple(groups), replicas_of(mesh, division.ranks))
 
-    # ------------------------------------------------------------------------------------------ who is where
+    # ------------------------------------------------------------------------------------------ placement
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of the pipeline."""
         return len(self.mesh.lines(AXIS))
 
     def stage(self, rank: int | None = None) -> int:
-        """Stage of a rank, by default of this one."""
         return self.mesh.coordinates(self.division.rank if rank is None else rank)[AXIS]
 
     def replica(self, rank: int | None = None) -> int:
-        """Replica number of a rank, by default of this one."""
         return self.mesh.coordinates(self.division.rank if rank is None else rank).get(self.layout, 0)
 
     def holders(self, group: SharedParamGroup) -> tuple[int, ...]:
-        """Ranks that have a group."""
         return self._holders[group.number]
 
     @cached_property
@@ -103,41 +93,31 @@ class Portion:
         here = self.stage()
         return {chunk: part for (stage, chunk), part in self.plan.placement.part.items() if stage == here}
 
-    def leaves(self, group: SharedParamGroup, everyone: Numbers) -> list[tuple[int, ...]]:
+    def leaves(self, group: SharedParamGroup, assignment: Assignment) -> list[tuple[int, ...]]:
         """Canonical leaves that each holder of a group adds."""
-        placement = self.plan.placement
-        ranks = self.holders(group)
-        return [group.leaves(placement, self.stage(rank), everyone[self.replica(rank)]) for rank in ranks]
+        return [
+            group.leaves(self.plan.placement, self.stage(rank), assignment[self.replica(rank)])
+            for rank in self.holders(group)
+        ]
 
     # ------------------------------------------------------------------------------------------ bytes
 
-    def expect(self, ledger: MemoryLedger, states: int, everyone: Numbers) -> None:
+    def expect(self, ledger: MemoryLedger, states: int, assignment: Assignment) -> None:
         """Enter the memory of a step into the ledger, except activations; each group keeps its maximum.
 
-        Parameters
-        ----------
-        ledger : MemoryLedger
-        states : int
-            Number of the optimizer's state vectors.
-        everyone : sequence of tuple of int
-            Microbatches of every pipeline.
+        `states` is the number of the optimizer's state vectors, `assignment` the microbatches of every pipeline.
         """
         ledger.expect(Counter(buffers=self.division.flat.length // BLOCK * 8))
         for group, division in self.held.values():
-            for leaves in self._sums(group, division, everyone):
+            for leaves in self._sums(group, division, assignment):
                 kept = predict_part(division, self.layout, states, leaves)
-                kept["parameters"] += self._older(everyone) * division.flat.length * division.precision.storage.itemsize
+                kept["parameters"] += (
+                    self._older(assignment) * division.flat.length * division.precision.storage.itemsize
+                )
                 ledger.expect(kept, part=group.number)
 
     def activations(self, forms: Sequence[tuple[ArraySpec, ArraySpec]], loss: Any) -> tuple[int, int]:
-        """Peak bytes alive between forwards and backwards, and of temporaries.
-
-        Parameters
-        ----------
-        forms : sequence of (ArraySpec, ArraySpec)
-            Inputs and targets of this pipeline's microbatches.
-        loss : loss operator
-        """
+        """Peak bytes alive between forwards and backwards, and of temporaries, for inputs and targets by microbatch."""
         most = work = 0
         held: dict[tuple[int, int], int] = {}
         for action in self._line(len(forms)):
@@ -145,14 +125,13 @@ class Portion:
             if action.kind == "F":
                 (x, y), part = forms[action.microbatch], self.parts[action.chunk]
                 outline = self.outlines(x)[part]
-                kept: Any = outline.y, outline.saved
-                ends = [outline.work]
+                kept, work = [outline.y, outline.saved], max(work, outline.work)
                 if part == self.plan.placement.parts - 1:
                     y = ArraySpec(*y)
                     end = loss.outline(outline.y, y)
-                    kept, ends = (outline.y, y, outline.saved, end.saved), [outline.work, end.work]
+                    kept, work = [*kept, y, end.saved], max(work, end.work)
                 held[key] = nbytes_of(kept)
-                most, work = max(most, sum(held.values())), max(work, *ends)
+                most = max(most, sum(held.values()))
             elif action.kind in ("W", "BW"):
                 del held[key]
         return most, work
@@ -178,20 +157,19 @@ class Portion:
     def _line(self, microbatches: int) -> tuple[Action, ...]:
         return truncate(self.plan, microbatches).actions[self.stage()]
 
-    def _sums(self, group: SharedParamGroup, division: Division, everyone: Numbers) -> list[list[tuple[int, ...]]]:
+    def _sums(self, group: SharedParamGroup, division: Division, assignment: Assignment) -> list[list[tuple[int, ...]]]:
         """Leaves by holder for every gradient sum of a step, this rank's in order of arrival."""
-        numbers = everyone[self.replica()]
+        numbers = assignment[self.replica()]
         line = self._line(len(numbers))
         if self.plan.versions is not None:  # a sum for every update; no replicas
             return [[tuple(interval)] for interval in intervals_of(line) or [[]]]
-        leaves = self.leaves(group, everyone)
+        leaves = self.leaves(group, assignment)
         done = [(action.microbatch, self.parts[action.chunk]) for action in line if action.kind in ("W", "BW")]
         leaves[division.rank] = tuple(group.leaf(numbers[turn], part) for turn, part in done if part in group.parts)
         return [leaves]
 
-    def _older(self, everyone: Numbers) -> int:
-        """Number of weight versions besides the newest."""
-        return versions(truncate(self.plan, len(everyone[self.replica()])))[self.stage()] - 1
+    def _older(self, assignment: Assignment) -> int:
+        return versions(truncate(self.plan, len(assignment[self.replica()])))[self.stage()] - 1
 
 
 def intervals_of(line: Sequence[Action]) -> list[list[int]]:
@@ -208,10 +186,7 @@ def intervals_of(line: Sequence[Action]) -> list[list[int]]:
 def replicas_of(mesh: Mesh, ranks: int) -> str:
     """Axis along which stages have replicas; ``"dp"`` if there is none.
 
-    Raises
-    ------
-    ValueError
-        If the mesh lacks stages, has an unknown axis, or another number of ranks.
+    Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """
     others = [name for name in mesh.sizes if name != AXIS]
     if AXIS not in mesh.sizes or len(others) > 1 or not set(others) <= set(REPLICAS):
@@ -222,7 +197,7 @@ def replicas_of(mesh: Mesh, ranks: int) -> str:
 
 
 def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, ...]:
-    """Validated cuts, by default with equal numbers of units."""
+    """Cuts as a tuple, by default with equal numbers of units; ValueError if they are invalid."""
     return checked_cuts(cuts or even_cuts(units, parts), units, parts)
 
 

@@ -19,20 +19,10 @@ TIMES = 3
 def measure(
     units: Sequence[Operator], loss: Any, x: Array, y: Array, recipe: Precision, *, states: int, device: str = "cpu"
 ) -> list[LayerCost]:
-    """Cost of each unit for one microbatch. Weights of one unit at a time are allocated.
+    """Cost of each unit for one microbatch (`x`, `y` in the model's dtypes), the loss included in the last.
 
-    Parameters
-    ----------
-    units : sequence of Operator
-        With named parameters.
-    loss : loss operator
-        Its time is added to the last unit.
-    x, y : array
-        Microbatch, in the model's dtypes.
-    recipe : Precision
-    states : int
-        Number of the optimizer's state vectors.
-    device : "cpu" or "cuda"
+    The parameters must be named; weights of one unit at a time are allocated. `states` is the number of the optimizer's
+    state vectors.
     """
     xp = namespace(device)
     x, y, layers = xp.asarray(x), xp.asarray(y), []
@@ -68,17 +58,17 @@ def _layer(
         for parameter, compute in later:
             compute(xp.empty(parameter.shape, recipe.wide))
 
-    F, B, W = (_shortest(motion, device) for motion in (forward, backward, weights))
+    F, B, W = (_shortest(run, device) for run in (forward, backward, weights))
     size = sum(parameter.size for parameter in unit.parameters())
     kept = sum(recipe.bytes_per_parameter(states).values()) * size
     saved = nbytes_of((found["saved"], found.get("loss")))
     return found["y"], LayerCost(F, B, W, saved, found["y"].nbytes, kept, size * recipe.wide.itemsize)
 
 
-def _shortest(motion: Callable[[], None], device: str) -> float:
+def _shortest(run: Callable[[], None], device: str) -> float:
     def timed() -> float:
         began = time.perf_counter()
-        motion()
+        run()
         if device == "cuda":
             namespace(device).cuda.get_current_stream().synchronize()
         return time.perf_counter() - began

@@ -54,8 +54,8 @@ def evaluate(
             made.append((total, loss.count(batch.y), measure(y, batch.y) if measure else 0.0))
         return made
 
-    everyone = comm.allgather(collective_call(comm, scored, "these samples cannot be scored"))
-    sums = [math.fsum(column) for column in zip(*(one for some in everyone for one in some))] or [0.0] * 3
+    gathered = comm.allgather(collective_call(comm, scored, "these samples cannot be scored"))
+    sums = [math.fsum(column) for column in zip(*(one for some in gathered for one in some))] or [0.0] * 3
     total, count, measured = sums
     # Divided, not multiplied with 1 / count: the same rounding as an engine's evaluation.
     loss_mean, measured_mean = (total / count, measured / count) if count else (math.nan, math.nan)

@@ -35,13 +35,13 @@ def raise_on_all(
     """
     text = None if problem is None else describe(problem)
     ranks_of: dict[str, list[int]] = {}
-    everyone = comm.allgather(text)
-    for rank, message in enumerate(everyone):
+    gathered = comm.allgather(text)
+    for rank, message in enumerate(gathered):
         if message is not None:
             ranks_of.setdefault(message, []).append(rank)
     if ranks_of:
         raise kind(
-            f"{trouble}: {'; '.join(f'{message}{_whose(ranks, len(everyone))}' for message, ranks in ranks_of.items())}"
+            f"{trouble}: {'; '.join(f'{message}{_whose(ranks, len(gathered))}' for message, ranks in ranks_of.items())}"
         )
 
 

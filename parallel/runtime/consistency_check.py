@@ -51,8 +51,8 @@ def check_equal(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
     facts : sequence of (what it is, value)
     """
     mine = [f"{what}: {value}" for what, value in facts]
-    everyone = comm.allgather(_digest("\n".join(mine).encode()))
-    if len(set(everyone)) == 1:
+    gathered = comm.allgather(_digest("\n".join(mine).encode()))
+    if len(set(gathered)) == 1:
         return
     lists = comm.allgather(mine)
     for rank, theirs in enumerate(lists):
@@ -105,8 +105,8 @@ def compare_parameters(comm: MPI.Intracomm, flat: FlatParams, step: int, whole: 
         The communicator that ranks are numbered by; by default `comm` itself.
     """
     digests = [_digest(_bytes(place.parameter.data)) for place in flat.places]
-    everyone = comm.allgather(_digest(b"".join(digests)))
-    if len(set(everyone)) == 1:
+    gathered = comm.allgather(_digest(b"".join(digests)))
+    if len(set(gathered)) == 1:
         return
     columns = comm.allgather(digests)
     for at, place in enumerate(flat.places):

@@ -81,7 +81,7 @@ class TrainJob(NamedTuple):
     optimizer: Optimizer
 
 
-class Settled(NamedTuple):
+class Resolved(NamedTuple):
     """Settings with nothing left open, and remarks on how that was decided."""
 
     settings: Settings
@@ -98,7 +98,7 @@ class Strategy(NamedTuple):
         Raises ValueError, which names the field, for settings that the engine cannot use.
     workers : callable (settings, ranks) -> int
         Number of ranks, or pipelines, that share the samples of a step.
-    settle : callable (job, settings, take) -> Settled
+    resolve : callable (job, settings, take) -> Resolved
         Decides fields that were left open; ``take(n)`` gives n samples for trials. Collective.
     fields : tuple of str
         Settings that not every strategy has.
@@ -113,14 +113,14 @@ class Strategy(NamedTuple):
     engine_class: Callable[[Settings], Any]
     check: Callable[[Settings, int], None]
     workers: Callable[[Settings, int], int] = lambda settings, ranks: ranks
-    settle: Callable[[TrainJob, Settings, Take], Settled] = lambda job, settings, take: Settled(settings)
+    resolve: Callable[[TrainJob, Settings, Take], Resolved] = lambda job, settings, take: Resolved(settings)
     fields: tuple[str, ...] = ()
     has_variants: bool = False
     pulls_work: bool = False
     survives_failures: bool = False
 
     def engine(self, job: TrainJob, settings: Settings) -> TrainableEngine:
-        """The engine of settled settings. Collective."""
+        """The engine of resolved settings. Collective."""
         return self.engine_class(settings)(job.model, job.loss, job.comm, job.optimizer, settings)
 
     def forecast(self, job: TrainJob, settings: Settings, workload: Workload) -> MemoryLedger:
@@ -133,19 +133,19 @@ def _check_data_parallel(settings: Settings, ranks: int) -> None:
         raise problem
 
 
-def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Settled:
+def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolved:
     if settings.compress != AUTO:
-        return Settled(settings)
+        return Resolved(settings)
     chosen, why = choose(job.comm, FlatParams(job.model).length)
-    return Settled(replace(settings, compress=chosen), (f"compress {AUTO}: {why}",))
+    return Resolved(replace(settings, compress=chosen), (f"compress {AUTO}: {why}",))
 
 
 def _pipeline_class(settings: Settings) -> type[Pipeline]:
     return Pipeline if SCHEDULES[pipeline_config.schedule_of(settings)].version is None else AsynchronousPipeline
 
 
-def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Settled:
-    return Settled(pipeline_config.settle(settings, job.comm, job.model, job.loss, job.optimizer, take))
+def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Resolved:
+    return Resolved(pipeline_config.resolve(settings, job.comm, job.model, job.loss, job.optimizer, take))
 
 
 def _check_servers(settings: Settings, ranks: int) -> None:
@@ -166,7 +166,7 @@ STRATEGIES = {
     name: Strategy(
         lambda settings: Engine,
         _check_data_parallel,
-        settle=_choose_compression,
+        resolve=_choose_compression,
         fields=("compress", *(("pool",) if layout.drawn else ())),
     )
     for name, layout in LAYOUTS.items()

@@ -150,7 +150,7 @@ class TrainingPlan:
     Attributes
     ----------
     task : LearningTask
-    settings, settled : Settings
+    settings, resolved : Settings
         As given, and with the fields decided that a layout leaves open (partition, compression).
     fault_tolerant : bool
         The training goes on after the death of a rank: the MPI and the strategy can. Only methods that are documented
@@ -185,14 +185,14 @@ class TrainingPlan:
         self._job = TrainJob(model, self._loss, comm, optimizer)
         data, ranks = self.task.train, comm.Get_size()
         take = lambda count: data.take(np.arange(count) % len(data))  # noqa: E731
-        self.settled, remarks = strategy.settle(self._job, settings, take)
-        self.sampler = _sampler(self.settled, self.task, ranks)
+        self.resolved, remarks = strategy.resolve(self._job, settings, take)
+        self.sampler = _sampler(self.resolved, self.task, ranks)
         self.steps = steps_of(settings, self.task)
         self.parameters = sum(place.size for place in FlatParams(model).places)
         self.flops_per_sample = flops(model, self.task, settings.precision)
         workload = Workload(comm.Get_rank(), ranks, self._shapes, self.sampler.sizes(self.steps), settings.pool)
-        self.forecast = strategy.forecast(self._job, self.settled, workload)
-        self.remarks = (*remarks, *self._idle(strategy.workers(self.settled, ranks)))
+        self.forecast = strategy.forecast(self._job, self.resolved, workload)
+        self.remarks = (*remarks, *self._idle(strategy.workers(self.resolved, ranks)))
 
     def _idle(self, workers: int) -> list[str]:
         """A remark if a step has fewer micro-batches than there are ranks, or pipelines, that share them."""
@@ -200,7 +200,7 @@ class TrainingPlan:
         if not 0 < parts < workers:
             return []
         count = "micro-batch" if parts == 1 else "micro-batches"
-        batch = f"a batch of {self.settled.batch} is {parts} {count} of up to {self.sampler.micro_batch}"
+        batch = f"a batch of {self.resolved.batch} is {parts} {count} of up to {self.sampler.micro_batch}"
         return [f"{workers - parts} of {workers} workers have nothing to do in a step: {batch}"]
 
     def _shapes(self, samples: int) -> tuple[ArraySpec, ArraySpec]:
@@ -225,7 +225,7 @@ class Training(TrainingPlan):
         super().__init__(settings, comm)
         if self.settings.device == "cpu":
             resources.check_memory(comm, self.forecast.needed)
-        self.engine = self._strategy.engine(self._job, self.settled)
+        self.engine = self._strategy.engine(self._job, self.resolved)
         self.remarks = (*self.remarks, *self.engine.remarks)
         self._pool = WorkQueue(comm) if self.settings.pool else None
 

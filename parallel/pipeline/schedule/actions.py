@@ -38,18 +38,9 @@ SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 
 
 class Action(NamedTuple):
-    """One operation of a stage.
+    """One operation of a stage (position along the pipeline) on a microbatch (for ``"U"``: the number of the update).
 
-    Attributes
-    ----------
-    stage : int
-        Position of the rank along the pipeline.
-    kind : str
-        One of `Kind`.
-    microbatch : int
-        Number of the microbatch; number of the update for ``"U"``.
-    chunk : int
-        Number of the part among those of the stage.
+    `chunk` is the number of the part among those of the stage.
     """
 
     stage: int
@@ -66,22 +57,22 @@ Actions: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 def F(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Forward of a micro-batch."""
+    """Forward of a microbatch."""
     return Action(stage, "F", microbatch, chunk)
 
 
 def B(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Backward of a micro-batch for the gradient of the input."""
+    """Backward of a microbatch for the gradient of the input."""
     return Action(stage, "B", microbatch, chunk)
 
 
 def W(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Backward of a micro-batch for the gradients of the weights."""
+    """Backward of a microbatch for the gradients of the weights."""
     return Action(stage, "W", microbatch, chunk)
 
 
 def BW(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Full backward of a micro-batch."""
+    """Full backward of a microbatch."""
     return Action(stage, "BW", microbatch, chunk)
 
 
@@ -99,13 +90,7 @@ _PATTERN = re.compile(r"(\d+)(?:\.(\d+))?([A-Z]+)(\d+)")
 
 
 def parse(text: str) -> Action:
-    """Parse the text of an action.
-
-    Raises
-    ------
-    ValueError
-        If the text is not an action.
-    """
+    """Parse the text of an action; ValueError if it is none."""
     found = _PATTERN.fullmatch(text.strip())
     if found is None or found[3] not in get_args(Kind):
         kinds = ", ".join(get_args(Kind))
@@ -123,10 +108,7 @@ def to_csv(actions: Sequence[Iterable[Action]]) -> str:
 def from_csv(text: str) -> Actions:
     """Parse the output of `to_csv` or a table written by hand; empty cells are skipped, so columns may be time slots.
 
-    Raises
-    ------
-    ValueError
-        If a cell is not an action of its line's stage; the message names line and column.
+    Raises ValueError, naming line and column, if a cell is not an action of its line's stage.
     """
     lines = []
     for stage, cells in enumerate(csv.reader(io.StringIO(text))):

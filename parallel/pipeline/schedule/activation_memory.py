@@ -10,48 +10,34 @@ from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 from parallel.pipeline.schedule.stage_placement import StagePlace
 
 
-def peaks(plan: PipelinePlan, held: PerPart = 1, kept: PerPart | None = None) -> tuple[Number, ...]:
-    """Peak activations, by stage.
+def peaks(plan: PipelinePlan, held: PerPart = 1) -> tuple[Number, ...]:
+    """Peak activations, by stage, if a microbatch in a part is alive from the begin of its F to the end of its W.
 
-    Parameters
-    ----------
-    plan : PipelinePlan
-        With messages or without.
-    held : number, or one per part
-        Size of a microbatch in a part from the begin of its F to the end of its B; 1 counts microbatches.
-    kept : number, or one per part, optional
-        Size from the end of its B to the end of its W; by default `held`.
+    `held` is its size there, one number or one per part; 1 counts microbatches.
 
-    Examples
-    --------
     >>> from parallel.pipeline.schedule.pipeline_plan import build
     >>> peaks(build("gpipe", stages=3, microbatches=5)), peaks(build("1f1b", stages=3, microbatches=5))
     ((5, 5, 5), (3, 2, 1))
     """
-    parts = plan.placement.parts
-    whole = spread(held, parts)
-    rest = whole if kept is None else spread(kept, parts)
+    sizes = spread(held, plan.placement.parts)
     result = []
     for line in plan.actions:
         now: Number = 0
         most: Number = 0
         for action in line:
-            for half in halves(action):
-                part = plan.placement.part[StagePlace(half.stage, half.chunk)]
-                change = {"F": whole[part], "B": rest[part] - whole[part], "W": -rest[part]}
-                now += change.get(half.kind, 0)
+            if action.kind in ("F", "W", "BW"):
+                size = sizes[plan.placement.part[StagePlace(action.stage, action.chunk)]]
+                now += size if action.kind == "F" else -size
                 most = max(most, now)
         result.append(most)
     return tuple(result)
 
 
 def versions(plan: PipelinePlan) -> tuple[int, ...]:
-    """Most weight versions alive at once, by stage; 1 for plans without updates.
+    """Most weight versions alive at once, by stage: the newest and those in use between F and W of a microbatch.
 
-    Counts the newest version and those in use between F and W of a microbatch.
+    1 for plans without updates.
 
-    Examples
-    --------
     >>> from parallel.pipeline.schedule.pipeline_plan import build
     >>> versions(build("pipedream", stages=3, microbatches=6)), versions(build("pipedream-2bw", 3, 6, steps=3))
     ((3, 2, 1), (2, 2, 2))

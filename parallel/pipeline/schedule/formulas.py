@@ -11,22 +11,18 @@ from parallel.pipeline.schedule.simulator import Timeline
 
 
 class Formulas(NamedTuple):
-    """Costs of a schedule.
+    """Costs of a schedule, as formulas.
 
-    In the formulas p is the number of stages, m of microbatches in a step, n of steps, v of parts that a microbatch
-    passes on a stage, s the number of the stage, g the length of a group of microbatches (`schedules.interleaved`); F,
-    B and W are the times of a stage for a microbatch; messages take no time.
+    p is the number of stages, m of microbatches in a step, n of steps, v of parts that a microbatch passes on a stage,
+    s the number of the stage, g the length of a group of microbatches (`schedules.interleaved`); F, B and W are the
+    times of a stage for a microbatch; messages take no time.
 
     Attributes
     ----------
-    idle : str
-        Idle time of every stage, from the first computation of all stages to the last.
-    keeps : str
-        Microbatches alive at once on stage s, counted by chunk.
-    holds : str
-        Condition under which the formulas are exact.
-    overlapping : bool
-        True if `idle` is the idle time per step of steps that follow without a flush.
+    idle : idle time of every stage, from the first computation of all stages to the last
+    keeps : microbatches alive at once on stage s, counted by chunk
+    holds : condition under which the formulas are exact
+    overlapping : True if `idle` is the idle time per step of steps that follow without a flush
     """
 
     idle: str
@@ -64,18 +60,10 @@ def evaluate(formula: str, **letters: Number) -> Number:
 def deviations(
     name: str, timeline: Timeline, microbatches: int, forward: Number, backward: Number, weights: Number
 ) -> list[str]:
-    """Differences between simulator and formulas, as text; empty where the formulas do not apply.
+    """Differences between a timeline and the formulas, as text; empty where the formulas do not apply.
 
-    Parameters
-    ----------
-    name : str
-        Name of the schedule.
-    timeline : Timeline
-        Simulated with messages that take no time.
-    microbatches : int
-        Microbatches of a step.
-    forward, backward, weights : number
-        Times of a stage for a microbatch, over all its parts.
+    The timeline has messages that take no time and steps of `microbatches`; `forward`, `backward` and `weights` are the
+    times of a stage for a microbatch, over all its parts.
     """
     if name not in FORMULAS:
         return []

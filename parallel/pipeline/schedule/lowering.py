@@ -12,10 +12,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
+from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action, Kind
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
+from parallel.pipeline.schedule.stage_placement import StagePlace
 
 AHEAD = 2
 """Computations between posting a receive and the action that needs it."""
@@ -25,19 +26,13 @@ COMPUTED = ("F", "B", "BW")
 
 
 def lower(plan: PipelinePlan, ahead: int = AHEAD) -> PipelinePlan:
-    """Add messages to a plan.
+    """Add messages to a plan that has none.
 
     Parameters
     ----------
     plan : PipelinePlan
-        Without messages.
     ahead : int
         Number of the stage's computations between posting a receive and the action that needs it.
-
-    Raises
-    ------
-    ValueError
-        If the plan already has messages.
     """
     if ahead < 0:
         raise ValueError(f"ahead: expected a number of actions from 0 on, found {ahead}")
@@ -58,17 +53,18 @@ def _lowered(line: tuple[Action, ...], plan: PipelinePlan, ahead: int) -> Iterat
 
 def received(action: Action, plan: PipelinePlan) -> list[Action]:
     """Receive that an action needs: a list of none or one."""
-    if action.kind not in COMPUTED:
-        return []
-    source = plan.source(action)
-    here = source is None or source.stage == action.stage
-    return [] if here else [action._replace(kind="RF" if action.kind == "F" else "RB")]
+    return _message(action, plan.source, "RF", "RB")
 
 
 def sent(action: Action, plan: PipelinePlan) -> list[Action]:
     """Send that follows an action: a list of none or one."""
-    if action.kind not in COMPUTED:
+    return _message(action, plan.target, "SF", "SB")
+
+
+def _message(
+    action: Action, peer_of: Callable[[Action], StagePlace | None], forward: Kind, backward: Kind
+) -> list[Action]:
+    peer = peer_of(action) if action.kind in COMPUTED else None
+    if peer is None or peer.stage == action.stage:
         return []
-    target = plan.target(action)
-    here = target is None or target.stage == action.stage
-    return [] if here else [action._replace(kind="SF" if action.kind == "F" else "SB")]
+    return [action._replace(kind=forward if action.kind == "F" else backward)]

@@ -12,13 +12,7 @@ PerPart: TypeAlias = Number | Sequence[Number]
 
 
 def spread(each: PerPart, parts: int) -> list[Number]:
-    """Expand to one number per part.
-
-    Raises
-    ------
-    ValueError
-        If the sequence has another length.
-    """
+    """Expand to one number per part; ValueError for a sequence of another length."""
     numbers = list(each) if isinstance(each, Sequence) else [each] * parts
     if len(numbers) != parts:
         raise ValueError(f"expected one number, or one for each of {parts} parts; found {len(numbers)}")

@@ -18,16 +18,12 @@ class PipelinePlan:
 
     Attributes
     ----------
-    name : str
-        Name of the schedule.
+    name : name of the schedule
     placement : StagePlacement
-    microbatches : int
-        Total number of microbatches, numbered from 0.
-    actions : tuple of tuples of Action
-        By stage, in order; without messages from `build`, with messages from `lowering.lower`.
-    versions : tuple of tuples of int, optional
-        By stage and microbatch: number of the plan's updates (``U``) in the weights that its F, B and W use. None if
-        the plan has no updates.
+    microbatches : total number of microbatches, numbered from 0
+    actions : by stage, in order; without messages from `build`, with messages from `lowering.lower`
+    versions : by stage and microbatch: number of updates (``U``) in the weights that its F, B and W use; None without
+        updates
     """
 
     name: str
@@ -51,13 +47,7 @@ class PipelinePlan:
         return (self.placement.after if action.kind in FORWARD else self.placement.before)[here]
 
     def peer(self, action: Action) -> StagePlace:
-        """Other end of a message, for a send or receive.
-
-        Raises
-        ------
-        ValueError
-            If there is none, or it is on the same stage.
-        """
+        """Other end of a message, for a send or receive; ValueError if there is none, or it is on the same stage."""
         peer = self.target(action) if action.kind in SENDS else self.source(action)
         if peer is None or peer.stage == action.stage:
             raise ValueError(f"{action}: no other stage to exchange with")
@@ -69,7 +59,6 @@ class PipelinePlan:
         return Counter((action.stage, self.peer(action).stage) for action in sends)
 
     def with_actions(self, actions: Sequence[Iterable[Action]]) -> PipelinePlan:
-        """Copy with other actions."""
         return replace(self, actions=tuple(map(tuple, actions)))
 
 
@@ -86,11 +75,6 @@ def build(name: str, stages: int, microbatches: int, *, virtual: int | None = No
         Parts of the model on every stage, for schedules that leave it open (default 2).
     steps : int
         Number of steps in the plan; more than 1 only for schedules without a flush.
-
-    Raises
-    ------
-    ValueError
-        If the schedule does not exist or not for these numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; found {name!r}")

@@ -24,18 +24,10 @@ class PipelineChoice(NamedTuple):
 
     Attributes
     ----------
-    schedule : str
-    microbatches : int
-    virtual : int, optional
-        Chunks of a stage, where the schedule leaves it open.
-    cuts : tuple of range
-        Layers of every part.
-    seconds : number
-        Duration of a step.
-    bubble : number
-        Idle share.
-    nbytes : tuple of number
-        By stage: bytes of parameters and peak activations.
+    virtual : chunks of a stage, where the schedule leaves it open
+    cuts : layers of every part
+    seconds, bubble : duration of a step, and idle share
+    nbytes : bytes of parameters and peak activations, by stage
     """
 
     schedule: str
@@ -57,14 +49,13 @@ def search(
     microbatches: Iterable[int] | None = None,
     schedules: Sequence[str] | None = None,
 ) -> list[PipelineChoice]:
-    """Find all configurations within the memory limit, fastest first.
+    """Find all configurations within the memory limit, fastest first (then least peak memory).
 
     Parameters
     ----------
     layers : callable (samples of a microbatch) -> sequence of LayerCost
-    stages : int
-    samples : int
-        Samples of a step.
+    stages, samples : int
+        Ranks along the pipeline; samples of a step.
     limit : number, optional
         Bytes of parameters and activations that a stage may use.
     message : callable (bytes) -> seconds, optional
@@ -73,11 +64,6 @@ def search(
         Numbers of microbatches to try; by default all divisors of `samples`.
     schedules : sequence of str, optional
         Names to try; by default all schedules with a flush.
-
-    Returns
-    -------
-    list of PipelineChoice
-        Sorted by time, then by peak memory: the same on all ranks if `layers` is.
 
     Raises
     ------
@@ -147,21 +133,22 @@ def times(
     layers: Sequence[LayerCost], cuts: Sequence[range], message: Callable[[Number], Number] | None = None
 ) -> ActionTimes:
     """Durations of the parts of a model with these cuts, for the simulator."""
-    F, B, W = (
-        [sum(getattr(layers[at], what) for at in cut) for cut in cuts] for what in ("forward", "backward", "weights")
-    )
+    F, B, W = (_sums(layers, cuts, what) for what in ("forward", "backward", "weights"))
     return ActionTimes(F, B, W, [message(layers[cut[-1]].output) for cut in cuts] if message else 0)
+
+
+def _sums(layers: Sequence[LayerCost], cuts: Sequence[range], what: str) -> list[Number]:
+    """Sum of a field of `LayerCost`, by part."""
+    return [sum(getattr(layers[at], what) for at in cut) for cut in cuts]
 
 
 def footprint(plan: PipelinePlan, layers: Sequence[LayerCost], cuts: Sequence[range]) -> tuple[Number, ...]:
     """Bytes of parameters and peak activations, by stage."""
-    fixed = [sum(layers[at].parameters for at in cut) for cut in cuts]
-    activations = peaks(plan, [sum(layers[at].activations for at in cut) for cut in cuts])
+    fixed, activations = _sums(layers, cuts, "parameters"), peaks(plan, _sums(layers, cuts, "activations"))
     return tuple(most + sum(fixed[part] for part in here) for most, here in zip(activations, parts_of(plan.placement)))
 
 
 def parts_of(placement: StagePlacement) -> list[list[int]]:
-    """Numbers of the parts of each stage, by chunk."""
     return [
         [number for place, number in sorted(placement.part.items()) if place.stage == stage]
         for stage in range(placement.stages)
@@ -174,7 +161,7 @@ def _exchange_seconds(
     """Seconds for summing gradients of parts that two stages have: one message each way per part."""
     if len(plan.placement.routes) == 1:
         return 0
-    gradients = [sum(layers[at].gradients for at in cut) for cut in cuts]
+    gradients = _sums(layers, cuts, "gradients")
     return max(sum(message(gradients[part]) for part in here) for here in parts_of(plan.placement))
 
 

@@ -253,10 +253,7 @@ def dualpipe_v(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def tabled(actions: Sequence[Sequence[Action]]) -> Callable[[int, int, int], Sequence[Action]]:
-    """Schedule from a table of actions, as read by `actions.from_csv`.
-
-    The returned schedule raises ValueError if called for another number of stages than the table has.
-    """
+    """Schedule from a table of actions, as read by `actions.from_csv`; ValueError for another number of stages."""
 
     def schedule(stage: int, stages: int, microbatches: int) -> Sequence[Action]:
         if stages != len(actions):
@@ -275,7 +272,7 @@ class ScheduleEntry(NamedTuple):
         Has a parameter ``virtual`` if the number of chunks is free, and ``steps`` if the schedule has no flush.
     placement : callable (stages) or (stages, virtual) -> StagePlacement
     version : callable (stage, stages, microbatch, microbatches of a step) -> int, optional
-        Number of updates in the weights that a microbatch uses on a stage. None for schedules with one update per step.
+        Number of updates in the weights that a microbatch uses on a stage. None with one update per step.
     """
 
     actions: Callable[..., Iterable[Action]]

@@ -28,16 +28,9 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Durations, in any unit.
+    """Durations in any unit, one number or one per part; BW takes as long as B and W.
 
-    Attributes
-    ----------
-    forward, backward, weights : number, or one per part
-        Of F, B and W; BW takes as long as B and W.
-    message : number, or one per part
-        Of the message that carries a part's activations, or their gradient.
-    update : number, or one per part
-        Of U.
+    `message` is the time of a message with a part's activations, or their gradient.
     """
 
     forward: PerPart = 1
@@ -53,8 +46,6 @@ class ActionTimes:
 
 
 class PipelineEvent(NamedTuple):
-    """Computation or message (identified by its send) with start and end."""
-
     action: Action
     start: Number
     end: Number
@@ -62,16 +53,7 @@ class PipelineEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated times of a plan.
-
-    Attributes
-    ----------
-    plan : PipelinePlan
-    computed : tuple of tuples of PipelineEvent
-        Computations of each stage, in order.
-    messages : tuple of PipelineEvent
-        All messages, identified by their sends.
-    """
+    """Simulated times of a plan: computations of each stage in order, and messages, identified by their sends."""
 
     plan: PipelinePlan
     computed: tuple[tuple[PipelineEvent, ...], ...]
@@ -84,7 +66,6 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:
-        """Compute time of each stage."""
         return tuple(sum(event.end - event.start for event in line) for line in self.computed)
 
     @cached_property
@@ -105,14 +86,7 @@ class Timeline:
 
 
 def simulate(plan: PipelinePlan, times: ActionTimes | None = None) -> Timeline:
-    """Simulate all stages.
-
-    Parameters
-    ----------
-    plan : PipelinePlan
-        With messages, as made by `lowering.lower`.
-    times : ActionTimes, optional
-        By default one unit for each of F, B and W, and none for messages.
+    """Simulate all stages of a plan with messages; by default F, B and W take 1 unit each, messages 0.
 
     Raises
     ------
@@ -138,8 +112,6 @@ def simulate(plan: PipelinePlan, times: ActionTimes | None = None) -> Timeline:
 
 
 class _Simulation:
-    """State of one simulation."""
-
     def __init__(self, plan: PipelinePlan, times: ActionTimes):
         self._plan = plan
         self._transfer_times = spread(times.message, plan.placement.parts)
@@ -155,7 +127,6 @@ class _Simulation:
         self.messages: list[PipelineEvent] = []
 
     def run(self) -> None:
-        """Advance all stages until none can continue."""
         ready = deque(range(len(self._plan.actions)))
         waiting: dict[Action, int] = {}
         while ready:

@@ -15,16 +15,11 @@ class LayerCost(NamedTuple):
 
     Attributes
     ----------
-    forward, backward, weights : number
-        Seconds of F, B and W.
-    activations : number
-        Bytes saved in F for B and W.
-    output : number
-        Bytes of the result: the message if the model is cut after this layer.
-    parameters : number
-        Bytes of weights, gradients and optimizer state.
-    gradients : number
-        Bytes of the weight gradients, exchanged where two stages have the layer.
+    forward, backward, weights : seconds of F, B and W
+    activations : bytes saved in F for B and W
+    output : bytes of the result: the message if the model is cut after this layer
+    parameters : bytes of weights, gradients and optimizer state
+    gradients : bytes of the weight gradients, exchanged where two stages have the layer
     """
 
     forward: Number
@@ -41,14 +36,7 @@ class LayerCost(NamedTuple):
 
 
 class MemoryLimit(NamedTuple):
-    """Memory limit of a part.
-
-    Attributes
-    ----------
-    nbytes : number
-    microbatches : number, or one per part
-        Microbatches alive at once in a part, as counted by `activation_memory.peaks`.
-    """
+    """Bytes that a part may use, with this many microbatches alive at once (`activation_memory.peaks`)."""
 
     nbytes: Number
     microbatches: PerPart = 1
@@ -60,11 +48,11 @@ def partition(
     message: Callable[[Number], Number] | None = None,
     limit: MemoryLimit | None = None,
 ) -> list[range]:
-    """Cut the layers into `parts` non-empty contiguous parts.
+    """Cut the layers into non-empty contiguous parts.
 
     Minimises the time of the slowest part (or of the slowest message, if larger), which is the cost per microbatch in
     the steady state; then the sum of squares of the parts' times; of several solutions, the one with the longest first
-    parts.
+    parts. Dynamic programming in parts * layers**2 steps (Narayanan et al., "PipeDream", SOSP 2019, section 3.1).
 
     Parameters
     ----------
@@ -74,20 +62,10 @@ def partition(
         Cost of a message; default 0.
     limit : MemoryLimit, optional
 
-    Returns
-    -------
-    list of range
-        Layers of every part.
-
     Raises
     ------
     ValueError
         If there are fewer layers than parts, or no cuts within the limit.
-
-    Notes
-    -----
-    Dynamic programming over parts and layers, parts * layers**2 steps, as in Narayanan et al., "PipeDream", SOSP 2019,
-    section 3.1.
 
     Examples
     --------

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 
 class StagePlace(NamedTuple):
-    """Location of a part: stage and chunk."""
-
     stage: int
     chunk: int
 
@@ -25,20 +23,16 @@ Route = tuple[StagePlace, ...]
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Routes through the stages.
+    """Routes through the stages, of equal length; microbatch i takes route i modulo their number.
 
-    Attributes
-    ----------
-    routes : tuple of Route
-        Of equal length; microbatch i takes route i modulo their number. Every place is on exactly one route. With two
-        routes every part lies at two places, and its gradients must be summed over both.
+    Every place is on exactly one route. With two routes every part lies at two places, and its gradients must be summed
+    over both.
     """
 
     routes: tuple[Route, ...]
 
     @property
     def parts(self) -> int:
-        """Number of parts of the model."""
         return len(self.routes[0])
 
     @cached_property
@@ -47,12 +41,10 @@ class StagePlacement:
 
     @cached_property
     def chunks(self) -> int:
-        """Largest number of parts on a stage."""
         return 1 + max(place.chunk for route in self.routes for place in route)
 
     @cached_property
     def part(self) -> dict[StagePlace, int]:
-        """Number of the part at each place."""
         return {place: number for route in self.routes for number, place in enumerate(route)}
 
     @cached_property
@@ -66,11 +58,9 @@ class StagePlacement:
         return {place: target for route in self.routes for place, target in zip(route, (*route[1:], None))}
 
     def route(self, microbatch: int) -> Route:
-        """Route of a microbatch."""
         return self.routes[microbatch % len(self.routes)]
 
     def owners(self, part: int) -> list[StagePlace]:
-        """All places of a part."""
         return [route[part] for route in self.routes]
 
 

@@ -25,22 +25,11 @@ def short(action: Action) -> str:
 
 
 def table(timeline: Timeline, width: int = 0) -> str:
-    """Format a timeline as a table.
+    """Format a timeline with integer or fractional times as a table, wrapped after `width` columns of text (0: no
+    limit).
 
-    Parameters
-    ----------
-    timeline : Timeline
-        With integer or fractional times.
-    width : int
-        Columns of text after which the table is wrapped; 0 for no limit.
+    Raises ValueError if the table needs more than `MOST` columns.
 
-    Raises
-    ------
-    ValueError
-        If the table needs more than `MOST` columns.
-
-    Examples
-    --------
     >>> from parallel.pipeline.schedule.lowering import lower
     >>> from parallel.pipeline.schedule.pipeline_plan import build
     >>> from parallel.pipeline.schedule.simulator import simulate

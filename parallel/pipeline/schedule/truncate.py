@@ -14,13 +14,7 @@ from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 
 
 def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
-    """Plan with the first `microbatches` microbatches only.
-
-    Raises
-    ------
-    ValueError
-        If the plan has fewer.
-    """
+    """Plan with the first `microbatches` microbatches only; ValueError if it has fewer."""
     if not 0 <= microbatches <= plan.microbatches:
         raise ValueError(f"micro-batches: {plan.name} is planned for up to {plan.microbatches}, found {microbatches}")
     if microbatches == plan.microbatches:

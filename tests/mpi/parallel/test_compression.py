@@ -94,9 +94,9 @@ def test_blocks_of_hardly_anything_and_of_next_to_too_much_are_sent(comm, how, s
 def test_what_is_not_fed_back_is_not_kept(comm, how):
     with engine(comm, how) as made:
         train(made, range(2))
-        for sum_ in made._gradients.sums:
-            assert (sum_.residual is not None) == sum_.compressor.feedback == parse(how).feedback
-            assert (sum_._before is not None) == sum_.compressor.feedback
+        for reducer in made._gradients.reducers:
+            assert (reducer.residual is not None) == reducer.compressor.feedback == parse(how).feedback
+            assert (reducer._before is not None) == reducer.compressor.feedback
 
 
 def test_all_of_the_largest_is_everything(comm):
@@ -247,12 +247,12 @@ def test_a_restart_goes_on_bit_for_bit(comm, how, tmp_path_factory):
 def owed(comm, made):
     """What all ranks owe together, of each tensor."""
     total = {}
-    for sum_ in made._gradients.sums:
-        for place in sum_.bucket.places:
-            start = place.span.start - sum_.bucket.span.start
-            if sum_.residual is None:
+    for reducer in made._gradients.reducers:
+        for place in reducer.bucket.places:
+            start = place.span.start - reducer.bucket.span.start
+            if reducer.residual is None:
                 continue
-            total[place.parameter.name] = comm.allreduce(sum_.residual[start : start + place.size].astype("f8"))
+            total[place.parameter.name] = comm.allreduce(reducer.residual[start : start + place.size].astype("f8"))
     return total
 
 
@@ -346,7 +346,7 @@ def test_ranks_of_a_node_add_up_before_they_encode(monkeypatch):
     several = MPI.COMM_WORLD.size > 2
     codec, wire = QuantCodec(grouped(8, 256, "fp32")), LinkCost(0, 1e-9)
     with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm, engine(comm, "int8") as made:
-        sums = [sum_.compressor._sum for sum_ in made._gradients.sums]
+        sums = [reducer.compressor._sum for reducer in made._gradients.reducers]
         assert {type(each) for each in sums} == {HierarchicalAllreduce if several else SegmentedAllreduce}
         train(made, range(2))
         for each in sums:

@@ -89,7 +89,7 @@ def test_of_a_choice_made_here(comm, data, monkeypatch, choice):
     said = {"data": data, "model": "mlp:small", "batch": BATCH, "steps": 2, "compress": "auto"}
     with Training(complete(said), comm) as made:
         assert made.remarks == ("compress auto: so it was found",)
-        assert made.settings.compress == "auto" and made.settled.compress == choice
+        assert made.settings.compress == "auto" and made.resolved.compress == choice
         list(made.run())
         agree(made.forecast, made.engine.ledger)
 
@@ -200,4 +200,4 @@ def test_groups_of_a_pipeline_need_most_in_different_steps(comm, first):
         with Pipeline(model, tiny_models.Squares(), plain, SGD(rate=0.05), settings) as made:
             for step, count in enumerate((first, 8, 7, 3)):
                 made.step(tiny_models.batches(made.share(count), step))
-                assert made.ledger.predicted == made.ledger.allocated, made.ledger.table()
+                assert made.ledger.predicted == made.ledger.allocated

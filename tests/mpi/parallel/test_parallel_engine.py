@@ -467,8 +467,7 @@ def test_forecast_and_account_agree(comm, layout, precision, reproducible):
     with engine(comm, layout, precision=precision, reproducible=reproducible, optimizer=AdamW(rate=0.1)) as made:
         for count in (1, 11, 4):
             made.step(tiny_models.batches(made.share(count)))
-        assert made.ledger.allocated == made.ledger.predicted, made.ledger.table()
-        assert "optimizer" in made.ledger.table()
+        assert made.ledger.allocated == made.ledger.predicted
 
 
 # ------------------------------------------------------------------------------------------ micro-batches are drawn

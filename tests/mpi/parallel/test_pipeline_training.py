@@ -16,7 +16,7 @@ UNITS = 4
 def trained(comm, **said):
     with Training(complete({**SAID, **said}), comm) as training:
         losses = [record.report.loss for record in training.run()]
-        return whole(comm, training.engine), losses, training.score(64), training.settled
+        return whole(comm, training.engine), losses, training.score(64), training.resolved
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,11 @@ def test_a_pipeline_trains_as_one_rank_does(comm, layout, reference):
     """Wherever it is cut, by what was measured; the test included."""
     if comm.size > UNITS:
         pytest.skip("more stages than units")
-    state, losses, score, settled = trained(comm, layout=layout, micro_batch=4, reproducible=True)
+    state, losses, score, resolved = trained(comm, layout=layout, micro_batch=4, reproducible=True)
     assert losses == reference[1] and score == reference[2]
     assert differing(state, reference[0]) == []
-    assert len(settled.cuts.split(",")) == comm.size + 1
-    assert len(set(comm.allgather(settled))) == 1
+    assert len(resolved.cuts.split(",")) == comm.size + 1
+    assert len(set(comm.allgather(resolved))) == 1
 
 
 def test_replicas_and_said_cuts(comm, reference):
@@ -48,9 +48,9 @@ def test_replicas_and_said_cuts(comm, reference):
 def test_the_fastest_way_is_found(comm):
     if comm.size > UNITS:
         pytest.skip("more stages than units")
-    _, losses, _, settled = trained(comm, layout="pp:auto")
-    assert len(losses) == 3 and settled.layout.partition(":")[2] in SCHEDULES
-    assert 16 % settled.microbatches == 0 and len(set(comm.allgather(settled))) == 1
+    _, losses, _, resolved = trained(comm, layout="pp:auto")
+    assert len(losses) == 3 and resolved.layout.partition(":")[2] in SCHEDULES
+    assert 16 % resolved.microbatches == 0 and len(set(comm.allgather(resolved))) == 1
 
 
 def test_too_little_memory(comm):

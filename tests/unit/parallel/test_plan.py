@@ -13,7 +13,7 @@ from parallel.data_parallel.param_store import resident_slots
 from parallel.data_parallel.partition_spec import PartitionSpec
 from parallel.data_parallel.zero import Zero3, slots, users_of
 from parallel.engine.memory_ledger import FORMULAS, RECIPES, on_paper, predict
-from parallel.engine.microbatch_pass import MicrobatchPass, nobody
+from parallel.engine.microbatch_pass import MicrobatchPass, empty_pass
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams, ParamSpan, Span
 from parallel.nn.flat_params import buckets as divide
@@ -185,13 +185,13 @@ def test_a_motion_that_fails_goes_on_as_nobody():
     flat.bind(np.zeros(flat.length))
     number, x, y, samples = tiny_models.batches([0])[0]
     broken = MicrobatchPass(x[:, :3], y, PassMode(True, 0, number, samples), tiny_models.Squares())
-    for motion in (broken, nobody()):
-        motion.forward(unit)
-        motion.score()
-        motion.turn(1.0)
-        motion.backward(unit, lambda parameter, compute: pytest.fail("a gradient of nothing"))
-        assert motion.total == 0 and not motion.saved and motion.measure(lambda scores, y: 1.0) == 0
-    assert isinstance(broken.problem, ValueError) and nobody().problem is None
+    for pass_ in (broken, empty_pass()):
+        pass_.forward(unit)
+        pass_.score()
+        pass_.loss_backward(1.0)
+        pass_.backward(unit, lambda parameter, compute: pytest.fail("a gradient of nothing"))
+        assert pass_.total == 0 and not pass_.saved and pass_.measure(lambda scores, y: 1.0) == 0
+    assert isinstance(broken.problem, ValueError) and empty_pass().problem is None
 
 
 def test_seconds_add_up():

@@ -70,10 +70,8 @@ def test_updates_take_time():
     assert simulate(plan, ActionTimes(1, 1, 1, update=10)).makespan == 26
 
 
-def test_what_is_kept_between_b_and_w_may_be_less():
-    plan = build("zb-h1", 4, 8)
-    assert peaks(plan) == (4, 4, 4, 4)
-    assert peaks(plan, held=10, kept=1) == (40, 31, 22, 13)
+def test_activations_are_alive_from_f_to_w():
+    assert peaks(build("zb-h1", 4, 8)) == (4, 4, 4, 4)
     assert peaks(build("1f1b", 2, 4), held=[7, 100]) == (14, 100)
 
 
