@@ -133,21 +133,14 @@ class Engine(TrainEngine):
         return self._layout.share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
     def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> StepReport:
-        """One step, of given micro-batches or of those that ranks draw during the step.
+        """One step, of given micro-batches or of those that ranks draw during the step; see `TrainEngine.step`.
 
         Parameters
         ----------
-        batches, stop
-            As of `TrainEngine.step`.
         drawn : bool
-            Take the next micro-batch when the previous one is done, so that ranks share them dynamically
-            (`WorkQueue`); the assignment is exchanged afterwards. Equal on all ranks; for layouts without
-            communication before the step's end.
-
-        Raises
-        ------
-        ValueError, StepFailed, ParameterMismatch
-            As of `TrainEngine.step`; ValueError also if the layout does not support `drawn`.
+            Take the next micro-batch when the previous one is done, so that ranks share them dynamically (`WorkQueue`),
+            and exchange the assignment afterwards. Equal on all ranks; ValueError for layouts that communicate before
+            the step's end.
         """
         if not drawn:
             return super().step(batches, stop=stop)

@@ -202,9 +202,5 @@ def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, .
 
 
 def even_cuts(units: int, parts: int) -> tuple[int, ...]:
-    """Cuts into parts of nearly equal numbers of units.
-
-    >>> even_cuts(7, 3)
-    (0, 3, 5, 7)
-    """
+    """Cuts into parts of nearly equal numbers of units: (0, 3, 5, 7) for 7 units and 3 parts."""
     return tuple(accumulate(even(units, parts), initial=0))

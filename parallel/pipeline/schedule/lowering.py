@@ -28,11 +28,7 @@ COMPUTED = ("F", "B", "BW")
 def lower(plan: PipelinePlan, ahead: int = AHEAD) -> PipelinePlan:
     """Add messages to a plan that has none.
 
-    Parameters
-    ----------
-    plan : PipelinePlan
-    ahead : int
-        Number of the stage's computations between posting a receive and the action that needs it.
+    `ahead` is the number of the stage's computations between posting a receive and the action that needs it.
     """
     if ahead < 0:
         raise ValueError(f"ahead: expected a number of actions from 0 on, found {ahead}")

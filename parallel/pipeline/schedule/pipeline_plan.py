@@ -63,12 +63,10 @@ class PipelinePlan:
 
 
 def build(name: str, stages: int, microbatches: int, *, virtual: int | None = None, steps: int = 1) -> PipelinePlan:
-    """Build the plan of a schedule, without messages.
+    """Build the plan of a schedule, a key of `SCHEDULES`, without messages.
 
     Parameters
     ----------
-    name : str
-        A key of `SCHEDULES`.
     stages, microbatches : int
         Ranks along the pipeline; microbatches of a step.
     virtual : int, optional

@@ -15,12 +15,7 @@ MOST = 2000
 
 
 def short(action: Action) -> str:
-    """Text of an action without its stage; chunk numbers are shown as primes.
-
-    >>> from parallel.pipeline.schedule.actions import BW
-    >>> short(BW(2, 5, chunk=1))
-    "BW'5"
-    """
+    """Text of an action without its stage; chunk numbers are shown as primes, as in ``BW'5``."""
     return f"{action.kind}{chr(39) * action.chunk}{action.microbatch}"
 
 
