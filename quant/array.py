@@ -25,17 +25,12 @@ class QuantizedArray:
     shape : tuple of int, or int
         Shape of the original array.
     buffer : array of uint8, shape (nbytes,), optional
-        C-contiguous, NumPy or CuPy; kept, not copied. Zeros by default.
+        C-contiguous, NumPy or CuPy; kept, not copied. Zeros by default. ValueError for another length or dtype.
 
     Attributes
     ----------
     layout : BufferLayout
-        Places of the parts in the buffer.
-
-    Raises
-    ------
-    ValueError
-        If the buffer has another length or dtype.
+        Offsets of the parts in the buffer.
 
     Examples
     --------
@@ -96,6 +91,11 @@ class QuantizedArray:
 
     # -------------------------------------------------------------------------------------- parts
 
+    @property
+    def _group_shape(self) -> tuple[int, int]:
+        """Shape of an array of one value per group."""
+        return self.layout.blocks.rows, self.layout.blocks.per_row
+
     def part(self, name: str) -> Array:
         """Part of the buffer as stored: `scale0`, `scale1` ..., `zeros` or `codes`; else KeyError."""
         part = self.layout.part(name)
@@ -123,57 +123,47 @@ class QuantizedArray:
             raw[...] = items.reshape(-1)
 
     def scales(self) -> Array:
-        """Scale of each group, all levels multiplied: float32, shape (rows, groups); 1 for kmeans.
-
-        For kmeans, all 1.
-        """
-        blocks, levels = self.layout.blocks, self.spec.scales.levels
-        shape = blocks.rows, blocks.per_row
+        """Scale of each group, all levels multiplied: float32, shape (rows, groups); 1 for kmeans."""
+        levels = self.spec.scales.levels
         if self.spec.code == "kmeans":
-            return array_namespace(self.buffer).ones(shape, np.float32)
+            return array_namespace(self.buffer).ones(self._group_shape, np.float32)
         numbers = [_aligned(numbers_of(self.items(f"scale{i}"), level.format)) for i, level in enumerate(levels)]
         outer = numbers.pop()
         for own, level in zip(reversed(numbers), reversed(self.layout.parent_levels)):
             outer = spread(outer, level).reshape(-1) * own
-        return outer.reshape(shape)
+        return outer.reshape(self._group_shape)
 
     def levels(self) -> Array:
         """Table of values before scaling: float32, shape (2^bits,), or for kmeans (rows, groups, 2^bits).
 
-        Raises
-        ------
-        ValueError
-            For linear codes.
+        ValueError for linear codes.
         """
-        xp, blocks = array_namespace(self.buffer), self.layout.blocks
         if self.spec.code == "kmeans":
             numbers = _aligned(numbers_of(self.items("scale0"), self.spec.scales.format))
-            return numbers.reshape(blocks.rows, blocks.per_row, 2**self.spec.bits)
+            return numbers.reshape(*self._group_shape, 2**self.spec.bits)
         if self.spec.linear:
             raise ValueError("linear codes have no table of levels")
-        return xp.asarray(values(self.spec.code))
+        return array_namespace(self.buffer).asarray(values(self.spec.code))
 
     def zeros(self) -> Array | None:
         """Zero points: float32, shape (rows, groups); None for symmetric codes."""
         if self.spec.symmetric:
             return None
-        xp, blocks = array_namespace(self.buffer), self.layout.blocks
         items = self.items("zeros")
         if self.spec.zero != "integer":
-            return _aligned(numbers_of(items, self.spec.zero)).reshape(blocks.rows, blocks.per_row)
+            return _aligned(numbers_of(items, self.spec.zero)).reshape(self._group_shape)
         signed = self.spec.signed and not self.spec.bias
-        numbers = (items.view(xp.int8) if signed else items).astype(xp.float32) - np.float32(self.spec.bias)
-        return numbers.reshape(blocks.rows, blocks.per_row)
+        numbers = (items.view(np.int8) if signed else items).astype(np.float32) - np.float32(self.spec.bias)
+        return numbers.reshape(self._group_shape)
 
     def integers(self) -> Array:
         """Codes in the array's shape: q as int8 or uint8, bits of small floats, or indices into the table."""
-        xp, blocks = array_namespace(self.buffer), self.layout.blocks
-        codes = self.items("codes")
+        codes, blocks = self.items("codes"), self.layout.blocks
         if self.spec.linear and self.spec.signed:
-            codes = (codes - np.uint8(self.spec.bias)).view(xp.int8)
+            codes = (codes - np.uint8(self.spec.bias)).view(np.int8)
         return from_rows(codes.reshape(blocks.rows, blocks.length), self.spec.granularity, self.shape)
 
-    # -------------------------------------------------------------------------------------- numbers again
+    # -------------------------------------------------------------------------------------- decoding
 
     def dequantize(self, out: Array = None, dtype: Any = np.float32) -> Array:
         """Decoded values.
@@ -195,15 +185,12 @@ class QuantizedArray:
         xp, spec, blocks = array_namespace(self.buffer), self.spec, self.layout.blocks
         if out is not None and out.shape != self.shape:
             raise ValueError(f"out has shape {out.shape}, not {self.shape}")
-        rows = None if out is None else _in_place(out, spec, (blocks.rows, blocks.length))
-        direct = rows is not None
-        if rows is None:
-            rows = xp.empty((blocks.rows, blocks.length), np.float32)
-            if add:
-                rows[...] = to_rows(out, spec.granularity)
-        self._decode_rows(rows, add)
-        if direct:
+        shape = blocks.rows, blocks.length
+        if out is not None and _has_rows(out, spec):
+            self._decode_rows(out.reshape(shape), add)
             return out
+        rows = to_rows(out, spec.granularity).astype(np.float32) if add else xp.empty(shape, np.float32)
+        self._decode_rows(rows, add)
         result = from_rows(rows, spec.granularity, self.shape)
         if out is None:
             return xp.ascontiguousarray(result.astype(dtype, copy=False)).reshape(self.shape)
@@ -225,13 +212,8 @@ class QuantizedArray:
     def slice(self, start: int, stop: int) -> QuantizedArray:
         """Groups `start` to `stop` (exclusive), in row order, as a vector of its own (copied).
 
-        Its groups are as long as the first of them, so a shorter one has to be the last. The same holds for the groups
-        of scales that share a parent's scale.
-
-        Raises
-        ------
-        ValueError
-            If there are no such groups, or their lengths differ in any other way.
+        Groups have the length of the first, so that only the last may be shorter; the same holds for groups of scales
+        that share a parent's scale. ValueError for lengths that differ in any other way.
         """
         blocks, levels = self.layout.blocks, self.spec.scales.levels
         if not 0 <= start <= stop <= blocks.groups:
@@ -256,14 +238,14 @@ class QuantizedArray:
             scale = Scales(level.format, kind, scale)
         spec = self.spec.replace(granularity=PerGroup(size), scale=scale)
         space = array_namespace(self.buffer).zeros(layout(spec, (last - first,)).nbytes, np.uint8)
-        made = QuantizedArray(spec, last - first, space)
-        made.put("codes", self.items("codes")[first:last])
+        sliced = QuantizedArray(spec, last - first, space)
+        sliced.put("codes", self.items("codes")[first:last])
         if not spec.symmetric:
-            made.put("zeros", self.items("zeros")[start:stop])
+            sliced.put("zeros", self.items("zeros")[start:stop])
         each = 2**spec.bits if spec.code == "kmeans" else 1
         for number, (low, high) in enumerate(at):
-            made.put(f"scale{number}", self.items(f"scale{number}")[low * each : high * each])
-        return made
+            sliced.put(f"scale{number}", self.items(f"scale{number}")[low * each : high * each])
+        return sliced
 
 
 def _common_size(blocks: GroupBlocking, first: int, last: int) -> int | None:
@@ -285,13 +267,12 @@ def _aligned(numbers: Array) -> Array:
     return np.require(numbers, requirements="A") if isinstance(numbers, np.ndarray) else numbers
 
 
-def _in_place(out: Array, spec: QuantSpec, shape: tuple[int, int]) -> Array | None:
-    """`out` as the matrix of rows, if it already is one in memory: in order, float32, C-contiguous."""
-    usual = (
-        isinstance(spec.granularity, PerTensor)
+def _has_rows(out: Array, spec: QuantSpec) -> bool:
+    """True if `out` is the matrix of rows in memory: in order, float32, C-contiguous."""
+    kind = spec.granularity
+    in_order = (
+        isinstance(kind, PerTensor)
         or out.ndim <= 1
-        or (isinstance(spec.granularity, PerChannel) and spec.granularity.axis % out.ndim == 0)
-        or (isinstance(spec.granularity, PerGroup) and spec.granularity.axis % out.ndim == out.ndim - 1)
+        or kind.axis % out.ndim == (0 if isinstance(kind, PerChannel) else out.ndim - 1)
     )
-    fits = usual and out.dtype == np.float32 and out.flags.c_contiguous
-    return out.reshape(shape) if fits else None
+    return in_order and out.dtype == np.float32 and out.flags.c_contiguous

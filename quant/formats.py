@@ -13,18 +13,9 @@ import numpy as np
 
 
 class Minifloat(NamedTuple):
-    """A sign, `exponent` bits, `mantissa` bits; the exponent of the smallest normal number, and the largest number.
+    """Format of a sign, `exponent` bits and `mantissa` bits; `dtype` is that of NumPy or ml_dtypes.
 
-    Attributes
-    ----------
-    dtype : dtype
-        The same format in NumPy or ml_dtypes.
-    exponent, mantissa : int
-        Widths in bits.
-    lowest : int
-        log2 of the smallest normal number.
-    largest : float
-        The largest finite number.
+    `lowest` is log2 of the smallest normal number, `largest` the largest finite number.
     """
 
     dtype: np.dtype

@@ -38,16 +38,10 @@ class BufferPart(NamedTuple):
 
 
 class BufferLayout(NamedTuple):
-    """Parts of a quantised array's buffer.
+    """Parts of a quantised array's buffer: `scale0` (of the groups), `scale1` (of their parent) ..., `zeros`, `codes`.
 
-    Attributes
-    ----------
-    blocks : GroupBlocking
-        Rows and groups of the elements.
-    parent_levels : tuple of GroupBlocking
-        For each parent of the scales, the groups of the level below it.
-    parts : tuple of BufferPart
-        `scale0` (of the groups), `scale1` (of their parent) ..., `zeros`, `codes`.
+    `blocks` are the rows and groups of the elements; `parent_levels` has, for each parent of the scales, the groups of
+    the level below it.
     """
 
     elements: int
@@ -71,12 +65,7 @@ class BufferLayout(NamedTuple):
 
 @cache
 def layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
-    """Buffer layout of an array of this shape (cached).
-
-    Raises
-    ------
-    ValueError
-        If a length is negative, or the array has no axis that the spec needs.
+    """Buffer layout of an array of this shape (cached). ValueError if the array has no axis that the spec needs.
 
     >>> from quant.spec.presets import Q4_0
     >>> layout(Q4_0, (64,)).nbytes, layout(Q4_0, (64,)).bits_per_element
@@ -85,15 +74,14 @@ def layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
     if any(n < 0 for n in shape):
         raise ValueError(f"no array has the shape {shape}")
     blocks = blocking(spec.granularity, shape)
-    items = []
-    parent_levels = []
-    below = blocks
-    for number, level in enumerate(spec.scales.levels):
-        if number:
-            below = blocking(spec.scales.levels[number - 1].granularity, (below.rows, below.per_row))
-            parent_levels.append(below)
-        each = 2**spec.bits if spec.code == "kmeans" else 1
-        items.append((f"scale{number}", level.bits, below.groups * each))
+    levels = [blocks]
+    for scales in spec.scales.levels[:-1]:
+        levels.append(blocking(scales.granularity, (levels[-1].rows, levels[-1].per_row)))
+    each = 2**spec.bits if spec.code == "kmeans" else 1
+    items = [
+        (f"scale{number}", scales.bits, level.groups * each)
+        for number, (scales, level) in enumerate(zip(spec.scales.levels, levels))
+    ]
     if not spec.symmetric:
         items.append(("zeros", spec.bits if spec.zero == "integer" else SCALE_BITS[spec.zero], blocks.groups))
     items.append(("codes", spec.bits, blocks.elements))
@@ -101,7 +89,7 @@ def layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
     for name, bits, count in sorted(items, key=lambda item: -STORED.get(item[1], np.dtype(np.uint8)).itemsize):
         start = parts[-1].start + parts[-1].nbytes if parts else 0
         parts.append(BufferPart(name, bits, count, start))
-    return BufferLayout(blocks.elements, blocks, tuple(parent_levels), tuple(parts))
+    return BufferLayout(blocks.elements, blocks, tuple(levels[1:]), tuple(parts))
 
 
 def wire_nbytes(spec: QuantSpec, shape: int | tuple[int, ...]) -> int:

@@ -14,11 +14,10 @@ from quant.kernels import LinearCode, ScaleRule, array_namespace
 from quant.layout import layout
 from quant.scaling import codebook
 from quant.scaling import scales as scaling
-from quant.spec.granularity import GroupBlocking, to_rows
+from quant.spec.granularity import to_rows
 from quant.spec.quant_spec import SCALE_BITS, QuantSpec
 from quant.types import Array
 
-LARGEST = np.float32(np.finfo(np.float32).max)
 UNSIGNED = ("e8m0", *(form for form in SCALE_BITS if form.startswith("uint")))
 """Formats of scales without negative numbers."""
 
@@ -38,32 +37,17 @@ def quantize(
     Parameters
     ----------
     x : array of floats, any shape
-        NumPy or CuPy, or anything `numpy.asarray` takes; computed with in float32.
+        NumPy or CuPy, or anything `numpy.asarray` takes; converted to float32. TypeError for other numbers.
     spec : QuantSpec
-    scales : array of float32, shape (rows, groups), optional
-        Scales to use instead of those of the groups' own ranges (from calibration), rounded to their format. Elements
-        beyond the range saturate.
-    zeros : array of float32, like `scales`, optional
-        Zero points of these scales, for asymmetric specs.
+    scales, zeros : array of float32, shape (rows, groups), optional
+        Scales, and for asymmetric specs zero points, to use instead of those of the groups' own ranges (from
+        calibration). Elements beyond the range saturate.
     seed : int, optional
         Seed of stochastic rounding (required there).
     nonfinite : str
         Handling of NaN and infinity: "raise" a ValueError, or "poison": all elements of their group become NaN.
     out : QuantizedArray, optional
-        Destination of the same spec and shape. After an error its contents are undefined.
-
-    Returns
-    -------
-    QuantizedArray
-        `out`, if given.
-
-    Raises
-    ------
-    ValueError
-        For elements that are not finite; scales that do not fit their format or the groups; an unsuitable `out`;
-        stochastic rounding without a seed.
-    TypeError
-        If `x` does not hold floating-point numbers.
+        Destination of the same spec and shape, which is returned. After an error its contents are undefined.
 
     Examples
     --------
@@ -96,13 +80,13 @@ def quantize(
             raise ValueError(_nonfinite_message(x, spec, nonfinite))
         rows = xp.where(scaling.spread(finite, out.layout.blocks), rows, np.float32(0))
         group_range = group_range.zeroed(finite)
-    ideal, low = _scale(spec, group_range) if scales is None else (_given_scales(scales, out, xp), None)
+    ideal, low = _scale(spec, group_range) if scales is None else (_given_scales(scales, out), None)
     if spec.linear and not spec.symmetric and (scales is None) != (zeros is None):
         raise ValueError("scales and zeros of an asymmetric spec come together")
     stored = scaling.store(ideal, spec, out.layout.parent_levels)
     zero_points = _store_zeros(out, stored.scales, low, zeros)
     _store_scales(out, stored.levels, finite)
-    _encode(rows, out, Divisors.of(spec, ideal, stored.scales), zero_points, key)
+    _encode(rows, out, _divisors(spec, ideal, stored.scales), zero_points, key)
     return out
 
 
@@ -121,23 +105,6 @@ class GroupRange(NamedTuple):
         """Ranges of groups that are not finite set to 0."""
         xp = array_namespace(finite)
         return GroupRange(*(None if bound is None else xp.where(finite, bound, np.float32(0)) for bound in self))
-
-
-class Divisors(NamedTuple):
-    """Divisor of each group's elements, or with `inverse` their factor."""
-
-    by: Array
-    inverse: bool
-
-    @classmethod
-    def of(cls, spec: QuantSpec, ideal: Array, stored: Array) -> Divisors:
-        """Stored scales, or inverses of the scales before rounding."""
-        xp = array_namespace(ideal)
-        if spec.divisor == "stored":
-            return cls(xp.where(stored == 0, np.float32(1), stored), False)
-        with np.errstate(divide="ignore", over="ignore"):
-            by = xp.clip(1 / ideal, -LARGEST, LARGEST)
-        return cls(xp.where(ideal == 0, np.float32(0), by), True)
 
 
 def _output(x: Array, spec: QuantSpec, out: QuantizedArray | None) -> QuantizedArray:
@@ -209,8 +176,8 @@ def _scale(spec: QuantSpec, group_range: GroupRange) -> tuple[Array, Array | Non
     return scaling.affine(spec, group_range.low, group_range.size)
 
 
-def _given_scales(scales: Array, out: QuantizedArray, xp: Any) -> Array:
-    ideal = _given("scales", scales, out.layout.blocks, xp)
+def _given_scales(scales: Array, out: QuantizedArray) -> Array:
+    xp, ideal = array_namespace(out.buffer), _given("scales", scales, out)
     if not bool((xp.isfinite(ideal) & (ideal != 0)).all()):
         raise ValueError("scales are finite and not 0")
     if out.spec.scales.format in UNSIGNED and not bool((ideal > 0).all()):
@@ -224,17 +191,13 @@ def _nonfinite_message(x: Array, spec: QuantSpec, nonfinite: str) -> str:
     flat = x.reshape(-1)
     first = int(xp.argmin(xp.isfinite(_floats(flat))))
     place = tuple(int(i) for i in np.unravel_index(first, x.shape))
-    message = f"x{list(place)} is {float(flat[first])}, which has no code"
-    return (
-        message
-        if nonfinite == "raise"
-        else f"{message}; scales in {spec.scales.format} have no NaN to poison groups with"
-    )
+    poison = "" if nonfinite == "raise" else f"; scales in {spec.scales.format} have no NaN to poison groups with"
+    return f"x{list(place)} is {float(flat[first])}, which has no code{poison}"
 
 
-def _given(name: str, numbers: Array, blocks: GroupBlocking, xp: Any) -> Array:
+def _given(name: str, numbers: Array, out: QuantizedArray) -> Array:
     """Values from the caller, one per group."""
-    numbers = xp.asarray(numbers).astype(np.float32)
+    blocks, numbers = out.layout.blocks, array_namespace(out.buffer).asarray(numbers).astype(np.float32)
     if numbers.size != blocks.groups:
         raise ValueError(f"{name} are {numbers.size} numbers, for {blocks.groups} groups")
     return numbers.reshape(blocks.rows, blocks.per_row)
@@ -245,7 +208,7 @@ def _store_zeros(out: QuantizedArray, scales: Array, low: Array | None, zeros: A
     xp, spec = array_namespace(scales), out.spec
     if spec.symmetric:
         return None
-    z = scaling.zero_point(spec, scales, low) if zeros is None else _given("zeros", zeros, out.layout.blocks, xp)
+    z = scaling.zero_point(spec, scales, low) if zeros is None else _given("zeros", zeros, out)
     if spec.zero != "integer":
         out.put("zeros", scaling.round_to(z, spec.zero, keep=False)[0])
         return out.zeros()
@@ -265,18 +228,26 @@ def _store_scales(out: QuantizedArray, levels: tuple[Array, ...], finite: Array)
         out.put(f"scale{number}", raw)
 
 
-def _encode(rows: Array, out: QuantizedArray, divisors: Divisors, zeros: Array | None, key: Any) -> None:
+def _divisors(spec: QuantSpec, ideal: Array, stored: Array) -> tuple[Array, bool]:
+    """Divisors of each group's elements: the stored scales; or factors and True: inverses of the ideal scales."""
+    xp = array_namespace(ideal)
+    if spec.divisor == "stored":
+        return xp.where(stored == 0, np.float32(1), stored), False
+    with np.errstate(divide="ignore", over="ignore"):
+        by = xp.clip(1 / ideal, -scaling.GREATEST, scaling.GREATEST)
+    return xp.where(ideal == 0, np.float32(0), by), True
+
+
+def _encode(rows: Array, out: QuantizedArray, divisors: tuple[Array, bool], zeros: Array | None, key: Any) -> None:
     xp, spec, size = array_namespace(rows), out.spec, out.layout.blocks.size
-    by, inverse = divisors
     if spec.linear:
-        kernels.encode_linear(rows, size, by, inverse, zeros, LinearCode.of(spec, key), out.part("codes"))
+        kernels.encode_linear(rows, size, *divisors, zeros, LinearCode.of(spec, key), out.part("codes"))
         return
     codes = out.part("codes") if spec.bits == 8 else xp.empty(out.size, np.uint8)
-    fields = codes.reshape(rows.shape)
     if spec.minifloat:
-        kernels.encode_float(rows, size, by, inverse, spec.code, key, fields)
+        kernels.encode_float(rows, size, *divisors, spec.code, key, codes.reshape(rows.shape))
     else:
         thresholds = xp.asarray(codebook.thresholds(values(spec.code)))
-        kernels.encode_table(rows, size, by, inverse, thresholds, fields)
+        kernels.encode_table(rows, size, *divisors, thresholds, codes.reshape(rows.shape))
     if spec.bits < 8:
         out.put("codes", codes)

@@ -59,16 +59,11 @@ def chorus_side(
     name: str, spec: QuantSpec, form: str, x: np.ndarray, expected: QuantizedArray
 ) -> list[QuantContestant]:
     """Quantise, dequantise, and dequantise and add, with one kind of kernel."""
-    q = QuantizedArray(spec, x.shape)
+    q, numbers = QuantizedArray(spec, x.shape), expected.dequantize()
     back, total = np.empty_like(x), np.zeros_like(x)
-    numbers = expected.dequantize()
 
-    def within(function: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            with kernels.forms(*FORMS[form]):
-                return function()
-
-        return run
+    def contestant(operation: str, function: Callable[[], Any], right: Callable[[], bool]) -> QuantContestant:
+        return QuantContestant(f"{name} {operation} {form}", kernels.forms(*FORMS[form])(function), right)
 
     def added() -> bool:
         total.fill(1)
@@ -79,17 +74,13 @@ def chorus_side(
         return right
 
     return [
-        QuantContestant(
-            f"{name} quantize {form}",
-            within(lambda: quantize(x, spec, seed=1, out=q)),
+        contestant(
+            "quantize",
+            lambda: quantize(x, spec, seed=1, out=q),
             lambda: q.buffer.tobytes() == expected.buffer.tobytes(),
         ),
-        QuantContestant(
-            f"{name} dequantize {form}",
-            within(lambda: expected.dequantize(out=back)),
-            lambda: np.array_equal(back, numbers),
-        ),
-        QuantContestant(f"{name} add {form}", within(lambda: expected.add_to(total)), added),
+        contestant("dequantize", lambda: expected.dequantize(out=back), lambda: np.array_equal(back, numbers)),
+        contestant("add", lambda: expected.add_to(total), added),
     ]
 
 
@@ -100,18 +91,15 @@ def peers(x: np.ndarray) -> list[QuantContestant]:
     except ImportError:
         return []
     rows = x.reshape(-1, 4096) if x.size % 4096 == 0 else x.reshape(-1, 32)
-    made: dict[str, np.ndarray] = {}
+    results: dict[str, np.ndarray] = {}
 
     def peer(name: str, spec: QuantSpec) -> QuantContestant:
         kind = getattr(gguf.GGMLQuantizationType, name)
-
-        def run() -> None:
-            made[name] = gguf.quantize(rows, kind)
-
-        def right() -> bool:
-            return np.array_equal(made[name], ggml_blocks.to_blocks(quantize(rows, spec)))
-
-        return QuantContestant(f"{name} quantize gguf", run, right)
+        return QuantContestant(
+            f"{name} quantize gguf",
+            lambda: results.update({name: gguf.quantize(rows, kind)}),
+            lambda: np.array_equal(results[name], ggml_blocks.to_blocks(quantize(rows, spec))),
+        )
 
     return [peer("Q8_0", Q8_0), peer("Q4_0", Q4_0)]
 

@@ -17,15 +17,16 @@ BLOCKS = {"Q4_0": Q4_0, "Q8_0": Q8_0}
 
 
 def to_blocks(q: QuantizedArray) -> Array:
-    """The array in ggml's blocks: uint8, shape (..., bytes per row).
-
-    Raises ValueError for other specs, or rows that are not whole blocks.
+    """The array in ggml's blocks: uint8, shape (..., bytes per row). ValueError for other specs, or partial blocks.
 
     >>> from quant import quantize
     >>> to_blocks(quantize(np.ones((2, 64), np.float32), Q4_0)).shape
     (2, 36)
     """
-    _check(q.spec, q.shape)
+    if q.spec not in BLOCKS.values():
+        raise ValueError(f"ggml has blocks for {', '.join(BLOCKS)}, not for {q.spec}")
+    if not q.shape or q.shape[-1] % 32:
+        raise ValueError(f"rows of {q.shape[-1] if q.shape else 1} elements are not whole blocks of 32")
     xp, groups = array_namespace(q.buffer), q.groups
     scales = q.part("scale0").view(np.uint8).reshape(groups, 2)
     codes = q.part("codes").reshape(groups, 4 * q.spec.bits)
@@ -33,10 +34,7 @@ def to_blocks(q: QuantizedArray) -> Array:
 
 
 def from_blocks(blocks: Array, kind: str) -> QuantizedArray:
-    """Array of ggml's blocks: uint8, shape (..., bytes per row); `kind` is Q4_0 or Q8_0.
-
-    Raises ValueError for other kinds, or rows that are not whole blocks.
-    """
+    """Array of ggml's blocks: uint8, shape (..., bytes per row); `kind` is Q4_0 or Q8_0."""
     if kind not in BLOCKS:
         raise ValueError(f"blocks are {' or '.join(BLOCKS)}, not {kind!r}")
     spec = BLOCKS[kind]
@@ -52,10 +50,3 @@ def from_blocks(blocks: Array, kind: str) -> QuantizedArray:
     made.put("scale0", xp.ascontiguousarray(rows[:, :2]).view(np.uint16))
     made.part("codes")[...] = rows[:, 2:].reshape(-1)
     return made
-
-
-def _check(spec: object, shape: tuple[int, ...]) -> None:
-    if spec not in BLOCKS.values():
-        raise ValueError(f"ggml has blocks for {', '.join(BLOCKS)}, not for {spec}")
-    if not shape or shape[-1] % 32:
-        raise ValueError(f"rows of {shape[-1] if shape else 1} elements are not whole blocks of 32")

@@ -34,29 +34,17 @@ def _safetensors() -> ModuleType:
 
 
 def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray], about: Any = None) -> None:
-    """Write quantised and plain arrays by name, replacing an old file.
+    """Write quantised and plain arrays by name, replacing an old file; `about` is metadata as JSON.
 
-    Parameters
-    ----------
-    path : str or Path
-    arrays : mapping of name -> array
-    about : JSON-serialisable, optional
-        Metadata; `about` reads it.
+    ImportError without the package safetensors.
 
-    Raises
-    ------
-    ImportError
-        Without the package safetensors.
-
-    Examples
-    --------
     >>> import tempfile
     >>> from quant import INT8, quantize
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "a.safetensors")
-    ...     save(path, {"w": quantize(np.ones(3, np.float32), INT8)})
-    ...     load(path)["w"].integers()
-    array([127, 127, 127], dtype=int8)
+    ...     save(path, {"w": quantize(np.ones(3, np.float32), INT8)}, {"of": "ones"})
+    ...     load(path)["w"].integers(), about(path)
+    (array([127, 127, 127], dtype=int8), {'of': 'ones'})
     """
     tensors, meanings = {}, {}
     for name, array in arrays.items():
@@ -70,15 +58,7 @@ def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray], ab
 
 
 def load(path: str | Path) -> dict[str, QuantizedArray | np.ndarray]:
-    """All arrays of a file, on the host.
-
-    Raises
-    ------
-    ImportError
-        Without the package safetensors.
-    ValueError
-        If the file is damaged, or an array does not match its header entry.
-    """
+    """All arrays of a file, on the host. ValueError if it is damaged, or an array does not match its header entry."""
     meanings, tensors = _read(path, KEY, tensors=True)
     found: dict[str, QuantizedArray | np.ndarray] = dict(tensors)
     if not isinstance(meanings, dict | None):
@@ -110,14 +90,7 @@ def _array(meaning: Any, buffer: np.ndarray | None) -> QuantizedArray:
 
 
 def about(path: str | Path) -> Any:
-    """Metadata written by `save`, or None. Raises as `load`.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(Path(folder, "a.safetensors"), {}, {"of": "nothing"})
-    ...     about(Path(folder, "a.safetensors"))
-    {'of': 'nothing'}
-    """
+    """Metadata written by `save`, or None. Raises as `load`."""
     return _read(path, ABOUT)[0]
 
 
@@ -126,8 +99,8 @@ def _read(path: str | Path, key: str, tensors: bool = False) -> tuple[Any, dict[
     library = _safetensors()
     try:
         with library.safe_open(str(path), framework="np") as file:
-            said = json.loads((file.metadata() or {}).get(key, "null"))
-            return said, {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118
+            entry = json.loads((file.metadata() or {}).get(key, "null"))
+            return entry, {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118
     except (library.SafetensorError, AttributeError, KeyError, RecursionError, TypeError) as error:
         # The package has other errors for types of tensors that NumPy does not have.
         raise ValueError(f"{Path(path).name} is no safetensors file: {error}") from error

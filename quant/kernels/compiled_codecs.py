@@ -35,7 +35,6 @@ NEAR = 1 << 13
 KERNELS = {}
 """Kernels of this module by the reference's names."""
 
-
 loop = compiler(formats, packing, quant_spec, nogil=True, error_model="numpy")
 """Decorator that compiles a loop without reordering floating-point operations."""
 
@@ -48,9 +47,11 @@ def kernel(function):
     return KERNELS[function.__name__]
 
 
-def _shaped(rows, size):
-    """The matrix as one row if no group is short."""
-    return rows.reshape(1, -1) if rows.shape[1] % size == 0 else rows
+def _cut(rows, size, *per_group):
+    """The matrix, as one row if no group is short, and arrays of one entry per group in its shape."""
+    cut = rows.reshape(1, -1) if rows.shape[1] % size == 0 else rows
+    shape = cut.shape[0], -(-cut.shape[1] // size)
+    return cut, *(values.reshape(*shape, *values.shape[2:]) for values in per_group)
 
 
 # ------------------------------------------------------------------------------------------ ranges of groups
@@ -62,23 +63,56 @@ def _ordered(bits):
     return bits ^ ((bits >> ALL) & MAGNITUDE)
 
 
-@loop
-def _absmax(bits, size, out):
-    count, length = bits.shape
-    for row in range(count):
-        for group in range(out.shape[1]):
-            part = bits[row, group * size : min((group + 1) * size, length)]
-            largest = I(0)
-            for i in range(part.size):
-                largest = max(largest, part[i] & MAGNITUDE)
-            out[row, group] = largest
+@inlined
+def _largest(bits):
+    """Bits of the largest |r|."""
+    most = I(0)
+    for i in range(bits.size):
+        most = max(most, bits[i] & MAGNITUDE)
+    return most
+
+
+@inlined
+def _farthest(bits):
+    """Bits of the element of largest magnitude, the first of equal ones."""
+    least = largest = _ordered(bits[0])
+    for i in range(bits.size):
+        here = _ordered(bits[i])
+        least = min(least, here)
+        largest = max(largest, here)
+    low, high = I(_ordered(least)), I(_ordered(largest))
+    below, above = low & MAGNITUDE, high & MAGNITUDE
+    i = 0
+    while below == above and (bits[i] & MAGNITUDE) != above:  # which comes first?
+        i += 1
+    return bits[i] if below == above else (high if above > below else low)
+
+
+@cache
+def _range_finder(signed):
+    def find(bits, size, out):
+        count, length = bits.shape
+        for row in range(count):
+            for group in range(out.shape[1]):
+                part = bits[row, group * size : min((group + 1) * size, length)]
+                out[row, group] = _farthest(part) if signed else _largest(part)
+
+    return loop(find)
 
 
 @kernel
 def absmax(rows, size):
     found = np.empty((rows.shape[0], -(-rows.shape[1] // size)), np.float32)
-    cut = _shaped(rows, size)
-    _absmax(cut.view(np.int32), size, found.view(np.int32).reshape(cut.shape[0], -1))
+    cut, into = _cut(rows, size, found)
+    _range_finder(False)(cut.view(np.int32), size, into.view(np.int32))
+    return found
+
+
+@kernel
+def peak(rows, size):
+    found = np.empty((rows.shape[0], -(-rows.shape[1] // size)), np.float32)
+    cut, into = _cut(rows, size, found)
+    _range_finder(True)(cut.view(np.int32), size, into.view(np.int32))
     return found
 
 
@@ -98,50 +132,15 @@ def _minmax(bits, size, low, high):
 
 @kernel
 def minmax(rows, size):
-    shape = rows.shape[0], -(-rows.shape[1] // size)
-    low, high = np.empty(shape, np.float32), np.empty(shape, np.float32)
-    cut = _shaped(rows, size)
-    flat = cut.shape[0], low.size // max(cut.shape[0], 1)
-    _minmax(cut.view(np.int32), size, low.view(np.int32).reshape(flat), high.view(np.int32).reshape(flat))
+    low, high = np.empty((2, rows.shape[0], -(-rows.shape[1] // size)), np.float32)
+    cut, *bounds = _cut(rows, size, low, high)
+    _minmax(cut.view(np.int32), size, *(bound.view(np.int32) for bound in bounds))
     return low, high
-
-
-@inlined
-def _farthest(bits):
-    """Bits of the element of largest magnitude, the first of equal ones."""
-    least = largest = _ordered(bits[0])
-    for i in range(bits.size):
-        here = _ordered(bits[i])
-        least = min(least, here)
-        largest = max(largest, here)
-    low, high = I(_ordered(least)), I(_ordered(largest))
-    below, above = low & MAGNITUDE, high & MAGNITUDE
-    i = 0
-    while below == above and (bits[i] & MAGNITUDE) != above:  # which comes first?
-        i += 1
-    return bits[i] if below == above else (high if above > below else low)
-
-
-@loop
-def _peak(bits, size, out):
-    count, length = bits.shape
-    for row in range(count):
-        for group in range(out.shape[1]):
-            out[row, group] = _farthest(bits[row, group * size : min((group + 1) * size, length)])
-
-
-@kernel
-def peak(rows, size):
-    found = np.empty((rows.shape[0], -(-rows.shape[1] // size)), np.float32)
-    cut = _shaped(rows, size)
-    _peak(cut.view(np.int32), size, found.view(np.int32).reshape(cut.shape[0], -1))
-    return found
 
 
 # ------------------------------------------------------------------------------------------ linear codes
 
 NEAREST_EVEN, HALF_AWAY, HALF_UP, STOCHASTIC = range(len(ROUNDINGS))
-
 
 PLAIN, AFTER, BEFORE = range(3)
 """Zero point: none, added after rounding, or added before."""
@@ -198,40 +197,43 @@ def _limits(code):
     return F(code.low), F(code.high), F(code.bias)
 
 
+@inlined
+def _encode_group(part, into, by, zero, limits, first, keys, kind):
+    """Codes of a group, as bytes or packed as blocks of nibbles; `kind` is constant after inlining."""
+    nibbles, rounding, multiply, shift = kind
+    if nibbles:
+        for block in range(0, part.size, BLOCK):
+            lower, upper = part[block : block + NIBBLES], part[block + NIBBLES : block + BLOCK]
+            packed, number = into[block // 2 : block // 2 + NIBBLES], np.uint64(first + np.uint64(block))
+            for i in range(NIBBLES):
+                this, other = np.uint64(number + np.uint64(i)), np.uint64(number + np.uint64(i + NIBBLES))
+                a = _code(_scaled(lower[i], by, multiply), zero, limits, this, keys, rounding, shift)
+                b = _code(_scaled(upper[i], by, multiply), zero, limits, other, keys, rounding, shift)
+                packed[i] = B(a | B(b << B(4)))
+    else:
+        for i in range(part.size):
+            this = np.uint64(first + np.uint64(i))
+            into[i] = _code(_scaled(part[i], by, multiply), zero, limits, this, keys, rounding, shift)
+
+
+def _packs_nibbles(bits, size, rows):
+    """True for 4-bit codes in groups of whole blocks, which are packed directly."""
+    return bits == 4 and size % BLOCK == 0 and rows.shape[1] % size == 0
+
+
 @cache
-def _bytes_encoder(rounding, multiply, shift):
+def _linear_encoder(nibbles, rounding, multiply, shift):
+    per_byte = 2 if nibbles else 1
+
     def encode(rows, size, by, zeros, limits, keys, out):
         count, length = rows.shape
         for row in range(count):
             for group in range(by.shape[1]):
                 first, last = group * size, min((group + 1) * size, length)
-                part, into = rows[row, first:last], out[row, first:last]
-                here, zero = by[row, group], zeros[row, group] if shift != PLAIN else ZERO
-                number = np.uint64(row * length + first)
-                for i in range(part.size):
-                    this = np.uint64(number + np.uint64(i))
-                    into[i] = _code(_scaled(part[i], here, multiply), zero, limits, this, keys, rounding, shift)
-
-    return loop(encode)
-
-
-@cache
-def _nibbles_encoder(rounding, multiply, shift):
-    """Encoder of 4-bit codes that packs directly, for groups of whole blocks."""
-
-    def encode(rows, size, by, zeros, limits, keys, out):
-        flat = rows.reshape(-1)
-        for group in range(by.size):
-            here, zero = by[group], zeros[group] if shift != PLAIN else ZERO
-            for first in range(group * size, (group + 1) * size, BLOCK):
-                part, into = flat[first : first + BLOCK], out[first // 2 : first // 2 + NIBBLES]
-                number = np.uint64(first)
-                for i in range(NIBBLES):
-                    this, other = np.uint64(number + np.uint64(i)), np.uint64(number + np.uint64(i + NIBBLES))
-                    a = _code(_scaled(part[i], here, multiply), zero, limits, this, keys, rounding, shift)
-                    upper = _scaled(part[i + NIBBLES], here, multiply)
-                    b = _code(upper, zero, limits, other, keys, rounding, shift)
-                    into[i] = B(a | B(b << B(4)))
+                part, into = rows[row, first:last], out[row, first // per_byte : last // per_byte]
+                zero = zeros[row, group] if shift != PLAIN else ZERO
+                kind = nibbles, rounding, multiply, shift
+                _encode_group(part, into, by[row, group], zero, limits, np.uint64(row * length + first), keys, kind)
 
     return loop(encode)
 
@@ -241,21 +243,13 @@ def encode_linear(rows, size, by, multiply, zeros, code, out):
     shift = PLAIN
     if zeros is not None:
         shift = AFTER if (zeros == np.rint(zeros)).all() else BEFORE
-    keys = _keys(code.key)
-    kind = ROUNDINGS.index(code.rounding), bool(multiply), shift
-    bits, limits = code.bits, _limits(code)
-    cut = _shaped(rows, size)
-    whole = bits == 4 and size % BLOCK == 0 and cut.shape[1] % size == 0
-    if whole:
-        shifts = by.reshape(-1) if zeros is None else zeros.reshape(-1)
-        _nibbles_encoder(*kind)(cut, size, by.reshape(-1), shifts, limits, keys, out)
-        return
-    shape = cut.shape[0], by.size // max(cut.shape[0], 1)
-    shifts = (by if zeros is None else zeros).reshape(shape)
-    codes = out if bits == 8 else np.empty(rows.size, np.uint8)
-    _bytes_encoder(*kind)(cut, size, by.reshape(shape), shifts, limits, keys, codes.reshape(cut.shape))
-    if bits < 8:
-        pack(codes, bits, out)
+    nibbles = _packs_nibbles(code.bits, size, rows)
+    codes = out if nibbles or code.bits == 8 else np.empty(rows.size, np.uint8)
+    cut, by, zeros = _cut(rows, size, by, by if zeros is None else zeros)
+    encode = _linear_encoder(nibbles, ROUNDINGS.index(code.rounding), bool(multiply), shift)
+    encode(cut, size, by, zeros, _limits(code), _keys(code.key), codes.reshape(len(cut), -1))
+    if codes is not out:
+        pack(codes, code.bits, out)
 
 
 @inlined
@@ -277,21 +271,12 @@ def _bfloat(scale, keep):
     return raw, I(raw << I(16)).view(np.float32)
 
 
-@inlined
-def _largest(bits):
-    """Bits of the largest |r|."""
-    most = I(0)
-    for i in range(bits.size):
-        most = max(most, bits[i] & MAGNITUDE)
-    return most
-
-
 @cache
 def _fused_quantizer(form, nibbles, rounding, inverse, peak):
     """Quantiser of batches of groups that stay in the cache: largest elements, then scales, then codes."""
     half, brain = form == "fp16", form == "bf16"
     infinite_bits = 0x7C00 if half else (0x7F80 if brain else 0x7F800000)
-    sign = 31 if form == "fp32" else 15
+    sign, per_byte = 31 if form == "fp32" else 15, 2 if nibbles else 1
 
     def quantize(rows, size, steps, limits, scales, out):
         worst, infinite = I(0), I(infinite_bits)
@@ -326,23 +311,9 @@ def _fused_quantizer(form, nibbles, rounding, inverse, peak):
                         by[group] = ONE if stored == ZERO else stored
                 for group in range(groups):
                     first, last = (start + group) * size, min((start + group + 1) * size, length)
-                    here = by[group]
-                    if nibbles:
-                        for at in range(first, last, BLOCK):
-                            part, into = rows[row, at : at + BLOCK], out[row, at // 2 : at // 2 + NIBBLES]
-                            for i in range(NIBBLES):
-                                lower, upper = (
-                                    _scaled(part[i], here, inverse),
-                                    _scaled(part[i + NIBBLES], here, inverse),
-                                )
-                                a = _code(lower, ZERO, limits, ANY, NO_KEYS, rounding, PLAIN)
-                                b = _code(upper, ZERO, limits, ANY, NO_KEYS, rounding, PLAIN)
-                                into[i] = B(a | B(b << B(4)))
-                    else:
-                        part, into = rows[row, first:last], out[row, first:last]
-                        for i in range(part.size):
-                            t = _scaled(part[i], here, inverse)
-                            into[i] = _code(t, ZERO, limits, ANY, NO_KEYS, rounding, PLAIN)
+                    part, into = rows[row, first:last], out[row, first // per_byte : last // per_byte]
+                    kind = nibbles, rounding, inverse, PLAIN
+                    _encode_group(part, into, by[group], ZERO, limits, ANY, NO_KEYS, kind)
         return worst < infinite
 
     return loop(quantize)
@@ -350,15 +321,14 @@ def _fused_quantizer(form, nibbles, rounding, inverse, peak):
 
 @kernel
 def quantize_linear(rows, size, rule, code, scales, out):
-    bits, cut = code.bits, _shaped(rows, size)
-    whole = bits == 4 and size % BLOCK == 0 and cut.shape[1] % size == 0
-    items = scales.view(np.int32 if rule.form == "fp32" else np.uint16).reshape(cut.shape[0], -1)
-    codes = out if whole or bits == 8 else np.empty(rows.size, np.uint8)
-    quantizer = _fused_quantizer(rule.form, whole, ROUNDINGS.index(code.rounding), rule.inverse, rule.peak)
-    if not quantizer(cut, size, F(rule.steps), _limits(code), items, codes.reshape(cut.shape[0], -1)):
+    nibbles = _packs_nibbles(code.bits, size, rows)
+    codes = out if nibbles or code.bits == 8 else np.empty(rows.size, np.uint8)
+    cut, items = _cut(rows, size, scales.view(np.int32 if rule.form == "fp32" else np.uint16))
+    quantizer = _fused_quantizer(rule.form, nibbles, ROUNDINGS.index(code.rounding), rule.inverse, rule.peak)
+    if not quantizer(cut, size, F(rule.steps), _limits(code), items, codes.reshape(len(cut), -1)):
         return False
     if codes is not out:
-        pack(codes, bits, out)
+        pack(codes, code.bits, out)
     return True
 
 
@@ -373,9 +343,7 @@ def _bytes_decoder(signed, shifted, add):
                 scale, zero = scales[row, group], zeros[row, group] if shifted else ZERO
                 for i in range(part.size):
                     q = F(np.int8(part[i])) if signed else F(I(I(part[i]) - bias))
-                    if shifted:
-                        q = F(q - zero)
-                    r = F(q * scale)
+                    r = F(F(q - zero) * scale) if shifted else F(q * scale)
                     into[i] = F(into[i] + r) if add else r
 
     return loop(decode)
@@ -384,11 +352,11 @@ def _bytes_decoder(signed, shifted, add):
 @cache
 def _nibbles_decoder(shifted, add):
     def decode(packed, size, scales, zeros, bias, out):
-        for group in range(scales.size):
-            scale, zero = scales[group], zeros[group] if shifted else ZERO
+        for group in range(scales.shape[1]):
+            scale, zero = scales[0, group], zeros[0, group] if shifted else ZERO
             for first in range(group * size, (group + 1) * size, BLOCK):
                 part = packed[first // 2 : first // 2 + NIBBLES]
-                lower, upper = out[first : first + NIBBLES], out[first + NIBBLES : first + BLOCK]
+                lower, upper = out[0, first : first + NIBBLES], out[0, first + NIBBLES : first + BLOCK]
                 for i in range(NIBBLES if add else part.size):  # so LLVM makes vectors of both
                     both = I(part[i])
                     a, b = F(I(I(both & I(15)) - bias)), F(I(I(both >> I(4)) - bias))
@@ -403,21 +371,17 @@ def _nibbles_decoder(shifted, add):
 
 @kernel
 def decode_linear(packed, size, scales, zeros, code, out, add):
-    bits, bias = code.bits, code.bias
-    target = _shaped(out, size)
-    shifts = scales if zeros is None else zeros
     shifted = zeros is not None
-    if bits == 4 and size % BLOCK == 0 and target.shape[1] % size == 0:
-        decode = _nibbles_decoder(shifted, bool(add))
-        decode(packed, size, scales.reshape(-1), shifts.reshape(-1), I(bias), target.reshape(-1))
+    target, scales, zeros = _cut(out, size, scales, zeros if shifted else scales)
+    if _packs_nibbles(code.bits, size, out):
+        _nibbles_decoder(shifted, bool(add))(packed, size, scales, zeros, I(code.bias), target)
         return
     codes = packed
-    if bits < 8:
+    if code.bits < 8:
         codes = np.empty(out.size, np.uint8)
-        unpack(packed, bits, codes)
-    shape = target.shape[0], scales.size // max(target.shape[0], 1)
-    decode = _bytes_decoder(bool(code.signed and not bias), shifted, bool(add))
-    decode(codes.reshape(target.shape), size, scales.reshape(shape), shifts.reshape(shape), I(bias), target)
+        unpack(packed, code.bits, codes)
+    decode = _bytes_decoder(bool(code.signed and not code.bias), shifted, bool(add))
+    decode(codes.reshape(target.shape), size, scales, zeros, I(code.bias), target)
 
 
 # ------------------------------------------------------------------------------------------ small floats and tables
@@ -438,7 +402,7 @@ def _float_encoder(code, multiply, stochastic):
                 here = by[row, group]
                 number = np.uint64(row * length + first)
                 for i in range(part.size):
-                    t = F(part[i] * here) if multiply else F(part[i] / here)
+                    t = _scaled(part[i], here, multiply)
                     value = min(abs(t), largest)
                     exponent = I(max(I(F(value).view(np.int32) >> I(23)), lowest))
                     unit = I(I(exponent - mantissa) << I(23)).view(np.float32)
@@ -456,76 +420,72 @@ def _float_encoder(code, multiply, stochastic):
 
 @kernel
 def encode_float(rows, size, by, multiply, code, key, out):
-    cut = _shaped(rows, size)
-    keys = _keys(key)
-    by = by.reshape(cut.shape[0], by.size // max(cut.shape[0], 1))
-    _float_encoder(code, bool(multiply), key is not None)(cut, size, by, *keys, out.reshape(cut.shape))
+    cut, by = _cut(rows, size, by)
+    _float_encoder(code, bool(multiply), key is not None)(cut, size, by, *_keys(key), out.reshape(cut.shape))
+
+
+@inlined
+def _above(t, limit):
+    """Number of the 2^bits - 1 limits below t, by bisection."""
+    above, half = 0, (limit.size + 1) // 2
+    while half:
+        above += half if t > limit[above + half - 1] else 0
+        half //= 2
+    return above
 
 
 @cache
-def _table_encoder(multiply):
-    def encode(rows, size, by, limits, own, out):
+def _table_encoder(multiply, sixteen):
+    """Encoder by levels: for 16 levels, 15 vector comparisons are faster than a search per element."""
+
+    def encode(rows, size, by, limits, out):
         count, length = rows.shape
+        own = limits.size > limits.shape[2]
         for row in range(count):
             for group in range(by.shape[1]):
                 first, last = group * size, min((group + 1) * size, length)
                 part, into = rows[row, first:last], out[row, first:last]
                 here = by[row, group]
                 limit = limits[row, group] if own else limits[0, 0]
-                for i in range(part.size):
-                    t = F(part[i] * here) if multiply else F(part[i] / here)
-                    above, half = 0, (limit.size + 1) // 2
-                    while half:  # there are 2^bits - 1 limits
-                        above += half if t > limit[above + half - 1] else 0
-                        half //= 2
-                    into[i] = B(above)
-
-    return loop(encode)
-
-
-@cache
-def _sixteen_encoder(multiply):
-    """Encoder for 16 levels: 15 vector comparisons are faster than a search per element."""
-
-    def encode(rows, size, by, limits, own, out):
-        count, length = rows.shape
-        for row in range(count):
-            for group in range(by.shape[1]):
-                first, last = group * size, min((group + 1) * size, length)
-                part, into = rows[row, first:last], out[row, first:last]
-                here = by[row, group]
-                limit = limits[row, group] if own else limits[0, 0]
-                l0, l1, l2, l3, l4, l5, l6 = limit[0], limit[1], limit[2], limit[3], limit[4], limit[5], limit[6]
-                l7, l8, l9, l10, l11 = limit[7], limit[8], limit[9], limit[10], limit[11]
-                l12, l13, l14 = limit[12], limit[13], limit[14]
-                for i in range(part.size):
-                    t = F(part[i] * here) if multiply else F(part[i] / here)
-                    low = I(t > l0) + I(t > l1) + I(t > l2) + I(t > l3) + I(t > l4) + I(t > l5) + I(t > l6)
-                    high = I(t > l8) + I(t > l9) + I(t > l10) + I(t > l11) + I(t > l12) + I(t > l13) + I(t > l14)
-                    into[i] = B(low + high + I(t > l7))
+                if sixteen:
+                    l0, l1, l2, l3, l4, l5, l6 = limit[0], limit[1], limit[2], limit[3], limit[4], limit[5], limit[6]
+                    l7, l8, l9, l10, l11 = limit[7], limit[8], limit[9], limit[10], limit[11]
+                    l12, l13, l14 = limit[12], limit[13], limit[14]
+                    for i in range(part.size):
+                        t = _scaled(part[i], here, multiply)
+                        low = I(t > l0) + I(t > l1) + I(t > l2) + I(t > l3) + I(t > l4) + I(t > l5) + I(t > l6)
+                        high = I(t > l8) + I(t > l9) + I(t > l10) + I(t > l11) + I(t > l12) + I(t > l13) + I(t > l14)
+                        into[i] = B(low + high + I(t > l7))
+                else:
+                    for i in range(part.size):
+                        into[i] = B(_above(_scaled(part[i], here, multiply), limit))
 
     return loop(encode)
 
 
 @kernel
 def encode_table(rows, size, by, multiply, thresholds, out):
-    cut = _shaped(rows, size)
-    shape = cut.shape[0], by.size // max(cut.shape[0], 1)
-    own = thresholds.ndim > 1
-    limits = np.ascontiguousarray(thresholds).reshape(*(shape if own else (1, 1)), thresholds.shape[-1])
-    encoder = _sixteen_encoder if limits.shape[-1] == 15 else _table_encoder
-    encoder(bool(multiply))(cut, size, by.reshape(shape), limits, own, out.reshape(cut.shape))
+    cut, by, limits = _cut_tables(rows, size, by, thresholds)
+    encode = _table_encoder(bool(multiply), limits.shape[-1] == 15)
+    encode(cut, size, by, limits, out.reshape(cut.shape))
+
+
+def _cut_tables(rows, size, per_group, tables):
+    """As `_cut`, with one table for all groups, of shape (1, 1, k), or one for each, of shape (rows, groups, k)."""
+    if tables.ndim == 1:
+        return *_cut(rows, size, per_group), np.ascontiguousarray(tables).reshape(1, 1, -1)
+    return _cut(rows, size, per_group, np.ascontiguousarray(tables))
 
 
 @loop
-def _decode_table(codes, size, scales, levels, own, out, add):
+def _decode_table(codes, size, scales, levels, out, add):
     count, length = codes.shape
+    own = levels.size > levels.shape[2]
     for row in range(count):
         for group in range(scales.shape[1]):
             first, last = group * size, min((group + 1) * size, length)
             part, into = codes[row, first:last], out[row, first:last]
-            scale = scales[row, group]
-            table = levels[row, group] if own else levels[0, 0]
+            scale, table = scales[row, group], levels[row, group] if own else levels[0, 0]
             for i in range(part.size):
                 r = F(table[part[i]] * scale)
                 into[i] = F(into[i] + r) if add else r
@@ -533,11 +493,8 @@ def _decode_table(codes, size, scales, levels, own, out, add):
 
 @kernel
 def decode_table(codes, size, scales, levels, out, add):
-    target = _shaped(out, size)
-    shape = target.shape[0], scales.size // max(target.shape[0], 1)
-    own = levels.ndim > 1
-    tables = np.ascontiguousarray(levels).reshape(*(shape if own else (1, 1)), levels.shape[-1])
-    _decode_table(codes.reshape(target.shape), size, scales.reshape(shape), tables, own, target, bool(add))
+    target, scales, tables = _cut_tables(out, size, scales, levels)
+    _decode_table(codes.reshape(target.shape), size, scales, tables, target, bool(add))
 
 
 # ------------------------------------------------------------------------------------------ packing

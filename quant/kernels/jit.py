@@ -2,7 +2,7 @@
 
 Numba's own index file is read, changed and written by all processes: ranks that start together lose each other's
 entries, or an entry can name the code of another. Here every version of a function (signature, processor, bytecode,
-closed-over values) has its own file, named after all of these. Damaged or outdated files are rewritten.
+closed-over values) has a file named after all of these. Damaged or outdated files are rewritten.
 
 Closed-over values must be numbers: their pickled bytes are part of the version, and those of compiled functions differ
 between processes.

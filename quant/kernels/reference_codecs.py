@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -34,16 +33,8 @@ class Tile(NamedTuple):
 class LinearCode(NamedTuple):
     """Integer code of an element: clip(round(r / S) + Z) + bias, in `bits` bits.
 
-    Attributes
-    ----------
-    bits, low, high, bias : int
-        Width; smallest and largest q; offset of stored codes.
-    signed : bool
-        True if codes without a bias are int8.
-    rounding : str
-        As in `QuantSpec`.
-    key : two int, or None
-        Key of the random numbers of stochastic rounding.
+    q is from `low` to `high`; codes without a bias are int8 if `signed`; `key` is that of the random numbers of
+    stochastic rounding.
     """
 
     bits: int
@@ -61,18 +52,10 @@ class LinearCode(NamedTuple):
 
 
 class ScaleRule(NamedTuple):
-    """Scale of a group in `quantize_linear`.
+    """Scale of a group in `quantize_linear`: its largest |r| divided by `steps`, stored as fp32, fp16 or bf16.
 
-    Attributes
-    ----------
-    steps : float
-        The scale is the largest |r| divided by this.
-    form : str
-        Storage format: fp32, fp16 or bf16.
-    inverse : bool
-        Codes are r times the inverse of the unrounded scale, instead of r divided by the stored scale.
-    peak : bool
-        The scale has the sign of the element of largest magnitude, relative to the sign of `steps`.
+    With `inverse`, codes are r times the inverse of the unrounded scale, instead of r divided by the stored scale. With
+    `peak`, the scale has the sign of the element of largest magnitude, relative to the sign of `steps`.
     """
 
     steps: float
@@ -86,6 +69,9 @@ TILE = 1 << 16
 
 MAGNITUDE = 0x7FFFFFFF
 EXPONENT = 23
+
+unchecked = np.errstate(over="ignore", invalid="ignore")
+"""Decorator for functions whose results may overflow."""
 
 
 def array_namespace(x: Array) -> ModuleType:
@@ -141,6 +127,7 @@ def _scratch(rows: Array, size: int, dtype: Any = np.float32) -> Any:
 
 
 def _per_group(rows: Array, size: int) -> tuple[int, int]:
+    """Shape of an array of one value per group."""
     return rows.shape[0], -(-rows.shape[1] // size)
 
 
@@ -153,7 +140,6 @@ def absmax(rows: Array, size: int) -> Array:
     Bits of |r| as integers have the order of |r|, with NaN above all, so a NaN is never lost.
     """
     xp = array_namespace(rows)
-    shape = _per_group(rows, size)
     cut, tiles = _cut(rows, size)
     largest = xp.zeros(_per_group(cut, size), xp.int32)
     scratch = _scratch(cut, size, np.int32)
@@ -162,13 +148,12 @@ def absmax(rows: Array, size: int) -> Array:
         found = xp.bitwise_and(part, MAGNITUDE, out=scratch(part.shape)).max(axis=-1)
         into = largest[tile.rows, tile.groups]
         into[...] = xp.maximum(into, found)
-    return largest.view(xp.float32).reshape(shape)
+    return largest.view(xp.float32).reshape(_per_group(rows, size))
 
 
 def minmax(rows: Array, size: int) -> tuple[Array, Array]:
     """Smallest and largest element of every group; one of them is not finite if an element is not."""
-    xp = array_namespace(rows)
-    shape = _per_group(rows, size)
+    xp, shape = array_namespace(rows), _per_group(rows, size)
     cut, tiles = _cut(rows, size)
     low = xp.full(_per_group(cut, size), np.inf, xp.float32)
     high = xp.full(_per_group(cut, size), -np.inf, xp.float32)
@@ -182,17 +167,14 @@ def minmax(rows: Array, size: int) -> tuple[Array, Array]:
 def peak(rows: Array, size: int) -> Array:
     """Element of largest magnitude of every group, with its sign; the first of equal ones."""
     xp = array_namespace(rows)
-    shape = _per_group(rows, size)
     cut, tiles = _cut(rows, size)
     found = cut[:, ::size].copy()
     for tile in tiles:
         part, at = _groups(cut, tile), (tile.rows, tile.groups)
         which = (part.view(xp.int32) & MAGNITUDE).argmax(axis=-1)
-        here = xp.take_along_axis(part, which[..., None], axis=-1)[..., 0]
-        found[at] = xp.where(
-            (here.view(xp.int32) & MAGNITUDE) > (found[at].copy().view(xp.int32) & MAGNITUDE), here, found[at]
-        )
-    return found.reshape(shape)
+        here, before = xp.take_along_axis(part, which[..., None], axis=-1)[..., 0], found[at].copy()
+        found[at] = xp.where((here.view(xp.int32) & MAGNITUDE) > (before.view(xp.int32) & MAGNITUDE), here, before)
+    return found.reshape(_per_group(rows, size))
 
 
 # ------------------------------------------------------------------------------------------ rounding
@@ -247,75 +229,63 @@ def _drawn(cut: Array, tile: Tile, key: tuple[int, int] | None) -> Array | None:
     return _groups(drawn, Tile(slice(None), slice(None), slice(None), tile.width))
 
 
-def _scaled(cut: Array, tile: Tile, by: Array, multiply: bool, scratch: Any) -> Array:
-    """Elements of a tile in units of their scale."""
-    xp = array_namespace(cut)
-    part, factor = _groups(cut, tile), by[tile.rows, tile.groups][..., None]
-    return (xp.multiply if multiply else xp.divide)(part, factor, out=scratch(part.shape))
+def _in_units(rows: Array, size: int, by: Array, multiply: bool) -> Iterator[tuple[Tile, Array]]:
+    """Tiles of a matrix, and their elements in units of their scale, in memory that the next tile overwrites."""
+    xp = array_namespace(rows)
+    cut, tiles = _cut(rows, size)
+    by, scratch = by.reshape(_per_group(cut, size)), _scratch(cut, size)
+    for tile in tiles:
+        part, factor = _groups(cut, tile), by[tile.rows, tile.groups][..., None]
+        yield tile, (xp.multiply if multiply else xp.divide)(part, factor, out=scratch(part.shape))
 
 
 # ------------------------------------------------------------------------------------------ codes
 
 
+@unchecked
 def encode_linear(
     rows: Array, size: int, by: Array, multiply: bool, zeros: Array | None, code: LinearCode, out: Array
 ) -> None:
-    """Packed codes of finite elements.
+    """Packed codes of finite elements: clip(round(r / S) + Z) + bias into `out`.
 
-    Parameters
-    ----------
-    rows : array of float32, shape (rows, length)
-    size : int
-        Elements per group.
-    by : array of float32, shape (rows, groups)
-        Divisor of each group's elements, or with `multiply` their factor. Finite; not 0 as a divisor.
-    zeros : array of float32, shape (rows, groups), or None
-        Z, added after rounding if all are integers, else before.
-    code : LinearCode
-    out : array of uint8, shape (packed_nbytes(elements, bits),)
+    `by` has the divisor of each group's elements, or with `multiply` their factor: finite, and not 0 as a divisor. Z is
+    added after rounding if all `zeros` are integers, else before.
     """
     xp = array_namespace(rows)
-    low, high, bias, bits = np.float32(code.low), np.float32(code.high), code.bias, code.bits
-    cut, tiles = _cut(rows, size)
-    shape = _per_group(cut, size)
-    codes = (out if bits == 8 else xp.empty(rows.size, xp.uint8)).reshape(cut.shape)
-    by = by.reshape(shape)
-    shift = None if zeros is None else zeros.reshape(shape)
+    low, high, bias = np.float32(code.low), np.float32(code.high), code.bias
+    cut, _ = _cut(rows, size)
+    codes = (out if code.bits == 8 else xp.empty(rows.size, xp.uint8)).reshape(cut.shape)
+    shift = None if zeros is None else zeros.reshape(_per_group(cut, size))
     integral = shift is None or bool((shift == xp.rint(shift)).all())
-    scratch = _scratch(cut, size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for tile in tiles:
-            t = _scaled(cut, tile, by, multiply, scratch)
-            here = None if shift is None else shift[tile.rows, tile.groups][..., None]
-            if not integral:
-                t += here
-            t = _rounded(t, code.rounding, bias, _drawn(cut, tile, code.key))
-            if shift is not None and integral:
-                t += here
-            xp.clip(t, low, high, out=t)
-            if bias:
-                t += np.float32(bias)
-            into = _groups(codes, tile)
-            (into.view(xp.int8) if low < 0 and not bias else into)[...] = t
-    if bits < 8:
-        pack(codes.reshape(-1), bits, out)
+    for tile, t in _in_units(rows, size, by, multiply):
+        here = None if shift is None else shift[tile.rows, tile.groups][..., None]
+        if not integral:
+            t += here
+        t = _rounded(t, code.rounding, bias, _drawn(cut, tile, code.key))
+        if shift is not None and integral:
+            t += here
+        xp.clip(t, low, high, out=t)
+        if bias:
+            t += np.float32(bias)
+        into = _groups(codes, tile)
+        (into.view(xp.int8) if low < 0 and not bias else into)[...] = t
+    if code.bits < 8:
+        pack(codes.reshape(-1), code.bits, out)
 
 
+@unchecked
 def encode_float(
     rows: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
 ) -> None:
-    """Codes of the small float nearest to r / S, ties to even; values beyond the largest saturate.
+    """Codes of the small float nearest to r / S, ties to even, a byte each; values beyond the largest saturate.
 
-    `code` is a key of `MINIFLOATS`; `out` has one byte per code; other parameters as for `encode_linear`.
+    `code` is a key of `MINIFLOATS`; other parameters as for `encode_linear`.
     """
     xp = array_namespace(rows)
-    cut, tiles = _cut(rows, size)
-    by, codes = by.reshape(_per_group(cut, size)), out.reshape(cut.shape)
-    scratch = _scratch(cut, size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for tile in tiles:
-            t = _scaled(cut, tile, by, multiply, scratch)
-            _groups(codes, tile)[...] = minifloat_bits(t, code, _drawn(cut, tile, key)).astype(xp.uint8)
+    cut, _ = _cut(rows, size)
+    codes = out.reshape(cut.shape)
+    for tile, t in _in_units(rows, size, by, multiply):
+        _groups(codes, tile)[...] = minifloat_bits(t, code, _drawn(cut, tile, key)).astype(xp.uint8)
 
 
 def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
@@ -337,26 +307,22 @@ def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
     return bits | (sign << (kind.bits - 1))
 
 
+@unchecked
 def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: Array, out: Array) -> None:
-    """Number of thresholds below r / S, for each element.
+    """Number of thresholds below r / S for each element, a byte each.
 
-    `thresholds` has shape (k,), or (rows, groups, k) for levels per group; `out` has one byte per code; other
-    parameters as for `encode_linear`.
+    `thresholds` has shape (k,), or (rows, groups, k) for levels per group; other parameters as for `encode_linear`.
     """
     xp = array_namespace(rows)
-    cut, tiles = _cut(rows, size)
-    shape = _per_group(cut, size)
-    by, codes = by.reshape(shape), out.reshape(cut.shape)
-    above = thresholds if thresholds.ndim == 1 else thresholds.reshape(*shape, thresholds.shape[-1])
-    scratch = _scratch(cut, size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for tile in tiles:
-            t = _scaled(cut, tile, by, multiply, scratch)
-            count = xp.zeros(t.shape, xp.uint8)
-            for k in range(thresholds.shape[-1]):
-                limit = above[k] if above.ndim == 1 else above[tile.rows, tile.groups, k][..., None]
-                count += t > limit
-            _groups(codes, tile)[...] = count
+    cut, _ = _cut(rows, size)
+    codes = out.reshape(cut.shape)
+    own = thresholds.ndim > 1
+    limits = thresholds.reshape(*_per_group(cut, size), thresholds.shape[-1]) if own else thresholds
+    for tile, t in _in_units(rows, size, by, multiply):
+        count = xp.zeros(t.shape, xp.uint8)
+        for k in range(thresholds.shape[-1]):
+            count += t > (limits[tile.rows, tile.groups, k][..., None] if own else limits[k])
+        _groups(codes, tile)[...] = count
 
 
 def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, scales: Array, out: Array) -> bool:
@@ -368,21 +334,11 @@ def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, s
     return False
 
 
+@unchecked
 def decode_linear(
     packed: Array, size: int, scales: Array, zeros: Array | None, code: LinearCode, out: Array, add: bool
 ) -> None:
-    """S (q - Z) into `out`, or with `add` added to it.
-
-    Parameters
-    ----------
-    packed : array of uint8, shape (packed_nbytes(elements, bits),)
-    size : int
-        Elements per group.
-    scales, zeros : array of float32, shape (rows, groups)
-        `zeros` may be None.
-    code : LinearCode
-    out : array of float32, shape (rows, length)
-    """
+    """S (q - Z) of packed codes into `out`, a matrix of rows, or with `add` added to it."""
     bits, bias = code.bits, code.bias
     xp = array_namespace(packed)
     target, tiles = _cut(out, size)
@@ -393,54 +349,44 @@ def decode_linear(
     codes, scales = codes.reshape(target.shape), scales.reshape(shape)
     shift = None if zeros is None else zeros.reshape(shape)
     scratch = _scratch(target, size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for tile in tiles:
-            part, at = _groups(codes, tile), (tile.rows, tile.groups)
-            into = _groups(target, tile)
-            q = scratch(part.shape) if add else into
-            q[...] = part.view(xp.int8) if code.signed and not bias else part
-            if bias:
-                q -= np.float32(bias)
-            if shift is not None:
-                q -= shift[at][..., None]
-            q *= scales[at][..., None]
-            if add:
-                into += q
+    for tile in tiles:
+        part, at = _groups(codes, tile), (tile.rows, tile.groups)
+        into = _groups(target, tile)
+        q = scratch(part.shape) if add else into
+        q[...] = part.view(xp.int8) if code.signed and not bias else part
+        if bias:
+            q -= np.float32(bias)
+        if shift is not None:
+            q -= shift[at][..., None]
+        q *= scales[at][..., None]
+        if add:
+            into += q
 
 
+@unchecked
 def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
-    """S levels[q] into `out`, or with `add` added to it.
+    """S levels[q] of codes in bytes into `out`, or with `add` added to it.
 
-    `codes` has one byte per element, shape (rows, length); `levels` has shape (k,), or (rows, groups, k) for levels per
-    group.
+    `levels` has shape (k,), or (rows, groups, k) for levels per group.
     """
     xp = array_namespace(codes)
     cut, tiles = _cut(codes, size)
     shape = _per_group(cut, size)
     scales, target = scales.reshape(shape), out.reshape(cut.shape)
     own = None if levels.ndim == 1 else levels.reshape(*shape, levels.shape[-1])
-    with np.errstate(over="ignore", invalid="ignore"):
-        for tile in tiles:
-            part, at = _groups(cut, tile).astype(xp.int64), (tile.rows, tile.groups)
-            r = levels[part] if own is None else xp.take_along_axis(own[at], part, axis=-1)
-            r = r * scales[at][..., None]
-            into = _groups(target, tile)
-            into[...] = into + r if add else r
+    for tile in tiles:
+        part, at = _groups(cut, tile).astype(xp.int64), (tile.rows, tile.groups)
+        r = levels[part] if own is None else xp.take_along_axis(own[at], part, axis=-1)
+        r = r * scales[at][..., None]
+        into = _groups(target, tile)
+        into[...] = into + r if add else r
 
 
 # ------------------------------------------------------------------------------------------ packing
 
 
 def pack(codes: Array, bits: int, out: Array) -> None:
-    """Pack codes below 2^bits (one per byte) densely, in the format of `quant.packing`.
-
-    Parameters
-    ----------
-    codes : array of uint8, shape (n,)
-    bits : int
-        1 to 7.
-    out : array of uint8, shape (packed_nbytes(n, bits),)
-    """
+    """Pack codes of 1 to 7 bits, one per byte, densely into `out`, in the format of `quant.packing`."""
     xp = array_namespace(codes)
     blocks = len(codes) // BLOCK
     step = TILE // BLOCK if xp is np else max(blocks, 1)
@@ -458,9 +404,8 @@ def pack(codes: Array, bits: int, out: Array) -> None:
                 plane[:, j] = gathered
             planes[:, place : place + 4 * power] = plane.view(xp.uint8)
             place, shift = place + 4 * power, shift + power
-    rest = codes[blocks * BLOCK :]
-    if len(rest):
-        out[blocks * 4 * bits :] = _tail_packing(len(rest), bits, xp)(rest)
+    if len(codes) % BLOCK:
+        out[blocks * 4 * bits :] = _pack_stream(codes[blocks * BLOCK :], bits)
 
 
 def unpack(packed: Array, bits: int, out: Array) -> None:
@@ -480,9 +425,8 @@ def unpack(packed: Array, bits: int, out: Array) -> None:
                     field = ((plane[:, j] >> (k * power)) & _every_byte(power)) << shift
                     words[:, k * power + j] = words[:, k * power + j] | field if shift else field
             place, shift = place + 4 * power, shift + power
-    rest = out[blocks * BLOCK :]
-    if len(rest):
-        rest[...] = _tail_unpacking(len(rest), bits, xp)(packed[blocks * 4 * bits :])
+    if len(out) % BLOCK:
+        out[blocks * BLOCK :] = _unpack_stream(packed[blocks * 4 * bits :], bits, len(out) % BLOCK)
 
 
 def _every_byte(power: int) -> np.uint32:
@@ -490,32 +434,16 @@ def _every_byte(power: int) -> np.uint32:
     return np.uint32((2**power - 1) * 0x01010101)
 
 
-@cache
-def _places(count: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Code and bit index of each bit of a stream."""
-    stream = np.arange(count * bits)
-    return stream // bits, (stream % bits).astype(np.uint8)
+def _pack_stream(codes: Array, bits: int) -> Array:
+    """Codes as a stream of bits, least significant first."""
+    xp, nbytes = array_namespace(codes), packed_nbytes(len(codes), bits)
+    stream = xp.zeros(8 * nbytes, xp.uint8)
+    stream[: len(codes) * bits] = ((codes[:, None] >> xp.arange(bits, dtype=xp.uint8)) & 1).reshape(-1)
+    return (stream.reshape(nbytes, 8) << xp.arange(8, dtype=xp.uint8)).sum(axis=1).astype(xp.uint8)
 
 
-def _tail_packing(count: int, bits: int, xp: ModuleType) -> Any:
-    """Packer of fewer than 32 codes to a stream of bits."""
-    whose, which = map(xp.asarray, _places(count, bits))
-    nbytes = packed_nbytes(count, bits)
-
-    def packing(codes: Array) -> Array:
-        stream = xp.zeros(8 * nbytes, xp.uint8)
-        stream[: count * bits] = (codes[whose] >> which) & 1
-        return (stream.reshape(nbytes, 8) << xp.arange(8, dtype=xp.uint8)).sum(axis=1).astype(xp.uint8)
-
-    return packing
-
-
-def _tail_unpacking(count: int, bits: int, xp: ModuleType) -> Any:
-    """Unpacker of fewer than 32 codes from a stream of bits."""
-
-    def unpacking(packed: Array) -> Array:
-        stream = (packed[:, None] >> xp.arange(8, dtype=xp.uint8)) & 1
-        fields = stream.reshape(-1)[: count * bits].reshape(count, bits)
-        return (fields << xp.arange(bits, dtype=xp.uint8)).sum(axis=1).astype(xp.uint8)
-
-    return unpacking
+def _unpack_stream(packed: Array, bits: int, count: int) -> Array:
+    """Inverse of `_pack_stream`, for this many codes."""
+    xp = array_namespace(packed)
+    stream = ((packed[:, None] >> xp.arange(8, dtype=xp.uint8)) & 1).reshape(-1)[: count * bits]
+    return (stream.reshape(count, bits) << xp.arange(bits, dtype=xp.uint8)).sum(axis=1).astype(xp.uint8)

@@ -13,9 +13,7 @@ CANDIDATES = 256
 
 
 class Percentile(Histogram):
-    """Range between two percentiles, accurate to a bin; (100 - percentile) / 2 per cent of elements lie beyond either
-    end.
-    """
+    """Range between percentiles, accurate to a bin: (100 - percentile) / 2 per cent of elements lie beyond each end."""
 
     def __init__(self, percentile: float = 99.9, bins: int = 2048):
         if not 0 < percentile <= 100:
@@ -36,16 +34,7 @@ class Percentile(Histogram):
 
 
 class _Best(Histogram):
-    """The fraction of the whole range with the least loss, among `CANDIDATES` equally spaced ones.
-
-    Parameters
-    ----------
-    bits : int
-        Bits of the codes: fewer bits favour clipping.
-    symmetric : bool
-        True for symmetric codes.
-    bins : int
-    """
+    """Range with the least loss for codes of `bits` bits, among `CANDIDATES` equally spaced fractions of the whole."""
 
     def __init__(self, bits: int = 8, symmetric: bool = True, bins: int = 2048):
         if not 2 <= bits <= 8:
@@ -105,11 +94,11 @@ class Entropy(_Best):
         if not inside.any():
             return np.inf
         codes, _ = self._codes(values[inside], low, high)
-        kept = counts[inside].astype(np.float64)
-        p = kept.copy()
+        within = counts[inside].astype(np.float64)
+        p = within.copy()
         p[0] += counts[values < low].sum()
         p[-1] += counts[values > high].sum()
-        shares = np.bincount(codes.astype(int), kept) / np.maximum(np.bincount(codes.astype(int)), 1)
-        q = shares[codes.astype(int)]
+        index = codes.astype(int)
+        q = (np.bincount(index, within) / np.maximum(np.bincount(index), 1))[index]
         p, q = p / p.sum(), q / q.sum()
         return float((p * np.log(p / q)).sum())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quant.kernels import array_namespace
-from quant.observers.ranges import Ranges, batch_range, everywhere
+from quant.observers.ranges import Ranges, allgather, batch_range
 from quant.spec.granularity import PerTensor
 from quant.types import Array
 
@@ -19,9 +19,9 @@ LEAST = -149
 class Histogram(Ranges):
     """Histogram with equal bins on either side of 0; the bin width doubles when an element lies beyond them.
 
-    Bin i holds elements from i w to below (i + 1) w, for i from -bins/2 on, and w is a power of two: the smallest with
-    which the largest |x| so far has a bin. Two neighbouring bins are one of those twice as wide. So the counts follow
-    from the set of elements alone, and those of several observers, brought to the same width, add up.
+    Bin i holds elements from i w to below (i + 1) w, for i from -bins/2 on; the width w is the smallest power of two
+    with which the largest |x| so far has a bin. Merging two neighbouring bins gives one of twice the width, so the
+    counts follow from the set of elements alone, and those of several observers, brought to the same width, add up.
 
     Parameters
     ----------
@@ -34,13 +34,11 @@ class Histogram(Ranges):
     exponent : int
         log2 of the width.
     low, high : float
-        The least and the largest element; infinite while there are none.
+        The least and the largest element; infinite before the first.
 
-    Examples
-    --------
-    >>> seen = Histogram(4)
-    >>> seen.observe(np.array([0.5, -0.5, 1.0, 3.0], np.float32))
-    >>> seen.width, seen.counts
+    >>> histogram = Histogram(4)
+    >>> histogram.observe(np.array([0.5, -0.5, 1.0, 3.0], np.float32))
+    >>> histogram.width, histogram.counts
     (2.0, array([0, 1, 2, 1]))
     """
 
@@ -69,7 +67,8 @@ class Histogram(Ranges):
     def observe(self, x: Array) -> None:
         """Add a batch. ValueError for NaN and infinity."""
         low, high = (float(bound[0]) for bound in batch_range(x, PerTensor()))
-        self._widen(max(self.exponent, self._needed(low, high)))
+        exponent = max(self.exponent, self._needed(low, high))
+        self.counts, self.exponent = self._counts_at(exponent), exponent
         self.low, self.high = min(self.low, low), max(self.high, high)
         xp = array_namespace(x)
         half = len(self.counts) // 2
@@ -90,43 +89,34 @@ class Histogram(Ranges):
                 exponent += 1
         return exponent
 
-    def _widen(self, exponent: int) -> None:
-        """Merge bins to width 2^exponent, at least the current width."""
+    def _counts_at(self, exponent: int) -> np.ndarray:
+        """Counts in bins of width 2^exponent, at least the current width."""
         half, shift = len(self.counts) // 2, exponent - self.exponent
-        if shift > 0 and self.counts.any():
-            places = (np.arange(len(self.counts)) - half) >> min(shift, 62)
-            self.counts = np.bincount(places + half, self.counts, len(self.counts)).astype(np.int64)
-        self.exponent = exponent
+        if not shift:
+            return self.counts
+        places = (np.arange(len(self.counts)) - half) >> min(shift, 62)
+        return np.bincount(places + half, self.counts, len(self.counts)).astype(np.int64)
 
     def merge(self, other: Histogram) -> Histogram:
         """New histogram of both data sets."""
         if len(other.counts) != len(self.counts):
             raise ValueError(f"histograms of {len(self.counts)} and {len(other.counts)} bins do not add up")
-        made = type(self)(**self._settings())
-        for one in (self, other):
-            exponent = max(made.exponent, one.exponent)
-            made._widen(exponent)
-            made.counts += one._at(exponent)
-            made.low, made.high = min(made.low, one.low), max(made.high, one.high)
-        return made
+        merged = type(self)(**self._settings())
+        merged.exponent = max(self.exponent, other.exponent)
+        merged.counts = self._counts_at(merged.exponent) + other._counts_at(merged.exponent)
+        merged.low, merged.high = min(self.low, other.low), max(self.high, other.high)
+        return merged
 
     def allreduce(self, comm: Any) -> Histogram:
         """New histogram of all ranks' data, the same on all ranks; `comm` has mpi4py's interface."""
         mine = np.array([len(self.counts), self.exponent, -self.low, self.high])
-        bins, exponents, lows, highs = everywhere(comm, mine).T
+        bins, exponents, lows, highs = allgather(comm, mine).T
         if any(bins != len(self.counts)):
             raise ValueError(f"histograms of different numbers of bins do not add up: {sorted(set(bins.astype(int)))}")
-        made = type(self)(**self._settings())
-        made.exponent, made.low, made.high = int(exponents.max()), float(-lows.max()), float(highs.max())
-        comm.Allreduce(self._at(made.exponent), made.counts)  # the sum, as is mpi4py's default
-        return made
-
-    def _at(self, exponent: int) -> np.ndarray:
-        """Counts in wider bins."""
-        copy = Histogram(len(self.counts))
-        copy.counts, copy.exponent = self.counts.copy(), self.exponent
-        copy._widen(exponent)
-        return copy.counts
+        merged = type(self)(**self._settings())
+        merged.exponent, merged.low, merged.high = int(exponents.max()), float(-lows.max()), float(highs.max())
+        comm.Allreduce(self._counts_at(merged.exponent), merged.counts)  # the sum, as is mpi4py's default
+        return merged
 
     def _settings(self) -> dict[str, Any]:
         """Constructor arguments of an equal observer."""

@@ -30,15 +30,8 @@ class Ranges:
         raise NotImplementedError
 
     def parameters(self, spec: QuantSpec) -> dict[str, np.ndarray]:
-        """Arguments `scales` and `zeros` for `quantize`.
+        """Arguments `scales` and `zeros` for `quantize`. ValueError if nothing was observed.
 
-        Raises
-        ------
-        ValueError
-            If nothing was observed, or the spec has another granularity, or its scales do not follow from a range.
-
-        Examples
-        --------
         >>> from quant import INT8, quantize
         >>> observer = MinMax()
         >>> observer.observe(np.array([-1.0, 2.0], np.float32))
@@ -70,48 +63,44 @@ class MinMax(Ranges):
         if not isinstance(granularity, PerTensor | PerChannel):
             raise ValueError(f"activations are observed per tensor or per channel, not {granularity}")
         self.granularity = granularity
-        self.low: np.ndarray | None = None
-        self.high: np.ndarray | None = None
+        self.low, self.high = np.empty((2, 0), np.float32)  # no channels before the first batch
 
     def observe(self, x: Array) -> None:
         """Add a batch. ValueError for NaN, infinity, or a changed number of channels."""
-        low, high = batch_range(x, self.granularity)
-        self._join(low, high)
+        self._join(*batch_range(x, self.granularity))
 
     def _join(self, low: np.ndarray, high: np.ndarray) -> None:
-        if self.low is None or self.high is None:
+        if not len(self.low):
             self.low, self.high = low, high
-            return
-        if low.shape != self.low.shape:
+        elif len(low) == len(self.low):
+            self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
+        elif len(low):
             raise ValueError(f"{len(low)} channels, where there were {len(self.low)} before")
-        self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
 
     def merge(self, other: MinMax) -> MinMax:
         """New observer of both data sets."""
-        made = MinMax(self.granularity)
+        merged = MinMax(self.granularity)
         for one in (self, other):
-            if one.low is not None and one.high is not None:
-                made._join(one.low, one.high)
-        return made
+            merged._join(one.low, one.high)
+        return merged
 
     def allreduce(self, comm: Any) -> MinMax:
         """New observer of all ranks' data, the same on all ranks; `comm` has mpi4py's interface."""
-        seen = 0 if self.low is None else len(self.low)
-        counts = everywhere(comm, np.array([seen], np.int64))[:, 0]
+        counts = allgather(comm, np.array([len(self.low)], np.int64))[:, 0]
         channels = int(counts.max())
         if any(counts[counts > 0] != channels):
             raise ValueError(f"the ranks have seen different numbers of channels: {counts.tolist()}")
-        made = MinMax(self.granularity)
+        merged = MinMax(self.granularity)
         if channels:
-            mine = np.full((2, channels), np.inf, np.float32)
-            if self.low is not None and self.high is not None:
-                mine[0], mine[1] = self.low, -self.high
-            least = everywhere(comm, mine.reshape(-1)).min(axis=0).reshape(2, channels)
-            made._join(least[0], -least[1])
-        return made
+            bounds = np.full((2, channels), np.inf, np.float32)
+            if len(self.low):
+                bounds[:] = self.low, -self.high
+            least = allgather(comm, bounds.reshape(-1)).min(axis=0).reshape(2, channels)
+            merged._join(least[0], -least[1])
+        return merged
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        if self.low is None or self.high is None:
+        if not len(self.low):
             raise ValueError("nothing was seen yet")
         return self.low, self.high
 
@@ -120,8 +109,8 @@ class Ema(Ranges):
     """Exponential moving average of the batches' ranges: new = a current + (1 - a) old, 0 < a <= 1.
 
     Either every rank observes its part of each batch, and the n-th batch of all ranks is one batch; or `begin` sets the
-    global index before each batch, and ranks need not see all of them. The ranges of all batches are kept (8 bytes
-    each), because the average depends on their order.
+    global index before each batch, and ranks need not see all of them. The average depends on the order of batches, so
+    the ranges of all are stored (8 bytes each).
     """
 
     def __init__(self, a: float = 0.01):
@@ -139,44 +128,43 @@ class Ema(Ranges):
         """Add a batch, or a part of the batch set by `begin`. ValueError for NaN and infinity."""
         low, high = batch_range(x, PerTensor())
         number = len(self.batches) if self._batch is None else self._batch
-        seen = _unseen(number + 1)
-        seen[number] = low[0], high[0]
-        self.batches = self._of([self.batches, seen]).batches
+        new = _unseen(number + 1)
+        new[number] = low[0], high[0]
+        self.batches = self._joined([self.batches, new]).batches
 
     def merge(self, other: Ema) -> Ema:
         """New observer whose n-th batch joins the n-th batches of both."""
         if other.a != self.a:
             raise ValueError(f"averages with a = {self.a} and a = {other.a} have nothing in common")
-        return self._of([self.batches, other.batches])
+        return self._joined([self.batches, other.batches])
 
     def allreduce(self, comm: Any) -> Ema:
         """New observer, the same on all ranks, whose n-th batch joins the n-th batches of all ranks."""
-        most = int(everywhere(comm, np.array([len(self.batches)], np.int64)).max())
+        most = int(allgather(comm, np.array([len(self.batches)], np.int64)).max())
         if not most:
-            return self._of([self.batches])
+            return Ema(self.a)
         padded = _unseen(most)
         padded[: len(self.batches)] = self.batches
-        return self._of(list(everywhere(comm, padded.reshape(-1)).reshape(-1, most, 2)))
+        return self._joined(list(allgather(comm, padded.reshape(-1)).reshape(-1, most, 2)))
 
-    def _of(self, parts: list[np.ndarray]) -> Ema:
-        made = Ema(self.a)
-        most = max(map(len, parts))
-        made.batches = _unseen(most)
+    def _joined(self, parts: list[np.ndarray]) -> Ema:
+        joined = Ema(self.a)
+        joined.batches = _unseen(max(map(len, parts)))
         for part in parts:
-            into = made.batches[: len(part)]
+            into = joined.batches[: len(part)]
             into[:, 0] = np.minimum(into[:, 0], part[:, 0])
             into[:, 1] = np.maximum(into[:, 1], part[:, 1])
-        return made
+        return joined
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """(lowest, highest), averaged in float64 from the first batch on."""
         batches = self.batches[self.batches[:, 0] <= self.batches[:, 1]]
         if not len(batches):
             raise ValueError("nothing was seen yet")
-        old = batches[0].astype(np.float64)
-        for seen in batches[1:]:
-            old = self.a * seen + (1 - self.a) * old
-        return old[:1].astype(np.float32), old[1:].astype(np.float32)
+        average = batches[0].astype(np.float64)
+        for batch in batches[1:]:
+            average = self.a * batch + (1 - self.a) * average
+        return average[:1].astype(np.float32), average[1:].astype(np.float32)
 
 
 def _unseen(batches: int) -> np.ndarray:
@@ -185,13 +173,7 @@ def _unseen(batches: int) -> np.ndarray:
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:
-    """(lowest, highest) element of a batch, per channel: float32 on the host.
-
-    Raises
-    ------
-    ValueError
-        Without elements, and for NaN and infinity.
-    """
+    """(lowest, highest) element of a batch, per channel: float32 on the host. ValueError for NaN and infinity."""
     blocks = blocking(granularity, tuple(x.shape))
     if not blocks.elements:
         raise ValueError("a batch without elements has no range")
@@ -204,8 +186,8 @@ def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndar
     return low, high
 
 
-def everywhere(comm: Any, mine: np.ndarray) -> np.ndarray:
+def allgather(comm: Any, vector: np.ndarray) -> np.ndarray:
     """Vectors of all ranks as rows: shape (ranks, length)."""
-    all_of_them = np.empty((comm.Get_size(), len(mine)), mine.dtype)
-    comm.Allgather(mine, all_of_them)
-    return all_of_them
+    rows = np.empty((comm.Get_size(), len(vector)), vector.dtype)
+    comm.Allgather(vector, rows)
+    return rows

@@ -17,8 +17,8 @@ def awq(
 ) -> tuple[QuantizedArray, np.ndarray]:
     """Codes of w s, and the scaling s: w is about codes / s.
 
-    s = (mean|x|)^alpha, brought to a geometric mean of largest and smallest of 1; of the `candidates` values of alpha
-    from 0 to below 1 the one whose w x is nearest to the true one. 0 is rounding without more ado.
+    s = (mean|x|)^alpha, normalised to a geometric mean of its largest and smallest value of 1, with the alpha among
+    `candidates` values from 0 (plain rounding) to below 1 whose w x is nearest to the exact one.
 
     Parameters
     ----------

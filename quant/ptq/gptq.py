@@ -26,27 +26,23 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
     ----------
     w : array of floats, shape (outputs, inputs)
     moments : array of floats, shape (inputs, inputs)
-        X^T X, of rows of inputs; any multiple of it will do.
+        X^T X, of rows of inputs; any multiple gives the same result.
     spec : QuantSpec
-        Scales of one level, `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`. Those of groups are found when their
-        first input's turn comes.
+        Scales of one level, `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`; those of a group are chosen when its
+        first input is rounded. ValueError for other specs.
     damping : float
-        This part of the mean moment is added to the diagonal.
+        Share of the mean moment that is added to the diagonal.
 
     Returns
     -------
     QuantizedArray, shape (outputs, inputs)
-
-    Raises
-    ------
-    ValueError
-        For shapes that do not fit and specs that are of another kind; NaN and infinity.
     """
     rows, columns = w.shape
     if moments.shape != (columns, columns):
         raise ValueError(f"moments of shape {moments.shape} for weights of shape {w.shape}")
+    along_rows = isinstance(spec.granularity, PerGroup) and spec.granularity.axis in (-1, 1)
     plain = spec.code != "kmeans" and spec.q_range != "peak" and spec.scales.parent is None
-    if not plain or (spec.granularity not in (PerTensor(), PerChannel(0)) and not _along(spec)):
+    if not plain or not (spec.granularity in (PerTensor(), PerChannel(0)) or along_rows):
         raise ValueError(f"scales are found one by one, for rows or groups of the last axis; {spec} is of another kind")
     one = spec.replace(granularity=PerTensor() if spec.granularity == PerTensor() else PerChannel(0))
     size = spec.granularity.size if isinstance(spec.granularity, PerGroup) else columns
@@ -59,7 +55,7 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
         lost = np.zeros((rows, last - first))
         for j in range(first, last):
             if j % size == 0:
-                if j > first:  # the group reaches beyond the block: what was lost so far is due there, too
+                if j > first:  # the group may reach beyond the block, whose later inputs need the errors so far
                     left[:, last:] -= lost @ upper[first:last, last:]
                     lost[:] = 0
                 groups.append(_parameters(left[:, j : j + size], one))
@@ -70,10 +66,6 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
         left[:, last:] -= lost @ upper[first:last, last:]
     given: dict[str, Any] = {name: np.concatenate([group[name] for group in groups], axis=1) for name in groups[0]}
     return quantize(chosen, spec.replace(rounding="nearest_even"), **given) if columns else quantize(chosen, spec)
-
-
-def _along(spec: QuantSpec) -> bool:
-    return isinstance(spec.granularity, PerGroup) and spec.granularity.axis in (-1, 1)
 
 
 def _inverse_root(moments: np.ndarray, damping: float, w: np.ndarray) -> np.ndarray:

@@ -48,7 +48,7 @@ def hqq(
     current = best
     for _ in range(steps):
         off = rows - to_rows(current.dequantize(), spec.granularity)
-        # The proximal step of the norm: what is small is no error, what is large is one, almost whole.
+        # Proximal step of the norm: small differences shrink to 0, large ones stay almost unchanged.
         size = np.maximum(abs(off), np.float32(1e-30))
         error = np.sign(off) * np.maximum(size - size ** (norm - 1) / beta, 0)
         q = to_rows(current.integers().astype(np.float32), spec.granularity)

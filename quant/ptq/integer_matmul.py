@@ -16,27 +16,8 @@ LARGEST = {np.dtype(np.int8): 128, np.dtype(np.uint8): 255}
 
 
 def integer_matmul(a: Array, b: Array) -> Array:
-    """a @ b of integers, exact.
+    """a @ b of int8 or uint8 matrices, exact: int32, or int64 if k is too long for int32.
 
-    Parameters
-    ----------
-    a : array of int8 or uint8, shape (m, k)
-    b : array of int8 or uint8, shape (k, n)
-
-    Returns
-    -------
-    array, shape (m, n)
-        int32; int64 where k is so long that int32 might not do.
-
-    Raises
-    ------
-    TypeError
-        For other types.
-    ValueError
-        If the shapes do not fit.
-
-    Examples
-    --------
     >>> integer_matmul(np.array([[127, -128]], np.int8), np.array([[127], [-128]], np.int8))
     array([[32513]], dtype=int32)
     """
@@ -58,23 +39,18 @@ def integer_matmul(a: Array, b: Array) -> Array:
 def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
     """x @ w of two quantised matrices by their codes: exact integer sums, scaled once.
 
-    S_x S_w sum (q_x - Z_x)(q_w - Z_w), whose sum of four terms is one of integers.
+    S_x S_w sum (q_x - Z_x)(q_w - Z_w), whose sum is expanded into four sums of integers.
 
     Parameters
     ----------
     x : QuantizedArray, shape (m, k)
-        Linear; one scale for all, or one for each row: `PerTensor()`, `PerChannel(0)`.
+        Linear, with integer zero points; `PerTensor()` or `PerChannel(0)`: else ValueError.
     w : QuantizedArray, shape (k, n)
-        Linear; one scale for all, or one for each column: `PerTensor()`, `PerChannel(1)`.
+        Linear, with integer zero points; `PerTensor()` or `PerChannel(1)`: else ValueError.
 
     Returns
     -------
     array of float32, shape (m, n)
-
-    Raises
-    ------
-    ValueError
-        If scales change along k, zero points are not integers, or codes are not linear.
     """
     for name, q, axis in (("x", x, 0), ("w", w, 1)):
         _expect_integers(name, q)
@@ -89,23 +65,19 @@ def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
 def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     """x @ w^T by their codes, with weight scales that may change along k.
 
-    The sum of a group is one of integers, exact; each is scaled, and added to the others in float32, in their order.
+    The sum of a group is one of integers, exact; groups are scaled and added in float32, in their order.
 
     Parameters
     ----------
     x : QuantizedArray, shape (m, k)
-        Linear; one scale for all, or one for each row: `PerTensor()`, `PerChannel(0)`.
+        As `matmul`.
     w : QuantizedArray, shape (n, k)
-        Linear; `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`, with scales of any number of levels.
+        Linear, with integer zero points; `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`, with scales of any number
+        of levels.
 
     Returns
     -------
     array of float32, shape (m, n)
-
-    Raises
-    ------
-    ValueError
-        For other granularities, codes that are not linear, zero points that are not integers, shapes that do not fit.
 
     Examples
     --------
@@ -167,8 +139,9 @@ def _row(numbers: Array) -> Array:
 def _sums(a: Array, b: Array, za: Array | None, zb: Array | None) -> Array:
     """Exact sums over k of (a - za)(b - zb): shape (m, n); za is a column, zb a row."""
     total = integer_matmul(a, b)
-    if za is not None or zb is not None:
-        total = total.astype(np.int64)
+    if za is None and zb is None:
+        return total
+    total = total.astype(np.int64)
     za, zb = (None if z is None else z.astype(np.int64) for z in (za, zb))
     if za is not None:
         total -= za * b.sum(axis=0, dtype=np.int64)[None]

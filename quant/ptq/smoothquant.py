@@ -13,18 +13,8 @@ def smoothing(largest: np.ndarray, w: np.ndarray, alpha: float = 0.5) -> np.ndar
 
     s = max|x|^alpha / max|w|^(1 - alpha): alpha = 1 equalises activations, 0 equalises weights.
 
-    Parameters
-    ----------
-    largest : array of floats, shape (inputs,)
-        Largest |x| of each input, from an observer per channel.
-    w : array of floats, shape (outputs, inputs)
-    alpha : float
-        From 0 to 1.
-
-    Returns
-    -------
-    array of float32, shape (inputs,)
-        1 for inputs whose activations or weights are all 0.
+    `largest` is the largest |x| of each input (from an observer per channel), `w` has shape (outputs, inputs). The
+    result is float32, and 1 for inputs whose activations or weights are all 0.
 
     >>> smoothing(np.array([100.0, 1.0]), np.array([[1.0, 1.0]]))
     array([10.,  1.], dtype=float32)

@@ -22,23 +22,12 @@ def thresholds(levels: Array) -> Array:
 
 
 def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """Optimal k levels (least sum of squared distances), ascending; the last repeat if there are fewer values.
+    """Optimal k levels (least sum of squared distances), ascending: float64; the last repeat if values are fewer.
 
     The best clusters of sorted values are intervals. With D[j][i] the least cost of the first i values in j intervals,
     the best start of the last interval does not move left as i grows, so D[j] follows from D[j-1] by divide and conquer
     in n log n steps, here one recursion depth at a time. H. Wang and M. Song, "Ckmeans.1d.dp" (The R Journal, 2011);
     monotone starts: X. Wu, "Optimal quantization by matrix searching" (J. Algorithms, 1991).
-
-    Parameters
-    ----------
-    values : array of floats, shape (n,), n >= 1
-    k : int
-    weights : array of floats, shape (n,), optional
-        Positive.
-
-    Returns
-    -------
-    array of float64, shape (k,)
 
     >>> kmeans_exact(np.array([1.0, 2.0, 10.0, 12.0]), 2)
     array([ 1.5, 11. ])

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quant.formats import MINIFLOATS, values
-from quant.kernels import absmax as largest_of
-from quant.kernels import array_namespace, minifloat_bits
+from quant.kernels import absmax, array_namespace, minifloat_bits
 from quant.spec.granularity import GroupBlocking
 from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
@@ -23,15 +22,7 @@ TINY, GREATEST = np.float32(2**-149), np.finfo(np.float32).max
 
 
 class StoredScales(NamedTuple):
-    """Scales as stored and as numbers.
-
-    Attributes
-    ----------
-    levels : tuple of array
-        Raw items of each level, innermost first: float32, bits of halves as uint16, or bytes before packing.
-    scales : array of float32, shape (rows, groups)
-        Products of all levels.
-    """
+    """Raw items of each level as stored, innermost first, and the scales: float32, shape (rows, groups)."""
 
     levels: tuple[Array, ...]
     scales: Array
@@ -46,11 +37,18 @@ def divided(r: Array, n: float) -> Array:
 
 
 def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
-    """Scales of groups whose largest |r| is `size` (q_range peak: r with its sign; unsigned: largest r)."""
-    if not spec.linear:
-        largest = MINIFLOATS[spec.code].largest if spec.minifloat else float(abs(values(spec.code)).max())
-        return _power_of_two(spec, size, largest) if spec.scales.format == "e8m0" else divided(size, largest)
-    return divided(size, steps(spec))
+    """Scales of groups whose largest |r| is `size` (q_range peak: r with its sign; unsigned: largest r).
+
+    The scale of MX formats is 2^(floor(log2 max) - emax), at which the largest elements may clip.
+    """
+    if spec.linear:
+        return divided(size, steps(spec))
+    if not spec.minifloat:
+        return divided(size, float(abs(values(spec.code)).max()))
+    kind = MINIFLOATS[spec.code]
+    if spec.scales.format == "e8m0":
+        return _two_to((size.view(array_namespace(size).int32) >> 23) - 127 - kind.highest)
+    return divided(size, kind.largest)
 
 
 def steps(spec: QuantSpec) -> float:
@@ -59,13 +57,6 @@ def steps(spec: QuantSpec) -> float:
         return spec.q_max
     most = 2.0 ** (spec.bits - 1)
     return {"restricted": most - 1, "full": most, "centred": most - 0.5, "peak": -most}[spec.q_range]
-
-
-def _power_of_two(spec: QuantSpec, size: Array, largest: float) -> Array:
-    """Shared scale of MX formats: 2^(floor(log2 max) - emax), at which the largest elements may clip."""
-    if not spec.minifloat:
-        return divided(size, largest)
-    return _two_to((size.view(array_namespace(size).int32) >> 23) - 127 - MINIFLOATS[spec.code].highest)
 
 
 def _two_to(exponent: Array) -> Array:
@@ -87,9 +78,7 @@ def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
     high = xp.where(extend, xp.maximum(high, np.float32(0)), high)
     count = spec.q_max - spec.q_min
     with np.errstate(over="ignore"):
-        span = high - low
-    with np.errstate(over="ignore"):
-        halves_added = divided(high, count) - divided(low, count)
+        span, halves_added = high - low, divided(high, count) - divided(low, count)
     scale = xp.where(xp.isinf(span), xp.minimum(halves_added, GREATEST), divided(span, count))
     return scale, low
 
@@ -105,13 +94,7 @@ def zero_point(spec: QuantSpec, scale: Array, low: Array) -> Array:
 
 
 def store(scale: Array, spec: QuantSpec, parent_levels: tuple[GroupBlocking, ...]) -> StoredScales:
-    """Round scales of shape (rows, groups), non-negative unless q_range is peak, to their formats, level by level.
-
-    Raises
-    ------
-    ValueError
-        If a scale is too large for its format.
-    """
+    """Round scales of shape (rows, groups), non-negative unless q_range is peak, to their formats, level by level."""
     return _store(scale, spec.scales, parent_levels, spec.divisor == "stored")
 
 
@@ -119,13 +102,11 @@ def _store(scale: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...],
     if kind.parent is None:
         raw, numbers = round_to(scale, kind.format, keep)
         return StoredScales((raw,), numbers)
-    xp = array_namespace(scale)
-    blocks = parent_levels[0]
-    most = largest_of(scale.reshape(blocks.rows, blocks.length), blocks.size)
+    xp, blocks = array_namespace(scale), parent_levels[0]
+    most = absmax(scale.reshape(blocks.rows, blocks.length), blocks.size)
     outer = _store(divided(most, LARGEST[kind.format]), kind.parent, parent_levels[1:], keep)
     gamma = spread(outer.scales, blocks).reshape(scale.shape)
-    rest = scale / xp.where(gamma == 0, np.float32(1), gamma)
-    raw, numbers = round_to(rest, kind.format, keep)
+    raw, numbers = round_to(scale / xp.where(gamma == 0, np.float32(1), gamma), kind.format, keep)
     return StoredScales((raw, *outer.levels), gamma * numbers)
 
 
@@ -153,7 +134,7 @@ def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
     limit = MINIFLOATS[form].largest
     raw = halves(scale, form) if form in ("fp16", "bf16") else minifloat_bits(scale, form).astype(xp.uint8)
     numbers = numbers_of(raw, form)
-    # Of halves, what is too large becomes infinite; e4m3 saturates, from half a step beyond its largest on by mistake.
+    # Halves overflow to infinity. e4m3 saturates: 464, half a step beyond its largest number, is the limit of rounding.
     fits = abs(scale) <= np.float32(464) if form == "e4m3" else abs(numbers) <= np.float32(limit)
     if not bool(fits.all()):
         raise ValueError(f"a scale of {float(abs(scale).max()):.3g} does not fit {form}, whose largest is {limit:.3g}")

@@ -15,55 +15,39 @@ CELLS = 1 << 16
 def dynamic(table: SearchTable, budget: float, cells: int = CELLS) -> Choice:
     """Multiple-choice knapsack by its recurrence: best(l, c) = min over options of best(l - 1, c - cost) + loss.
 
-    Costs are counted in units. Whole numbers are counted exactly, in units of their greatest common divisor, if the
-    budget has no more than `cells` of them: then the result is the best there is. Otherwise a unit is budget / `cells`
-    and costs are rounded up: what is found is within the budget, and no worse than the best within a budget that is
-    smaller by one unit for each layer.
-
-    Layers times options times cells.
-
-    Parameters
-    ----------
-    table : Table
-    budget : float
-    cells : int
-
-    Raises
-    ------
-    ValueError
-        If nothing is within the budget.
+    Whole costs are counted exactly, in units of their greatest common divisor, if the budget has at most `cells` units:
+    then the result is optimal. Otherwise a unit is budget / `cells` and costs are rounded up: the result is within the
+    budget, and no worse than the optimum within a budget that is smaller by one unit for each layer. ValueError if
+    nothing is within the budget. Cost: layers times options times cells.
     """
-    cheapest, there = table.cheapest(budget), np.isfinite(table.costs)
-    if np.where(there, table.costs, 0).max(axis=1).sum() <= budget:  # anything goes
-        return tuple(int(option) for option in np.where(there, table.losses, np.inf).argmin(axis=1))
+    cheapest, available = table.cheapest(budget), np.isfinite(table.costs)
+    if np.where(available, table.costs, 0).max(axis=1).sum() <= budget:  # every choice fits
+        return tuple(int(option) for option in np.where(available, table.losses, np.inf).argmin(axis=1))
     units, cells = _in_units(table.costs, budget, cells)
     best = np.zeros(cells + 1)
     taken: list[np.ndarray] = []
     for costs, losses in zip(units, table.losses):
-        so_far, best = best, np.full(cells + 1, np.inf)
-        which = np.zeros(cells + 1, np.int32)
-        for option, (cost, loss) in enumerate(zip(costs, losses)):
-            if cost <= cells:
-                with_it = np.full(cells + 1, np.inf)
-                with_it[int(cost) :] = so_far[: cells + 1 - int(cost)] + loss
-                better = with_it < best
-                best, which = np.where(better, with_it, best), np.where(better, option, which)
-        taken.append(which)
+        totals = np.full((len(costs), cells + 1), np.inf)
+        for option in np.flatnonzero(costs <= cells):
+            cost = int(costs[option])
+            totals[option, cost:] = best[: cells + 1 - cost] + losses[option]
+        best = totals.min(axis=0)
+        taken.append(totals.argmin(axis=0))
     if not np.isfinite(best[cells]):
         return cheapest  # it fits, though not when rounded up
     choice, left = [], cells
-    for costs, which in zip(units[::-1], reversed(taken)):
-        choice.append(int(which[left]))
-        left -= int(costs[which[left]])
+    for costs, options in zip(units[::-1], reversed(taken)):
+        choice.append(int(options[left]))
+        left -= int(costs[choice[-1]])
     found = tuple(reversed(choice))
     return found if table.loss(found) < table.loss(cheapest) else cheapest
 
 
 def _in_units(costs: np.ndarray, budget: float, cells: int) -> tuple[np.ndarray, int]:
     """Costs and budget in integer units."""
-    there = costs[np.isfinite(costs)]
-    if (there == np.rint(there)).all() and there.max() < 2**53:
-        unit = float(math.gcd(*(int(cost) for cost in there))) or 1.0
+    finite = costs[np.isfinite(costs)]
+    if (finite == np.rint(finite)).all() and finite.max() < 2**53:
+        unit = float(math.gcd(*(int(cost) for cost in finite))) or 1.0
         if budget // unit <= cells:
             return costs / unit, int(budget // unit)
     if not budget:

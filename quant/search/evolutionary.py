@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -21,36 +22,16 @@ def evolutionary(
 ) -> Choice:
     """Evolve a population that starts with the greedy choice; children of two of the best replace the worst.
 
-    A child has every layer's option from one of its parents, some changed at random; as long as it is beyond the
-    budget, a layer drawn at random takes its next cheaper option. The best is never lost, so the result is no worse
-    than the greedy choice.
-
-    Parameters
-    ----------
-    table : Table
-    budget : float
-    measure : callable choice -> loss, optional
-        What is to be small; by default the table's sum, which knows nothing of how layers work on each other. Asked
-        once for every choice.
-    population, generations, seed : int
-
-    Raises
-    ------
-    ValueError
-        If nothing is within the budget.
+    A child has every layer's option from one of its parents, some mutated; while it exceeds the budget, a random layer
+    takes its next cheaper option. The best stays, so the result is no worse than the greedy choice. `measure` maps a
+    choice to its loss, by default the table's sum, which ignores interactions of layers; it is called once per choice.
+    ValueError if nothing is within the budget.
     """
     random = np.random.default_rng(seed)
-    known: dict[Choice, float] = {}
-
-    def loss(choice: Choice) -> float:
-        if choice not in known:
-            known[choice] = float((measure or table.loss)(choice))
-        return known[choice]
-
+    loss = cache(measure or table.loss)
     layers = table.layers
     usable = [np.flatnonzero(np.isfinite(row)) for row in table.costs]
-    first, cheapest = greedy(table, budget), table.cheapest(budget)
-    living = {first, cheapest}
+    living = {greedy(table, budget), table.cheapest(budget)}
     for _ in range(generations):
         parents = sorted(living, key=lambda choice: (loss(choice), choice))[: max(population // 2, 2)]
         living = set(parents)

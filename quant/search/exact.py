@@ -22,17 +22,10 @@ def brute(table: SearchTable, budget: float) -> Choice:
 def milp(table: SearchTable, budget: float) -> Choice:
     """Branch and bound by HiGHS (scipy): x[l, o] in {0, 1}, one option per layer, costs bounded.
 
-    HiGHS has tolerances, by which a cost may exceed the budget. A choice that does is cut off, with all that cost no
-    less in any layer, and the search goes on, up to `CUTS` times, and once more within a budget smaller by `MARGIN`.
-    What is found is never over the budget and never worse than `greedy`. It is the best, as far as HiGHS tells, unless
-    more than `CUTS` had to be cut off: then it is no worse than the best within the smaller budget.
-
-    Raises
-    ------
-    ValueError
-        If nothing is within the budget.
-    ImportError
-        Without the package scipy.
+    HiGHS has tolerances, by which a cost may exceed the budget. Such a choice is cut off, with all that cost no less in
+    any layer, and the search continues, up to `CUTS` times, and once more within a budget smaller by `MARGIN`. The
+    result is within the budget and no worse than `greedy`: the optimum, to HiGHS's accuracy, or after more than `CUTS`
+    cuts no worse than the optimum within the smaller budget. ValueError if nothing is within the budget.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint
@@ -40,8 +33,8 @@ def milp(table: SearchTable, budget: float) -> Choice:
     except ImportError as error:
         raise ImportError("integer programming is scipy's: pip install 'chorus-mpi[quant]'") from error
     best = greedy(table, budget)
-    there = (np.isfinite(table.costs) & (table.costs <= budget)).reshape(-1)
-    costs, losses = np.where(there, table.costs.reshape(-1), 0), table.losses.reshape(-1)
+    usable = (np.isfinite(table.costs) & (table.costs <= budget)).reshape(-1)
+    costs, losses = np.where(usable, table.costs.reshape(-1), 0), table.losses.reshape(-1)
     layers, options = table.costs.shape
     one_each = np.kron(np.eye(layers), np.ones(options))
     # Tolerances are absolute: costs and losses in units of a small part of the budget, and of the losses' range.
@@ -52,7 +45,7 @@ def milp(table: SearchTable, budget: float) -> Choice:
         found = solve(
             losses / scale,
             integrality=np.ones(len(losses)),
-            bounds=Bounds(0, there.astype(float)),
+            bounds=Bounds(0, usable.astype(float)),
             constraints=[*constraints, within],
             options={"mip_rel_gap": 0, "presolve": False},  # presolving was seen to lose the best
         )

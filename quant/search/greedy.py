@@ -15,7 +15,7 @@ def greedy(table: SearchTable, budget: float) -> Choice:
     """
     choice = list(table.cheapest(budget))
     rows = np.arange(table.layers)
-    over = np.zeros(table.costs.shape, bool)  # what fits by its price, and not by the sum, which is rounded otherwise
+    over = np.zeros(table.costs.shape, bool)  # options that fit by their price, but not by the sum, rounded differently
     while True:
         now = rows, choice
         gains = table.losses[now][:, None] - table.losses

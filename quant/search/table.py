@@ -12,22 +12,15 @@ Choice = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SearchTable:
-    """Costs and losses by layer and option; both add up over layers.
+    """Costs and losses by layer and option; both add up over layers. ValueError for an invalid table.
 
     Parameters
     ----------
     costs : array of numbers, shape (layers, options)
-        Bytes or seconds, say: not negative. Infinite where a layer does not have an option.
-    losses : array of numbers, shape (layers, options)
-        How much the loss is expected to grow; may be negative.
+        Bytes or seconds, for example: not negative; infinite where a layer does not have an option.
+    losses : array of finite numbers, shape (layers, options)
+        Expected increase of the loss; may be negative.
 
-    Raises
-    ------
-    ValueError
-        For shapes that differ or are empty, NaN, negative costs, infinite losses, a layer without options.
-
-    Examples
-    --------
     >>> table = SearchTable([[1, 2], [10, 20]], [[5.0, 1.0], [4.0, 0.0]])
     >>> table.cost((1, 0)), table.loss((1, 0))
     (12.0, 5.0)

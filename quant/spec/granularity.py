@@ -37,9 +37,7 @@ class PerChannel:
 
 @dataclass(frozen=True)
 class PerGroup:
-    """Groups of `size` neighbours along `axis`; the last group of each row may be shorter. ValueError for invalid
-    sizes.
-    """
+    """Groups of `size` neighbours along `axis`; the last group of each row may be shorter."""
 
     size: int
     axis: int = -1
@@ -123,29 +121,25 @@ def blocking(granularity: Granularity, shape: tuple[int, ...]) -> GroupBlocking:
 
 def to_rows(x: Array, granularity: Granularity) -> Array:
     """Matrix of rows, C-contiguous: `x` itself if it is laid out like that, else a copy."""
-    blocks = blocking(granularity, x.shape)
-    rows = _turned(x, granularity).reshape(blocks.rows, blocks.length)
+    blocks, order = blocking(granularity, x.shape), _row_order(granularity, x.ndim)
+    rows = (x.transpose(*order) if order else x).reshape(blocks.rows, blocks.length)
     return rows if rows.flags.c_contiguous else rows.copy()
 
 
 def from_rows(rows: Array, granularity: Granularity, shape: tuple[int, ...]) -> Array:
     """Array of this shape from its matrix of rows; a view if possible."""
-    match granularity:
-        case PerChannel() if (axis := _axis(granularity, len(shape))) > 0:
-            order = [axis, *(i for i in range(len(shape)) if i != axis)]
-        case PerGroup() if (axis := _axis(granularity, len(shape))) < len(shape) - 1:
-            order = [*(i for i in range(len(shape)) if i != axis), axis]
-        case _:
-            return rows.reshape(shape)
-    turned = rows.reshape([shape[i] for i in order])
-    return turned.transpose(*(order.index(i) for i in range(len(shape))))
+    order = _row_order(granularity, len(shape))
+    if not order:
+        return rows.reshape(shape)
+    transposed = rows.reshape([shape[i] for i in order])
+    return transposed.transpose(*(order.index(i) for i in range(len(shape))))
 
 
-def _turned(x: Array, granularity: Granularity) -> Array:
-    """`x` with the axis of channels first, or the axis of groups last."""
-    match granularity:
-        case PerChannel() if (axis := _axis(granularity, x.ndim)) > 0:
-            return x.transpose(axis, *(i for i in range(x.ndim) if i != axis))
-        case PerGroup() if (axis := _axis(granularity, x.ndim)) < x.ndim - 1:
-            return x.transpose(*(i for i in range(x.ndim) if i != axis), axis)
-    return x
+def _row_order(granularity: Granularity, ndim: int) -> list[int] | None:
+    """Order of axes with the axis of channels first, or the axis of groups last; None if it is that of the array."""
+    if isinstance(granularity, PerTensor):
+        return None
+    axis = _axis(granularity, ndim)
+    others = [i for i in range(ndim) if i != axis]
+    order = [axis, *others] if isinstance(granularity, PerChannel) else [*others, axis]
+    return None if order == list(range(ndim)) else order

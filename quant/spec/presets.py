@@ -58,18 +58,14 @@ def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantS
 
 
 def parse(text: str) -> QuantSpec:
-    """Spec of a preset's name, or of intB (B bits) with suffixes _gN (groups of N), _row (scale per row), _zero (zero
-    points).
+    """Spec of a preset's name, or of intB (B bits) with suffixes _gN (groups of N) or _row (scale per row), and _zero.
+
+    ValueError for a name that is neither; _zero stands for zero points.
 
     >>> parse("int3_g64").bits_per_element
     3.25
     >>> parse("int8_row_zero").symmetric
     False
-
-    Raises
-    ------
-    ValueError
-        For a name that is neither.
     """
     name = text.upper()
     if name in PRESETS:
@@ -80,5 +76,5 @@ def parse(text: str) -> QuantSpec:
         if row:
             options["granularity"] = PerChannel(0)
         return grouped(bits, int(size), **options) if size else QuantSpec(bits, **options)
-    ways = "intB for B bits, and behind it _gN for groups of N, _row for a scale a row, _zero for zero points"
-    raise ValueError(f"no spec {text!r}: a preset ({', '.join(PRESETS)}), or {ways}")
+    names = "intB for B bits, followed by _gN for groups of N, _row for a scale per row, _zero for zero points"
+    raise ValueError(f"no spec {text!r}: expected a preset ({', '.join(PRESETS)}), or {names}")

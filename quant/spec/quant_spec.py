@@ -11,10 +11,16 @@ from quant.formats import MINIFLOATS, TABLES
 from quant.spec.granularity import Granularity, PerChannel, PerGroup, PerTensor, whole_number
 
 CODES = ("linear", *(name for name, kind in MINIFLOATS.items() if kind.bits <= 8), *TABLES, "kmeans")
-RANGES = ("restricted", "full", "centred", "peak")
 ROUNDINGS = ("nearest_even", "half_away", "half_up", "stochastic")
 SCALE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "e8m0": 8, "e4m3": 8, **{f"uint{b}": b for b in range(1, 9)}}
-ZEROS = ("integer", "fp32", "fp16", "bf16")
+CHOICES = {
+    "code": CODES,
+    "q_range": ("restricted", "full", "centred", "peak"),
+    "rounding": ROUNDINGS,
+    "zero": ("integer", "fp32", "fp16", "bf16"),
+    "divisor": ("stored", "inverse"),
+}
+"""Allowed values of fields of a `QuantSpec`."""
 TENSOR = PerTensor()
 GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerGroup)}
 
@@ -81,33 +87,28 @@ class QuantSpec:
     signed : bool
         True if q starts at -2^(b-1), False if at 0. Only for linear codes.
     symmetric : bool
-        Without, a zero point Z is stored for every group, and the whole range from the least to the largest element is
-        used, extended so that 0 is a code.
+        Without, a zero point Z is stored for every group, and the range is from the least to the largest element,
+        extended so that 0 is a code.
     granularity : PerTensor, PerChannel or PerGroup
-        Which elements share a scale.
+        Elements that share a scale.
     code : str
-        linear; a small float (e2m1, e2m3, e3m2, e4m3, e5m2); nf4; kmeans (levels of its own for every group, which are
-        stored in the format `scale` instead of scales).
+        linear; a small float (e2m1, e2m3, e3m2, e4m3, e5m2); nf4; kmeans (own levels for every group, stored in the
+        format `scale` instead of scales).
     q_range : str
-        Which q a symmetric linear code uses, and what the scale is, q_max being 2^(b-1) - 1 (2^b - 1 without a sign):
-        restricted, S = max|r| / q_max, q from -q_max; full, S = max|r| / 2^(b-1), q from -2^(b-1), so that the largest
-        positive element may clip; centred, S = max|r| / (2^(b-1) - 1/2), q from -2^(b-1); peak, S = (the element that
-        is largest in size) / -2^(b-1), of either sign.
+        Range of a symmetric linear code, and its scale, q_max being 2^(b-1) - 1 (2^b - 1 if unsigned): restricted,
+        S = max|r| / q_max, q from -q_max; full, S = max|r| / 2^(b-1), q from -2^(b-1), so that the largest positive
+        element may clip; centred, S = max|r| / (2^(b-1) - 1/2), q from -2^(b-1); peak, S = (the element of largest
+        magnitude) / -2^(b-1), of either sign.
     rounding : str
-        nearest_even; half_away (from zero); half_up; stochastic (up with the fraction's probability, drawn from
-        a seed and the element's number, so that it can be repeated).
+        nearest_even; half_away (from zero); half_up; stochastic (up with the fraction's probability, drawn
+        reproducibly from a seed and the element's number).
     scale : str or Scales
     zero : str
         integer: Z is rounded and stored in `bits` bits. fp32, fp16, bf16: Z is stored as it is, and the range need not
-        hold 0.
+        include 0.
     divisor : str
-        stored: codes are r / S, S as it is stored. inverse: codes are r times 1 / S, S before it was rounded to its
-        format; so do ggml and PyTorch.
-
-    Raises
-    ------
-    ValueError
-        If something is none of these, or the parts do not go together.
+        stored: codes are r / S with the stored S. inverse: codes are r times 1 / S, S before rounding to its format,
+        as in ggml and PyTorch.
 
     Examples
     --------
@@ -138,36 +139,36 @@ class QuantSpec:
                 raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
         if not isinstance(self.scale, str | Scales):
             raise ValueError(f"scale is the name of a format or Scales, not {self.scale!r}")
-        _one_of("code", self.code, CODES)
-        _one_of("q_range", self.q_range, RANGES)
-        _one_of("rounding", self.rounding, ROUNDINGS)
-        _one_of("zero", self.zero, ZEROS)
-        _one_of("divisor", self.divisor, ("stored", "inverse"))
         _granularity("granularity", self.granularity)
-        levels = self.scales.levels
-        if self.linear:
-            if self.symmetric and self.signed and self.q_range != "peak" and self.q_max == 0:
-                raise ValueError(
-                    "one bit with a sign has the codes -1 and 0 alone: take q_range='peak' or signed=False"
-                )
-            if self.q_range == "peak" and (not self.symmetric or not self.signed or len(levels) > 1):
-                raise ValueError("q_range='peak' is for symmetric codes with a sign, and scales of one level")
-            if self.q_range == "peak" and self.scales.format not in ("fp32", "fp16", "bf16"):
-                raise ValueError(
-                    f"q_range='peak' makes scales of either sign, which {self.scales.format} does not have"
-                )
-            return
-        width = {**{name: kind.bits for name, kind in MINIFLOATS.items()}, **dict.fromkeys(TABLES, 4)}
-        if self.bits != width.get(self.code, self.bits):
-            raise ValueError(f"{self.code} has {width[self.code]} bits, not {self.bits}")
+        for name, allowed in CHOICES.items():
+            _one_of(name, getattr(self, name), allowed)
+        if fault := self._linear_fault() if self.linear else self._table_fault():
+            raise ValueError(fault)
+
+    def _linear_fault(self) -> str | None:
+        """Error of a combination of fields, for linear codes."""
+        scales, peak = self.scales, self.q_range == "peak"
+        if self.symmetric and self.signed and not peak and self.q_max == 0:
+            return "one bit with a sign has the codes -1 and 0 alone: take q_range='peak' or signed=False"
+        if peak and (not self.symmetric or not self.signed or scales.parent):
+            return "q_range='peak' is for symmetric codes with a sign, and scales of one level"
+        if peak and scales.format not in ("fp32", "fp16", "bf16"):
+            return f"q_range='peak' makes scales of either sign, which {scales.format} does not have"
+        return None
+
+    def _table_fault(self) -> str | None:
+        """Error of a combination of fields, for codes that are not linear."""
+        width = MINIFLOATS[self.code].bits if self.minifloat else 4 if self.code in TABLES else self.bits
+        roundings = ("nearest_even", "stochastic") if self.minifloat else ("nearest_even",)
+        if self.bits != width:
+            return f"{self.code} has {width} bits, not {self.bits}"
         if not self.symmetric or not self.signed or self.q_range != "restricted":
-            raise ValueError(f"signed, symmetric and q_range are for linear codes, not {self.code}")
-        if self.rounding not in ("nearest_even", "stochastic") or (
-            self.rounding == "stochastic" and not self.minifloat
-        ):
-            raise ValueError(f"{self.code} has no rounding {self.rounding!r}")
-        if self.code == "kmeans" and (len(levels) > 1 or self.scales.format not in ("fp32", "fp16", "bf16")):
-            raise ValueError("the levels of kmeans are stored as fp32, fp16 or bf16, without a parent")
+            return f"signed, symmetric and q_range are for linear codes, not {self.code}"
+        if self.rounding not in roundings:
+            return f"{self.code} has no rounding {self.rounding!r}"
+        if self.code == "kmeans" and (self.scales.parent or self.scales.format not in ("fp32", "fp16", "bf16")):
+            return "the levels of kmeans are stored as fp32, fp16 or bf16, without a parent"
+        return None
 
     @property
     def scales(self) -> Scales:
@@ -233,11 +234,6 @@ class QuantSpec:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> QuantSpec:
         """Spec of the values of `to_dict`. ValueError if the values are invalid.
-
-        Raises
-        ------
-        ValueError
-            If no spec gives them.
 
         >>> spec = QuantSpec(4, granularity=PerGroup(16), scale=Scales("e4m3", parent=Scales("fp32")))
         >>> QuantSpec.from_dict(spec.to_dict()) == spec
