@@ -9,7 +9,7 @@ import numpy as np
 
 from parallel.data.sampler import Batch, Dataset
 from parallel.nn.operator import Operator, PassMode
-from parallel.ptq.model_surgery import ObservedOperator, rebuilt
+from parallel.ptq.model_surgery import ObservedOperator, OperatorCallback, rebuilt
 from parallel.ptq.packed_weights import PackedWeight, inputs_of
 from parallel.ptq.quantizable_layers import QuantizableLayer, kind_of
 from parallel.runtime.collective_errors import collective_call
@@ -23,17 +23,7 @@ UNFIT = "these samples do not go through the model"
 class InputMoments:
     """Accumulated moments of the input rows of a matrix product.
 
-    Parameters
-    ----------
-    inputs : int
-
-    Attributes
-    ----------
-    rows : int
-    moments : array of float64, shape (inputs, inputs)
-        X^T X.
-    largest, sizes : arrays, shape (inputs,)
-        The largest and the mean size of each input.
+    `moments` is X^T X: float64, shape (inputs, inputs).
     """
 
     def __init__(self, inputs: int):
@@ -52,17 +42,14 @@ class InputMoments:
 
     def allreduce(self, comm: Any) -> InputMoments:
         """Moments of all ranks, the same on all; `comm` has mpi4py's interface."""
-        made = InputMoments(len(self._total))
-        made._range = self._range.allreduce(comm)
-        counted, everyones = np.array([self.rows], np.int64), np.empty(1, np.int64)
-        for mine, total in (
-            (self.moments, made.moments),
-            (self._total, made._total),
-            (counted, everyones),
-        ):
-            comm.Allreduce(mine, total)
-        made.rows = int(everyones[0])
-        return made
+        total = InputMoments(len(self._total))
+        total._range = self._range.allreduce(comm)
+        comm.Allreduce(self.moments, total.moments)
+        comm.Allreduce(self._total, total._total)
+        rows = np.empty(1, np.int64)
+        comm.Allreduce(np.array([self.rows], np.int64), rows)
+        total.rows = int(rows[0])
+        return total
 
     @property
     def sizes(self) -> np.ndarray:
@@ -89,7 +76,7 @@ OBSERVERS: dict[str, Callable[[QuantSpec], Any]] = {
 
 
 def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) -> list[Batch]:
-    """This rank's micro-batches of `count` samples, evenly spaced over a data set.
+    """This rank's micro-batches of up to `samples` samples, evenly spaced over a data set.
 
     The micro-batches are the same for any number of ranks, which take them in turns.
     """
@@ -99,19 +86,13 @@ def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) 
     return [Batch(at, *data.take(parts[at]), parts[at]) for at in range(rank, len(parts), ranks)]
 
 
-def watch(model: Operator, names: set[str], see: Callable[[Operator, Array, Array], object]) -> Operator:
-    """Copy of the model that reports inputs and outputs of the named operators."""
-    return rebuilt(model, lambda operator: ObservedOperator(operator, see) if operator.name in names else operator)
+def watch(model: Operator, names: set[str], callback: OperatorCallback) -> Operator:
+    """Copy of the model that passes the named operators, their inputs and outputs to a callback."""
+    return rebuilt(model, lambda operator: ObservedOperator(operator, callback) if operator.name in names else operator)
 
 
-def show(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
-    """Run batches through a model with observers. Collective.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if the samples of one of them do not fit the model.
-    """
+def run_batches(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
+    """Run batches through a model with observers. Collective; ValueError on all ranks for samples that do not fit."""
     collective_call(comm, lambda: [forward(model, batch) for batch in batches], UNFIT)
 
 
@@ -125,34 +106,19 @@ def calibrate(
 ) -> dict[str, InputMoments]:
     """Input moments of every multiplying layer over all ranks' batches, by name. Collective.
 
-    Parameters
-    ----------
-    model : Operator
-    layers : sequence of Layer
-        Its.
-    batches : sequence of Batch
-        This rank's, which may be none.
-    comm : Communicator
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if samples do not fit the model, or there are none.
+    A rank may have no batches. ValueError on all ranks, if samples do not fit the model, or there are none.
     """
-    seen = {layer.name: InputMoments(layer.shape[1]) for layer in layers if layer.multiplied}
-    show(
-        watch(
-            model,
-            {user.name for layer in layers for user in layer.users if _multiplies(user)},
-            lambda operator, x, y: seen[operator.weight.name].add(inputs_of(operator, x)),  # type: ignore[attr-defined]
-        ),
-        batches,
-        comm,
-    )
-    everyones = {name: one.allreduce(comm) for name, one in seen.items()}
-    if empty := [name for name, one in everyones.items() if not one.rows]:
+    own = {layer.name: InputMoments(layer.shape[1]) for layer in layers if layer.multiplied}
+    names = {user.name for layer in layers for user in layer.users if _multiplies(user)}
+
+    def add(operator: Any, x: Array, y: Array) -> None:
+        own[operator.weight.name].add(inputs_of(operator, x))
+
+    run_batches(watch(model, names, add), batches, comm)
+    total = {name: moments.allreduce(comm) for name, moments in own.items()}
+    if empty := [name for name, moments in total.items() if not moments.rows]:
         raise ValueError(f"no sample has come to {', '.join(empty)}: there is nothing to calibrate with")
-    return everyones
+    return total
 
 
 def observed(
@@ -160,24 +126,10 @@ def observed(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Scale and zero point of the inputs of every operator with a packed weight, by name. Collective.
 
-    Parameters
-    ----------
-    model : Operator
-        As `packed` makes it.
-    spec : QuantSpec
-        Spec of the inputs: linear codes, one scale for all.
-    observer : str
-        A key of `OBSERVERS`.
-    batches : sequence of Batch
-        This rank's, which may be none. Their numbers tell where they stand among those of all ranks.
-    comm : Communicator
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if samples do not fit the model, there are none, or the spec is of another kind.
+    `spec` is that of the inputs: linear codes, one scale for all. A batch's `number` is its index among those of all
+    ranks. ValueError as in `calibrate`.
     """
-    found = {
+    observers = {
         value.name: OBSERVERS[observer](spec)
         for _, value in model.walk()
         if isinstance(value, Operator)
@@ -187,16 +139,15 @@ def observed(
 
     def begun() -> Iterator[Batch]:
         for batch in batches:
-            for one in found.values():
+            for one in observers.values():
                 one.begin(batch.number)
             yield batch
 
-    show(
-        watch(model, set(found), lambda operator, x, y: found[operator.name].observe(inputs_of(operator, x))),
-        begun(),
-        comm,
-    )
-    return {name: one.allreduce(comm).parameters(spec) for name, one in found.items()}
+    def observe(operator: Operator, x: Array, y: Array) -> None:
+        observers[operator.name].observe(inputs_of(operator, x))
+
+    run_batches(watch(model, set(observers), observe), begun(), comm)
+    return {name: one.allreduce(comm).parameters(spec) for name, one in observers.items()}
 
 
 def _multiplies(operator: Operator) -> bool:

@@ -30,33 +30,27 @@ def evaluate(
     Parameters
     ----------
     model : Operator
-        With values.
     loss : loss operator
     batches : sequence of Batch
-        This rank's, which may be none.
+        This rank's, which may be none. ValueError on all ranks if they do not fit the model, or a loss is not finite.
     comm : Communicator
     measure : callable (scores, targets) -> float, optional
-        Summed over all batches: how many are right, say.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if samples do not fit the model or a loss is not finite.
+        Summed over all batches: the number of correct predictions, for example.
     """
 
     def scored() -> list[tuple[float, int, float]]:
-        made = []
+        rows = []
         for batch in batches:
             y = forward(model, batch)
             total, _ = loss.forward(y, batch.y)
             if not math.isfinite(total):
                 raise ValueError(f"the loss of samples {batch.samples[0]} and on is {total}")
-            made.append((total, loss.count(batch.y), measure(y, batch.y) if measure else 0.0))
-        return made
+            rows.append((total, loss.count(batch.y), measure(y, batch.y) if measure else 0.0))
+        return rows
 
-    gathered = comm.allgather(collective_call(comm, scored, "these samples cannot be scored"))
-    sums = [math.fsum(column) for column in zip(*(one for some in gathered for one in some))] or [0.0] * 3
-    total, count, measured = sums
+    all_ranks = comm.allgather(collective_call(comm, scored, "these samples cannot be scored"))
+    rows = [row for rank_rows in all_ranks for row in rank_rows]
+    total, count, measured = [math.fsum(column) for column in zip(*rows)] or [0.0] * 3
     # Divided, not multiplied with 1 / count: the same rounding as an engine's evaluation.
     loss_mean, measured_mean = (total / count, measured / count) if count else (math.nan, math.nan)
     return Evaluation(loss_mean, measured_mean if measure else None, int(count))
@@ -65,21 +59,9 @@ def evaluate(
 class LayerErrorRow(NamedTuple):
     """Errors of a layer, relative to the norms of the exact values.
 
-    Attributes
-    ----------
-    name : str
-    shape : tuple of int
-        Shape of its matrix.
-    bits : float
-        Bits per weight, with scales and divisors.
-    nbytes, before : int
-        In few bits, and as float32.
-    weights : float
-        Error of the matrix.
-    outputs : float
-        Error of the output with only this layer quantised; NaN where nothing is multiplied or seen.
-    arriving : float
-        The same when all are: with what went wrong before.
+    `weights` is the error of its matrix, `outputs` that of its output with only this layer quantised, and `arriving`
+    with all; NaN without a product or samples. `nbytes` and `bits` per weight count scales and divisors; `before` are
+    the bytes as float32.
     """
 
     name: str
@@ -95,30 +77,20 @@ class LayerErrorRow(NamedTuple):
 def compare(
     model: Operator, made: Operator, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> list[LayerErrorRow]:
-    """Layer-by-layer errors of a quantised model on all ranks' samples. Collective.
-
-    Parameters
-    ----------
-    model, made : Operator
-    layers : sequence of Layer
-        Layers of the first model.
-    batches : sequence of Batch
-        This rank's, which may be none.
-    comm : Communicator
-    """
+    """Errors of a quantised model by layer (`layers` of the first model) on all ranks' samples. Collective."""
     weights = weights_of(made)
     users = {user.name: layer.name for layer in layers for user in layer.users}
     rounded = {value.name: value for _, value in made.walk() if isinstance(value, Operator) and value.name in users}
     place = {layer.name: number for number, layer in enumerate(layers)}
-    sums, right = np.zeros((len(layers), 3)), {}
+    sums, exact = np.zeros((len(layers), 3)), {}
 
     def before(operator: Operator, x: Array, y: Array) -> None:
-        right[operator.name] = y
+        exact[operator.name] = y
         alone, _ = rounded[operator.name].forward(x, PassMode(training=False))
         sums[place[users[operator.name]], :2] += _square(y), _square(alone - y)
 
     def after(operator: Operator, x: Array, y: Array) -> None:
-        sums[place[users[operator.name]], 2] += _square(y - right[operator.name])
+        sums[place[users[operator.name]], 2] += _square(y - exact[operator.name])
 
     first, second = watch(model, set(users), before), watch(made, set(users), after)
     collective_call(comm, lambda: [(forward(first, batch), forward(second, batch)) for batch in batches], UNFIT)
@@ -126,11 +98,10 @@ def compare(
     comm.Allreduce(sums, total)
     rows = []
     for layer, (size, alone, all_) in zip(layers, total):
-        few, w = weights[layer.name], layer.matrix
-        off = _square(few.few.matrix - w)
-        errors = (_ratio(off, _square(w)), _ratio(alone, size), _ratio(all_, size))
-        bits = 8 * few.nbytes / max(w.size, 1)
-        rows.append(LayerErrorRow(layer.name, layer.shape, bits, few.nbytes, w.nbytes, *errors))
+        packed, w = weights[layer.name], layer.matrix
+        errors = (_ratio(_square(packed.quantized.matrix - w), _square(w)), _ratio(alone, size), _ratio(all_, size))
+        bits = 8 * packed.nbytes / max(w.size, 1)
+        rows.append(LayerErrorRow(layer.name, layer.shape, bits, packed.nbytes, w.nbytes, *errors))
     return rows
 
 

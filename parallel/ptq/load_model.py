@@ -28,16 +28,7 @@ FORMAT = "chorus quantised model 1"
 
 @dataclass
 class TrainedModel:
-    """Trained model with its task and settings.
-
-    Attributes
-    ----------
-    settings : Settings
-        Of its training.
-    task : Task
-    model : Operator
-        Its parameters are float32 arrays of their own.
-    """
+    """Trained model with its task and the settings of its training."""
 
     settings: Settings
     task: LearningTask
@@ -61,12 +52,7 @@ class TrainedModel:
 def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
     """Model of a checkpoint, or of the newest in a folder, on every rank. Collective.
 
-    Raises
-    ------
-    CheckpointError
-        On all ranks, if there is none, or it is damaged.
-    ValueError
-        On all ranks, if its data are not to be had, or a value is NaN or infinite.
+    CheckpointError on all ranks if there is none or it is damaged; ValueError if a value is not finite.
     """
     newest = path if NAME.fullmatch(path.name) else latest(comm, path)
     if newest is None:
@@ -75,14 +61,11 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
     settings = _single_rank_settings(settings_in(found))
     task, model, _ = collective_call(comm, lambda: prepare(settings, 1), f"the model of {newest} cannot be made")
     parameters = {f"model/{parameter.name}": parameter for parameter in name_all(model)}
-    there = {name: entry.shape for name, entry in found.entries.items() if name.startswith("model/")}
-    here = {name: parameter.shape for name, parameter in parameters.items()}
-    if here != there:
-        name = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))[0]
-        difference = (
-            f"{name} has shape {there.get(name)} in it, and {here.get(name)} in {settings.model} for {task.name}"
-        )
-        raise CheckpointError(f"{newest} is of another model: {difference}")
+    stored = {name: entry.shape for name, entry in found.entries.items() if name.startswith("model/")}
+    expected = {name: parameter.shape for name, parameter in parameters.items()}
+    if wrong := sorted(name for name, _ in stored.items() ^ expected.items()):
+        shapes = f"shape {stored.get(wrong[0])} in it, and {expected.get(wrong[0])} in {settings.model} for {task.name}"
+        raise CheckpointError(f"{newest} is of another model: {wrong[0]} has {shapes}")
 
     def read() -> None:
         for name, parameter in parameters.items():
@@ -99,13 +82,7 @@ def _single_rank_settings(before: dict[str, Any]) -> Settings:
 
 
 def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
-    """Other data for the same model. Collective.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if there are no such data, or they do not fit the model.
-    """
+    """Other data for the same model. Collective; ValueError on all ranks if they do not fit the model."""
     if data == trained.settings.data:
         return trained.task
     task, _, _ = collective_call(comm, lambda: prepare(replace(trained.settings, data=data), 1), "calibrate")
@@ -119,18 +96,12 @@ def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
 
 
 def save(path: Path, trained: TrainedModel, made: Operator) -> None:
-    """Write a quantised model: codes, other parameters, and the settings to rebuild it.
-
-    Raises
-    ------
-    ImportError
-        Without the package safetensors.
-    """
+    """Write a quantised model: codes, other parameters, and the settings to rebuild it."""
     arrays: dict[str, Any] = {parameter.name: parameter.data for parameter in made.parameters()}
     for name, weight in weights_of(made).items():
-        arrays[name] = weight.few.codes
-        if weight.few.divisor is not None:
-            arrays[f"{name}/divisor"] = weight.few.divisor
+        arrays[name] = weight.quantized.codes
+        if weight.quantized.divisor is not None:
+            arrays[f"{name}/divisor"] = weight.quantized.divisor
     inputs = {}
     for _, operator in made.walk():
         if isinstance(operator, RoundedInput):
@@ -141,17 +112,7 @@ def save(path: Path, trained: TrainedModel, made: Operator) -> None:
 
 
 def load(path: Path) -> TrainedModel:
-    """Read a model written by `save`.
-
-    Raises
-    ------
-    ValueError
-        If it is no such file, or its arrays do not fit its settings.
-    OSError
-        If it cannot be read.
-    ImportError
-        Without the package safetensors.
-    """
+    """Read a model written by `save`. ValueError if it is no such file, or its arrays do not fit its settings."""
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
     about = safetensors_file.about(path)
@@ -160,17 +121,17 @@ def load(path: Path) -> TrainedModel:
     arrays = safetensors_file.load(path)
     settings = complete({}, expect_mapping(about.get("settings"), "settings"))
     task, model, _ = prepare(settings, 1)
-    few = {}
+    weights = {}
     for parameter in name_all(model):
         if parameter.name not in arrays:
             raise ValueError(f"it has no {parameter.name}")
         values = arrays[parameter.name]
         if isinstance(values, QuantizedArray):
-            few[parameter.name] = FewBitWeight(values, arrays.get(f"{parameter.name}/divisor"))  # type: ignore[arg-type]
+            weights[parameter.name] = FewBitWeight(values, arrays.get(f"{parameter.name}/divisor"))  # type: ignore[arg-type]
         else:
             parameter.data = values
-    made = packed(model, few)
+    quantized = packed(model, weights)
     for name, spec in expect_mapping(about.get("inputs"), "inputs").items():
-        kept = {kind: arrays.get(f"{name}/inputs.{kind}") for kind in ("scales", "zeros")}
-        made = rounding(made, QuantSpec.from_dict(spec), {name: kept})
-    return TrainedModel(settings, task, made)
+        parameters = {kind: arrays.get(f"{name}/inputs.{kind}") for kind in ("scales", "zeros")}
+        quantized = rounding(quantized, QuantSpec.from_dict(spec), {name: parameters})
+    return TrainedModel(settings, task, quantized)

@@ -13,24 +13,24 @@ from quant import QuantSpec, quantize
 from quant.ptq import awq, gptq, hqq, smoothing
 
 
-def _rtn(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
+def _rtn(w: np.ndarray, inputs: InputMoments, spec: QuantSpec) -> FewBitWeight:
     return FewBitWeight(quantize(w, spec, seed=0))
 
 
-def _gptq(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
-    return FewBitWeight(gptq(w, seen.moments, spec))
+def _gptq(w: np.ndarray, inputs: InputMoments, spec: QuantSpec) -> FewBitWeight:
+    return FewBitWeight(gptq(w, inputs.moments, spec))
 
 
-def _awq(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
-    return FewBitWeight(*awq(w, seen.moments, seen.sizes, spec))
+def _awq(w: np.ndarray, inputs: InputMoments, spec: QuantSpec) -> FewBitWeight:
+    return FewBitWeight(*awq(w, inputs.moments, inputs.sizes, spec))
 
 
-def _smoothquant(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
-    s = smoothing(seen.largest, w)
+def _smoothquant(w: np.ndarray, inputs: InputMoments, spec: QuantSpec) -> FewBitWeight:
+    s = smoothing(inputs.largest, w)
     return FewBitWeight(quantize(w * s, spec, seed=0), s)
 
 
-def _hqq(w: np.ndarray, seen: InputMoments, spec: QuantSpec) -> FewBitWeight:
+def _hqq(w: np.ndarray, inputs: InputMoments, spec: QuantSpec) -> FewBitWeight:
     return FewBitWeight(hqq(w, _floating_zeros(spec)))
 
 
@@ -41,38 +41,22 @@ def _floating_zeros(spec: QuantSpec) -> QuantSpec:
     return spec.replace(symmetric=False, zero=plain, q_range="restricted")
 
 
-def _as_asked(spec: QuantSpec) -> QuantSpec:
-    return spec
-
-
-def _nearest(spec: QuantSpec) -> QuantSpec:
-    return spec.replace(rounding="nearest_even")
-
-
 class RoundingMethod(NamedTuple):
-    """Rounding method.
+    """Rounding method: a function (w, inputs, spec) of a matrix of shape (outputs, inputs), in float32.
 
-    Attributes
-    ----------
-    rounded : callable (w, seen, spec) -> Few
-        w : float32, shape (outputs, inputs).
-    divides : bool
-        True if the result has divisors.
-    blind : bool
-        True if it needs no input statistics, and so suits weights that are only looked up.
-    spec : callable spec -> spec
-        Spec of the resulting codes, from the requested spec.
+    `divides`: the result has divisors. `blind`: it needs no input statistics, and so suits weights that are only looked
+    up. `spec`: spec of the resulting codes, from the requested spec.
     """
 
     rounded: Callable[[np.ndarray, InputMoments, QuantSpec], FewBitWeight]
     divides: bool = False
     blind: bool = False
-    spec: Callable[[QuantSpec], QuantSpec] = _as_asked
+    spec: Callable[[QuantSpec], QuantSpec] = lambda spec: spec
 
 
 METHODS = {
     "rtn": RoundingMethod(_rtn, blind=True),
-    "gptq": RoundingMethod(_gptq, spec=_nearest),
+    "gptq": RoundingMethod(_gptq, spec=lambda spec: spec.replace(rounding="nearest_even")),
     "awq": RoundingMethod(_awq, divides=True),
     "smoothquant": RoundingMethod(_smoothquant, divides=True),
     "hqq": RoundingMethod(_hqq, blind=True, spec=_floating_zeros),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,23 +31,10 @@ TIMES = 5
 
 
 def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS, groups: Sequence[int] | None = None) -> list[QuantSpec]:
-    """Spec in other widths, and for groups in other group sizes.
+    """Spec of linear codes in other widths and, if it has groups, other group sizes; else ValueError.
 
-    Parameters
-    ----------
-    spec : QuantSpec
-        Spec of linear codes.
-    widths : sequence of int
-    groups : sequence of int, optional
-        By default half of the spec's size, the same, twice and four times as many; none but its own where it has none.
+    By default, groups have half, once, twice and four times their size.
 
-    Raises
-    ------
-    ValueError
-        If codes are not linear, a width is no width, or there are groups for a spec that has none.
-
-    Examples
-    --------
     >>> from quant import grouped
     >>> [(one.bits, one.granularity.size) for one in options_of(grouped(3, 32), [2, 4], [32, 64])]
     [(2, 32), (2, 64), (4, 32), (4, 64)]
@@ -64,25 +52,15 @@ def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS, groups: Sequence
 
 @dataclass(frozen=True)
 class PrecisionMixture:
-    """Layers, their options, and the search table.
+    """Layers, their options `specs`, and the search table.
 
-    Attributes
-    ----------
-    model : Operator
-    layers : sequence of Layer
-    specs : sequence of QuantSpec
-        The options.
-    few : list of list of Few
-        Every layer by every option.
-    nbytes : array of int64, shape (layers, options)
-    table : Table
-        Costs (bytes or seconds) and losses of the options.
+    `weights` has every layer by every option, `nbytes` their bytes, `table` costs (bytes or seconds) and losses.
     """
 
     model: Operator
     layers: Sequence[QuantizableLayer]
     specs: Sequence[QuantSpec]
-    few: Sequence[Sequence[FewBitWeight]]
+    weights: Sequence[Sequence[FewBitWeight]]
     nbytes: np.ndarray
     table: SearchTable
 
@@ -91,13 +69,7 @@ class PrecisionMixture:
         return (list(self.specs).index(spec),) * len(self.layers)
 
     def budget(self, spec: QuantSpec, bits: float) -> float:
-        """Cost of all layers at so many bits, scales included; linear between widths.
-
-        Raises
-        ------
-        ValueError
-            For bits below or above all widths.
-        """
+        """Cost of all layers at a mean width, scales included; linear between the widths of the options."""
         widths = sorted({option.bits for option in self.specs})
         if not widths[0] <= bits <= widths[-1]:
             raise ValueError(f"mixed: expected {widths[0]} to {widths[-1]} bits on the average, found {bits:g}")
@@ -110,27 +82,19 @@ class PrecisionMixture:
 
     def chosen(self, choice: Choice) -> Operator:
         """Model with these options."""
-        return packed(self.model, {layer.name: few[at] for layer, few, at in zip(self.layers, self.few, choice)})
+        chosen = zip(self.layers, self.weights, choice)
+        return packed(self.model, {layer.name: options[at] for layer, options, at in chosen})
 
     def bits(self, choice: Choice) -> float:
         """Mean bits per weight, scales included."""
-        taken = sum(int(line[at]) for line, at in zip(self.nbytes, choice))
-        return 8 * taken / max(sum(math.prod(layer.shape) for layer in self.layers), 1)
+        total = sum(int(sizes[at]) for sizes, at in zip(self.nbytes, choice))
+        return 8 * total / max(sum(math.prod(layer.shape) for layer in self.layers), 1)
 
 
 class MixtureOptions(NamedTuple):
-    """Options of `mixture`.
+    """Options of `mixture`: a key of `METHODS`, a value of `SENSITIVITIES`, a key of `COSTS`.
 
-    Attributes
-    ----------
-    method : str
-        A key of `METHODS`.
-    sensitivity : callable
-        A value of `SENSITIVITIES`.
-    cost : str
-        A key of `COSTS`.
-    activations : QuantSpec, optional
-        Spec of the inputs if they are quantised too; affects costs only.
+    `activations`, the spec of the inputs if they are quantised too, affects costs only.
     """
 
     method: str
@@ -155,23 +119,20 @@ def mixture(
     parameters as in `parallel.ptq.evaluation.evaluate`.
     """
     method, sensitivity, cost, activations = options
+    if cost not in COSTS:
+        raise ValueError(f"cost: expected one of {', '.join(COSTS)}, found {cost!r}")
     flat = rounded([(layer, spec) for layer in layers for spec in specs], moments, method, comm)
-    few = [flat[first : first + len(specs)] for first in range(0, len(flat), len(specs))]
+    weights = [flat[first : first + len(specs)] for first in range(0, len(flat), len(specs))]
     sizes = np.array([[nbytes_of(layer, spec, method) for spec in specs] for layer in layers], np.int64)
-    losses = sensitivity(model, loss, layers, few, batches, comm)
-    costs = COSTS[cost](model, layers, few, sizes, batches, comm, activations)
-    return PrecisionMixture(model, layers, specs, few, sizes, SearchTable(costs, losses))
-
-
-def _bytes(model: Operator, layers: Any, few: Any, sizes: np.ndarray, *_: Any) -> np.ndarray:
-    return sizes.astype(np.float64)
+    losses = sensitivity(model, loss, layers, weights, batches, comm)
+    costs = sizes if cost == "bytes" else _latency(model, layers, weights, batches, comm, activations)
+    return PrecisionMixture(model, layers, specs, weights, sizes, SearchTable(costs, losses))
 
 
 def _latency(
     model: Operator,
     layers: Sequence[QuantizableLayer],
-    few: Sequence[Sequence[FewBitWeight]],
-    sizes: np.ndarray,
+    weights: Sequence[Sequence[FewBitWeight]],
     batches: Sequence[Batch],
     comm: Any,
     activations: QuantSpec | None,
@@ -183,42 +144,35 @@ def _latency(
             raise ValueError("rank 0 has no samples to time layers with")
         arriving: dict[str, Array] = {}
         names = {user.name for layer in layers for user in layer.users}
-        see = watch(model, names, lambda operator, x, y: arriving.setdefault(operator.name, x))
-        forward(see, batches[0])
+        forward(watch(model, names, lambda operator, x, y: arriving.setdefault(operator.name, x)), batches[0])
         return np.array(
-            [[_seconds(model, layer, one, arriving, activations) for one in some] for layer, some in zip(layers, few)]
+            [
+                [_seconds(packed(model, {layer.name: weight}), layer, arriving, activations) for weight in options]
+                for layer, options in zip(layers, weights)
+            ]
         )
 
     return collective_call(comm, measured, UNFIT, root=0)
 
 
 def _seconds(
-    model: Operator,
-    layer: QuantizableLayer,
-    few: FewBitWeight,
-    arriving: dict[str, Array],
-    activations: QuantSpec | None,
+    model: Operator, layer: QuantizableLayer, arriving: dict[str, Array], activations: QuantSpec | None
 ) -> float:
-    made = packed(model, {layer.name: few})
+    """Seconds of a layer's forward passes; `arriving` has the inputs of its users by name."""
     users = {user.name for user in layer.users}
     total = 0.0
-    for _, operator in made.walk():
+    for _, operator in model.walk():
         if isinstance(operator, Operator) and operator.name in users:
             users.discard(operator.name)
             x = arriving[operator.name]
             if activations is not None and layer.multiplied and x.dtype.kind == "f":
-                seen = MinMax()
-                seen.observe(inputs_of(operator, x))
-                operator = RoundedInput(operator, activations, seen.parameters(activations))
-            total += min(_once(operator, x) for _ in range(TIMES))
+                observer = MinMax()
+                observer.observe(inputs_of(operator, x))
+                operator = RoundedInput(operator, activations, observer.parameters(activations))
+            forward_once = partial(operator.forward, x, PassMode(training=False))
+            total += min(timeit.repeat(forward_once, number=1, repeat=TIMES))
     return total
 
 
-def _once(operator: Operator, x: Array) -> float:
-    began = time.perf_counter()
-    operator.forward(x, PassMode(training=False))
-    return time.perf_counter() - began
-
-
-COSTS: dict[str, Callable[..., np.ndarray]] = {"bytes": _bytes, "latency": _latency}
-"""Costs by name: functions to an array of shape (layers, options)."""
+COSTS = ("bytes", "latency")
+"""Costs that a budget may limit."""

@@ -9,17 +9,14 @@ from typing import Any
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
 from quant.types import Array
 
+OperatorCallback = Callable[[Operator, Array, Array], object]
+"""Function of an operator, its input and its output."""
+
 
 def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator:
     """Copy of an operator tree in which `change` maps each copied operator, leaves first.
 
-    Parameters
-    ----------
-    model : Operator
-        Stays as it is.
-    change : callable operator -> operator
-        Gets the copy, whose own operators were changed before it; it may write into it. What is held twice is changed
-        once; what is `WrappedOperator` another operator is changed as one with it.
+    `change` may modify the copy. Shared operators are changed once; the inside of a `WrappedOperator` is not changed.
     """
     made: dict[int, Operator] = {}
 
@@ -38,12 +35,7 @@ def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator
 
 
 class WrappedOperator(Operator):
-    """Wrapper of an operator that keeps parameters' names.
-
-    Parameters
-    ----------
-    inner : Operator
-    """
+    """Wrapper of an operator that keeps parameters' names."""
 
     def __init__(self, inner: Operator):
         self.inner, self.name = inner, inner.name
@@ -56,21 +48,15 @@ class WrappedOperator(Operator):
 
 
 class ObservedOperator(WrappedOperator):
-    """Wrapper that passes inputs and outputs to a callback.
+    """Wrapper that passes the operator, its inputs and outputs to a callback."""
 
-    Parameters
-    ----------
-    inner : Operator
-    see : callable (operator, x, y)
-    """
-
-    def __init__(self, inner: Operator, see: Callable[[Operator, Array, Array], object]):
+    def __init__(self, inner: Operator, callback: OperatorCallback):
         super().__init__(inner)
-        self._see = see
+        self._callback = callback
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         y, saved = self.inner.forward(x, run)
-        self._see(self.inner, x, y)
+        self._callback(self.inner, x, y)
         return y, saved
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:

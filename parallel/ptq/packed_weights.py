@@ -15,13 +15,9 @@ from quant.types import Array
 
 
 class FewBitWeight(NamedTuple):
-    """Quantised matrix W, approximately codes / divisor, column by column.
+    """Quantised matrix W of shape (outputs, inputs), approximately codes / divisor, column by column.
 
-    Attributes
-    ----------
-    codes : QuantizedArray, shape (outputs, inputs)
-    divisor : array of float32, shape (inputs,), or None for ones
-        Or, which is the same, inputs are divided by it before they meet the codes.
+    The divisor (shape (inputs,), or None for ones) may divide the inputs instead.
     """
 
     codes: QuantizedArray
@@ -40,45 +36,31 @@ class FewBitWeight(NamedTuple):
 
 
 class PackedWeight:
-    """Quantised weight with the interface of a parameter, not trainable.
+    """Quantised weight with the interface of the parameter that it replaces, not trainable.
 
-    Parameters
-    ----------
-    few : Few
-    shape : tuple of int
-        Shape of the replaced parameter.
-    turned : bool
-        True if the parameter is the transpose of the matrix.
-    name : str
-        That of the parameter.
+    `transposed` is True if the parameter is the transpose of the matrix.
     """
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, few: FewBitWeight, shape: tuple[int, ...], turned: bool, name: str):
-        self.few, self.shape, self.turned, self.name = few, shape, turned, name
+    def __init__(self, quantized: FewBitWeight, shape: tuple[int, ...], transposed: bool, name: str):
+        self.quantized, self.shape, self.transposed, self.name = quantized, shape, transposed, name
 
     @property
     def data(self) -> Array:
         """Decoded values, recomputed at each access: only codes stay in memory."""
-        return from_matrix(self.few.matrix, self.shape, self.turned)
+        return from_matrix(self.quantized.matrix, self.shape, self.transposed)
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and divisors."""
-        return self.few.nbytes
+        return self.quantized.nbytes
 
 
 class RoundedInput(WrappedOperator):
     """Operator with a packed weight and quantised inputs; multiplies codes where both are integers.
 
-    Parameters
-    ----------
-    inner : Operator
-    spec : QuantSpec
-        Spec of the inputs: one scale for all.
-    parameters : dict
-        Its scale, and zero point if it has one, as observers give them: what lies beyond is clipped.
+    `parameters` are the inputs' scale and zero point, from an observer; inputs beyond that range are clipped.
     """
 
     def __init__(self, inner: Operator, spec: QuantSpec, parameters: dict[str, Any]):
@@ -88,12 +70,9 @@ class RoundedInput(WrappedOperator):
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Saves nothing: inference only."""
-        few, bias = self.inner.weight.few, getattr(self.inner, "bias", None)  # type: ignore[attr-defined]
+        codes, bias = self.inner.weight.quantized.codes, getattr(self.inner, "bias", None)  # type: ignore[attr-defined]
         q = quantize(inputs_of(self.inner, x), self.spec, **self.given)
-        if exact(self.spec, few.codes.spec):
-            y = product(q, few.codes)
-        else:
-            y = q.dequantize() @ few.codes.dequantize().T
+        y = product(q, codes) if exact(self.spec, codes.spec) else q.dequantize() @ codes.dequantize().T
         if bias is not None:
             y += bias.data
         return self._product.shaped(self.inner, x, y), ()
@@ -110,20 +89,20 @@ def inputs_of(operator: Operator, x: Array) -> Array:
     """Rows multiplied by an operator's weights, divided if the weight has divisors."""
     rows = product_of(operator).rows(operator, x)
     weight = operator.weight  # type: ignore[attr-defined]
-    divided = isinstance(weight, PackedWeight) and weight.few.divisor is not None
-    return rows / weight.few.divisor if divided else rows
+    divided = isinstance(weight, PackedWeight) and weight.quantized.divisor is not None
+    return rows / weight.quantized.divisor if divided else rows
 
 
-def packed(model: Operator, few: dict[str, FewBitWeight]) -> Operator:
+def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:
     """Copy of the model with the named weights quantised."""
-    made: dict[str, PackedWeight] = {}
+    replaced: dict[str, PackedWeight] = {}
 
     def change(operator: Operator) -> Operator:
         weight = getattr(operator, "weight", None)
-        if (kind := kind_of(operator)) is not None and weight is not None and weight.name in few:
+        if (kind := kind_of(operator)) is not None and weight is not None and weight.name in weights:
             name = weight.name
-            made.setdefault(name, PackedWeight(few[name], weight.shape, kind.turned, name))
-            operator.weight = made[name]  # type: ignore[attr-defined]
+            replaced.setdefault(name, PackedWeight(weights[name], weight.shape, kind.transposed, name))
+            operator.weight = replaced[name]  # type: ignore[attr-defined]
         return operator
 
     return rebuilt(model, change)

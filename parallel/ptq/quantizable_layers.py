@@ -19,12 +19,8 @@ from quant.types import Array
 class MatrixProduct(NamedTuple):
     """Matrix product of an operator: y = x W^T, W of shape (outputs, inputs).
 
-    Attributes
-    ----------
-    rows : callable (operator, x) -> array, shape (m, inputs)
-        Rows multiplied by W.
-    shaped : callable (operator, x, products) -> y
-        The result, from the products of shape (m, outputs) with the bias in them.
+    `rows(operator, x)` are the rows multiplied by W, of shape (m, inputs); `shaped(operator, x, products)` is the
+    operator's result from the products of shape (m, outputs), bias included.
     """
 
     rows: Callable[[Any, Array], Array]
@@ -32,17 +28,9 @@ class MatrixProduct(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """Properties of an operator class.
+    """Properties of an operator class: True if its parameter is W^T; its product, or None for weights looked up."""
 
-    Attributes
-    ----------
-    turned : bool
-        True if the parameter is W^T.
-    product : Product or None
-        None where weights are looked up and nothing is multiplied.
-    """
-
-    turned: bool
+    transposed: bool
     product: MatrixProduct | None
 
 
@@ -78,30 +66,22 @@ def kind_of(operator: Operator) -> LayerKind | None:
     return next((kind for known, kind in KINDS.items() if isinstance(operator, known)), None)
 
 
-def to_matrix(weight: Array, turned: bool) -> Array:
+def to_matrix(weight: Array, transposed: bool) -> Array:
     """W of a parameter's values."""
-    return weight.T if turned else weight.reshape(len(weight), -1)
+    return weight.T if transposed else weight.reshape(len(weight), -1)
 
 
-def from_matrix(matrix: Array, shape: tuple[int, ...], turned: bool) -> Array:
+def from_matrix(matrix: Array, shape: tuple[int, ...], transposed: bool) -> Array:
     """Parameter's values of W."""
-    return matrix.T if turned else matrix.reshape(shape)
+    return matrix.T if transposed else matrix.reshape(shape)
 
 
 @dataclass
 class QuantizableLayer:
-    """Weight and the operators that use it (two for tied embeddings).
-
-    Attributes
-    ----------
-    parameter : Parameter
-    turned : bool
-        True if it is W^T.
-    users : list of Operator
-    """
+    """Weight and the operators that use it (two for tied embeddings); `transposed` if the parameter is W^T."""
 
     parameter: Parameter
-    turned: bool
+    transposed: bool
     users: list[Operator] = field(default_factory=list)
 
     @property
@@ -116,12 +96,12 @@ class QuantizableLayer:
     @property
     def matrix(self) -> np.ndarray:
         """W: float32, shape (outputs, inputs)."""
-        return np.ascontiguousarray(to_matrix(self.parameter.data, self.turned), np.float32)
+        return np.ascontiguousarray(to_matrix(self.parameter.data, self.transposed), np.float32)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the matrix."""
-        rows = self.parameter.shape[-1 if self.turned else 0]
+        rows = self.parameter.shape[-1 if self.transposed else 0]
         return rows, self.parameter.size // max(rows, 1)
 
 
@@ -131,7 +111,7 @@ def layers_of(model: Operator) -> list[QuantizableLayer]:
     for _, operator in model.walk():
         if isinstance(operator, Operator) and (kind := kind_of(operator)) and isinstance(operator.weight, Parameter):  # type: ignore[attr-defined]
             weight: Parameter = operator.weight  # type: ignore[attr-defined]
-            layer = found.setdefault(id(weight), QuantizableLayer(weight, kind.turned))
+            layer = found.setdefault(id(weight), QuantizableLayer(weight, kind.transposed))
             if operator not in layer.users:
                 layer.users.append(operator)
     return list(found.values())

@@ -15,9 +15,6 @@ from parallel.ptq.packed_weights import FewBitWeight, packed, rounding
 from parallel.ptq.quantizable_layers import QuantizableLayer, layers_of
 from quant import PerGroup, PerTensor, QuantizedArray, QuantSpec, wire_nbytes
 
-Wanted = tuple[QuantizableLayer, QuantSpec]
-"""Layer and its spec."""
-
 
 def quantise(
     model: Operator,
@@ -38,27 +35,26 @@ def quantise(
     spec : QuantSpec
         Spec of the weights of all `layers_of(model)`.
     batches : sequence of Batch
-        Samples of this rank to calibrate on, which may be none; those of all ranks count together.
+        This rank's samples to calibrate on, which may be none; those of all ranks count.
     comm : Communicator
     method : str
         A key of `METHODS`.
     activations : QuantSpec, optional
         Spec of the inputs of all multiplying layers; by default they are not quantised.
     observer : str
-        A key of `OBSERVERS`: how the range of inputs is found.
+        A key of `OBSERVERS`: method that finds the range of inputs.
 
     Raises
     ------
     ValueError
-        On all ranks: for names that are in no table, a spec that does not suit method or model, samples that do not fit
-        the model.
+        On all ranks: for unknown names, a spec that does not suit method or model, samples that do not fit the model.
     """
     layers = layers_of(model)
     check(layers, spec, method, activations, observer)
-    seen = {} if METHODS[method].blind else calibrate(model, layers, batches, comm)
-    few = rounded([(layer, spec) for layer in layers], seen, method, comm)
-    made = packed(model, {layer.name: one for layer, one in zip(layers, few)})
-    return made if activations is None else with_inputs(made, activations, observer, batches, comm)
+    moments = {} if METHODS[method].blind else calibrate(model, layers, batches, comm)
+    weights = rounded([(layer, spec) for layer in layers], moments, method, comm)
+    quantized = packed(model, {layer.name: weight for layer, weight in zip(layers, weights)})
+    return quantized if activations is None else with_inputs(quantized, activations, observer, batches, comm)
 
 
 def with_inputs(model: Operator, spec: QuantSpec, observer: str, batches: Sequence[Batch], comm: Any) -> Operator:
@@ -99,41 +95,32 @@ def method_for(layer: QuantizableLayer, method: str) -> RoundingMethod:
 
 def nbytes_of(layer: QuantizableLayer, spec: QuantSpec, method: str) -> int:
     """Bytes of a layer's weights by spec and method, with scales and divisors."""
-    line = method_for(layer, method)
-    return wire_nbytes(line.spec(spec), layer.shape) + 4 * layer.shape[1] * line.divides
+    entry = method_for(layer, method)
+    return wire_nbytes(entry.spec(spec), layer.shape) + 4 * layer.shape[1] * entry.divides
 
 
-def rounded(wanted: Iterable[Wanted], seen: dict[str, InputMoments], method: str, comm: Any) -> list[FewBitWeight]:
-    """Quantised layers, the same on all ranks: each is rounded by one rank and broadcast. Collective.
+def rounded(
+    jobs: Iterable[tuple[QuantizableLayer, QuantSpec]], moments: dict[str, InputMoments], method: str, comm: Any
+) -> list[FewBitWeight]:
+    """Weights of layers by specs, the same on all ranks: each is rounded by one rank and broadcast. Collective.
 
-    Parameters
-    ----------
-    wanted : iterable of (Layer, QuantSpec)
-    seen : dict
-        As `calibrate` gives it.
-    method : str
-    comm : Communicator
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if one of them cannot; it names the layer.
+    `moments` is the result of `calibrate`. ValueError on all ranks, if one of them fails; it names the layer.
     """
-    wanted, made, problem = list(wanted), [], None
-    for at, (layer, spec) in enumerate(wanted):
-        line = method_for(layer, method)
+    weights, problem = [], None
+    for at, (layer, spec) in enumerate(jobs):
+        entry = method_for(layer, method)
         if at % comm.Get_size() == comm.Get_rank() and problem is None:
             try:
-                made.append(line.rounded(layer.matrix, seen.get(layer.name) or InputMoments(0), spec))
+                weights.append(entry.rounded(layer.matrix, moments.get(layer.name) or InputMoments(0), spec))
                 continue
             except (ValueError, np.linalg.LinAlgError, MemoryError) as error:
-                problem = ValueError(f"{layer.name}: {error}")
-        divisor = np.empty(layer.shape[1], np.float32) if line.divides else None
-        made.append(FewBitWeight(QuantizedArray(line.spec(spec), layer.shape), divisor))
-    if told := [text for text in comm.allgather(problem and str(problem)) if text]:
-        raise ValueError(f"a layer cannot be quantised: {told[0]}")
-    for at, few in enumerate(made):
-        for buffer in (few.codes.buffer, few.divisor):
+                problem = f"{layer.name}: {error}"
+        divisor = np.empty(layer.shape[1], np.float32) if entry.divides else None
+        weights.append(FewBitWeight(QuantizedArray(entry.spec(spec), layer.shape), divisor))
+    if problems := [text for text in comm.allgather(problem) if text]:
+        raise ValueError(f"a layer cannot be quantised: {problems[0]}")
+    for at, weight in enumerate(weights):
+        for buffer in (weight.codes.buffer, weight.divisor):
             if buffer is not None:
                 comm.Bcast(buffer, at % comm.Get_size())
-    return made
+    return weights

@@ -27,20 +27,15 @@ def by_loss(
     batches: Sequence[Batch],
     comm: Any,
 ) -> np.ndarray:
-    """Increase of the mean loss with a single layer quantised. Collective.
+    """Increase of the mean loss with a single layer quantised: float64, shape (layers, options). Collective.
 
-    A forward of all batches for every layer and option.
-
-    Returns
-    -------
-    array of float64, shape (layers, options)
-        May be below 0.
+    Cost: a forward pass of all batches for every layer and option.
     """
     base = evaluate(model, loss, batches, comm).loss
     return np.array(
         [
-            [evaluate(packed(model, {layer.name: few}), loss, batches, comm).loss - base for few in some]
-            for layer, some in zip(layers, options)
+            [evaluate(packed(model, {layer.name: weight}), loss, batches, comm).loss - base for weight in weights]
+            for layer, weights in zip(layers, options)
         ]
     )
 
@@ -56,17 +51,16 @@ def by_fisher(
     """Half the squared error of each weight times the mean of its squared gradients (second-order estimate).
 
     The mean is over samples: the empirical Fisher information, in place of the diagonal of the Hessian (Y. LeCun,
-    J. Denker, S. Solla, "Optimal Brain Damage", 1990). A backward for every sample, whatever the options. Collective.
-
-    Returns
-    -------
-    array of float64, shape (layers, options)
+    J. Denker, S. Solla, "Optimal Brain Damage", 1990). Cost: a backward pass for every sample. Collective.
     """
     information = fisher(model, loss, layers, batches, comm)
     return np.array(
         [
-            [0.5 * float((information[layer.name] * np.square(few.matrix - layer.matrix)).sum()) for few in some]
-            for layer, some in zip(layers, options)
+            [
+                0.5 * float((information[layer.name] * np.square(weight.matrix - layer.matrix)).sum())
+                for weight in weights
+            ]
+            for layer, weights in zip(layers, options)
         ]
     )
 
@@ -75,7 +69,7 @@ def fisher(
     model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> dict[str, np.ndarray]:
     """Mean squared gradient of each weight over all ranks' samples, by layer, as matrices. Collective."""
-    kept = {layer.name: np.zeros(layer.shape) for layer in layers}
+    sums = {layer.name: np.zeros(layer.shape) for layer in layers}
 
     def add() -> int:
         samples = 0
@@ -83,19 +77,18 @@ def fisher(
             for x, y in zip(batch.x, batch.y):
                 found = gradients(model, loss, x[None], y[None])
                 for layer in layers:
-                    kept[layer.name] += np.square(to_matrix(found[layer.name], layer.turned), dtype=np.float64)
+                    sums[layer.name] += np.square(to_matrix(found[layer.name], layer.transposed), dtype=np.float64)
                 samples += 1
         return samples
 
     samples = np.array([collective_call(comm, add, "these samples have no gradients")], np.int64)
-    total = np.empty(1, np.int64)
-    comm.Allreduce(samples, total)
-    made = {}
-    for name, squares in kept.items():
-        made[name] = np.empty_like(squares)
-        comm.Allreduce(squares, made[name])
-        made[name] /= max(int(total[0]), 1)
-    return made
+    count = np.empty(1, np.int64)
+    comm.Allreduce(samples, count)
+    means = {name: np.empty_like(own) for name, own in sums.items()}
+    for name, mean in means.items():
+        comm.Allreduce(sums[name], mean)
+        mean /= max(int(count[0]), 1)
+    return means
 
 
 def gradients(model: Operator, loss: Any, x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:

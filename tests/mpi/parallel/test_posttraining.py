@@ -86,9 +86,9 @@ def test_all_ranks_have_the_model_of_one(comm, method):
 
     many, alone = of_all(comm, make, exact_model())
     for name, weight in weights_of(alone).items():
-        assert (weights_of(many)[name].few.codes.buffer == weight.few.codes.buffer).all()
-        if weight.few.divisor is not None:
-            assert (weights_of(many)[name].few.divisor == weight.few.divisor).all()
+        assert (weights_of(many)[name].quantized.codes.buffer == weight.quantized.codes.buffer).all()
+        if weight.quantized.divisor is not None:
+            assert (weights_of(many)[name].quantized.divisor == weight.quantized.divisor).all()
     rounds = [{v.name: v.given for _, v in made.walk() if isinstance(v, RoundedInput)} for made in (many, alone)]
     assert len(rounds[0]) == 3 and str(rounds[0]) == str(rounds[1])
 

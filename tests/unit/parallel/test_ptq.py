@@ -106,7 +106,7 @@ def test_what_is_packed_is_the_same_kind_of_model(name, recompute):
     assert not np.allclose(found, before, atol=1e-6)
     for layer in layers_of(model):
         back = quantize(layer.matrix, spec).dequantize()
-        layer.parameter.data = np.ascontiguousarray(back.T if layer.turned else back.reshape(layer.parameter.shape))
+        layer.parameter.data = np.ascontiguousarray(back.T if layer.transposed else back.reshape(layer.parameter.shape))
     np.testing.assert_allclose(found, outputs(model, batches), rtol=1e-5, atol=1e-5)
 
 
