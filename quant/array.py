@@ -9,8 +9,8 @@ import numpy as np
 from quant import kernels
 from quant.formats import values
 from quant.kernels import LinearCode, array_namespace
-from quant.layout import BufferLayout, layout
-from quant.scaling.scales import numbers_of, spread
+from quant.layout import BufferLayout, BufferPart, layout
+from quant.scaling.scales import joined, numbers_of, spread
 from quant.spec.granularity import Granularity, GroupBlocking, PerChannel, PerGroup, PerTensor, from_rows, to_rows
 from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
@@ -30,7 +30,6 @@ class QuantizedArray:
     Attributes
     ----------
     layout : BufferLayout
-        Offsets of the parts in the buffer.
 
     Examples
     --------
@@ -50,8 +49,8 @@ class QuantizedArray:
             buffer = np.zeros(self.layout.nbytes, np.uint8)
         if buffer.dtype != np.uint8 or buffer.shape != (self.layout.nbytes,) or not buffer.flags.c_contiguous:
             raise ValueError(
-                f"{spec} of shape {self.shape} needs a contiguous buffer of {self.layout.nbytes} uint8, "
-                f"not one of shape {buffer.shape} and type {buffer.dtype}"
+                f"buffer: expected {self.layout.nbytes} contiguous uint8 for {spec} of shape {self.shape}, "
+                f"found shape {buffer.shape} and type {buffer.dtype}"
             )
         self.buffer = buffer
 
@@ -96,17 +95,19 @@ class QuantizedArray:
         """Shape of an array of one value per group."""
         return self.layout.blocks.rows, self.layout.blocks.per_row
 
-    def part(self, name: str) -> Array:
-        """Part of the buffer as stored: `scale0`, `scale1` ..., `zeros` or `codes`; else KeyError."""
-        part = self.layout.part(name)
+    def _part(self, name: str) -> tuple[BufferPart, Array]:
+        part = next((part for part in self.layout.parts if part.name == name), None)
         if part is None:
             raise KeyError(f"{self.spec} has no {name}")
-        return self.buffer[part.start : part.start + part.nbytes].view(part.dtype)
+        return part, self.buffer[part.start : part.start + part.nbytes].view(part.dtype)
+
+    def part(self, name: str) -> Array:
+        """Part of the buffer as stored: `scale0`, `scale1` ..., `zeros` or `codes`; else KeyError."""
+        return self._part(name)[1]
 
     def items(self, name: str) -> Array:
         """Items of a part, one per entry: unpacked if packed, else a view."""
-        part, raw = self.layout.part(name), self.part(name)
-        assert part is not None
+        part, raw = self._part(name)
         if part.bits >= 8:
             return raw
         items = array_namespace(raw).empty(part.items, np.uint8)
@@ -115,8 +116,7 @@ class QuantizedArray:
 
     def put(self, name: str, items: Array) -> None:
         """Set the items of a part."""
-        part, raw = self.layout.part(name), self.part(name)
-        assert part is not None
+        part, raw = self._part(name)
         if part.bits < 8:
             kernels.pack(items.reshape(-1), part.bits, raw)
         else:
@@ -130,7 +130,7 @@ class QuantizedArray:
         numbers = [_aligned(numbers_of(self.items(f"scale{i}"), level.format)) for i, level in enumerate(levels)]
         outer = numbers.pop()
         for own, level in zip(reversed(numbers), reversed(self.layout.parent_levels)):
-            outer = spread(outer, level).reshape(-1) * own
+            outer = joined(spread(outer, level).reshape(-1), own)
         return outer.reshape(self._group_shape)
 
     def levels(self) -> Array:
@@ -184,7 +184,7 @@ class QuantizedArray:
     def _decode(self, out: Array, dtype: Any, add: bool) -> Array:
         xp, spec, blocks = array_namespace(self.buffer), self.spec, self.layout.blocks
         if out is not None and out.shape != self.shape:
-            raise ValueError(f"out has shape {out.shape}, not {self.shape}")
+            raise ValueError(f"out: expected shape {self.shape}, found {out.shape}")
         shape = blocks.rows, blocks.length
         if out is not None and _has_rows(out, spec):
             self._decode_rows(out.reshape(shape), add)

@@ -11,6 +11,12 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+GREATEST = np.finfo(np.float32).max
+"""Largest float32."""
+
+LARGEST_LEVEL = np.float32(2**16)
+"""Bound of the finite values of every code of a small float or table, before scaling."""
+
 
 class Minifloat(NamedTuple):
     """Format of a sign, `exponent` bits and `mantissa` bits; `dtype` is that of NumPy or ml_dtypes.

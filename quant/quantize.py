@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from quant import kernels
 from quant.array import QuantizedArray
-from quant.formats import values
+from quant.formats import GREATEST, values
 from quant.kernels import LinearCode, ScaleRule, array_namespace
 from quant.layout import layout
 from quant.scaling import codebook
@@ -57,54 +57,45 @@ def quantize(
     (36, 4.5)
     """
     x = _array(x)
-    xp = array_namespace(x)
-    rows = to_rows(_floats(x), spec.granularity)
-    out = _output(x, spec, out)
+    rows, out = to_rows(_floats(x), spec.granularity), _output(x, spec, out)
     if nonfinite not in ("raise", "poison"):
-        raise ValueError(f"nonfinite is raise or poison, not {nonfinite!r}")
+        raise ValueError(f"nonfinite: expected raise or poison, found {nonfinite!r}")
     key = _key(spec, seed)
     if not out.size:
         out.buffer[...] = 0
-        return out
-    if spec.code == "kmeans":
+    elif spec.code == "kmeans":
         if scales is not None or zeros is not None:
             raise ValueError("kmeans fits its own levels and takes no scales")
         codebook.fit_into(rows, out)
-        return out
-    if scales is None and _fused(rows, out):
-        return out
-    group_range = _range(rows, spec, out.layout.blocks.size)
-    finite = group_range.finite()
+    elif scales is not None or not _fused(rows, out):
+        _quantize_groups(x, rows, out, scales, zeros, nonfinite, key)
+    return out
+
+
+def _quantize_groups(
+    x: Array, rows: Array, out: QuantizedArray, scales: Array, zeros: Array, nonfinite: str, key: Any
+) -> None:
+    """Quantise step by step: ranges of groups, scales, stored scales and zero points, codes."""
+    xp, spec = array_namespace(rows), out.spec
+    low, high = _range(rows, spec, out.layout.blocks.size)
+    finite = xp.isfinite(low) & xp.isfinite(high)
     if not bool(finite.all()):
         if nonfinite == "raise" or spec.scales.format not in scaling.NAN:
             raise ValueError(_nonfinite_message(x, spec, nonfinite))
         rows = xp.where(scaling.spread(finite, out.layout.blocks), rows, np.float32(0))
-        group_range = group_range.zeroed(finite)
-    ideal, low = _scale(spec, group_range) if scales is None else (_given_scales(scales, out), None)
+        low, high = (xp.where(finite, bound, np.float32(0)) for bound in (low, high))
+    if scales is not None:
+        ideal = _given_scales(scales, out)
+    elif spec.symmetric:
+        ideal = scaling.symmetric_scale(spec, high)
+    else:
+        ideal, low = scaling.affine(spec, low, high)
     if spec.linear and not spec.symmetric and (scales is None) != (zeros is None):
         raise ValueError("scales and zeros of an asymmetric spec come together")
     stored = scaling.store(ideal, spec, out.layout.parent_levels)
     zero_points = _store_zeros(out, stored.scales, low, zeros)
     _store_scales(out, stored.levels, finite)
     _encode(rows, out, _divisors(spec, ideal, stored.scales), zero_points, key)
-    return out
-
-
-class GroupRange(NamedTuple):
-    """Range of each group: `size` is the largest |r| (or r), `low` the smallest r if the codes need it."""
-
-    size: Array
-    low: Array | None
-
-    def finite(self) -> Array:
-        """True for each group whose range is finite."""
-        xp = array_namespace(self.size)
-        return xp.isfinite(self.size) if self.low is None else xp.isfinite(self.size) & xp.isfinite(self.low)
-
-    def zeroed(self, finite: Array) -> GroupRange:
-        """Ranges of groups that are not finite set to 0."""
-        xp = array_namespace(finite)
-        return GroupRange(*(None if bound is None else xp.where(finite, bound, np.float32(0)) for bound in self))
 
 
 def _output(x: Array, spec: QuantSpec, out: QuantizedArray | None) -> QuantizedArray:
@@ -113,7 +104,7 @@ def _output(x: Array, spec: QuantSpec, out: QuantizedArray | None) -> QuantizedA
         buffer = array_namespace(x).empty(layout(spec, tuple(x.shape)).nbytes, np.uint8)
         return QuantizedArray(spec, x.shape, buffer)
     if out.spec != spec or out.shape != tuple(x.shape):
-        raise ValueError(f"out is {out}, and cannot hold {spec} of shape {x.shape}")
+        raise ValueError(f"out: expected {spec} of shape {x.shape}, found {out}")
     return out
 
 
@@ -130,13 +121,11 @@ def _floats(x: Array) -> Array:
     """`x` as C-contiguous float32."""
     xp = array_namespace(x)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-        raise TypeError(f"x holds {x.dtype}, not floating-point numbers")
+        raise TypeError(f"x: expected floating-point numbers, found {x.dtype}")
     if x.dtype == np.float32:
         return xp.ascontiguousarray(x).reshape(x.shape)
-    if x.dtype == np.float64:
-        with np.errstate(over="ignore"):
-            return x.astype(np.float32)
-    return x.astype(np.float32)
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32)
 
 
 def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
@@ -162,24 +151,19 @@ def _fused(rows: Array, out: QuantizedArray) -> bool:
     return kernels.quantize_linear(rows, out.layout.blocks.size, rule, LinearCode.of(spec), scales, out.part("codes"))
 
 
-def _range(rows: Array, spec: QuantSpec, size: int) -> GroupRange:
+def _range(rows: Array, spec: QuantSpec, size: int) -> tuple[Array, Array]:
+    """(smallest, largest) element of each group; of symmetric codes, the second is what their scale follows from."""
     if spec.symmetric and spec.signed:
-        return GroupRange((kernels.peak if spec.q_range == "peak" else kernels.absmax)(rows, size), None)
+        size_of_group = (kernels.peak if spec.q_range == "peak" else kernels.absmax)(rows, size)
+        return size_of_group, size_of_group
     low, high = kernels.minmax(rows, size)
-    return GroupRange(array_namespace(high).maximum(high, np.float32(0)) if spec.symmetric else high, low)
-
-
-def _scale(spec: QuantSpec, group_range: GroupRange) -> tuple[Array, Array | None]:
-    """(S, lower end of the range) of each group, before rounding to storage."""
-    if spec.symmetric or group_range.low is None:
-        return scaling.symmetric_scale(spec, group_range.size), None
-    return scaling.affine(spec, group_range.low, group_range.size)
+    return low, array_namespace(high).maximum(high, np.float32(0)) if spec.symmetric else high
 
 
 def _given_scales(scales: Array, out: QuantizedArray) -> Array:
     xp, ideal = array_namespace(out.buffer), _given("scales", scales, out)
     if not bool((xp.isfinite(ideal) & (ideal != 0)).all()):
-        raise ValueError("scales are finite and not 0")
+        raise ValueError("scales: expected finite numbers other than 0")
     if out.spec.scales.format in UNSIGNED and not bool((ideal > 0).all()):
         raise ValueError(f"scales in {out.spec.scales.format} have no sign, and {float(ideal.min()):.3g} is below 0")
     return ideal
@@ -199,11 +183,11 @@ def _given(name: str, numbers: Array, out: QuantizedArray) -> Array:
     """Values from the caller, one per group."""
     blocks, numbers = out.layout.blocks, array_namespace(out.buffer).asarray(numbers).astype(np.float32)
     if numbers.size != blocks.groups:
-        raise ValueError(f"{name} are {numbers.size} numbers, for {blocks.groups} groups")
+        raise ValueError(f"{name}: expected {blocks.groups} numbers, one per group, found {numbers.size}")
     return numbers.reshape(blocks.rows, blocks.per_row)
 
 
-def _store_zeros(out: QuantizedArray, scales: Array, low: Array | None, zeros: Array | None) -> Array | None:
+def _store_zeros(out: QuantizedArray, scales: Array, low: Array, zeros: Array | None) -> Array | None:
     """Store zero points (given, or of scales and ranges) and return them as stored; None for symmetric specs."""
     xp, spec = array_namespace(scales), out.spec
     if spec.symmetric:
@@ -213,7 +197,7 @@ def _store_zeros(out: QuantizedArray, scales: Array, low: Array | None, zeros: A
         out.put("zeros", scaling.round_to(z, spec.zero, keep=False)[0])
         return out.zeros()
     if not bool(((z >= spec.q_min) & (z <= spec.q_max) & (z == xp.rint(z))).all()):
-        raise ValueError(f"zeros are whole numbers from {spec.q_min} to {spec.q_max}")
+        raise ValueError(f"zeros: expected whole numbers from {spec.q_min} to {spec.q_max}")
     out.put("zeros", (z.astype(xp.int32) + spec.bias).astype(xp.uint8))
     return z
 
@@ -234,7 +218,7 @@ def _divisors(spec: QuantSpec, ideal: Array, stored: Array) -> tuple[Array, bool
     if spec.divisor == "stored":
         return xp.where(stored == 0, np.float32(1), stored), False
     with np.errstate(divide="ignore", over="ignore"):
-        by = xp.clip(1 / ideal, -scaling.GREATEST, scaling.GREATEST)
+        by = xp.clip(1 / ideal, -GREATEST, GREATEST)
     return xp.where(ideal == 0, np.float32(0), by), True
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from quant.kernels import reference_codecs
-from quant.kernels.reference_codecs import LinearCode, ScaleRule, array_namespace, minifloat_bits, uniform
+from quant.kernels.reference_codecs import LinearCode, ScaleRule, array_namespace, minifloat_bits
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -72,23 +72,4 @@ decode_table = _fastest(reference_codecs.decode_table)
 pack = _fastest(reference_codecs.pack)
 unpack = _fastest(reference_codecs.unpack)
 
-__all__ = [
-    "LinearCode",
-    "ScaleRule",
-    "absmax",
-    "array_namespace",
-    "available",
-    "decode_linear",
-    "decode_table",
-    "encode_float",
-    "encode_linear",
-    "encode_table",
-    "forms",
-    "minifloat_bits",
-    "minmax",
-    "pack",
-    "peak",
-    "quantize_linear",
-    "uniform",
-    "unpack",
-]
+__all__ = ["LinearCode", "ScaleRule", "array_namespace", "minifloat_bits"]

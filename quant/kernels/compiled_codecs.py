@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from quant import formats, packing
-from quant.formats import MINIFLOATS
+from quant.formats import GREATEST, LARGEST_LEVEL, MINIFLOATS
 from quant.kernels import reference_codecs
 from quant.kernels.jit import compiler
 from quant.packing import BLOCK, POWERS
@@ -26,8 +26,8 @@ from quant.spec.quant_spec import ROUNDINGS
 F, I, U, B = np.float32, np.int32, np.uint32, np.uint8
 MAGNITUDE, ALL = I(0x7FFFFFFF), I(31)
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
-TINY, INFINITE, GREATEST = F(2**-149), I(0x7F800000), np.finfo(F).max
-ANY, NO_KEYS = np.uint64(0), (U(0), U(0))
+TINY, INFINITE = F(2**-149), I(0x7F800000)
+NO_KEYS = U(0), U(0)
 NIBBLES = BLOCK // 2
 NEAR = 1 << 13
 """Number of elements that stay in the L1 cache between two passes."""
@@ -100,20 +100,26 @@ def _range_finder(signed):
     return loop(find)
 
 
+def _per_group(rows, size, *shape):
+    """Array for a value per group."""
+    return np.empty((*shape, rows.shape[0], -(-rows.shape[1] // size)), np.float32)
+
+
+def _find(rows, size, signed):
+    found = _per_group(rows, size)
+    cut, into = _cut(rows, size, found)
+    _range_finder(signed)(cut.view(np.int32), size, into.view(np.int32))
+    return found
+
+
 @kernel
 def absmax(rows, size):
-    found = np.empty((rows.shape[0], -(-rows.shape[1] // size)), np.float32)
-    cut, into = _cut(rows, size, found)
-    _range_finder(False)(cut.view(np.int32), size, into.view(np.int32))
-    return found
+    return _find(rows, size, signed=False)
 
 
 @kernel
 def peak(rows, size):
-    found = np.empty((rows.shape[0], -(-rows.shape[1] // size)), np.float32)
-    cut, into = _cut(rows, size, found)
-    _range_finder(True)(cut.view(np.int32), size, into.view(np.int32))
-    return found
+    return _find(rows, size, signed=True)
 
 
 @loop
@@ -132,7 +138,7 @@ def _minmax(bits, size, low, high):
 
 @kernel
 def minmax(rows, size):
-    low, high = np.empty((2, rows.shape[0], -(-rows.shape[1] // size)), np.float32)
+    low, high = _per_group(rows, size, 2)
     cut, *bounds = _cut(rows, size, low, high)
     _minmax(cut.view(np.int32), size, *(bound.view(np.int32) for bound in bounds))
     return low, high
@@ -190,7 +196,7 @@ def _code(t, zero, limits, number, keys, rounding, shift):
 
 
 def _keys(key):
-    return (U(0), U(0)) if key is None else (U(key[0]), U(key[1]))
+    return NO_KEYS if key is None else (U(key[0]), U(key[1]))
 
 
 def _limits(code):
@@ -198,21 +204,24 @@ def _limits(code):
 
 
 @inlined
-def _encode_group(part, into, by, zero, limits, first, keys, kind):
+def _encode_group(rows, out, span, by, zero, limits, keys, kind):
     """Codes of a group, as bytes or packed as blocks of nibbles; `kind` is constant after inlining."""
+    row, first, last = span
     nibbles, rounding, multiply, shift = kind
     if nibbles:
-        for block in range(0, part.size, BLOCK):
-            lower, upper = part[block : block + NIBBLES], part[block + NIBBLES : block + BLOCK]
-            packed, number = into[block // 2 : block // 2 + NIBBLES], np.uint64(first + np.uint64(block))
+        for at in range(first, last, BLOCK):
+            part, packed = rows[row, at : at + BLOCK], out[row, at // 2 : at // 2 + NIBBLES]
+            number = np.uint64(row * rows.shape[1] + at)
             for i in range(NIBBLES):
                 this, other = np.uint64(number + np.uint64(i)), np.uint64(number + np.uint64(i + NIBBLES))
-                a = _code(_scaled(lower[i], by, multiply), zero, limits, this, keys, rounding, shift)
-                b = _code(_scaled(upper[i], by, multiply), zero, limits, other, keys, rounding, shift)
+                a = _code(_scaled(part[i], by, multiply), zero, limits, this, keys, rounding, shift)
+                b = _code(_scaled(part[i + NIBBLES], by, multiply), zero, limits, other, keys, rounding, shift)
                 packed[i] = B(a | B(b << B(4)))
     else:
+        part, into = rows[row, first:last], out[row, first:last]
+        number = np.uint64(row * rows.shape[1] + first)
         for i in range(part.size):
-            this = np.uint64(first + np.uint64(i))
+            this = np.uint64(number + np.uint64(i))
             into[i] = _code(_scaled(part[i], by, multiply), zero, limits, this, keys, rounding, shift)
 
 
@@ -223,17 +232,14 @@ def _packs_nibbles(bits, size, rows):
 
 @cache
 def _linear_encoder(nibbles, rounding, multiply, shift):
-    per_byte = 2 if nibbles else 1
-
     def encode(rows, size, by, zeros, limits, keys, out):
         count, length = rows.shape
         for row in range(count):
             for group in range(by.shape[1]):
-                first, last = group * size, min((group + 1) * size, length)
-                part, into = rows[row, first:last], out[row, first // per_byte : last // per_byte]
+                span = row, group * size, min((group + 1) * size, length)
                 zero = zeros[row, group] if shift != PLAIN else ZERO
                 kind = nibbles, rounding, multiply, shift
-                _encode_group(part, into, by[row, group], zero, limits, np.uint64(row * length + first), keys, kind)
+                _encode_group(rows, out, span, by[row, group], zero, limits, keys, kind)
 
     return loop(encode)
 
@@ -276,7 +282,7 @@ def _fused_quantizer(form, nibbles, rounding, inverse, peak):
     """Quantiser of batches of groups that stay in the cache: largest elements, then scales, then codes."""
     half, brain = form == "fp16", form == "bf16"
     infinite_bits = 0x7C00 if half else (0x7F80 if brain else 0x7F800000)
-    sign, per_byte = 31 if form == "fp32" else 15, 2 if nibbles else 1
+    sign = 31 if form == "fp32" else 15
 
     def quantize(rows, size, steps, limits, scales, out):
         worst, infinite = I(0), I(infinite_bits)
@@ -310,10 +316,9 @@ def _fused_quantizer(form, nibbles, rounding, inverse, peak):
                     else:
                         by[group] = ONE if stored == ZERO else stored
                 for group in range(groups):
-                    first, last = (start + group) * size, min((start + group + 1) * size, length)
-                    part, into = rows[row, first:last], out[row, first // per_byte : last // per_byte]
+                    span = row, (start + group) * size, min((start + group + 1) * size, length)
                     kind = nibbles, rounding, inverse, PLAIN
-                    _encode_group(part, into, by[group], ZERO, limits, ANY, NO_KEYS, kind)
+                    _encode_group(rows, out, span, by[group], ZERO, limits, NO_KEYS, kind)
         return worst < infinite
 
     return loop(quantize)
@@ -333,7 +338,31 @@ def quantize_linear(rows, size, rule, code, scales, out):
 
 
 @cache
-def _bytes_decoder(signed, shifted, add):
+def _overflow_check(shifted):
+    """Check of all groups: True if a scale times `reach`, |zero point| added, rounds to infinity or is NaN."""
+
+    def may_overflow(scales, zeros, reach):
+        most = I(0)
+        for row in range(scales.shape[0]):
+            for group in range(scales.shape[1]):
+                distance = F(reach + abs(zeros[row, group])) if shifted else reach
+                most = max(most, I(F(abs(scales[row, group]) * distance).view(np.int32) & MAGNITUDE))
+        return most >= INFINITE
+
+    return loop(may_overflow)
+
+
+@inlined
+def _product(q, scale, clamp):
+    """q S; with `clamp`, a constant after inlining, the largest number where it would round to infinity."""
+    r = F(q * scale)
+    if clamp:
+        r = GREATEST if r > GREATEST else (-GREATEST if r < -GREATEST else r)
+    return F(r)
+
+
+@cache
+def _bytes_decoder(signed, shifted, add, clamp):
     def decode(codes, size, scales, zeros, bias, out):
         count, length = codes.shape
         for row in range(count):
@@ -343,26 +372,25 @@ def _bytes_decoder(signed, shifted, add):
                 scale, zero = scales[row, group], zeros[row, group] if shifted else ZERO
                 for i in range(part.size):
                     q = F(np.int8(part[i])) if signed else F(I(I(part[i]) - bias))
-                    r = F(F(q - zero) * scale) if shifted else F(q * scale)
+                    r = _product(F(q - zero) if shifted else q, scale, clamp)
                     into[i] = F(into[i] + r) if add else r
 
     return loop(decode)
 
 
 @cache
-def _nibbles_decoder(shifted, add):
+def _nibbles_decoder(shifted, add, clamp):
     def decode(packed, size, scales, zeros, bias, out):
-        for group in range(scales.shape[1]):
-            scale, zero = scales[0, group], zeros[0, group] if shifted else ZERO
+        for group in range(scales.size):
+            scale, zero = scales[group], zeros[group] if shifted else ZERO
             for first in range(group * size, (group + 1) * size, BLOCK):
                 part = packed[first // 2 : first // 2 + NIBBLES]
-                lower, upper = out[0, first : first + NIBBLES], out[0, first + NIBBLES : first + BLOCK]
+                lower, upper = out[first : first + NIBBLES], out[first + NIBBLES : first + BLOCK]
                 for i in range(NIBBLES if add else part.size):  # so LLVM makes vectors of both
                     both = I(part[i])
                     a, b = F(I(I(both & I(15)) - bias)), F(I(I(both >> I(4)) - bias))
-                    if shifted:
-                        a, b = F(a - zero), F(b - zero)
-                    a, b = F(a * scale), F(b * scale)
+                    a = _product(F(a - zero) if shifted else a, scale, clamp)
+                    b = _product(F(b - zero) if shifted else b, scale, clamp)
                     lower[i] = F(lower[i] + a) if add else a
                     upper[i] = F(upper[i] + b) if add else b
 
@@ -371,16 +399,17 @@ def _nibbles_decoder(shifted, add):
 
 @kernel
 def decode_linear(packed, size, scales, zeros, code, out, add):
-    shifted = zeros is not None
+    shifted, nibbles, codes = zeros is not None, _packs_nibbles(code.bits, size, out), packed
     target, scales, zeros = _cut(out, size, scales, zeros if shifted else scales)
-    if _packs_nibbles(code.bits, size, out):
-        _nibbles_decoder(shifted, bool(add))(packed, size, scales, zeros, I(code.bias), target)
+    clamp = _overflow_check(shifted)(scales, zeros, F(256))
+    if nibbles:
+        decode = _nibbles_decoder(shifted, bool(add), clamp)
+        decode(packed, size, scales.reshape(-1), zeros.reshape(-1), I(code.bias), target.reshape(-1))
         return
-    codes = packed
     if code.bits < 8:
         codes = np.empty(out.size, np.uint8)
         unpack(packed, code.bits, codes)
-    decode = _bytes_decoder(bool(code.signed and not code.bias), shifted, bool(add))
+    decode = _bytes_decoder(bool(code.signed and not code.bias), shifted, bool(add), clamp)
     decode(codes.reshape(target.shape), size, scales, zeros, I(code.bias), target)
 
 
@@ -402,7 +431,7 @@ def _float_encoder(code, multiply, stochastic):
                 here = by[row, group]
                 number = np.uint64(row * length + first)
                 for i in range(part.size):
-                    t = _scaled(part[i], here, multiply)
+                    t = F(_scaled(part[i], here, multiply))
                     value = min(abs(t), largest)
                     exponent = I(max(I(F(value).view(np.int32) >> I(23)), lowest))
                     unit = I(I(exponent - mantissa) << I(23)).view(np.float32)
@@ -477,24 +506,29 @@ def _cut_tables(rows, size, per_group, tables):
     return _cut(rows, size, per_group, np.ascontiguousarray(tables))
 
 
-@loop
-def _decode_table(codes, size, scales, levels, out, add):
-    count, length = codes.shape
-    own = levels.size > levels.shape[2]
-    for row in range(count):
-        for group in range(scales.shape[1]):
-            first, last = group * size, min((group + 1) * size, length)
-            part, into = codes[row, first:last], out[row, first:last]
-            scale, table = scales[row, group], levels[row, group] if own else levels[0, 0]
-            for i in range(part.size):
-                r = F(table[part[i]] * scale)
-                into[i] = F(into[i] + r) if add else r
+@cache
+def _table_decoder(clamp):
+    def decode(codes, size, scales, levels, out, add):
+        count, length = codes.shape
+        own = levels.size > levels.shape[2]
+        for row in range(count):
+            for group in range(scales.shape[1]):
+                first, last = group * size, min((group + 1) * size, length)
+                part, into = codes[row, first:last], out[row, first:last]
+                scale, table = scales[row, group], levels[row, group] if own else levels[0, 0]
+                for i in range(part.size):
+                    level = table[part[i]]
+                    r = _product(level, scale, clamp and abs(level) <= GREATEST)
+                    into[i] = F(into[i] + r) if add else r
+
+    return loop(decode)
 
 
 @kernel
 def decode_table(codes, size, scales, levels, out, add):
     target, scales, tables = _cut_tables(out, size, scales, levels)
-    _decode_table(codes.reshape(target.shape), size, scales, tables, target, bool(add))
+    decode = _table_decoder(_overflow_check(False)(scales, scales, LARGEST_LEVEL))
+    decode(codes.reshape(target.shape), size, scales, tables, target, bool(add))
 
 
 # ------------------------------------------------------------------------------------------ packing

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.formats import MINIFLOATS
+from quant.formats import GREATEST, MINIFLOATS
 from quant.kernels import reference_codecs
 from quant.kernels.reference_codecs import LinearCode, array_namespace
 from quant.types import Array
@@ -130,6 +130,7 @@ def decode_linear(
         float q = {"(float)(signed char)code" if code.signed and not bias else "(float)((int)code - bias)"};
         {"" if zeros is None else "q = __fsub_rn(q, zero);"}
         q = __fmul_rn(q, scale);
+        q = q > {GREATEST}f ? {GREATEST}f : q < -{GREATEST}f ? -{GREATEST}f : q;
         r = {"__fadd_rn(r, q)" if add else "q"};
     """
     apply = _elementwise(xp, "decode_linear", "uint8 code, float32 scale, float32 zero, int32 bias", "float32 r", body)

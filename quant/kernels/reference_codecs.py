@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quant.formats import MINIFLOATS
+from quant.formats import GREATEST, LARGEST_LEVEL, MINIFLOATS
 from quant.packing import BLOCK, POWERS, packed_nbytes
 from quant.spec.quant_spec import QuantSpec
 from quant.types import Array
@@ -348,6 +348,7 @@ def decode_linear(
         unpack(packed, bits, codes)
     codes, scales = codes.reshape(target.shape), scales.reshape(shape)
     shift = None if zeros is None else zeros.reshape(shape)
+    clamp = _may_overflow(scales, np.float32(256), 0.0 if shift is None else shift)
     scratch = _scratch(target, size)
     for tile in tiles:
         part, at = _groups(codes, tile), (tile.rows, tile.groups)
@@ -359,6 +360,8 @@ def decode_linear(
         if shift is not None:
             q -= shift[at][..., None]
         q *= scales[at][..., None]
+        if clamp:
+            xp.clip(q, -GREATEST, GREATEST, out=q)
         if add:
             into += q
 
@@ -374,12 +377,20 @@ def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Arr
     shape = _per_group(cut, size)
     scales, target = scales.reshape(shape), out.reshape(cut.shape)
     own = None if levels.ndim == 1 else levels.reshape(*shape, levels.shape[-1])
+    clamp = _may_overflow(scales, LARGEST_LEVEL)
     for tile in tiles:
         part, at = _groups(cut, tile).astype(xp.int64), (tile.rows, tile.groups)
-        r = levels[part] if own is None else xp.take_along_axis(own[at], part, axis=-1)
-        r = r * scales[at][..., None]
+        level = levels[part] if own is None else xp.take_along_axis(own[at], part, axis=-1)
+        r = level * scales[at][..., None]
+        if clamp:
+            r = xp.where(abs(level) <= GREATEST, xp.clip(r, -GREATEST, GREATEST), r)
         into = _groups(target, tile)
         into[...] = into + r if add else r
+
+
+def _may_overflow(scales: Array, reach: np.float32, zeros: Array = 0.0) -> bool:
+    """True if scales times values up to `reach` + |zeros| may round to infinity; on a device always, not to wait."""
+    return not isinstance(scales, np.ndarray) or not bool((abs(scales) * (reach + abs(zeros)) <= GREATEST).all())
 
 
 # ------------------------------------------------------------------------------------------ packing

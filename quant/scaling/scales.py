@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quant.formats import MINIFLOATS, values
+from quant.formats import GREATEST, MINIFLOATS, values
 from quant.kernels import absmax, array_namespace, minifloat_bits
 from quant.spec.granularity import GroupBlocking
 from quant.spec.quant_spec import QuantSpec, Scales
@@ -18,7 +18,7 @@ from quant.types import Array
 LARGEST = {"e4m3": MINIFLOATS["e4m3"].largest, **{f"uint{b}": 2.0**b - 1 for b in range(1, 9)}}
 """Value of the largest scale in a parent's group."""
 
-TINY, GREATEST = np.float32(2**-149), np.finfo(np.float32).max
+TINY = np.float32(2**-149)
 
 
 class StoredScales(NamedTuple):
@@ -107,7 +107,13 @@ def _store(scale: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...],
     outer = _store(divided(most, LARGEST[kind.format]), kind.parent, parent_levels[1:], keep)
     gamma = spread(outer.scales, blocks).reshape(scale.shape)
     raw, numbers = round_to(scale / xp.where(gamma == 0, np.float32(1), gamma), kind.format, keep)
-    return StoredScales((raw, *outer.levels), gamma * numbers)
+    return StoredScales((raw, *outer.levels), joined(gamma, numbers))
+
+
+def joined(gamma: Array, numbers: Array) -> Array:
+    """Scales of two levels as one, at most the largest number: they may be rounded up beyond it."""
+    with np.errstate(over="ignore"):
+        return array_namespace(gamma).clip(gamma * numbers, -GREATEST, GREATEST)
 
 
 def spread(of_groups: Array, blocks: GroupBlocking) -> Array:

@@ -13,6 +13,7 @@ from quant import (
     Q4_0,
     VSQ,
     PerChannel,
+    PerGroup,
     QuantSpec,
     Scales,
     grouped,
@@ -68,7 +69,7 @@ def test_a_poisoned_group(name, value):
 def test_integers_hold_no_poison():
     with pytest.raises(ValueError, match="scales in uint4 have no NaN"):
         quantize(np.full(16, np.nan, F), VSQ, nonfinite="poison")
-    with pytest.raises(ValueError, match="nonfinite is raise or poison"):
+    with pytest.raises(ValueError, match="nonfinite: expected raise or poison"):
         quantize(np.ones(16, F), INT8, nonfinite="ignore")
 
 
@@ -142,6 +143,55 @@ def test_a_range_beyond_that_of_float32(scale, zero, divisor):
             assert np.isfinite(back).all() and abs(back.astype(float) - [3e38, -3e38]).max() <= np.finfo(F).max
 
 
+LARGEST = np.finfo(F).max
+UP_TO_THE_LARGEST = (
+    SPECS
+    | {
+        f"{bits} bits {name}": QuantSpec(bits, granularity=PerGroup(size), **options)
+        for bits in (2, 4, 7, 8)
+        for size in (5, 32)
+        for name, options in {
+            "e8m0": {"scale": "e8m0"},
+            "bf16": {"scale": "bf16"},
+            "half up": {"rounding": "half_up", "divisor": "inverse"},
+            "stochastic": {"rounding": "stochastic"},
+            "two levels": {"scale": Scales("uint4", PerChannel(0), Scales("fp32"))},
+            "zeros": {"symmetric": False},
+            "float zeros": {"symmetric": False, "zero": "fp32", "scale": "bf16"},
+        }.items()
+    }
+    | {
+        f"{code} {scale}": QuantSpec(8, code=code, scale=scale)
+        for code in ("e4m3", "e5m2")
+        for scale in ("fp32", "bf16")
+    }
+)
+
+
+@pytest.mark.parametrize("name", UP_TO_THE_LARGEST)
+def test_finite_numbers_decode_to_finite_numbers(name):
+    """The nearest code of a number within half a step of the largest float32 may stand for more than that."""
+    spec = UP_TO_THE_LARGEST[name]
+    for low in (-LARGEST, -F(2e38), F(0)):
+        for high in LARGEST * F([1, 1 - 2.0**-9, 1 - 2.0**-7, 0.97, 0.94, 0.9]):
+            x = np.zeros((2, 64), F)
+            x[0, 3], x[1, ::7], x[1, 5] = high, high * F(0.99), low
+            try:
+                q = quantize(x, spec, seed=1)
+            except ValueError as error:
+                assert "does not fit" in str(error)
+                continue
+            back, onto = q.dequantize(), q.add_to(-x / 2)
+            assert np.isfinite(back).all() and np.isfinite(onto).all()
+
+
+def test_infinite_codes_stay_infinite():
+    """Of e5m2, which has codes for infinity that no number gets."""
+    q = quantize(np.full(8, LARGEST), QuantSpec(8, code="e5m2"))
+    q.part("codes")[:2] = 0x7C, 0xFC
+    assert q.dequantize()[:3].tolist() == [np.inf, -np.inf, LARGEST]
+
+
 @pytest.mark.parametrize("tiny", [2.0**-126, 2.0**-127])
 def test_powers_of_two_down_to_the_smallest(tiny):
     spec = QuantSpec(8, scale="e8m0")
@@ -176,12 +226,12 @@ def test_given_scales():
     assert quantize(F([1000, -1000]), INT8, scales=1.0).integers().tolist() == [127, -127]
     np.testing.assert_array_equal(quantize(F([-1, 0, 9]), ASYMMETRIC, scales=0.5, zeros=-3.0).integers(), [-5, -3, 15])
     for scales in ([1, 0], [1, np.nan], [1, np.inf]):
-        with pytest.raises(ValueError, match="finite and not 0"):
+        with pytest.raises(ValueError, match="finite numbers other than 0"):
             quantize(x, rows, scales=F(scales))
     for scale in ("e8m0", Scales("uint8", parent=Scales())):
         with pytest.raises(ValueError, match="have no sign, and -1 is below 0"):
             quantize(x, rows.replace(scale=scale), scales=F([1, -1]))
-    with pytest.raises(ValueError, match="scales are 3 numbers, for 2 groups"):
+    with pytest.raises(ValueError, match="scales: expected 2 numbers, one per group, found 3"):
         quantize(x, rows, scales=np.ones(3, F))
     with pytest.raises(ValueError, match="come together"):
         quantize(x, ASYMMETRIC, scales=F(1))
