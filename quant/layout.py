@@ -29,7 +29,7 @@ class BufferPart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return packed_nbytes(self.items, self.bits) if self.bits <= 8 else self.items * self.bits // 8
+        return packed_nbytes(self.items, self.bits)
 
     @property
     def dtype(self) -> np.dtype:
@@ -58,10 +58,6 @@ class BufferLayout(NamedTuple):
         """Bits per element of this array, the whole buffer counted; NaN without elements."""
         return 8 * self.nbytes / self.elements if self.elements else math.nan
 
-    def part(self, name: str) -> BufferPart | None:
-        """Part by name, or None."""
-        return next((part for part in self.parts if part.name == name), None)
-
 
 @cache
 def layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
@@ -86,7 +82,7 @@ def layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
         items.append(("zeros", spec.bits if spec.zero == "integer" else SCALE_BITS[spec.zero], blocks.groups))
     items.append(("codes", spec.bits, blocks.elements))
     parts: list[BufferPart] = []
-    for name, bits, count in sorted(items, key=lambda item: -STORED.get(item[1], np.dtype(np.uint8)).itemsize):
+    for name, bits, count in sorted(items, key=lambda item: -max(item[1], 8)):
         start = parts[-1].start + parts[-1].nbytes if parts else 0
         parts.append(BufferPart(name, bits, count, start))
     return BufferLayout(blocks.elements, blocks, tuple(levels[1:]), tuple(parts))

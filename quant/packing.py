@@ -15,9 +15,5 @@ POWERS = {bits: tuple(power for power in (4, 2, 1) if bits & power) for bits in 
 
 
 def packed_nbytes(count: int, bits: int) -> int:
-    """Bytes of `count` packed codes.
-
-    >>> packed_nbytes(10, 3)
-    4
-    """
+    """Bytes of `count` packed codes."""
     return -(-count * bits // 8)

@@ -46,11 +46,7 @@ class QuantContestant(NamedTuple):
 
 
 def size_of(text: str) -> int:
-    """Argument type: bytes, with an optional K, M or G.
-
-    >>> size_of("64M")
-    67108864
-    """
+    """Argument type: bytes, with an optional K, M or G."""
     unit = UNITS.get(text[-1:].upper(), 1)
     return int(text[:-1] if unit > 1 else text) * unit
 

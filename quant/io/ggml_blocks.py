@@ -24,7 +24,7 @@ def to_blocks(q: QuantizedArray) -> Array:
     (2, 36)
     """
     if q.spec not in BLOCKS.values():
-        raise ValueError(f"ggml has blocks for {', '.join(BLOCKS)}, not for {q.spec}")
+        raise ValueError(f"spec: expected one of {', '.join(BLOCKS)}, found {q.spec}")
     if not q.shape or q.shape[-1] % 32:
         raise ValueError(f"rows of {q.shape[-1] if q.shape else 1} elements are not whole blocks of 32")
     xp, groups = array_namespace(q.buffer), q.groups
@@ -36,7 +36,7 @@ def to_blocks(q: QuantizedArray) -> Array:
 def from_blocks(blocks: Array, kind: str) -> QuantizedArray:
     """Array of ggml's blocks: uint8, shape (..., bytes per row); `kind` is Q4_0 or Q8_0."""
     if kind not in BLOCKS:
-        raise ValueError(f"blocks are {' or '.join(BLOCKS)}, not {kind!r}")
+        raise ValueError(f"kind: expected {' or '.join(BLOCKS)}, found {kind!r}")
     spec = BLOCKS[kind]
     width = 2 + 4 * spec.bits
     if not blocks.ndim or blocks.dtype != np.uint8 or blocks.shape[-1] % width:

@@ -17,7 +17,7 @@ class Percentile(Histogram):
 
     def __init__(self, percentile: float = 99.9, bins: int = 2048):
         if not 0 < percentile <= 100:
-            raise ValueError(f"a percentile is above 0 and at most 100, not {percentile}")
+            raise ValueError(f"percentile: expected above 0 and at most 100, found {percentile}")
         super().__init__(bins)
         self.percentile = percentile
 
@@ -38,7 +38,7 @@ class _Best(Histogram):
 
     def __init__(self, bits: int = 8, symmetric: bool = True, bins: int = 2048):
         if not 2 <= bits <= 8:
-            raise ValueError(f"bits are from 2 to 8, not {bits}")
+            raise ValueError(f"bits: expected 2 to 8, found {bits}")
         super().__init__(bins)
         self.bits, self.symmetric = bits, symmetric
 

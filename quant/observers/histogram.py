@@ -23,18 +23,8 @@ class Histogram(Ranges):
     with which the largest |x| so far has a bin. Merging two neighbouring bins gives one of twice the width, so the
     counts follow from the set of elements alone, and those of several observers, brought to the same width, add up.
 
-    Parameters
-    ----------
-    bins : int
-        Even.
-
-    Attributes
-    ----------
-    counts : array of int64, shape (bins,)
-    exponent : int
-        log2 of the width.
-    low, high : float
-        The least and the largest element; infinite before the first.
+    `bins` is even; `counts` is int64, `exponent` log2 of the width; `low` and `high` are the least and the largest
+    element, infinite before the first.
 
     >>> histogram = Histogram(4)
     >>> histogram.observe(np.array([0.5, -0.5, 1.0, 3.0], np.float32))
@@ -44,7 +34,7 @@ class Histogram(Ranges):
 
     def __init__(self, bins: int = 2048):
         if bins < 2 or bins % 2:
-            raise ValueError(f"bins are an even number, not {bins}")
+            raise ValueError(f"bins: expected an even number, found {bins}")
         self.counts = np.zeros(bins, np.int64)
         self.exponent = LEAST
         self.low, self.high = math.inf, -math.inf
@@ -124,5 +114,5 @@ class Histogram(Ranges):
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         if not self.total:
-            raise ValueError("nothing was seen yet")
+            raise ValueError("no range: nothing was observed yet")
         return np.array([self.low], np.float32), np.array([self.high], np.float32)

@@ -39,7 +39,7 @@ class Ranges:
         array([1.007874, 2.      , 2.      ], dtype=float32)
         """
         if spec.granularity != self.granularity:
-            raise ValueError(f"ranges of {self.granularity} were seen, and {spec.granularity} is asked for")
+            raise ValueError(f"granularity: expected {self.granularity}, as observed, found {spec.granularity}")
         if spec.code == "kmeans" or spec.q_range == "peak" or spec.scales.parent is not None:
             raise ValueError(f"a range alone does not make scales for {spec}")
         low, high = (np.atleast_1d(bound).astype(np.float32)[:, None] for bound in self.range())
@@ -61,7 +61,7 @@ class MinMax(Ranges):
 
     def __init__(self, granularity: Granularity = TENSOR):
         if not isinstance(granularity, PerTensor | PerChannel):
-            raise ValueError(f"activations are observed per tensor or per channel, not {granularity}")
+            raise ValueError(f"granularity: expected per tensor or per channel, found {granularity}")
         self.granularity = granularity
         self.low, self.high = np.empty((2, 0), np.float32)  # no channels before the first batch
 
@@ -75,7 +75,7 @@ class MinMax(Ranges):
         elif len(low) == len(self.low):
             self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
         elif len(low):
-            raise ValueError(f"{len(low)} channels, where there were {len(self.low)} before")
+            raise ValueError(f"x: expected {len(self.low)} channels, as before, found {len(low)}")
 
     def merge(self, other: MinMax) -> MinMax:
         """New observer of both data sets."""
@@ -89,7 +89,7 @@ class MinMax(Ranges):
         counts = allgather(comm, np.array([len(self.low)], np.int64))[:, 0]
         channels = int(counts.max())
         if any(counts[counts > 0] != channels):
-            raise ValueError(f"the ranks have seen different numbers of channels: {counts.tolist()}")
+            raise ValueError(f"ranks observed different numbers of channels: {counts.tolist()}")
         merged = MinMax(self.granularity)
         if channels:
             bounds = np.full((2, channels), np.inf, np.float32)
@@ -101,7 +101,7 @@ class MinMax(Ranges):
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         if not len(self.low):
-            raise ValueError("nothing was seen yet")
+            raise ValueError("no range: nothing was observed yet")
         return self.low, self.high
 
 
@@ -115,7 +115,7 @@ class Ema(Ranges):
 
     def __init__(self, a: float = 0.01):
         if not 0 < a <= 1:
-            raise ValueError(f"a is above 0 and at most 1, not {a}")
+            raise ValueError(f"a: expected above 0 and at most 1, found {a}")
         self.a = a
         self.batches = _unseen(0)
         self._batch: int | None = None
@@ -135,7 +135,7 @@ class Ema(Ranges):
     def merge(self, other: Ema) -> Ema:
         """New observer whose n-th batch joins the n-th batches of both."""
         if other.a != self.a:
-            raise ValueError(f"averages with a = {self.a} and a = {other.a} have nothing in common")
+            raise ValueError(f"a: expected {self.a}, found {other.a}: averages do not merge")
         return self._joined([self.batches, other.batches])
 
     def allreduce(self, comm: Any) -> Ema:
@@ -160,7 +160,7 @@ class Ema(Ranges):
         """(lowest, highest), averaged in float64 from the first batch on."""
         batches = self.batches[self.batches[:, 0] <= self.batches[:, 1]]
         if not len(batches):
-            raise ValueError("nothing was seen yet")
+            raise ValueError("no range: nothing was observed yet")
         average = batches[0].astype(np.float64)
         for batch in batches[1:]:
             average = self.a * batch + (1 - self.a) * average
@@ -182,7 +182,7 @@ def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndar
     low, high = kernels.minmax(rows, blocks.size)
     low, high = (bound.reshape(-1) if xp is np else bound.reshape(-1).get() for bound in (low, high))
     if not (np.isfinite(low) & np.isfinite(high)).all():
-        raise ValueError("a batch holds NaN or infinity, which have no place in a range")
+        raise ValueError("a batch holds NaN or infinity")
     return low, high
 
 

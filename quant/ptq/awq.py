@@ -20,20 +20,8 @@ def awq(
     s = (mean|x|)^alpha, normalised to a geometric mean of its largest and smallest value of 1, with the alpha among
     `candidates` values from 0 (plain rounding) to below 1 whose w x is nearest to the exact one.
 
-    Parameters
-    ----------
-    w : array of floats, shape (outputs, inputs)
-    moments : array of floats, shape (inputs, inputs)
-        X^T X.
-    sizes : array of floats, shape (inputs,)
-        The mean |x| of each input.
-    spec : QuantSpec
-    candidates : int
-
-    Returns
-    -------
-    codes : QuantizedArray, shape (outputs, inputs)
-    s : array of float32, shape (inputs,)
+    `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs), `sizes` the mean |x| of each input;
+    s is float32 of shape (inputs,).
     """
     w = np.asarray(w, np.float32)
     if moments.shape != (w.shape[1],) * 2 or sizes.shape != w.shape[1:]:

@@ -22,20 +22,9 @@ BLOCK = 128
 def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0.01) -> QuantizedArray:
     """Codes that approximate w x (rather than w) for the observed inputs x.
 
-    Parameters
-    ----------
-    w : array of floats, shape (outputs, inputs)
-    moments : array of floats, shape (inputs, inputs)
-        X^T X, of rows of inputs; any multiple gives the same result.
-    spec : QuantSpec
-        Scales of one level, `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`; those of a group are chosen when its
-        first input is rounded. ValueError for other specs.
-    damping : float
-        Share of the mean moment that is added to the diagonal.
-
-    Returns
-    -------
-    QuantizedArray, shape (outputs, inputs)
+    `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs) or a multiple of it, to whose diagonal
+    the share `damping` of its mean is added. Scales have one level and are `PerTensor()`, `PerChannel(0)` or
+    `PerGroup(size)`, those of a group chosen when its first input is rounded; ValueError for other specs.
     """
     rows, columns = w.shape
     if moments.shape != (columns, columns):

@@ -19,22 +19,12 @@ def hqq(
 ) -> QuantizedArray:
     """Codes with the usual scales and optimised zero points.
 
-    Minimises sum |w - S (q - Z)|^norm over Z. The loss is split into a sparse error e and a quadratic term weighted
-    with beta; both are solved for in turn while beta grows.
-
-    Parameters
-    ----------
-    w : array of floats
-    spec : QuantSpec
-        Linear, asymmetric, with floating-point zero points; else ValueError.
-    norm : float
-        Above 0, below 1; smaller values weigh outliers less.
-    beta, growth : float
-    steps : int
-        Upper bound; ends earlier when the loss stops falling.
+    Minimises sum |w - S (q - Z)|^norm over Z, 0 < norm < 1: smaller norms weigh outliers less. The loss is split into a
+    sparse error e and a quadratic term weighted with beta; both are solved for in turn while beta grows, in at most
+    `steps` steps, until the loss stops falling. ValueError unless the spec is linear with floating-point zero points.
     """
     if not spec.linear or spec.symmetric or spec.zero == "integer":
-        raise ValueError(f"zero points are moved, which must be floats: {spec} has none")
+        raise ValueError(f"spec: expected linear codes with floating-point zeros, found {spec}")
     best = quantize(w, spec, seed=0)
     if not best.size:
         return best

@@ -23,7 +23,7 @@ def integer_matmul(a: Array, b: Array) -> Array:
     """
     for name, x in (("a", a), ("b", b)):
         if x.dtype not in LARGEST:
-            raise TypeError(f"{name} holds {x.dtype}, not int8 or uint8")
+            raise TypeError(f"{name}: expected int8 or uint8, found {x.dtype}")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"no product of shapes {a.shape} and {b.shape}")
     xp, k = array_namespace(a), a.shape[1]
@@ -39,7 +39,7 @@ def integer_matmul(a: Array, b: Array) -> Array:
 def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
     """x @ w of two quantised matrices by their codes: exact integer sums, scaled once.
 
-    S_x S_w sum (q_x - Z_x)(q_w - Z_w), whose sum is expanded into four sums of integers.
+    S_x S_w sum (q_x - Z_x)(q_w - Z_w), whose sum is expanded into four sums of integers; float32.
 
     Parameters
     ----------
@@ -47,10 +47,6 @@ def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
         Linear, with integer zero points; `PerTensor()` or `PerChannel(0)`: else ValueError.
     w : QuantizedArray, shape (k, n)
         Linear, with integer zero points; `PerTensor()` or `PerChannel(1)`: else ValueError.
-
-    Returns
-    -------
-    array of float32, shape (m, n)
     """
     for name, q, axis in (("x", x, 0), ("w", w, 1)):
         _expect_integers(name, q)
@@ -70,17 +66,10 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     Parameters
     ----------
     x : QuantizedArray, shape (m, k)
-        As `matmul`.
+        As in `matmul`.
     w : QuantizedArray, shape (n, k)
-        Linear, with integer zero points; `PerTensor()`, `PerChannel(0)` or `PerGroup(size)`, with scales of any number
-        of levels.
+        As in `matmul`; also `PerGroup(size)`, and scales of any number of levels.
 
-    Returns
-    -------
-    array of float32, shape (m, n)
-
-    Examples
-    --------
     >>> from quant import grouped, quantize
     >>> x = quantize(np.array([[127.0, 1.0]], np.float32), QuantSpec(8))
     >>> product(x, quantize(np.array([[7.0, 14.0]], np.float32), grouped(4, 1)))
@@ -89,7 +78,9 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     for name, q, more in (("x", x, False), ("w", w, True)):
         _expect_integers(name, q)
         if len(q.shape) != 2 or not (_by_rows(q.spec) or (more and _along_rows(q.spec))):
-            raise ValueError(f"{name} of shape {q.shape} has {q.spec.granularity}, of which products are not made")
+            raise ValueError(
+                f"{name}: expected a matrix with scales per tensor or row, found shape {q.shape}, {q.spec.granularity}"
+            )
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"no product of shapes {x.shape} and the transpose of {w.shape}")
     xp, k = array_namespace(x.buffer), x.shape[1]
@@ -125,7 +116,7 @@ def _integers(spec: QuantSpec) -> bool:
 
 def _expect_integers(name: str, q: QuantizedArray) -> None:
     if not _integers(q.spec):
-        raise ValueError(f"{name} has codes {q.spec.code} and zeros {q.spec.zero}, not linear ones and integers")
+        raise ValueError(f"{name}: expected linear codes with integer zeros, found {q.spec.code} and {q.spec.zero}")
 
 
 def _column(numbers: Array) -> Array:

@@ -20,7 +20,7 @@ def smoothing(largest: np.ndarray, w: np.ndarray, alpha: float = 0.5) -> np.ndar
     array([10.,  1.], dtype=float32)
     """
     if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is from 0 to 1, not {alpha}")
+        raise ValueError(f"alpha: expected 0 to 1, found {alpha}")
     weights = abs(w).max(axis=0, initial=0).astype(np.float64)
     usable = (largest > 0) & (weights > 0)
     s = np.where(usable, largest, 1.0) ** alpha / np.where(usable, weights, 1.0) ** (1 - alpha)

@@ -34,7 +34,7 @@ class SearchTable:
             object.__setattr__(self, name, np.array(getattr(self, name), np.float64))
         if self.costs.ndim != 2 or self.costs.shape != self.losses.shape or not self.costs.size:
             shapes = f"{self.costs.shape} and {self.losses.shape}"
-            raise ValueError(f"costs and losses have shape (layers, options), not {shapes}")
+            raise ValueError(f"costs and losses: expected shape (layers, options), found {shapes}")
         if not (self.costs >= 0).all():
             raise ValueError("costs are not negative")
         if not np.isfinite(self.costs).any(axis=1).all():

@@ -17,7 +17,7 @@ from quant.types import Array
 def whole_number(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is an integer (bool is refused)."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} is a whole number, not {value!r}")
+        raise ValueError(f"{name}: expected a whole number, found {value!r}")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PerGroup:
         whole_number("axis", self.axis)
         whole_number("the size of a group", self.size)
         if self.size < 1:
-            raise ValueError(f"a group has at least one element, not {self.size}")
+            raise ValueError(f"size: expected at least one element per group, found {self.size}")
 
 
 Granularity = PerTensor | PerChannel | PerGroup
@@ -78,22 +78,14 @@ class GroupBlocking(NamedTuple):
         return self.rows * self.length
 
     def first_element(self, group: int) -> int:
-        """Index of a group's first element in row order; the number of elements for the group after the last.
-
-        >>> blocking(PerGroup(32), (3, 100)).first_element(5)
-        132
-        """
+        """Index of a group's first element in row order; the number of elements for the group after the last."""
         if group == self.groups:
             return self.elements
         row, place = divmod(group, self.per_row)
         return row * self.length + place * self.size
 
     def group_of(self, element: int) -> int:
-        """Index of the group that holds an element.
-
-        >>> blocking(PerGroup(32), (3, 100)).group_of(131)
-        4
-        """
+        """Index of the group that holds an element."""
         row, place = divmod(element, self.length)
         return row * self.per_row + place // self.size
 

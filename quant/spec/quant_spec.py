@@ -27,12 +27,12 @@ GRANULARITIES = {kind.__name__: kind for kind in (PerTensor, PerChannel, PerGrou
 
 def _one_of(name: str, value: Any, allowed: Any) -> None:
     if value not in tuple(allowed):
-        raise ValueError(f"{name} is one of {', '.join(map(str, allowed))}; not {value!r}")
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, found {value!r}")
 
 
 def _granularity(name: str, value: Any) -> None:
     if not isinstance(value, PerTensor | PerChannel | PerGroup):
-        raise ValueError(f"{name} is PerTensor(), PerChannel(axis) or PerGroup(size), not {value!r}")
+        raise ValueError(f"{name}: expected PerTensor(), PerChannel(axis) or PerGroup(size), found {value!r}")
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Scales:
     parent: Scales | None = None
 
     def __post_init__(self) -> None:
-        _one_of("the format of scales", self.format, SCALE_BITS)
-        _granularity("the granularity of scales", self.granularity)
+        _one_of("format of scales", self.format, SCALE_BITS)
+        _granularity("granularity of scales", self.granularity)
         if not (self.parent is None or isinstance(self.parent, Scales)):
-            raise ValueError(f"the parent of scales is Scales or None, not {self.parent!r}")
+            raise ValueError(f"parent of scales: expected Scales or None, found {self.parent!r}")
         if self.format.startswith("uint") and self.parent is None:
             raise ValueError(f"scales in {self.format} need a parent")
         if self.parent is not None and not self.format.startswith(("uint", "e4m3")):
-            raise ValueError(f"scales with a parent are small integers or e4m3, not {self.format}")
+            raise ValueError(f"scales with a parent: expected small integers or e4m3, found {self.format}")
 
     @property
     def bits(self) -> int:
@@ -117,7 +117,7 @@ class QuantSpec:
     >>> QuantSpec(bits=9)
     Traceback (most recent call last):
         ...
-    ValueError: bits is one of 1, 2, 3, 4, 5, 6, 7, 8; not 9
+    ValueError: bits: expected one of 1, 2, 3, 4, 5, 6, 7, 8, found 9
     """
 
     bits: int
@@ -136,18 +136,18 @@ class QuantSpec:
         _one_of("bits", self.bits, range(1, 9))
         for name in ("signed", "symmetric"):
             if not isinstance(getattr(self, name), bool | np.bool_):
-                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+                raise ValueError(f"{name}: expected True or False, found {getattr(self, name)!r}")
         if not isinstance(self.scale, str | Scales):
-            raise ValueError(f"scale is the name of a format or Scales, not {self.scale!r}")
+            raise ValueError(f"scale: expected the name of a format or Scales, found {self.scale!r}")
         _granularity("granularity", self.granularity)
         for name, allowed in CHOICES.items():
             _one_of(name, getattr(self, name), allowed)
-        if fault := self._linear_fault() if self.linear else self._table_fault():
+        if fault := (self._linear_fault if self.linear else self._table_fault)(self.scales):
             raise ValueError(fault)
 
-    def _linear_fault(self) -> str | None:
+    def _linear_fault(self, scales: Scales) -> str | None:
         """Error of a combination of fields, for linear codes."""
-        scales, peak = self.scales, self.q_range == "peak"
+        peak = self.q_range == "peak"
         if self.symmetric and self.signed and not peak and self.q_max == 0:
             return "one bit with a sign has the codes -1 and 0 alone: take q_range='peak' or signed=False"
         if peak and (not self.symmetric or not self.signed or scales.parent):
@@ -156,17 +156,17 @@ class QuantSpec:
             return f"q_range='peak' makes scales of either sign, which {scales.format} does not have"
         return None
 
-    def _table_fault(self) -> str | None:
+    def _table_fault(self, scales: Scales) -> str | None:
         """Error of a combination of fields, for codes that are not linear."""
         width = MINIFLOATS[self.code].bits if self.minifloat else 4 if self.code in TABLES else self.bits
         roundings = ("nearest_even", "stochastic") if self.minifloat else ("nearest_even",)
         if self.bits != width:
-            return f"{self.code} has {width} bits, not {self.bits}"
+            return f"bits: expected {width} for {self.code}, found {self.bits}"
         if not self.symmetric or not self.signed or self.q_range != "restricted":
             return f"signed, symmetric and q_range are for linear codes, not {self.code}"
         if self.rounding not in roundings:
             return f"{self.code} has no rounding {self.rounding!r}"
-        if self.code == "kmeans" and (self.scales.parent or self.scales.format not in ("fp32", "fp16", "bf16")):
+        if self.code == "kmeans" and (scales.parent or scales.format not in ("fp32", "fp16", "bf16")):
             return "the levels of kmeans are stored as fp32, fp16 or bf16, without a parent"
         return None
 
@@ -220,11 +220,7 @@ class QuantSpec:
         return self.scales.bits + zero
 
     def replace(self, **changes: Any) -> QuantSpec:
-        """Copy with some fields changed.
-
-        >>> QuantSpec(8).replace(rounding="stochastic").rounding
-        'stochastic'
-        """
+        """Copy with some fields changed."""
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

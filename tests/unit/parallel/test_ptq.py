@@ -236,7 +236,7 @@ def test_what_cannot_be_done():
     refused("hqq moves zero points, and codes nf4 have none", PRESETS["NF4"], method="hqq")
     refused(r"0\.1\.weight: .* of another kind", PRESETS["VSQ"], method="gptq")
     refused("no sample has come to", method="gptq", use=[])
-    refused("nothing was seen", activations=INT8, use=[])
+    refused("nothing was observed", activations=INT8, use=[])
     wrong = [Batch(0, np.ones((2, 9), F), np.zeros(2, int), np.arange(2))]
     refused("do not go through the model.*expected", method="awq", use=wrong)
     model.parameters()[0].data[3, 2] = np.nan

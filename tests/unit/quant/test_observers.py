@@ -99,7 +99,7 @@ def test_as_if_one_rank_had_seen_it_all(name, ranks):
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_seen(name):
     for observer in [ALL[name](), *Ranks([ALL[name](), ALL[name]()]).allreduce(), ALL[name]().merge(ALL[name]())]:
-        with pytest.raises(ValueError, match="nothing was seen"):
+        with pytest.raises(ValueError, match="nothing was observed"):
             observer.range()
         with pytest.raises(ValueError, match="has no range"):
             observer.observe(np.empty(0, F))
@@ -117,7 +117,7 @@ def test_min_max_per_channel():
     parameters = one.merge(other).parameters(spec)
     q = quantize(F([[3, 7], [-3, -7]]), spec, **parameters)
     assert q.integers().tolist() == [[127, 127], [-127, -127]]
-    with pytest.raises(ValueError, match="3 channels, where there were 2"):
+    with pytest.raises(ValueError, match="expected 2 channels, as before, found 3"):
         one.observe(np.ones((2, 3), F))
     with pytest.raises(ValueError, match="per tensor or per channel"):
         MinMax(PerGroup(3))
@@ -133,9 +133,9 @@ def test_average_that_forgets():
         ema.observe(F([-1, high]))
     low, high = ema.range()
     assert low.item() == -1 and high.item() == 0.25 * 0.5 + 0.75 * (0.25 * 8 + 0.75 * 4)
-    with pytest.raises(ValueError, match="a is above 0"):
+    with pytest.raises(ValueError, match="a: expected above 0"):
         Ema(0)
-    with pytest.raises(ValueError, match="nothing in common"):
+    with pytest.raises(ValueError, match="averages do not merge"):
         ema.merge(Ema(0.5))
 
 
@@ -233,7 +233,7 @@ def test_entropy_clips_what_is_rare():
     level = Entropy(8)
     level.observe(np.linspace(-1, 1, 5000, dtype=F))
     assert level.range()[1].item() > 0.95
-    with pytest.raises(ValueError, match="bits are from 2 to 8"):
+    with pytest.raises(ValueError, match="bits: expected 2 to 8"):
         Entropy(1)
 
 
@@ -247,7 +247,7 @@ def test_zeros_only():
 def test_specs_that_a_range_is_not_enough_for():
     seen = MinMax()
     seen.observe(F([1]))
-    with pytest.raises(ValueError, match="is asked for"):
+    with pytest.raises(ValueError, match="as observed, found"):
         seen.parameters(QuantSpec(8, granularity=PerChannel(0)))
     with pytest.raises(ValueError, match="does not make scales"):
         seen.parameters(QuantSpec(2, code="kmeans"))

@@ -124,13 +124,13 @@ def test_ggml(spec, scale):
 
 
 def test_what_is_no_block():
-    with pytest.raises(ValueError, match="ggml has blocks for Q4_0, Q8_0"):
+    with pytest.raises(ValueError, match="spec: expected one of Q4_0, Q8_0"):
         ggml_blocks.to_blocks(quantize(np.ones(32, F), QuantSpec(8)))
     with pytest.raises(ValueError, match="rows of 33 elements"):
         ggml_blocks.to_blocks(quantize(np.ones(33, F), Q4_0))
     with pytest.raises(ValueError, match="multiples of 18"):
         ggml_blocks.from_blocks(np.zeros(17, np.uint8), "Q4_0")
-    with pytest.raises(ValueError, match="Q4_0 or Q8_0, not 'Q4_1'"):
+    with pytest.raises(ValueError, match="Q4_0 or Q8_0, found 'Q4_1'"):
         ggml_blocks.from_blocks(np.zeros(18, np.uint8), "Q4_1")
 
 
