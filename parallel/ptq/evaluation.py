@@ -27,15 +27,9 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over all ranks' batches, independent of their distribution. Collective.
 
-    Parameters
-    ----------
-    model : Operator
-    loss : loss operator
-    batches : sequence of Batch
-        This rank's, which may be none. ValueError on all ranks if they do not fit the model, or a loss is not finite.
-    comm : Communicator
-    measure : callable (scores, targets) -> float, optional
-        Summed over all batches: the number of correct predictions, for example.
+    `batches` are this rank's, which may be none. `measure` maps scores and targets to a number that is summed over all
+    batches, for example that of correct predictions. ValueError on all ranks if samples do not fit the model, or a loss
+    is not finite.
     """
 
     def scored() -> list[tuple[float, int, float]]:

@@ -26,7 +26,7 @@ def quantise(
     activations: QuantSpec | None = None,
     observer: str = "minmax",
 ) -> Operator:
-    """Quantised copy of a model. Collective.
+    """Quantised copy of a model. Collective; ValueError on all ranks, if spec, method, model and samples do not match.
 
     Parameters
     ----------
@@ -43,11 +43,6 @@ def quantise(
         Spec of the inputs of all multiplying layers; by default they are not quantised.
     observer : str
         A key of `OBSERVERS`: method that finds the range of inputs.
-
-    Raises
-    ------
-    ValueError
-        On all ranks: for unknown names, a spec that does not suit method or model, samples that do not fit the model.
     """
     layers = layers_of(model)
     check(layers, spec, method, activations, observer)
