@@ -28,7 +28,8 @@ from parallel.engine.settings import Settings
 from parallel.nn.flat_params import Span, shards
 from parallel.nn.operator import Operator
 from parallel.optim.optimizers import Optimizer
-from parallel.runtime import collective_errors, consistency_check
+from parallel.runtime.collective_errors import describe, raise_on_all
+from parallel.runtime.consistency_check import StepFailed, check_equal
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from quant.types import Array
@@ -41,8 +42,7 @@ class ReplicaEngine(BaseEngine):
     """Training engine with a replica on every rank of a communicator. Construction is collective.
 
     A step consists of forward, backward and update with the rank's own microbatches, and of the style's exchange.
-    Optimizer state is not exchanged. `evaluate`, `state`, `tensor_slices` and `close` are collective; `step` is as
-    collective as the style is.
+    Optimizer state is not exchanged. `evaluate`, `state`, `tensor_slices` and `close` are collective.
 
     Parameters
     ----------
@@ -83,15 +83,13 @@ class ReplicaEngine(BaseEngine):
         memory = entry.memory(comm, settings.device)
         self._engine = Engine(model, loss, self._alone, optimizer, replace(settings, layout=OWN), memory=memory)
         self.flat, self.ledger, self.steps = self._engine.flat, self._engine.ledger, 0
-        consistency_check.check_equal(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
+        check_equal(comm, [*settings.shared().items(), *facts_of(self.flat, optimizer)])
         self._recorder = self._engine.context.recorder
-        self._piece = next(iter(self._engine.pieces), None)
-        vector = (
-            memory.private("parameters", 0, self._engine.context.wide) if self._piece is None else self._piece.weights
-        )
+        vector = self._stash = memory.private("parameters", 0, self._engine.context.wide)
+        for piece in self._engine.pieces:  # none if there are no parameters
+            vector, self._stash = piece.weights, piece.gradient  # the gradient is used within a step only
         self.style = entry.make(replace(self._engine.context, comm=comm), vector, settings)
         self.ledger.expect(Counter(buffers=entry.buffers(vector.nbytes, settings)), part=settings.layout)
-        self._stash = vector if self._piece is None else self._piece.gradient  # its content is used within a step only
         self._problem: Exception | None = None
         self.style.begin()
 
@@ -158,9 +156,7 @@ class ReplicaEngine(BaseEngine):
                 found = self._engine.evaluate(_numbered(batches), measure)
             except Exception as error:
                 problem = error
-        collective_errors.raise_on_all(
-            self._comm, _cause(problem), "the model was not tested", consistency_check.StepFailed
-        )
+        raise_on_all(self._comm, _cause(problem), "the model was not tested", StepFailed)
         means = (found.loss, found.measure or 0.0, 1.0) if found.count else (0.0, 0.0, 0.0)
         sums = np.array(means) * found.count
         self._comm.Allreduce(MPI.IN_PLACE, sums)
@@ -236,7 +232,7 @@ class ReplicaEngine(BaseEngine):
     def _raise_failures(self) -> None:
         """Raise on all ranks if one of them has failed."""
         problem, self._problem = self._problem, None
-        collective_errors.raise_on_all(self._comm, _cause(problem), "a rank has failed", consistency_check.StepFailed)
+        raise_on_all(self._comm, _cause(problem), "a rank has failed", StepFailed)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[tuple[Array, Array]]:
@@ -263,5 +259,5 @@ def _cause(problem: Exception | None) -> Exception | None:
     """Cause of an engine's `StepFailed`, with its type in the message."""
     if problem is None:
         return None
-    cause = problem.__cause__ if isinstance(problem, consistency_check.StepFailed) and problem.__cause__ else problem
-    return RuntimeError(f"{type(cause).__name__}: {collective_errors.describe(cause)}")
+    cause = problem.__cause__ if isinstance(problem, StepFailed) and problem.__cause__ else problem
+    return RuntimeError(f"{type(cause).__name__}: {describe(cause)}")

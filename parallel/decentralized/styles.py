@@ -17,29 +17,16 @@ from quant.types import Array
 class StyleEntry(NamedTuple):
     """Entry of `STYLES`.
 
-    Attributes
-    ----------
-    make : callable (context, vector, settings) -> AveragingStyle
-    buffers : callable (bytes of the vector, settings) -> int
-        Bytes of memory besides the replica.
-    options : tuple of str
-        Supported fields of `STYLE_FIELDS`. `tau` is the number of steps between averages (local), between global
-        averages (group), or that a message may be late (sgp); `group` the number of ranks in a group.
-    least : int
-        Smallest `tau`.
-    memory : callable (communicator, device) -> VectorAllocator
-        Allocator of the weights.
-    precisions : tuple of str or None
-        Supported precisions; None for all.
-    devices : tuple of str
+    `options` are the supported fields of `STYLE_FIELDS`: `tau` is the number of steps between averages (local), between
+    global averages (group), or that a message may be late (sgp); `group` the number of ranks in a group.
     """
 
     make: Callable[[RunContext, Array, Settings], AveragingStyle]
-    buffers: Callable[[int, Settings], int] = lambda nbytes, settings: 0
+    buffers: Callable[[int, Settings], int] = lambda nbytes, settings: 0  # memory besides the replica of nbytes
     options: tuple[str, ...] = ()
-    least: int = 1
-    memory: Callable[[Communicator, str], VectorAllocator] = VectorAllocator
-    precisions: tuple[str, ...] | None = None
+    least: int = 1  # smallest `tau`
+    memory: Callable[[Communicator, str], VectorAllocator] = VectorAllocator  # of the weights
+    precisions: tuple[str, ...] | None = None  # None for all
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 

@@ -26,15 +26,9 @@ from parallel.grad_compression.topk import TopK
 
 
 class Compressor(Protocol):
-    """Compressor of one bucket's gradients.
+    """Compressor of one bucket's gradients."""
 
-    Attributes
-    ----------
-    feedback : bool
-        True if the residual must be added to the next step's gradient.
-    """
-
-    feedback: bool
+    feedback: bool  # True if the residual must be added to the next step's gradient
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: Any, step: int) -> Motion:
         """Write the approximate sum of all ranks' `x` to `out` (may be `x`), and this rank's residual to `lost`.
@@ -67,22 +61,11 @@ class CompressorFactory(NamedTuple):
 
 
 class CompressorEntry(NamedTuple):
-    """Entry of `COMPRESSORS`.
-
-    Attributes
-    ----------
-    make : callable (number, comm, bucket, seed) -> Compressor
-    default : float or None
-        Number if none is given; None for compressors without a number.
-    expected : str
-        Meaning and range of the number, for error messages.
-    is_valid : callable (number) -> bool
-    feedback : bool
-    """
+    """Entry of `COMPRESSORS`; ``make(number, comm, bucket, seed)`` makes a compressor."""
 
     make: Callable[[float, Communicator, GradBucket, int], Compressor]
-    default: float | None = None
-    expected: str = ""
+    default: float | None = None  # number if none is given; None for compressors without a number
+    expected: str = ""  # meaning and range of the number, for error messages
     is_valid: Callable[[float], bool] = lambda number: True
     feedback: bool = True
 
