@@ -6,14 +6,19 @@ the same weights, compute the same gradients, and servers apply them in the same
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 from parallel.parameter_server.messages import Envelope, MessageKind
 
 ORDERED = frozenset({MessageKind.DRAW, MessageKind.PULL, MessageKind.PUSH, MessageKind.TICK, MessageKind.REST})
 """Kinds whose order influences the result; the others are handled at once."""
+
+FORMAT = "chorus order 1"
+"""First entry of a record file."""
 
 
 class EventEntry(NamedTuple):
@@ -24,7 +29,7 @@ class EventEntry(NamedTuple):
     key: int
     number: int
 
-    def meets(self, envelope: Envelope) -> bool:
+    def matches(self, envelope: Envelope) -> bool:
         """True if a message matches the entry. Messages of one sender, kind and key arrive in order."""
         message = envelope.message
         return (self.kind, self.source, self.key) == (message.kind, envelope.source, message.key)
@@ -35,35 +40,18 @@ class ReplayMismatch(RuntimeError):
 
 
 class EventOrder:
-    """Queue of waiting messages.
+    """Queue of waiting messages; `script` is a record to replay, and handled messages are written to `record`."""
 
-    Parameters
-    ----------
-    script : sequence of EventEntry, optional
-        Record to replay.
-
-    Attributes
-    ----------
-    entries : list of EventEntry
-        Handled messages.
-    """
-
-    def __init__(self, script: Sequence[EventEntry] | None = None):
-        self._script, self._waiting = script, list[Envelope]()
-        self.entries: list[EventEntry] = []
+    def __init__(self, script: Sequence[EventEntry] | None = None, record: TextIO | None = None):
+        self._script, self._record, self._waiting = script, record, list[Envelope]()
+        self._handled = 0
         self._rests: dict[int, list[bool]] = {}
-        self._came: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
         for entry in script or ():
             self._rests.setdefault(entry.source, []).append(entry.kind == MessageKind.REST)
 
     def put(self, envelope: Envelope) -> None:
-        """Add a message.
-
-        Raises
-        ------
-        ReplayMismatch
-            If the sender has reached the end of the record, or exactly one of message and record is a REST.
-        """
+        """Add a message. Raises `ReplayMismatch` if the record ends, or only one of message and record is a REST."""
         if self._script is not None and envelope.message.kind in ORDERED:
             self._compare(envelope)
         self._waiting.append(envelope)
@@ -71,33 +59,79 @@ class EventOrder:
     def take(self, allowed: Callable[[Envelope], bool]) -> Envelope | None:
         """Next message to handle; None if it has not arrived or is not allowed yet."""
         for at, envelope in enumerate(self._waiting):
-            if envelope.message.kind not in ORDERED or (self._next(envelope) and allowed(envelope)):
+            if envelope.message.kind not in ORDERED or (self._is_next(envelope) and allowed(envelope)):
                 return self._waiting.pop(at)
         return None
 
     def forced(self) -> int | None:
         """Recorded part for the DRAW that was taken; None outside a replay."""
-        return None if self._script is None else self._script[len(self.entries)].number
+        return None if self._script is None else self._script[self._handled].number
 
     def note(self, envelope: Envelope, number: int = -1) -> None:
         """Record that a message was handled."""
-        self.entries.append(EventEntry(int(envelope.message.kind), envelope.source, envelope.message.key, number))
+        self._handled += 1
+        if self._record is not None:
+            write(self._record, EventEntry(int(envelope.message.kind), envelope.source, envelope.message.key, number))
+
+    def flush(self) -> None:
+        """Write buffered entries to the disk."""
+        if self._record is not None:
+            self._record.flush()
+
+    def close(self) -> None:
+        """Close the record; no message may be handled afterwards."""
+        if self._record is not None:
+            self._record.close()
 
     def clear(self) -> None:
         """Drop all waiting messages."""
         self._waiting = []
 
-    def _next(self, envelope: Envelope) -> bool:
-        if self._script is None:
-            return True
-        return self._script[len(self.entries)].meets(envelope)
+    def _is_next(self, envelope: Envelope) -> bool:
+        return self._script is None or self._script[self._handled].matches(envelope)
 
     def _compare(self, envelope: Envelope) -> None:
         """RESTs must lie between the same messages as in the record; otherwise some ranks would wait forever."""
         kind, source = envelope.message.kind, envelope.source
-        rests, came = self._rests.get(source, []), self._came[source]
-        if came >= len(rests):
+        rests, count = self._rests.get(source, []), self._received[source]
+        if count >= len(rests):
             raise ReplayMismatch(f"replay: the record ends before a {kind.name} of rank {source}")
-        if rests[came] != (kind is MessageKind.REST):
+        if rests[count] != (kind is MessageKind.REST):
             raise ReplayMismatch("replay: tests and checkpoints must come after the same steps as in the record")
-        self._came[source] += 1
+        self._received[source] += 1
+
+
+def file_of(path: Path, server: int) -> Path:
+    """Path of a server's file.
+
+    >>> file_of(Path("run.order"), 1).name
+    'run.order.1'
+    """
+    return path.with_name(f"{path.name}.{server}")
+
+
+def create(path: Path, facts: Mapping[str, Any]) -> TextIO:
+    """New record file; `facts` are plain values that must be equal in a replay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w", encoding="utf-8")
+    file.write(json.dumps({"format": FORMAT, **facts}) + "\n")
+    return file
+
+
+def write(file: TextIO, entry: EventEntry) -> None:
+    file.write(" ".join(map(str, entry)) + "\n")
+
+
+def read(path: Path, facts: Mapping[str, Any]) -> list[EventEntry]:
+    """Entries in a record file; ValueError if it is not a record or has other facts."""
+    head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    try:
+        found = json.loads(head)
+        entries = [EventEntry(*map(int, line.split())) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no record of an order: {error}") from error
+    found = found if isinstance(found, dict) else {}
+    for name, value in json.loads(json.dumps({"format": FORMAT, **facts})).items():
+        if found.get(name) != value:
+            raise ValueError(f"{path} is of another training: {name} is {value} here, and {found.get(name)} there")
+    return entries

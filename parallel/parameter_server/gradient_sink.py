@@ -20,23 +20,8 @@ from quant.types import Array
 class ServerGradients:
     """Gradient sink that pushes a bucket once the backward has left its units, or at the end if a norm is needed first.
 
-    Parameters
-    ----------
-    worker : WorkerClient
-    plan : PartitionSpec
-    buckets : sequence of GradBucket
-    keys : sequence of ServerKey
-    vector, scratch : array
-        Gradient vector, and scratch memory of `GradBucket`.
-    separate : bool
-        True if every push is an update of its own: its norm is taken and clipped here.
-    clip : float, optional
-        Limit of that norm.
-
-    Attributes
-    ----------
-    early : int
-        Buckets pushed before the end of the backward.
+    If `separate`, every part is an update of its own, whose norm is limited to `clip` here. `early` counts the buckets
+    pushed before the end of the backward.
     """
 
     def __init__(
@@ -46,14 +31,11 @@ class ServerGradients:
         buckets: Sequence[GradBucket],
         keys: Sequence[ServerKey],
         vector: Array,
-        scratch: Array,
         separate: bool,
         clip: float | None,
     ):
         self._worker, self._vector, self._separate, self._clip = worker, vector, separate, clip
         self._buckets = list(buckets)
-        for bucket in buckets:
-            bucket.use_scratch(scratch)
         self._of = {id(place.parameter): bucket for bucket in self._buckets for place in bucket.places}
         self._last_units = [units[0] for units in users_of(buckets, plan)]
         self._keys = [[key for key in keys if key.bucket == bucket.number] for bucket in buckets]
@@ -86,13 +68,7 @@ class ServerGradients:
         self._worker.poll()
 
     def end_backward(self) -> float:
-        """Push the remaining buckets; gradients that were not handed in are zero. Returns the norm per target.
-
-        Raises
-        ------
-        FloatingPointError
-            If the gradient is not finite.
-        """
+        """Push the remaining buckets and return the norm per target; FloatingPointError if it is not finite."""
         for bucket in self._buckets:
             if bucket.number not in self._squares:
                 self._complete(bucket)

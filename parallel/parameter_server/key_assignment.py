@@ -20,15 +20,7 @@ from quant.types import Array
 
 
 class EmbeddingTable(NamedTuple):
-    """Parameter of which a step uses some rows only.
-
-    Attributes
-    ----------
-    start : int
-        Offset in the parameter vector.
-    width : int
-        Elements of a row.
-    """
+    """Parameter at offset `start` of the vector, of which a step uses some rows of `width` elements only."""
 
     start: int
     width: int
@@ -49,32 +41,19 @@ class EmbeddingTable(NamedTuple):
 
 
 class ServerKey(NamedTuple):
-    """Range of parameters on one server.
+    """Range of parameters on one server."""
 
-    Attributes
-    ----------
-    number : int
-        In order of servers.
-    bucket : int
-        Bucket whose gradient contains this range.
-    server : int
-    span : Span
-    table : EmbeddingTable or None
-        Set if the key is pushed and pulled by rows.
-    """
-
-    number: int
-    bucket: int
+    number: int  # in order of servers
+    bucket: int  # bucket whose gradient contains this range
     server: int
     span: Span
-    table: EmbeddingTable | None
+    table: EmbeddingTable | None  # set if the key is pushed and pulled by rows
 
 
 def tables(plan: PartitionSpec) -> dict[int, EmbeddingTable]:
     """Tables that are transferred by rows, by identity of the parameter.
 
-    Only the embedding at the start of a model qualifies, as its rows are named by the input, and only if it is used
-    once.
+    Only an embedding at the start of a model qualifies, as the input names its rows, and only if it is used once.
     """
     first = plan.units[0] if plan.units else None
     if not isinstance(first, Embedding) or first.weight.uses > 1:
@@ -93,11 +72,11 @@ def buckets_of(plan: PartitionSpec) -> list[GradBucket]:
     return [GradBucket(number, places, 1, 0) for number, places in enumerate(cut)]
 
 
-def keys_of(plan: PartitionSpec, made: Sequence[GradBucket], servers: int) -> tuple[ServerKey, ...]:
+def keys_of(plan: PartitionSpec, grad_buckets: Sequence[GradBucket], servers: int) -> tuple[ServerKey, ...]:
     """Keys of all servers."""
     by_rows, found = tables(plan), list[ServerKey]()
     for server, shard in enumerate(shards(Span(0, plan.flat.length), servers)):
-        for bucket in made:
+        for bucket in grad_buckets:
             start, stop = max(shard.start, bucket.span.start), min(shard.stop, bucket.span.stop)
             if start < stop:
                 table = by_rows.get(id(bucket.places[0].parameter))

@@ -32,10 +32,10 @@ DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 """Error classes that indicate the death of a peer."""
 
 
-def succeeds(act: Callable[[], bool]) -> bool | None:
-    """Result of an MPI call; None if the peer is dead."""
+def succeeds(call: Callable[[], bool | None]) -> bool | None:
+    """True unless an MPI call returns False; None if the peer is dead."""
     try:
-        return act()
+        return call() is not False
     except MPI.Exception as error:
         if error.Get_error_class() not in DEATHS:
             raise
@@ -43,7 +43,7 @@ def succeeds(act: Callable[[], bool]) -> bool | None:
 
 
 def finished(requests: Sequence[MPI.Request]) -> bool:
-    """As `Testall`, whose error does not distinguish a death from other errors."""
+    """As `Testall`, whose error class does not distinguish a death from other errors."""
     return all([request.Test() for request in requests])
 
 
@@ -63,23 +63,9 @@ class SentMessage:
 
 
 class MessageBus:
-    """Messages of a rank to and from its peers.
+    """Messages of a rank to and from its peers, on a duplicate of `comm`. Construction and `close` are collective.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        Duplicated for the messages. Construction and `close` are collective.
-    peers : sequence of int
-    workers : int
-
-    Attributes
-    ----------
-    accept : callable (source, message) -> sequence of arrays
-        Provides the buffers of announced vectors.
-    traffic : Counter
-        Bytes of vectors by ``("sent" or "received", kind, peer)``.
-    lost : set of int
-        Dead peers.
+    ``accept(source, message)`` provides the buffers of announced vectors.
     """
 
     def __init__(self, comm: MPI.Intracomm, peers: Sequence[int], workers: int):
@@ -92,12 +78,12 @@ class MessageBus:
         ]
         self._arriving: dict[int, tuple[ServerMessage, tuple[Any, ...], list[MPI.Request]]] = {}
         self._arrived: deque[Envelope] = deque()
-        self._under_way: list[SentMessage] = []
+        self._sending: list[SentMessage] = []
         self._posted = list(range(len(self._peers)))
         self._idle_turns = 0
-        self.lost: set[int] = set()
+        self.lost: set[int] = set()  # dead peers
         self.accept: Callable[[int, ServerMessage], Sequence[Any]] = lambda source, message: ()
-        self.traffic: Counter[tuple[str, MessageKind, int]] = Counter()
+        self.traffic: Counter[tuple[str, MessageKind, int]] = Counter()  # bytes of vectors: direction, kind, peer
         MPI.Prequest.Startall(self._requests)
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> SentMessage:
@@ -108,16 +94,11 @@ class MessageBus:
         sent = SentMessage(self, peer, requests, (header, vectors))
         if peer in self.lost:
             return sent
-
-        def start() -> bool:
-            requests.extend(self._comm.Isend([data, MPI.BYTE], peer, tag) for data, tag in parts)
-            return True
-
-        succeeds(start)
+        succeeds(lambda: requests.extend(self._comm.Isend([data, MPI.BYTE], peer, tag) for data, tag in parts))
         for vector in vectors:
             self.traffic["sent", message.kind, peer] += vector.nbytes
-        self._under_way = [other for other in self._under_way if not other.done()]
-        self._under_way.append(sent)
+        self._sending = [other for other in self._sending if not other.done()]
+        self._sending.append(sent)
         return sent
 
     def poll(self) -> Envelope | None:
@@ -133,18 +114,18 @@ class MessageBus:
         """Yield the core after many fruitless polls."""
         self._idle_turns += 1
         if self._idle_turns > BUSY_TURNS:
-            self._under_way = [sent for sent in self._under_way if not sent.done()]
-            time.sleep(0 if self._arriving or self._under_way else SLEEP_SECONDS)
+            self._sending = [sent for sent in self._sending if not sent.done()]
+            time.sleep(0 if self._arriving or self._sending else SLEEP_SECONDS)
 
     def abandon(self, *kinds: MessageKind) -> None:
         """No-op: requests are kept by `retry.RetryQueue` only."""
 
     def flush(self) -> None:
         """Wait until all sends have completed; the peers must poll meanwhile."""
-        while not all(sent.done() for sent in self._under_way):
+        while not all(sent.done() for sent in self._sending):
             self._progress()
             self.idle()
-        self._under_way = []
+        self._sending = []
 
     def close(self) -> None:
         """Free requests and communicator. Collective; no message may be in flight."""
@@ -164,17 +145,17 @@ class MessageBus:
 
     def _progress(self) -> None:
         for at, (message, vectors, requests) in list(self._arriving.items()):
-            come = succeeds(partial(finished, requests))
-            if come is None:
+            completed = succeeds(partial(finished, requests))
+            if completed is None:
                 self._lose(at)
-            elif come:
+            elif completed:
                 del self._arriving[at]
                 self._complete(at, message, vectors)
         for at in list(self._posted):
-            come = succeeds(self._requests[at].Test)
-            if come is None:
+            completed = succeeds(self._requests[at].Test)
+            if completed is None:
                 self._lose(at)
-            elif come:
+            elif completed:
                 self._posted.remove(at)
                 self._post_receives(at)
 
@@ -186,12 +167,8 @@ class MessageBus:
             return
         vectors, requests = tuple(self.accept(peer, message)), list[MPI.Request]()
         self._arriving[at] = message, vectors, requests
-
-        def start() -> bool:
-            requests.extend(self._comm.Irecv([vector.view(np.uint8), MPI.BYTE], peer, VECTOR) for vector in vectors)
-            return True
-
-        if succeeds(start) is None:
+        posting = (self._comm.Irecv([vector.view(np.uint8), MPI.BYTE], peer, VECTOR) for vector in vectors)
+        if not succeeds(lambda: requests.extend(posting)):
             self._lose(at)
 
     def _complete(self, at: int, message: ServerMessage, vectors: tuple[Any, ...]) -> None:
@@ -199,19 +176,14 @@ class MessageBus:
         for vector in vectors:
             self.traffic["received", message.kind, peer] += vector.nbytes
         self._arrived.append(Envelope(peer, message, vectors))
-
-        def listen() -> bool:
-            self._requests[at].Start()
-            return True
-
-        if succeeds(listen):
+        if succeeds(self._requests[at].Start):
             self._posted.append(at)
         else:
             self._lose(at)
 
     def _lose(self, at: int) -> None:
         """Handle the death of a peer."""
-        UNFINISHED.append((self._arriving.pop(at, None), self._headers[at], self._under_way))
+        UNFINISHED.append((self._arriving.pop(at, None), self._headers[at], self._sending))
         if at in self._posted:
             self._posted.remove(at)
         self.lost.add(self._peers[at])

@@ -52,73 +52,31 @@ class MessageKind(IntEnum):
 
 
 class ServerMessage(NamedTuple):
-    """Header of a message, without the vectors that follow.
-
-    Attributes
-    ----------
-    kind : MessageKind
-    key : int
-        Number of a `ServerKey`.
-    clock : int
-        Step. Of WEIGHTS: number of steps of every worker in them.
-    before : int
-        Of DRAW: step of the finished part.
-    number : int
-        Part of the step; -1 for none.
-    parts : int
-        Number of parts of the step.
-    rows : int
-        Number of table rows that follow; -1 for the whole key.
-    elements : int
-        Length of the vector that follows (after the row numbers).
-    targets : int
-        Number of targets of the part.
-    last : int
-        Step after which the training ends; -1 if it is not set.
-    stop : int
-        1 if the sender requests to end.
-    ticket : int
-        Number of the worker's request, repeated in the answer.
-    shard, at, sender : int
-        Chain of the message, its number there, and its author (`replication_chain`).
-    loss : float
-        Summed over the part's targets.
-    factor : float
-        Scale of the pushed gradient. Of DRAW: norm of the part's gradient, per target.
-    clocks : tuple of int
-        Clocks of all workers, as known to the sender.
-    """
+    """Header of a message, without the vectors that follow."""
 
     kind: MessageKind
-    key: int = -1
-    clock: int = 0
-    before: int = -1
-    number: int = -1
-    parts: int = 0
-    rows: int = -1
-    elements: int = 0
-    targets: int = 0
-    last: int = -1
-    stop: int = 0
-    ticket: int = 0
-    shard: int = -1
+    key: int = -1  # number of a `ServerKey`
+    clock: int = 0  # step; of WEIGHTS: number of steps of every worker in them
+    before: int = -1  # of DRAW: step of the finished part
+    number: int = -1  # part of the step; -1 for none
+    parts: int = 0  # number of parts of the step
+    rows: int = -1  # number of table rows that follow; -1 for the whole key
+    elements: int = 0  # length of the vector that follows (after the row numbers)
+    targets: int = 0  # number of targets of the part
+    last: int = -1  # step after which the training ends; -1 if it is not set
+    stop: int = 0  # 1 if the sender requests to end
+    ticket: int = 0  # number of the worker's request, repeated in the answer
+    shard: int = -1  # chain of the message, its number there, and its author (`replication_chain`)
     at: int = 0
     sender: int = -1
-    loss: float = 0.0
-    factor: float = 0.0
-    clocks: tuple[int, ...] = ()
+    loss: float = 0.0  # summed over the part's targets
+    factor: float = 0.0  # scale of the pushed gradient; of DRAW: norm of the part's gradient, per target
+    clocks: tuple[int, ...] = ()  # clocks of all workers, as known to the sender
 
 
 class MessageFormat:
-    """Binary format of headers, of fixed length.
+    """Binary format of headers with the clocks of `workers` workers, of fixed length.
 
-    Parameters
-    ----------
-    workers : int
-        Number of clocks.
-
-    Examples
-    --------
     >>> wire = MessageFormat(2)
     >>> message = ServerMessage(MessageKind.PUSH, key=3, clock=7, number=1, elements=256, clocks=(7, 6))
     >>> wire.unpack(wire.pack(message)) == message
@@ -136,11 +94,9 @@ class MessageFormat:
         return self._struct.pack(*fixed, *(clocks or (0,) * self._workers))
 
     def unpack(self, data: Any) -> ServerMessage:
-        values = self._struct.unpack(data)
-        fixed = dict(zip(ServerMessage._fields, values))
-        return ServerMessage(
-            **{**fixed, "kind": MessageKind(values[0]), "clocks": values[len(ServerMessage._fields) - 1 :]}
-        )
+        kind, *fields = self._struct.unpack(data)
+        fixed = len(ServerMessage._fields) - 2
+        return ServerMessage._make([MessageKind(kind), *fields[:fixed], tuple(fields[fixed:])])
 
 
 class Envelope(NamedTuple):

@@ -46,17 +46,8 @@ class ReplicationChainLost(RuntimeError):
 class ReplicationChains:
     """Living members of every shard's chain, as known to this rank.
 
-    The chain of shard i initially consists of servers i, i+1, ... around the ring.
+    The chain of shard i initially consists of the `replicas` servers i, i+1, ... around the ring.
 
-    Parameters
-    ----------
-    servers : sequence of int
-        Ranks of the servers.
-    replicas : int
-        Servers of a chain.
-
-    Examples
-    --------
     >>> chains = ReplicationChains([0, 1, 2], 2)
     >>> chains.lose(0)
     [0, 2]
@@ -81,13 +72,7 @@ class ReplicationChains:
         return sorted(mine, key=lambda shard: self[shard].index(rank))
 
     def lose(self, rank: int) -> list[int]:
-        """Remove a dead server from all chains; returns the shards concerned.
-
-        Raises
-        ------
-        ReplicationChainLost
-            If a chain becomes empty.
-        """
+        """Remove a dead server from all chains; returns the shards concerned. Raises if a chain becomes empty."""
         concerned = self.of(rank)
         for shard in concerned:
             self._chains[shard] = tuple(member for member in self[shard] if member != rank)
@@ -101,26 +86,16 @@ class ReplicationChains:
 class ChainMember:
     """Position of a server in one chain: numbers messages or takes them as numbered, and passes them on.
 
-    Parameters
-    ----------
-    me, shard : int
-        This rank; the chain.
-    chains : ReplicationChains
-        Kept up to date by the caller.
-    send : Send
-
-    Attributes
-    ----------
-    ordered : deque of Envelope
-        Messages for the member's server, in the chain's order; the caller removes them.
+    The caller keeps `chains` up to date, and removes the messages for the member's server from `ordered`, which has
+    them in the chain's order.
     """
 
     def __init__(self, me: int, shard: int, chains: ReplicationChains, send: Send):
         self._me, self._shard, self._chains, self._send = me, shard, chains, send
         self._chain = chains[shard]
-        self._count = self._safe = 0
-        self._log: deque[Envelope] = deque()
-        self._asked: deque[Envelope] = deque()
+        self._count = self._held = 0  # messages of this member, and of the tail
+        self._log: deque[Envelope] = deque()  # messages that the tail may not have
+        self._unnumbered: deque[Envelope] = deque()
         self._dead: set[int] = set()
         self.ordered: deque[Envelope] = deque()
 
@@ -140,15 +115,15 @@ class ChainMember:
         if message.kind is MessageKind.HELD:
             self._mark_replicated(message.at)
         elif not message.at:
-            self._asked.append(envelope)
-            self._order()
+            self._unnumbered.append(envelope)
+            self._number()
         elif message.at > self._count:
             assert message.at == self._count + 1, (
                 f"envelope {message.at} of shard {self._shard} came after {self._count}"
             )
-            self._keep(envelope)
+            self._accept(envelope)
         else:
-            self._hold(envelope.source)
+            self._report_held(envelope.source)
 
     def lost_worker(self, rank: int) -> None:
         """Handle the death of a worker."""
@@ -158,23 +133,23 @@ class ChainMember:
 
     def lost_server(self) -> None:
         """Take over the new position after the death of a server; `chains` must be up to date."""
-        before, behind = self._neighbours()
+        predecessor, successor = self._neighbours()
         self._chain = self._chains[self._shard]
-        new_before, new_behind = self._neighbours()
-        if new_behind != behind:
+        new_predecessor, new_successor = self._neighbours()
+        if new_successor != successor:
             for envelope in self._log:
-                if new_behind is not None:
-                    self._send(new_behind, envelope.message, *envelope.vectors)
+                if new_successor is not None:
+                    self._send(new_successor, envelope.message, *envelope.vectors)
                 elif envelope.message.kind is not MessageKind.GONE:
                     self._send(self._chain[0], envelope.message._replace(at=0), *envelope.vectors)
-            if new_behind is None:
+            if new_successor is None:
                 self._mark_replicated(self._count)
-        if new_before != before:
-            if new_before is None:
-                self._order()
+        if new_predecessor != predecessor:
+            if new_predecessor is None:
+                self._number()
                 self._handle_death(sorted(self._dead))
             else:
-                self._hold(new_before)
+                self._report_held(new_predecessor)
 
     def _neighbours(self) -> tuple[int | None, int | None]:
         """Previous and next member; None at the ends."""
@@ -182,43 +157,43 @@ class ChainMember:
         place = row.index(self._me)
         return row[place - 1], row[place + 1]
 
-    def _order(self) -> None:
+    def _number(self) -> None:
         """Number pending requests if this is the head; otherwise they wait, as a sender may know of a death earlier."""
-        while self.is_head and self._asked:
-            envelope = self._asked.popleft()
+        while self.is_head and self._unnumbered:
+            envelope = self._unnumbered.popleft()
             sender = envelope.source if envelope.message.sender < 0 else envelope.message.sender
             if sender not in self._dead:
-                self._keep(envelope._replace(message=envelope.message._replace(sender=sender, at=self._count + 1)))
+                self._accept(envelope._replace(message=envelope.message._replace(sender=sender, at=self._count + 1)))
 
     def _handle_death(self, workers: Sequence[int]) -> None:
         for worker in workers:
             message = ServerMessage(MessageKind.GONE, shard=self._shard, sender=worker, at=self._count + 1)
-            self._keep(Envelope(self._me, message))
+            self._accept(Envelope(self._me, message))
 
-    def _keep(self, envelope: Envelope) -> None:
+    def _accept(self, envelope: Envelope) -> None:
         """Pass a message on, and queue it for the server."""
         message = envelope.message
         self._count = message.at
         if message.kind is MessageKind.GONE:
             self._dead.add(message.sender)
-        _, behind = self._neighbours()
-        if behind is not None:
-            kept = envelope._replace(vectors=tuple(vector.copy() for vector in envelope.vectors))
-            self._log.append(kept)
-            self._send(behind, message, *kept.vectors)
+        _, successor = self._neighbours()
+        if successor is not None:
+            copied = envelope._replace(vectors=tuple(vector.copy() for vector in envelope.vectors))
+            self._log.append(copied)
+            self._send(successor, message, *copied.vectors)
         self.ordered.append(envelope._replace(source=message.sender))
-        if behind is None:
+        if successor is None:
             self._mark_replicated(self._count)
 
     def _mark_replicated(self, count: int) -> None:
         """Drop messages up to number `count`, which the tail has."""
         while self._log and self._log[0].message.at <= count:
             self._log.popleft()
-        if count > self._safe:
-            self._safe = count
-            before, _ = self._neighbours()
-            if before is not None:
-                self._hold(before)
+        if count > self._held:
+            self._held = count
+            predecessor, _ = self._neighbours()
+            if predecessor is not None:
+                self._report_held(predecessor)
 
-    def _hold(self, rank: int) -> None:
-        self._send(rank, ServerMessage(MessageKind.HELD, shard=self._shard, at=self._safe))
+    def _report_held(self, rank: int) -> None:
+        self._send(rank, ServerMessage(MessageKind.HELD, shard=self._shard, at=self._held))

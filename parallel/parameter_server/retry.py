@@ -15,25 +15,8 @@ from parallel.parameter_server.server_loop import ServerMail
 class RetryQueue:
     """Message bus of a worker with retries. Sent vectors must not change until they are answered.
 
-    Parameters
-    ----------
-    bus : ServerMail
-    servers : sequence of int
-        Ranks of the servers.
-    replicas : int
-        Servers of a chain.
-    storage, wide : numpy.dtype
-        Of weights as operators see them, and as checkpoints keep them.
-
-    Attributes
-    ----------
-    accept : callable
-        The worker's, as of `message_bus.MessageBus`.
-
-    Raises
-    ------
-    ReplicationChainLost
-        From `poll`, once, after the LOST message, if the last server of some parameters is dead.
+    Weights arrive in dtype `storage`, and in checkpoints in dtype `wide`. `poll` raises `ReplicationChainLost`, once,
+    after the LOST message, if the last server of some parameters is dead.
     """
 
     def __init__(
@@ -42,10 +25,10 @@ class RetryQueue:
         self._bus, self._servers, self._storage, self._wide = bus, list(servers), storage, wide
         self._chains = ReplicationChains(servers, replicas)
         self._unanswered: dict[Any, tuple[ServerMessage, tuple[Any, ...]]] = {}
-        self._answering: dict[int, int] = {}
+        self._answering: dict[int, int] = {}  # source by ticket of answers that are arriving
         self._ticket = 0
         self._problem: ReplicationChainLost | None = None
-        self._is_over = False
+        self._is_chain_lost = False
         self.accept: Callable[[int, ServerMessage], Sequence[Any]] = lambda source, message: ()
         bus.accept = self._receive_buffers
 
@@ -56,9 +39,8 @@ class RetryQueue:
         shard = self._servers.index(peer)
         self._ticket += 1
         message = message._replace(ticket=self._ticket, shard=shard)
-        entry: Any = self._ticket
-        if message.kind is MessageKind.TICK:  # it has no answer, and the last one counts
-            entry = MessageKind.TICK, shard
+        # A tick has no answer, and the last one replaces those before.
+        entry: Any = (MessageKind.TICK, shard) if message.kind is MessageKind.TICK else self._ticket
         self._unanswered.pop(entry, None)
         self._unanswered[entry] = message, vectors
         chain = self._chains[shard]
@@ -72,15 +54,12 @@ class RetryQueue:
         while (envelope := self._bus.poll()) is not None:
             message = envelope.message
             if message.kind is MessageKind.LOST:
-                self._lost(envelope.source)
+                self._handle_death(envelope.source)
+            if message.kind in (MessageKind.LOST, MessageKind.PROBLEM, MessageKind.AGAIN):
                 return envelope
-            if message.kind in (MessageKind.PROBLEM, MessageKind.AGAIN):
-                return envelope
-            if (
-                message.ticket in self._unanswered
-                and self._answering.pop(message.ticket, envelope.source) == envelope.source
-            ):
-                del self._unanswered[message.ticket]
+            source, ticket = envelope.source, message.ticket
+            if ticket in self._unanswered and self._answering.pop(ticket, source) == source:
+                del self._unanswered[ticket]
                 return envelope
         return None
 
@@ -94,7 +73,7 @@ class RetryQueue:
 
     def abandon(self, *kinds: MessageKind) -> None:
         """Drop requests of these kinds: their answers are not awaited any more."""
-        self._unanswered = {entry: asked for entry, asked in self._unanswered.items() if asked[0].kind not in kinds}
+        self._unanswered = {entry: sent for entry, sent in self._unanswered.items() if sent[0].kind not in kinds}
 
     def _receive_buffers(self, source: int, message: ServerMessage) -> Sequence[Any]:
         """Buffers for a message: the worker's for the first answer to an open request, otherwise temporary ones."""
@@ -103,13 +82,13 @@ class RetryQueue:
             return self.accept(source, message)
         return [np.empty(message.elements, self._wide if message.number >= 0 else self._storage)]
 
-    def _lost(self, rank: int) -> None:
+    def _handle_death(self, rank: int) -> None:
         self._answering = {ticket: source for ticket, source in self._answering.items() if source != rank}
         try:
             concerned = self._chains.lose(rank)
         except ReplicationChainLost as error:
-            if not self._is_over:
-                self._problem, self._is_over = error, True
+            if not self._is_chain_lost:
+                self._problem, self._is_chain_lost = error, True
             return
         for shard in concerned:
             for message, vectors in list(self._unanswered.values()):

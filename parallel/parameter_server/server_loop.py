@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ import numpy as np
 
 from parallel.parameter_server.event_order import EventOrder
 from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
-from parallel.parameter_server.shard_store import AsyncStore, PushedGradient, SyncStore
+from parallel.parameter_server.shard_store import AsyncStore, SyncStore
 from parallel.parameter_server.work_assignment import PartResult, WorkAssignment, WorkPart
 from parallel.parameter_server.worker_clocks import ConsistencyRule, WorkerClocks
 
@@ -32,39 +33,7 @@ class ServerFailed(RuntimeError):
 
 
 class ServerLoop:
-    """Server of one shard.
-
-    Parameters
-    ----------
-    bus : ServerMail
-    store : AsyncStore or SyncStore
-    rule : ConsistencyRule
-    workers, servers : sequence of int
-        Their ranks; a worker's or server's number is its position there.
-    here : int
-        Number of this server.
-    order : EventOrder
-
-    Attributes
-    ----------
-    watch : callable (worker, clock)
-        Called on every tick.
-    clocks : WorkerClocks
-    work : WorkAssignment
-        Used on the first server only.
-    gaps : Counter
-        Number of reads by gap between the reader's clock and the slowest worker's.
-    applied : Counter
-        Applied pushes, by key.
-    parts : int
-        Most parts of a step so far.
-    rests : int
-        Number of quiescent points.
-    norms : dict
-        Gradient norm by step, with synchronous updates.
-    problem : str or None
-        Reason of this rank's failure; empty if another rank failed.
-    """
+    """Server number `here` of `servers`, for one shard. A worker's number is its position in `workers`."""
 
     def __init__(
         self,
@@ -76,43 +45,41 @@ class ServerLoop:
         here: int,
         order: EventOrder,
     ):
-        self._bus, self.store, self._rule = bus, store, rule
+        self._bus, self.store, self._rule, self.order = bus, store, rule, order
         self._workers, self._servers, self._here = list(workers), list(servers), here
         self._number = {rank: number for number, rank in enumerate(workers)}
-        self.order = order
-        self.watch: Callable[[int, int], None] = lambda worker, clock: None
         self.begin(0)
-        self.gaps: Counter[int] = Counter()
-        self.applied: Counter[int] = Counter()
-        self.norms: dict[int, float | None] = {}
+        self.ticks: list[tuple[float, int, int]] = []  # time, worker, and its number of steps
+        self.gaps: Counter[int] = Counter()  # reads by gap between the reader's clock and the slowest worker's
+        self.applied: Counter[int] = Counter()  # applied pushes by key
+        self.norms: dict[int, float | None] = {}  # gradient norm by step, with synchronous updates
+        self.parts = 0  # most parts of a step so far
+        self.rests = self._awaited_rests = 0  # quiescent points
         self.stop_requested = False
-        self._gone: set[int] = set()
-        self._latest: dict[int, int] = {}
-        self._drawn: dict[int, ServerMessage] = {}
-        self._resting: dict[int, ServerMessage] = {}
-        self.rests = self._awaited = self.parts = 0
-        self._over: set[int] = set()
-        self.problem: str | None = None
+        self.problem: str | None = None  # reason of this rank's failure; empty if another rank failed
+        self._over: set[int] = set()  # ranks that have sent their last message
+        self._gone: set[int] = set()  # dead workers
+        self._latest: dict[int, int] = {}  # ticket of the last DRAW or REST by worker
+        self._drawn: dict[int, ServerMessage] = {}  # last answer to a DRAW by worker
+        self._resting: dict[int, Envelope] = {}  # REST by worker
         bus.accept = self._receive_buffers
 
     def begin(self, steps: int) -> None:
         """Reset to a state in which all workers have made `steps` steps."""
-        self.clocks, self.work = WorkerClocks(len(self._workers), steps), WorkAssignment(len(self._workers), steps)
+        self.clocks = WorkerClocks(len(self._workers), steps)
+        self.work = WorkAssignment(len(self._workers), steps)  # used on the first server only
         self.store.applied = steps
         self._parts: dict[int, int] = {}
         self._last: dict[int, bool] = {}
         self._squares: dict[int, dict[int, Any]] = {}
-        self._asked = steps
+        self._squared = steps  # steps whose sums of squares this server has sent
 
     # ------------------------------------------------------------------------------------------ serving
 
     def until_made(self, steps: int) -> bool:
         """Serve until all workers have made `steps` steps; returns True if the training ends there.
 
-        Raises
-        ------
-        ServerFailed
-            When the training has failed on all ranks.
+        Raises `ServerFailed` once the training has failed on all ranks.
         """
         self._serve(lambda: self.clocks.least >= steps and self.store.applied >= steps)
         if len(self._gone) == len(self._workers):
@@ -121,37 +88,33 @@ class ServerLoop:
 
     def until_quiescent(self) -> None:
         """Serve until all workers rest and nothing is in flight. Raises `ServerFailed`."""
-        self._awaited += 1
-        self._serve(lambda: self.rests >= self._awaited)
+        self._awaited_rests += 1
+        self._serve(lambda: self.rests >= self._awaited_rests)
 
     def catch_up(self) -> None:
         """Handle all received messages that are allowed; used by replicas."""
-        while True:
-            if (envelope := self.order.take(self._allowed)) is not None:
-                HANDLERS[envelope.message.kind](self, envelope)
-            elif (envelope := self._bus.poll()) is not None:
-                self._arrived(envelope)
-            else:
-                return
+        while self._handle_next():
+            pass
 
-    def give_up(self, problem: str) -> None:
-        """Send PROBLEM to all workers and servers, and wait for theirs."""
-        self._announce_failure(problem)
-        self._serve(lambda: False)
+    def _handle_next(self) -> bool:
+        """Handle the next message that is allowed, or receive one; returns False if there is none."""
+        if (envelope := self.order.take(self._allowed)) is not None:
+            HANDLERS[envelope.message.kind](self, envelope)
+        elif (envelope := self._bus.poll()) is not None:
+            self._receive(envelope)
+        return envelope is not None
 
     def _serve(self, enough: Callable[[], bool]) -> None:
+        """Handle messages until a condition holds; after a failure until PROBLEM has arrived from all other ranks."""
         try:
             while not enough():
-                if self.problem is None and (envelope := self.order.take(self._allowed)) is not None:
-                    HANDLERS[envelope.message.kind](self, envelope)
-                elif (envelope := self._bus.poll()) is not None:
-                    self._arrived(envelope)
-                elif len(self._over) == len(self._workers) + len(self._servers) - 1:
+                if self._handle_next():
+                    continue
+                if len(self._over) == len(self._workers) + len(self._servers) - 1:
                     raise ServerFailed(self.problem or "")
-                elif self.problem is None and self._over.issuperset(self._workers):
+                if self.problem is None and self._over.issuperset(self._workers):
                     raise ServerFailed("all workers are dead")
-                else:
-                    self._bus.idle()
+                self._bus.idle()
         except ServerFailed:
             raise
         except Exception as error:
@@ -160,12 +123,11 @@ class ServerLoop:
             self._announce_failure(f"{type(error).__name__}: {error}")
             self._serve(lambda: False)
 
-    def _arrived(self, envelope: Envelope) -> None:
-        if envelope.message.kind is MessageKind.LOST:
+    def _receive(self, envelope: Envelope) -> None:
+        if envelope.message.kind in (MessageKind.LOST, MessageKind.PROBLEM):
             self._over.add(envelope.source)
-        elif envelope.message.kind is MessageKind.PROBLEM:
-            self._over.add(envelope.source)
-            self._announce_failure("")
+            if envelope.message.kind is MessageKind.PROBLEM:
+                self._announce_failure("")
         elif self.problem is None:
             self.order.put(envelope)
 
@@ -191,12 +153,17 @@ class ServerLoop:
             return [*rows, np.empty(message.elements, like.dtype)]
         return rows
 
+    def _answer(self, request: Envelope, kind: MessageKind, *vectors: Any, **fields: Any) -> Any:
+        """Send an answer with the key and the ticket of a request; empty vectors are left out."""
+        vectors = tuple(vector for vector in vectors if len(vector))
+        key, ticket = request.message.key, request.message.ticket
+        answer = ServerMessage(kind, key, elements=sum(map(len, vectors)), ticket=ticket, **fields)
+        return self._bus.send(request.source, answer, *vectors)
+
     def _allowed(self, envelope: Envelope) -> bool:
         """True unless the message is a pull that the rule delays."""
         message = envelope.message
-        if message.kind is not MessageKind.PULL:
-            return True
-        return self._rule.allows(message.clock, self._reach)
+        return message.kind is not MessageKind.PULL or self._rule.allows(message.clock, self._reach)
 
     @property
     def _reach(self) -> int:
@@ -241,25 +208,21 @@ class ServerLoop:
         if message.number < 0:
             self._send_weights(envelope, MessageKind.COPY)
             return
-        kept = [piece.weights, *piece.state.values()][message.number].copy()
-        answer = ServerMessage(
-            MessageKind.COPY, message.key, number=message.number, elements=len(kept), ticket=message.ticket
-        )
-        self._bus.send(envelope.source, answer, kept)
+        vector = [piece.weights, *piece.state.values()][message.number].copy()
+        self._answer(envelope, MessageKind.COPY, vector, number=message.number)
 
     def _send_weights(self, envelope: Envelope, kind: MessageKind) -> None:
         """Send a key, or rows of it."""
         message, key_state = envelope.message, self.store.key_states[envelope.message.key]
-        weights, lent = key_state.visible, True
+        weights = key_state.visible
         if message.rows >= 0:
             assert key_state.key.table is not None
             rows = envelope.vectors[0] if envelope.vectors else np.zeros(0, np.int64)
-            weights, lent = weights[key_state.key.table.places(rows, key_state.key.span)], False
-        answer = ServerMessage(kind, message.key, self._reach, elements=len(weights), stop=self.stop_requested)
-        answer = answer._replace(clocks=tuple(self.clocks.vector), ticket=message.ticket)
-        sent = self._bus.send(envelope.source, answer, *([weights] if len(weights) else []))
-        if lent:
-            key_state.lend(sent)
+            weights = weights[key_state.key.table.places(rows, key_state.key.span)]  # a copy
+        clocks = tuple(self.clocks.vector)
+        sent = self._answer(envelope, kind, weights, clock=self._reach, stop=self.stop_requested, clocks=clocks)
+        if message.rows < 0:
+            key_state.add_reader(sent)
 
     def _push(self, envelope: Envelope) -> None:
         message, key_state = envelope.message, self.store.key_states[envelope.message.key]
@@ -273,13 +236,9 @@ class ServerLoop:
                 rows, values = envelope.vectors
                 gradient[key_state.key.table.places(rows, key_state.key.span)] = values
         self.parts = max(self.parts, message.parts)
-        pushed = PushedGradient(message.clock, message.number, message.parts, message.targets, message.factor, gradient)
-        self.applied[message.key] += self.store.push(message.key, pushed)
+        self.applied[message.key] += self.store.push(message, gradient)
         self.order.note(envelope)
-        answer = ServerMessage(
-            MessageKind.ACK, message.key, message.clock, number=message.number, ticket=message.ticket
-        )
-        self._bus.send(envelope.source, answer)
+        self._answer(envelope, MessageKind.ACK, clock=message.clock, number=message.number)
         self._advance()
 
     def _tick(self, envelope: Envelope) -> None:
@@ -287,7 +246,7 @@ class ServerLoop:
         self.clocks.tick(worker, message.clock)
         self._parts[message.clock - 1] = message.parts
         self._last[message.clock] = bool(message.stop)
-        self.watch(worker, message.clock)
+        self.ticks.append((time.perf_counter(), worker, message.clock))
         self.order.note(envelope)
         self._advance()
 
@@ -295,9 +254,9 @@ class ServerLoop:
         if self._is_stale(envelope):
             return
         if envelope.message.number <= self.rests:
-            self._rested(envelope.source, envelope.message)
+            self._answer_rest(envelope)
             return
-        self._resting[envelope.source] = envelope.message
+        self._resting[envelope.source] = envelope
         self.order.note(envelope)
         self.remind()
         self._release()
@@ -312,14 +271,13 @@ class ServerLoop:
             self.store.quiesce()
         self.work.forget(self.clocks.least)
         self.rests += 1
-        for worker, message in self._resting.items():
-            self._rested(worker, message)
+        for envelope in self._resting.values():
+            self._answer_rest(envelope)
         self._resting.clear()
 
-    def _rested(self, worker: int, message: ServerMessage) -> None:
-        answer = ServerMessage(MessageKind.RESTED, number=self.store.updates, ticket=message.ticket)
-        answer = answer._replace(clocks=tuple(self.clocks.vector))
-        self._bus.send(worker, answer)
+    def _answer_rest(self, envelope: Envelope) -> None:
+        clocks = tuple(self.clocks.vector)
+        self._answer(envelope, MessageKind.RESTED, number=self.store.updates, clocks=clocks)
 
     def _handle_death(self, envelope: Envelope) -> None:
         """Return a dead worker's part and exclude its clock."""
@@ -338,11 +296,10 @@ class ServerLoop:
             if worker not in self._gone:
                 self._bus.send(worker, ServerMessage(MessageKind.AGAIN))
 
-    def _sum(self, envelope: Envelope) -> None:
-        if envelope.message.clock >= self.store.applied:
-            self._squares.setdefault(envelope.message.clock, {})[self._servers.index(envelope.source)] = (
-                envelope.vectors
-            )
+    def _store_squares(self, envelope: Envelope) -> None:
+        clock = envelope.message.clock
+        if clock >= self.store.applied:
+            self._squares.setdefault(clock, {})[self._servers.index(envelope.source)] = envelope.vectors
             self._advance()
 
     # ------------------------------------------------------------------------------------------ steps as one update
@@ -354,20 +311,19 @@ class ServerLoop:
             store.applied = self.clocks.least
             self._release()
             return
-        clock = store.applied
-        if self._asked == clock < self.clocks.least and clock in self._parts and store.whole(self._parts[clock]):
+        clock, parts = store.applied, self._parts.get(store.applied)
+        if self._squared == clock < self.clocks.least and parts is not None and store.is_complete(parts):
             mine = store.squares()
-            self._asked += 1
+            self._squared += 1
             self._squares.setdefault(clock, {})[self._here] = (mine,) if len(mine) else ()
             for server, rank in enumerate(self._servers):
                 if server != self._here:
                     message = ServerMessage(MessageKind.SQUARES, clock=clock, elements=len(mine))
                     self._bus.send(rank, message, *([mine] if len(mine) else []))
-        if self._asked == clock + 1 and len(self._squares.get(clock, ())) == len(self._servers):
+        if self._squared == clock + 1 and len(self._squares.get(clock, ())) == len(self._servers):
             sums = self._squares.pop(clock)
-            everything = np.concatenate([np.zeros(0), *(vector for at in range(len(sums)) for vector in sums[at])])
-            norm = store.finish(everything, store.count)
-            self.norms[clock] = norm
+            squares = np.concatenate([np.zeros(0), *(vector for at in range(len(sums)) for vector in sums[at])])
+            self.norms[clock] = norm = store.finish(squares)
             if norm is not None and not math.isfinite(norm):
                 raise FloatingPointError(f"the norm of the gradient is not finite in step {clock}")
             self._release()
@@ -381,6 +337,6 @@ HANDLERS: dict[MessageKind, Callable[[ServerLoop, Envelope], None]] = {
     MessageKind.TICK: ServerLoop._tick,
     MessageKind.REST: ServerLoop._rest,
     MessageKind.GONE: ServerLoop._handle_death,
-    MessageKind.SQUARES: ServerLoop._sum,
+    MessageKind.SQUARES: ServerLoop._store_squares,
 }
 """Handler of each kind of message."""

@@ -23,26 +23,12 @@ def of_worker(plan: PartitionSpec, synchronous: bool) -> Counter[str]:
 def of_shard(
     plan: PartitionSpec, keys: Sequence[ServerKey], states: int, *, workers: int, synchronous: bool, parts: int
 ) -> Counter[str]:
-    """Bytes of a server's shard.
-
-    Parameters
-    ----------
-    plan : PartitionSpec
-    keys : sequence of ServerKey
-        Keys of the shard.
-    states : int
-        Number of the optimizer's state vectors.
-    workers : int
-    synchronous : bool
-        True if a step is one update.
-    parts : int
-        Most parts of a step; 0 before the first step.
-    """
+    """Bytes of the keys of one server, with `states` optimizer vectors and at most `parts` parts in a step."""
     precision, size = plan.precision, sum(key.span.size for key in keys)
     wide = precision.wide.itemsize
     bytes_ = Counter(parameters=size * precision.storage.itemsize, optimizer=size * wide * (states + precision.master))
     for key in keys if parts else ():
-        landing = workers if key.table is None else 1  # rows land elsewhere, and become a gradient one by one
+        landing = workers if key.table is None else 1  # rows arrive in temporary memory and are expanded one by one
         bytes_["gradients"] += key.span.size * wide * vectors(parts, landing, workers, synchronous, plan.reproducible)
     return bytes_
 
@@ -51,19 +37,9 @@ def of_shard(
 def vectors(parts: int, landing: int, workers: int, synchronous: bool, reproducible: bool) -> int:
     """Most gradients of a key that a server holds at once.
 
-    Parameters
-    ----------
-    parts : int
-        Parts of a step.
-    landing : int
-        Most gradients arriving at once: a worker sends the next one after the previous one is acknowledged.
-    workers : int
-        Most parts in progress at once.
-    synchronous, reproducible : bool
-        True if a step is one update; if gradients are added in canonical order.
+    At most `landing` gradients arrive at once, as a worker sends the next one after the previous one is acknowledged.
+    `reproducible` gradients are added in canonical order.
 
-    Examples
-    --------
     >>> vectors(8, 1, 1, True, True), vectors(8, 2, 2, True, False), vectors(8, 2, 2, False, False)
     (4, 4, 2)
     """
@@ -71,7 +47,7 @@ def vectors(parts: int, landing: int, workers: int, synchronous: bool, reproduci
         return landing
     if not reproducible:
         return max(here.bit_count() + min(landing, parts - here) for here in range(parts))
-    return max(  # parts are drawn in order: one worker has the last one that is drawn, and others any of those before
+    return max(  # parts are drawn in order: one worker has the last drawn one, the others have any of the earlier ones
         nodes(drawn, away) + min(landing, away + (drawn < parts))
         for drawn in range(parts + 1)
         for away in range(min(workers - 1, drawn) + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,15 +20,7 @@ from parallel.parameter_server.server_loop import ServerLoop, ServerMail
 class ServerReplicas:
     """Servers of all chains that a rank is a member of.
 
-    Parameters
-    ----------
-    bus : ServerMail
-    me : int
-        This rank.
-    servers, workers : sequence of int
-        Their ranks.
-    replicas : int
-        Servers of a chain.
+    A mail's `poll` raises `ReplicationChainLost` if the last server of some parameters is dead.
 
     Attributes
     ----------
@@ -35,19 +28,14 @@ class ServerReplicas:
         Message bus of each shard's server, this rank's own shard first.
     servers : dict of int to ServerLoop
         By shard; set by the caller.
-
-    Raises
-    ------
-    ReplicationChainLost
-        From a mail's `poll`, if the last server of some parameters is dead.
     """
 
     def __init__(self, bus: ServerMail, me: int, servers: Sequence[int], workers: Sequence[int], replicas: int):
-        self._bus, self.me, self._ranks, self._workers = bus, me, list(servers), set(workers)
+        self._bus, self.me, self.ranks, self._workers = bus, me, list(servers), set(workers)
         self.chains = ReplicationChains(servers, replicas)
         self.mails = {shard: ShardMail(self, shard) for shard in self.chains.of(me)}
         self.servers: dict[int, ServerLoop] = {}
-        self._here: list[Envelope] = []
+        self._to_self: deque[Envelope] = deque()
         self._left: set[int] = set()
         self._failed = False
         bus.accept = self._receive_buffers
@@ -59,17 +47,17 @@ class ServerReplicas:
             return UndeliveredMessage()
         if rank != self.me:
             return self._bus.send(rank, message, *vectors)
-        self._here.append(Envelope(rank, message, tuple(vector.copy() for vector in vectors)))
+        self._to_self.append(Envelope(rank, message, tuple(vector.copy() for vector in vectors)))
         return UndeliveredMessage()
 
-    def move(self) -> bool:
+    def dispatch(self) -> bool:
         """Dispatch the next message; returns False if there is none."""
-        envelope = self._here.pop(0) if self._here else self._bus.poll()
+        envelope = self._to_self.popleft() if self._to_self else self._bus.poll()
         if envelope is None:
             return False
         kind = envelope.message.kind
         if kind is MessageKind.LOST:
-            self._lost(envelope.source)
+            self._handle_death(envelope.source)
         elif kind is MessageKind.BYE:
             self._left.add(envelope.source)
         elif kind is MessageKind.PROBLEM:
@@ -87,7 +75,7 @@ class ServerReplicas:
 
     def until_left(self) -> None:
         """Serve all shards until no rank needs this one any more; chains lost meanwhile are ignored."""
-        others = set(self._ranks) - {self.me}
+        others = set(self.ranks) - {self.me}
         self._serve_until_left(self._workers)
         for rank in others:
             self._bus.send(rank, ServerMessage(MessageKind.BYE))
@@ -111,7 +99,7 @@ class ServerReplicas:
     def idle(self) -> None:
         self._bus.idle()
 
-    def _lost(self, rank: int) -> None:
+    def _handle_death(self, rank: int) -> None:
         self.own.member.ordered.append(Envelope(rank, ServerMessage(MessageKind.LOST)))
         self._left.add(rank)
         if rank in self._workers:
@@ -140,24 +128,24 @@ class ShardMail:
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> Any:
         """Answer a worker, or send to the current head of another shard."""
-        replicas = self._replicas
+        replicas, ranks = self._replicas, self._replicas.ranks
         if message.kind is MessageKind.PROBLEM:
             return replicas.send(peer, message)
-        if peer in replicas._ranks:
-            shard = replicas._ranks.index(peer)
-            self._last_sent[shard] = message._replace(shard=shard, sender=replicas._ranks[self.shard]), vectors
-            return self._write(shard) if self.member.is_tail else UndeliveredMessage()
+        if peer in ranks:
+            shard = ranks.index(peer)
+            self._last_sent[shard] = message._replace(shard=shard, sender=ranks[self.shard]), vectors
+            return self._send_to_shard(shard) if self.member.is_tail else UndeliveredMessage()
         return replicas.send(peer, message, *vectors) if self.member.is_tail else UndeliveredMessage()
 
     def resend(self) -> None:
         """Resend the last message to each shard, as it may have been lost."""
         for shard in self._last_sent if self.member.is_tail else ():
-            self._write(shard)
+            self._send_to_shard(shard)
 
     def poll(self) -> Envelope | None:
         """Next message to handle."""
         while not self.member.ordered:
-            if self is not self._replicas.own or not self._replicas.move():
+            if self is not self._replicas.own or not self._replicas.dispatch():
                 return None
         return self.member.ordered.popleft()
 
@@ -167,8 +155,8 @@ class ShardMail:
     def abandon(self, *kinds: MessageKind) -> None:
         """No-op: a server awaits no answers."""
 
-    def _write(self, shard: int) -> Any:
+    def _send_to_shard(self, shard: int) -> Any:
         chain, (message, vectors) = self._replicas.chains[shard], self._last_sent[shard]
-        return (
-            self._replicas.send(chain[0], message, *vectors) if chain else UndeliveredMessage()
-        )  # lost, and all will end
+        if not chain:  # lost, and the training will end
+            return UndeliveredMessage()
+        return self._replicas.send(chain[0], message, *vectors)

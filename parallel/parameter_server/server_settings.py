@@ -35,10 +35,19 @@ def refuse_servers(settings: Settings, ranks: int, lamb: bool) -> None:
     if servers >= ranks:
         raise ValueError(f"servers: {servers} of {ranks} rank{'s' * (ranks > 1)} leave no workers")
     if PRECISIONS[settings.precision].scaled:
-        why = "needs a loss scale that all workers agree on, and these do not meet"
+        why = "needs a loss scale that is equal on all workers, and these do not synchronise"
         raise ValueError(f"precision: {settings.precision} {why}")
     if lamb and (servers > 1 or not rule.synchronous):
         raise ValueError("optimizer: lamb needs norms of whole tensors, which bsp on one server has")
+    if not 1 <= settings.replicas <= servers:
+        raise ValueError(f"replicas: expected 1 to {servers}, as many as servers, found {settings.replicas}")
+    if settings.replicas > 1 and (settings.record or settings.replay):
+        raise ValueError(f"replicas: expected 1 with record or replay, found {settings.replicas}")
+    if settings.check_every:
+        found = settings.check_every
+        raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {found}")
+    if settings.record and settings.record == settings.replay:
+        raise ValueError(f"record: {settings.record} is the file to replay")
     for rank, factor in factors(settings.slow).items():
         if not servers <= rank < ranks:
             raise ValueError(f"slow: rank {rank} is no worker; these are {servers} to {ranks - 1}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from parallel.nn.kernels.storage import narrow
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizers import Optimizer, OptimizerSpan, block_squares, clip_factor
 from parallel.parameter_server.key_assignment import ServerKey
+from parallel.parameter_server.messages import ServerMessage
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
 from quant.types import Array
 
@@ -31,14 +32,7 @@ class PendingRead(Protocol):
 
 
 class ShardState:
-    """State of one key, and the messages that are reading it.
-
-    Parameters
-    ----------
-    key : ServerKey
-    piece : OptimizerSpan
-        Its gradient is replaced before every update.
-    """
+    """State of one key, and the messages that are reading it. The gradient of `piece` is set before every update."""
 
     def __init__(self, key: ServerKey, piece: OptimizerSpan):
         self.key, self.piece = key, piece
@@ -49,7 +43,7 @@ class ShardState:
         """Weights in the operators' dtype."""
         return self.piece.weights if self.piece.stored is None else self.piece.stored
 
-    def lend(self, reader: PendingRead) -> None:
+    def add_reader(self, reader: PendingRead) -> None:
         """Register a message that reads `visible` until it is done."""
         self._readers = [other for other in self._readers if not other.done()]
         self._readers.append(reader)
@@ -57,7 +51,7 @@ class ShardState:
     def prepare(self, gradient: Array) -> OptimizerSpan:
         """The piece with this gradient, ready for an update; copied first if a message still reads it."""
         if not all(reader.done() for reader in self._readers):
-            self._leave()
+            self._copy_visible()
         self._readers = []
         self.piece.gradient = gradient
         return self.piece
@@ -67,52 +61,15 @@ class ShardState:
         if self.piece.stored is not None:
             narrow(self.piece.weights, self.piece.stored.dtype, out=self.piece.stored)
 
-    def _leave(self) -> None:
+    def _copy_visible(self) -> None:
         if self.piece.stored is None:
             self.piece.weights = self.piece.weights.copy()
         else:
             self.piece.stored = self.piece.stored.copy()
 
 
-class PushedGradient(NamedTuple):
-    """Gradient passed to a store.
-
-    Attributes
-    ----------
-    clock, number, parts : int
-        Step, part, and number of parts of the step.
-    targets : int
-        Number of targets of the part.
-    factor : float
-        Scale of an asynchronous update.
-    gradient : array
-        From the key's pool; owned by the store from now on.
-    """
-
-    clock: int
-    number: int
-    parts: int
-    targets: int
-    factor: float
-    gradient: Array
-
-
 class ShardStore:
-    """Common part of both stores.
-
-    Parameters
-    ----------
-    cells : sequence of ShardState
-        Keys of one server.
-    optimizer : Optimizer
-    length : int
-        Length of the whole parameter vector, over all servers.
-    clip : float, optional
-        Limit of the gradient's norm.
-    reproducible : bool
-        True to add gradients in canonical order.
-    make : callable (size, dtype) -> array
-        Allocator of gradients.
+    """Common part of both stores; ``make(size, dtype)`` allocates gradients.
 
     Attributes
     ----------
@@ -126,14 +83,13 @@ class ShardStore:
         self,
         key_states: Sequence[ShardState],
         optimizer: Optimizer,
-        length: int,
         clip: float | None,
         reproducible: bool,
         make: Callable[[int, Any], Array] = np.zeros,
     ):
         self.key_states = {key_state.key.number: key_state for key_state in key_states}
         self.applied = self.updates = 0
-        self._optimizer, self._length, self._clip, self._reproducible = optimizer, length, clip, reproducible
+        self._optimizer, self._clip, self._reproducible = optimizer, clip, reproducible
         self._pools = {
             number: VectorPool(partial(make, key_state.key.span.size, key_state.piece.weights.dtype))
             for number, key_state in self.key_states.items()
@@ -143,8 +99,8 @@ class ShardStore:
         """Memory for a gradient that arrives."""
         return self._pools[key].take()
 
-    def push(self, key: int, pushed: PushedGradient) -> bool:
-        """Take a gradient; returns False for a duplicate."""
+    def push(self, message: ServerMessage, gradient: Array) -> bool:
+        """Take a gradient in a `gradient_buffer`, which the store owns from then on; returns False for a duplicate."""
         raise NotImplementedError
 
 
@@ -155,46 +111,46 @@ class AsyncStore(ShardStore):
     update.
     """
 
-    def __init__(self, key_states, optimizer, length, clip, reproducible, make=np.zeros):
-        super().__init__(key_states, replace(optimizer, rate=self._rate), length, clip, reproducible, make)
+    def __init__(self, key_states: Sequence[ShardState], optimizer: Optimizer, *options: Any):
+        super().__init__(key_states, replace(optimizer, rate=self._rate), *options)
         self._scheduled = optimizer.rate
-        self._seen: dict[int, set[tuple[int, int]]] = {number: set() for number in self.key_states}
-        self._now = (0, 1)
+        self._applied_parts: dict[int, set[tuple[int, int]]] = {number: set() for number in self.key_states}
+        self._current = (0, 1)  # step, and its number of parts
         self._quiesced_at = 0
-        self._made = dict.fromkeys(self.key_states, 0)
+        self._new_updates = dict.fromkeys(self.key_states, 0)  # since the last quiescent point
 
     def _rate(self, step: int) -> float:
-        clock, parts = self._now
+        clock, parts = self._current
         return rate_at(self._scheduled, clock) / parts
 
-    def push(self, key: int, pushed: PushedGradient) -> bool:
-        part = pushed.clock, pushed.number
-        new = pushed.clock >= self._quiesced_at and part not in self._seen[key]
+    def push(self, message: ServerMessage, gradient: Array) -> bool:
+        key, part = message.key, (message.clock, message.number)
+        new = message.clock >= self._quiesced_at and part not in self._applied_parts[key]
         if new:
-            self._seen[key].add(part)
-            self._now = pushed.clock, pushed.parts
-            piece = self.key_states[key].prepare(pushed.gradient)
-            self._optimizer.update([piece], self.updates + self._made[key], pushed.factor)
-            self._made[key] += 1
-        self._pools[key].give(pushed.gradient)
+            self._applied_parts[key].add(part)
+            self._current = message.clock, message.parts
+            piece = self.key_states[key].prepare(gradient)
+            self._optimizer.update([piece], self.updates + self._new_updates[key], message.factor)
+            self._new_updates[key] += 1
+        self._pools[key].give(gradient)
         return new
 
     def quiesce(self) -> None:
-        """Mark that all keys have seen all parts of all steps; later pushes are duplicates."""
-        made = max(self._made.values(), default=0)
-        assert all(number == made for number in self._made.values()), f"updates differ: {self._made}"
-        self.updates += made
-        self._made = dict.fromkeys(self._made, 0)
-        for seen in self._seen.values():
-            seen.clear()
+        """Mark that all parts of all steps are applied to all keys; later pushes are duplicates."""
+        new = max(self._new_updates.values(), default=0)
+        assert all(number == new for number in self._new_updates.values()), f"updates differ: {self._new_updates}"
+        self.updates += new
+        self._new_updates = dict.fromkeys(self._new_updates, 0)
+        for parts in self._applied_parts.values():
+            parts.clear()
         self._quiesced_at = self.applied
 
 
 class SyncStore(ShardStore):
     """Store that makes one update per step, once all gradients and the global norm are known."""
 
-    def __init__(self, key_states, optimizer, length, clip, reproducible, make=np.zeros):
-        super().__init__(key_states, optimizer, length, clip, reproducible, make)
+    def __init__(self, key_states: Sequence[ShardState], *options: Any):
+        super().__init__(key_states, *options)
         self._counters = {number: TreeSum(self._pools[number]) for number in self.key_states}
         self._numbers: dict[int, set[int]] = {number: set() for number in self.key_states}
         self._counts: dict[int, int] = {}
@@ -202,20 +158,20 @@ class SyncStore(ShardStore):
         spans = [key_state.key.span for key_state in key_states] or [Span(0, 0)]
         self.span = Span(min(span.start for span in spans), max(span.stop for span in spans))
 
-    def push(self, key: int, pushed: PushedGradient) -> bool:
+    def push(self, message: ServerMessage, gradient: Array) -> bool:
         """Add a gradient: as a leaf of the canonical tree, or in order of arrival."""
-        assert pushed.clock <= self.applied, f"step {pushed.clock} was worked on with weights of {self.applied} steps"
-        new = pushed.clock == self.applied and pushed.number not in self._numbers[key]
-        if not new:
-            self._pools[key].give(pushed.gradient)
+        key, clock, number = message.key, message.clock, message.number
+        assert clock <= self.applied, f"step {clock} was worked on with weights of {self.applied} steps"
+        if clock != self.applied or number in self._numbers[key]:
+            self._pools[key].give(gradient)
             return False
-        order = pushed.number if self._reproducible else len(self._numbers[key])
-        self._numbers[key].add(pushed.number)
-        self._counts[pushed.number] = pushed.targets
-        self._counters[key].push(TreeNode(0, order), pushed.gradient, ours=True)
+        order = number if self._reproducible else len(self._numbers[key])
+        self._numbers[key].add(number)
+        self._counts[number] = message.targets
+        self._counters[key].push(TreeNode(0, order), gradient, ours=True)
         return True
 
-    def whole(self, parts: int) -> bool:
+    def is_complete(self, parts: int) -> bool:
         """True if all keys have all parts of the step."""
         return all(len(numbers) == parts for numbers in self._numbers.values())
 
@@ -229,15 +185,12 @@ class SyncStore(ShardStore):
                 sums[blocks_of(Span(span.start - self.span.start, span.stop - self.span.start))] = block_squares(total)
         return sums
 
-    def finish(self, squares: Array, count: int) -> float | None:
-        """Make the update, from the block sums of squares of all servers and the number of targets.
+    def finish(self, squares: Array) -> float | None:
+        """Make the update, from the block sums of squares of all servers; returns the norm of the gradient.
 
-        Returns
-        -------
-        float or None
-            Norm of the gradient; None without targets. Nothing is updated if it is not finite.
+        It is None without targets. Nothing is updated if it is not finite.
         """
-        norm = None
+        norm, count = None, self.count
         if count:
             norm, factor = clip_factor(squares, 1 / count, self._clip)
             if np.isfinite(norm):

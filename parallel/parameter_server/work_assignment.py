@@ -27,6 +27,16 @@ class PartResult(NamedTuple):
     worker: int
 
 
+class RankStep(NamedTuple):
+    """A rank's step: mean loss, targets and mean norm of its parts; True if training ends with it; early pushes."""
+
+    loss: float
+    targets: int
+    norm: float | None
+    last: bool
+    early: int
+
+
 @dataclass
 class StepProgress:
     """Step in progress: next part to draw, and results by part."""
@@ -37,21 +47,8 @@ class StepProgress:
 
 
 class WorkAssignment:
-    """Parts of all steps in progress.
+    """Parts of all steps in progress. `last` is the step after which the training ends; -1 if it is not set.
 
-    Parameters
-    ----------
-    workers : int
-    start : int
-        First step.
-
-    Attributes
-    ----------
-    last : int
-        Step after which the training ends; -1 if it is not set.
-
-    Examples
-    --------
     >>> work = WorkAssignment(2)
     >>> [work.draw(worker, clock=0, parts=3) for worker in (0, 1)]
     [WorkPart(clock=0, number=0), WorkPart(clock=0, number=1)]
@@ -71,10 +68,7 @@ class WorkAssignment:
     def draw(self, worker: int, clock: int, parts: int, number: int | None = None) -> WorkPart | None:
         """Assign the next part to a worker; None if none is left in its step. An unfinished part is assigned again.
 
-        Parameters
-        ----------
-        number : int, optional
-            In a replay: the recorded part, -1 for none.
+        In a replay `number` is the recorded part, -1 for none.
         """
         self.gone(worker)
         if clock < self._start:

@@ -21,33 +21,9 @@ class Requeued(Exception):
 
 
 class WorkerClient:
-    """Client of one worker.
+    """Client of one worker, for the keys of all servers.
 
-    Parameters
-    ----------
-    bus : ServerMail
-    rule : ConsistencyRule
-    keys : sequence of ServerKey
-        Keys of all servers.
-    servers : sequence of int
-        Ranks of the servers.
-    vectors : sequence of arrays
-        Weight vectors: two if weights are prefetched while others are in use, else one.
-
-    Attributes
-    ----------
-    vector : array
-        Weights in use.
-    stop_requested : bool
-        True if some rank has requested to end, as known here.
-    last : int
-        Step after which the training ends; -1 if it is not set.
-    gaps : Counter
-        Number of reads by clocks behind the slowest worker.
-    clocks : tuple of int
-        Last known clocks of all workers.
-    updates : int
-        Updates made by the servers, as of the last quiescent point.
+    There are two weight vectors if weights are prefetched while others are in use, else one.
     """
 
     def __init__(
@@ -60,39 +36,40 @@ class WorkerClient:
     ):
         self._bus, self._rule, self._keys, self._servers = bus, rule, keys, list(servers)
         self._vectors = list(vectors)
-        self.vector = self._vectors[0]
-        self.stop_requested, self.last, self.updates = False, -1, 0
-        self.gaps: Counter[int] = Counter()
+        self.vector = self._vectors[0]  # weights in use
+        self.stop_requested = False  # True if some rank has requested to end, as known here
+        self.last = -1  # step after which the training ends; -1 if it is not set
+        self.updates = 0  # of the servers, as of the last quiescent point
+        self.clocks: tuple[int, ...] = ()  # last known clocks of all workers
+        self.gaps: Counter[int] = Counter()  # reads by gap between this worker's clock and that of the weights
         self._clock = 0
-        self._known: dict[int, int] = {}
+        self._known: dict[int, int] = {}  # clock of the weights by key
         self._pulling: dict[int, Array] = {}
         self._rows: dict[int, Array] = {}
         self._copying: set[tuple[int, int]] = set()
         self._whole: list[Array] = []
-        self.clocks: tuple[int, ...] = ()
         self._unacknowledged: Counter[int] = Counter()
         self._work: list[ServerMessage] = []
         self._rested = self._rests = 0
-        self._requeued = False
-        self._over: set[int] = set()
-        self._failure_sent = False
+        self._requeued = self._failure_sent = False
+        self._over: set[int] = set()  # servers that have sent their last message
         bus.accept = self._receive_buffers
 
-    # ------------------------------------------------------------------------------------------ what it does
-
     @property
-    def ahead(self) -> bool:
-        """True if weights are prefetched."""
+    def _prefetches(self) -> bool:
         return len(self._vectors) > 1
+
+    # ------------------------------------------------------------------------------------------ operations
 
     def draw(self, clock: int, parts: int, done: tuple[WorkPart, PartResult] | None, stop: bool) -> WorkPart | None:
         """Request the next part; None if none is left in the step. `done` is the part finished before."""
         message = ServerMessage(MessageKind.DRAW, clock=clock, parts=parts, stop=stop or self.stop_requested)
         if done is not None:
             part, outcome = done
-            message = message._replace(before=part.clock, number=part.number, loss=outcome.loss)
-            message = message._replace(targets=outcome.targets, factor=outcome.norm)
-        self._requeued = False  # what comes from now on may be about what this one is not given
+            message = message._replace(
+                before=part.clock, number=part.number, loss=outcome.loss, targets=outcome.targets, factor=outcome.norm
+            )
+        self._requeued = False  # an AGAIN from now on may concern a part that this draw does not get
         self._bus.send(self._servers[0], message)
         self._until(lambda: bool(self._work))
         answer = self._work.pop()
@@ -102,15 +79,10 @@ class WorkerClient:
     def read(self, clock: int, order: Iterable[int], rows: Array | None) -> Array:
         """Start pulling keys that are missing or too old for this step; returns the vector that receives them.
 
-        Parameters
-        ----------
-        order : iterable of int
-            Keys in the order of their use.
-        rows : array of int64, or None
-            Rows of the table to pull.
+        `order` is that of the keys' use; of a table, only these rows are pulled.
         """
         self._clock = clock
-        if self.ahead:
+        if self._prefetches:
             self.vector = self._other()
         for number in order:
             if self._keys[number].table is not None:
@@ -123,11 +95,7 @@ class WorkerClient:
     def need(self, numbers: Iterable[int]) -> None:
         """Wait until these keys are as fresh as the rule requires."""
         for number in numbers:
-            while True:
-                self._until(lambda number=number: number not in self._pulling or self._requeued)
-                self._check_requeued()
-                if self._fresh(number):
-                    break
+            while not self._arrives_fresh(number):
                 self._pull(number, self.vector, self._rows.get(number))
             gap = self._clock - self._known[number]
             assert gap <= self._rule.staleness, f"a gap of {gap} clocks at a read, with {self._rule.name}"
@@ -138,10 +106,7 @@ class WorkerClient:
     ) -> None:
         """Send the gradient of a key, which must not change until `acknowledged`, and prefetch the key if asynchronous.
 
-        Parameters
-        ----------
-        rows : array of int64, or None
-            Of a table: rows with a non-zero gradient.
+        Of a table, `rows` are those with a non-zero gradient.
         """
         key = self._keys[number]
         message = ServerMessage(
@@ -152,7 +117,8 @@ class WorkerClient:
             parts=parts,
             elements=len(gradient),
             targets=targets,
-        )._replace(factor=factor)
+            factor=factor,
+        )
         vectors = [gradient]
         if key.table is not None:
             here = key.table.within(rows, key.span)
@@ -161,7 +127,7 @@ class WorkerClient:
             vectors = [here, values] if len(here) else []
         self._bus.send(self._servers[key.server], message, *vectors)
         self._unacknowledged[number] += 1
-        if self.ahead and key.table is None:
+        if self._prefetches and key.table is None:
             self._pull(number, self._other(), None)
         self.poll()
 
@@ -175,14 +141,9 @@ class WorkerClient:
             self._bus.send(server, ServerMessage(MessageKind.TICK, clock=steps, parts=parts, stop=last))
 
     def quiesce(self) -> None:
-        """Wait until all workers call this; then nothing is in flight.
+        """Wait until all workers call this; then nothing is in flight. Raises `Requeued` if a part must be redone.
 
         The first server decides; the workers pass its decision on to the others.
-
-        Raises
-        ------
-        Requeued
-            If a part must be redone.
         """
         self._until(lambda: not self._pulling or self._requeued)
         self._rest_on(self._servers[:1], lambda: self._requeued)
@@ -246,30 +207,52 @@ class WorkerClient:
     def poll(self) -> bool:
         """Handle one message; returns False if there is none.
 
-        Raises
-        ------
-        ServerFailed
-            If another rank has failed; nothing is in flight then.
+        Raises `ServerFailed` if another rank has failed; nothing is in flight then.
         """
         envelope = self._bus.poll()
         if envelope is None:
             return False
-        if envelope.message.kind is MessageKind.PROBLEM:
-            self._over.add(envelope.source)
-            self.give_up()
-            raise ServerFailed
-        HANDLERS[envelope.message.kind](self, envelope)
+        source, message, _ = envelope
+        match message.kind:
+            case MessageKind.WEIGHTS:
+                self._receive_weights(envelope)
+            case MessageKind.COPY:
+                self._copying.discard((message.key, message.number))
+            case MessageKind.ACK:
+                self._unacknowledged[message.key] -= 1
+                self._unacknowledged += Counter()  # drops zeros
+            case MessageKind.WORK:
+                self._work.append(message)
+            case MessageKind.RESTED:
+                self._rested += 1
+                self.clocks, self.updates = message.clocks, max(self.updates, message.number)
+            case MessageKind.AGAIN:
+                self._requeued = True
+            case MessageKind.LOST:
+                self._over.add(source)
+            case MessageKind.PROBLEM:
+                self._over.add(source)
+                self.give_up()
+                raise ServerFailed
+            case kind:
+                raise AssertionError(f"a worker received {kind.name} from rank {source}")
         return True
 
-    # ------------------------------------------------------------------------------------------ how
+    # ------------------------------------------------------------------------------------------ messages
 
-    def _until(self, enough: Any) -> None:
+    def _until(self, enough: Callable[[], bool]) -> None:
         while not enough():
             if not self.poll():
                 self._bus.idle()
 
     def _other(self) -> Array:
         return next(vector for vector in self._vectors if vector is not self.vector)
+
+    def _arrives_fresh(self, number: int) -> bool:
+        """Wait for the pull of a key, if any; returns True if the key is as fresh as the rule requires."""
+        self._until(lambda: number not in self._pulling or self._requeued)
+        self._check_requeued()
+        return self._fresh(number)
 
     def _fresh(self, number: int) -> bool:
         return number in self._known and self._rule.allows(self._clock, self._known[number])
@@ -295,7 +278,7 @@ class WorkerClient:
             return [np.empty(message.elements, self.vector.dtype)]
         return [self._pulling[message.key]]
 
-    def _weights(self, envelope: Envelope) -> None:
+    def _receive_weights(self, envelope: Envelope) -> None:
         message, key = envelope.message, self._keys[envelope.message.key]
         into = self._pulling.pop(message.key)
         if key.table is not None and envelope.vectors:
@@ -303,36 +286,3 @@ class WorkerClient:
         self._known[message.key] = message.clock
         self.clocks = message.clocks
         self.stop_requested |= bool(message.stop)
-
-    def _copied(self, envelope: Envelope) -> None:
-        self._copying.discard((envelope.message.key, envelope.message.number))
-
-    def _acknowledge(self, envelope: Envelope) -> None:
-        self._unacknowledged[envelope.message.key] -= 1
-        self._unacknowledged += Counter()  # without those that are 0
-
-    def _drawn(self, envelope: Envelope) -> None:
-        self._work.append(envelope.message)
-
-    def _requeue(self, envelope: Envelope) -> None:
-        self._requeued = True
-
-    def _peer_lost(self, envelope: Envelope) -> None:
-        self._over.add(envelope.source)
-
-    def _rested_one(self, envelope: Envelope) -> None:
-        self._rested += 1
-        self.clocks = envelope.message.clocks
-        self.updates = max(self.updates, envelope.message.number)
-
-
-HANDLERS = {
-    MessageKind.WEIGHTS: WorkerClient._weights,
-    MessageKind.COPY: WorkerClient._copied,
-    MessageKind.ACK: WorkerClient._acknowledge,
-    MessageKind.WORK: WorkerClient._drawn,
-    MessageKind.RESTED: WorkerClient._rested_one,
-    MessageKind.AGAIN: WorkerClient._requeue,
-    MessageKind.LOST: WorkerClient._peer_lost,
-}
-"""Handler of each kind of message."""

@@ -15,20 +15,11 @@ Server", NIPS 2013.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 
 class ConsistencyRule(NamedTuple):
-    """Consistency rule.
-
-    Attributes
-    ----------
-    name : str
-        As on the command line.
-    staleness : float
-        Largest gap between a reader's clock and the slowest worker's; infinite for ``async``.
-    """
+    """Consistency rule: its name on the command line, and its staleness, infinite for ``async``."""
 
     name: str
     staleness: float
@@ -43,38 +34,24 @@ class ConsistencyRule(NamedTuple):
         return self.staleness == 0
 
 
-def _number(text: str) -> float:
-    try:
-        staleness = int(text)
-    except ValueError:
-        raise ValueError(f"consistency: expected ssp:S with a whole number S, found ssp:{text}") from None
-    if staleness < 0:
-        raise ValueError(f"consistency: expected a staleness from 0 on, found {staleness}")
-    return staleness
-
-
-RULES: dict[str, Callable[[str], float]] = {
-    "bsp": lambda text: 0,
-    "ssp": _number,
-    "async": lambda text: math.inf,
-}
-"""Staleness by name, from the text after the colon."""
-
-FORMS = "bsp, ssp:S or async"
+STALENESS = {"bsp": 0, "async": math.inf}
+"""Rules without a parameter."""
 
 
 def rule_of(text: str) -> ConsistencyRule:
-    """Parse a rule such as ``ssp:3``.
-
-    Raises
-    ------
-    ValueError
-        If the name is unknown, or the staleness is not a whole number of at least 0.
-    """
-    name, colon, rest = text.partition(":")
-    if name not in RULES or bool(colon) != (name == "ssp"):
-        raise ValueError(f"consistency: expected {FORMS}, found {text!r}")
-    return ConsistencyRule(text, RULES[name](rest))
+    """Parse a rule such as ``ssp:3``; ValueError for others."""
+    if text in STALENESS:
+        return ConsistencyRule(text, STALENESS[text])
+    name, colon, number = text.partition(":")
+    if name != "ssp" or not colon:
+        raise ValueError(f"consistency: expected bsp, ssp:S or async, found {text!r}")
+    try:
+        staleness = int(number)
+    except ValueError:
+        raise ValueError(f"consistency: expected ssp:S with a whole number S, found {text}") from None
+    if staleness < 0:
+        raise ValueError(f"consistency: expected a staleness from 0 on, found {staleness}")
+    return ConsistencyRule(text, staleness)
 
 
 GONE = 1 << 62
@@ -82,14 +59,7 @@ GONE = 1 << 62
 
 
 class WorkerClocks:
-    """Clocks of all workers, as known to one server.
-
-    Parameters
-    ----------
-    workers : int
-    start : int
-        Initial clock.
-    """
+    """Clocks of all workers, as known to one server, initially `start`."""
 
     def __init__(self, workers: int, start: int = 0):
         self.vector = [start] * workers

@@ -150,16 +150,6 @@ def _choose_cuts(job: TrainJob, settings: Settings, take: Take) -> Resolved:
 
 def _check_servers(settings: Settings, ranks: int) -> None:
     refuse_servers(settings, ranks, OPTIMIZERS[settings.optimizer] is LAMB)
-    servers, replicas = settings.servers, settings.replicas
-    if not 1 <= replicas <= servers:
-        raise ValueError(f"replicas: expected 1 to {servers}, as many as servers, found {replicas}")
-    if replicas > 1 and (settings.record or settings.replay):
-        raise ValueError(f"replicas: expected 1 with record or replay, found {replicas}")
-    if settings.check_every:
-        found = settings.check_every
-        raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {found}")
-    if settings.record and settings.record == settings.replay:
-        raise ValueError(f"record: {settings.record} is the file to replay")
 
 
 STRATEGIES = {

@@ -163,7 +163,7 @@ class Training:
             vectors = np.zeros(key.span.size), np.zeros(key.span.size)
             cells.append(ShardState(key, OptimizerSpan(key.span, *vectors, {}, [place])))
         kind = SyncStore if self.rule.synchronous else AsyncStore
-        store = kind(cells, SGD(rate=RATE), self.length, None, True)
+        store = kind(cells, SGD(rate=RATE), None, True)
         return ServerLoop(mail, store, self.rule, self.workers, self.servers, shard, EventOrder())
 
     def serve(self, rank):

@@ -1,6 +1,7 @@
 """What servers and workers stand on: clocks, keys, work, order, and updates; all without messages."""
 
 import math
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -16,11 +17,10 @@ from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.linear import Linear
 from parallel.optim.optimizers import SGD, Adam, OptimizerSpan
 from parallel.optim.precision import PRECISIONS
-from parallel.parameter_server.event_order import EventEntry, EventOrder, ReplayMismatch
-from parallel.parameter_server.event_record import EventRecording, file_of, read
+from parallel.parameter_server.event_order import EventEntry, EventOrder, ReplayMismatch, create, file_of, read, write
 from parallel.parameter_server.key_assignment import EmbeddingTable, buckets_of, keys_of, tables
 from parallel.parameter_server.messages import Envelope, MessageFormat, MessageKind, ServerMessage
-from parallel.parameter_server.shard_store import AsyncStore, PushedGradient, ShardState, SyncStore
+from parallel.parameter_server.shard_store import AsyncStore, ShardState, SyncStore
 from parallel.parameter_server.work_assignment import PartResult, WorkAssignment, WorkPart, joined
 from parallel.parameter_server.worker_clocks import WorkerClocks, rule_of
 from parallel.trainer.strategies import strategy_of
@@ -157,7 +157,8 @@ def letter(kind, source, key=-1):
 
 
 def test_what_is_not_allowed_waits_and_the_rest_goes_on():
-    order = EventOrder()
+    record = StringIO()
+    order = EventOrder(record=record)
     for some in (letter(MessageKind.PULL, 1, 0), letter(MessageKind.PUSH, 2, 0)):
         order.put(some)
     push = order.take(lambda some: some.message.kind is not MessageKind.PULL)
@@ -165,7 +166,7 @@ def test_what_is_not_allowed_waits_and_the_rest_goes_on():
     order.note(push)
     assert order.take(lambda some: False) is None
     assert order.take(lambda some: True).source == 1
-    assert order.entries == [EventEntry(MessageKind.PUSH, 2, 0, -1)]
+    assert record.getvalue() == f"{int(MessageKind.PUSH)} 2 0 -1\n"
 
 
 def test_a_script_decides_but_for_what_has_no_order():
@@ -191,10 +192,9 @@ def test_who_rests_where_it_did_not_is_told():
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
     entries, facts = [EventEntry(1, 2, 3, 4), EventEntry(5, 6, -1, -1)], {"ranks": 3, "spans": [(0, 256)]}
-    recording = EventRecording(tmp_path / "a" / "order.0", facts)
-    recording.write(entries[:1])
-    recording.write(entries)
-    recording.close()
+    with create(tmp_path / "a" / "order.0", facts) as file:
+        for entry in entries:
+            write(file, entry)
     assert read(file_of(tmp_path / "a" / "order", 0), facts) == entries
     with pytest.raises(ValueError, match="ranks is 4 here, and 3 there"):
         read(tmp_path / "a" / "order.0", {**facts, "ranks": 4})
@@ -225,7 +225,8 @@ def gradients(length, count):
 def pushed(store, key, number, gradient, clock=0, parts=3):
     room = store.gradient_buffer(key.number)
     room[...] = gradient[key.span.start : key.span.stop]
-    return store.push(key.number, PushedGradient(clock, number, parts, 5, 0.2, room))
+    message = ServerMessage(MessageKind.PUSH, key.number, clock, number=number, parts=parts, targets=5, factor=0.2)
+    return store.push(message, room)
 
 
 def test_together_nothing_depends_on_the_order_and_nothing_counts_twice():
@@ -233,15 +234,15 @@ def test_together_nothing_depends_on_the_order_and_nothing_counts_twice():
     for order in ((0, 1, 2), (2, 0, 1), (1, 1, 2, 0, 2)):
         optimizer = Adam(rate=0.1)
         cells, flat = cells_of(tiny_models.model(), optimizer)
-        store = SyncStore(cells, optimizer, flat.length, 0.5, True)
+        store = SyncStore(cells, optimizer, 0.5, True)
         made = gradients(flat.length, 3)
         for turn, number in enumerate(order):
-            assert store.whole(3) == ({0, 1, 2} <= set(order[:turn]))
+            assert store.is_complete(3) == ({0, 1, 2} <= set(order[:turn]))
             new = [pushed(store, cell.key, number, made[number]) for cell in cells]
             assert len(set(new)) == 1
-        assert store.whole(3)
+        assert store.is_complete(3)
         assert store.count == 15
-        norm = store.finish(store.squares(), store.count)
+        norm = store.finish(store.squares())
         assert not any(pushed(store, cell.key, 0, made[0]) for cell in cells)  # it comes late
         assert (store.applied, store.updates) == (1, 1)
         results.append((norm, np.concatenate([cell.visible for cell in cells])))
@@ -252,7 +253,7 @@ def test_apart_each_counts_once_and_a_step_goes_as_far_as_one_update():
     optimizer = SGD(rate=0.5)
     cells, flat = cells_of(tiny_models.model(), optimizer)
     before = np.concatenate([cell.visible for cell in cells])
-    store, made = AsyncStore(cells, optimizer, flat.length, None, False), gradients(flat.length, 3)
+    store, made = AsyncStore(cells, optimizer, None, False), gradients(flat.length, 3)
     taken = [[pushed(store, cell.key, number, made[number]) for cell in cells] for number in (1, 0, 1, 2)]
     assert [all(some) for some in taken] == [True, True, False, True]
     assert not any(taken[2])
@@ -292,9 +293,9 @@ def test_who_still_reads_sees_the_weights_of_then(read):
     cells, flat = cells_of(tiny_models.model(), optimizer)
     cell, reader = cells[0], Slow()
     lent, before = cell.visible, cell.visible.copy()
-    cell.lend(reader)
+    cell.add_reader(reader)
     reader.over = read
-    store = AsyncStore([cell], optimizer, flat.length, None, False)
+    store = AsyncStore([cell], optimizer, None, False)
     pushed(store, cell.key, 0, gradients(flat.length, 1)[0])
     assert (cell.visible != before).any()
     assert (lent is cell.visible) == read

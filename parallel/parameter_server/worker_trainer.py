@@ -1,0 +1,201 @@
+"""Training on a worker: forward and backward of drawn parts, overlapped with pulls and pushes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from parallel.data.sampler import Batch, batch_of
+from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.engine.base import type_of
+from parallel.engine.memory_ledger import MemoryLedger, predict_activations
+from parallel.engine.microbatch_pass import MicrobatchPass
+from parallel.nn.flat_params import Span
+from parallel.nn.operator import ArraySpec, PassMode
+from parallel.optim.optimizers import OptimizerSpan
+from parallel.parameter_server.gradient_sink import ServerGradients
+from parallel.parameter_server.key_assignment import keys_of_unit
+from parallel.parameter_server.message_bus import MessageBus
+from parallel.parameter_server.retry import RetryQueue
+from parallel.parameter_server.server_context import ServerContext
+from parallel.parameter_server.server_loop import ServerMail
+from parallel.parameter_server.server_memory import of_worker
+from parallel.parameter_server.server_settings import factors
+from parallel.parameter_server.work_assignment import PartResult, RankStep, WorkPart, joined
+from parallel.parameter_server.worker_client import Requeued, WorkerClient
+from quant.types import Array
+
+
+class WorkerTrainer:
+    """Trainer of one worker; `client` communicates with the servers."""
+
+    def __init__(
+        self, context: ServerContext, bus: MessageBus, loss: Any, buckets: Sequence[GradBucket], ledger: MemoryLedger
+    ):
+        self._context, self._loss, self._ledger = context, loss, ledger
+        plan, memory, settings, length = context.plan, context.memory, context.settings, context.flat.length
+        self._mail: ServerMail = bus
+        if context.has_chains:
+            self._mail = RetryQueue(bus, context.servers, settings.replicas, context.storage, context.wide)
+        synchronous = context.rule.synchronous
+        vectors = [memory.private("parameters", length, context.storage) for _ in range(1 if synchronous else 2)]
+        self.client = WorkerClient(self._mail, context.rule, context.keys, context.servers, vectors)
+        gradient = memory.private("gradients", length, context.wide)
+        scratch = memory.private("buffers", plan.scratch(adds=False), context.wide)
+        for bucket in buckets:
+            bucket.use_scratch(scratch)
+        self._gradients = ServerGradients(
+            self.client, plan, buckets, context.keys, gradient, not synchronous, settings.clip or None
+        )
+        self._has_table = any(key.table is not None for key in context.keys)
+        self._keys_of_unit = [keys_of_unit(plan, context.keys, number) for number in range(len(plan.units))]
+        self._order = list(dict.fromkeys(key for keys in self._keys_of_unit for key in keys))
+        self._slow, self._delay = factors(settings.slow).get(context.rank, 1.0), settings.delay
+        self._batches: dict[int, Sequence[Batch]] = {}
+        self._known_shapes: set[tuple[Any, ...]] = set()
+        ledger.expect(of_worker(plan, synchronous))
+
+    @property
+    def updates(self) -> int:
+        """Updates made by the servers, as of the last quiescent point."""
+        return self.client.updates
+
+    def step(self, step: int, batches: Sequence[Batch], stop: bool) -> RankStep:
+        """Process parts of a step until none is left."""
+        self._batches[step] = batches
+        outcomes, early = self._work(step, stop)
+        last = self.client.last == step
+        self.client.tick(step + 1, len(batches), last)
+        return RankStep(*joined(outcomes), last, early)
+
+    def quiesce(self, steps: int) -> None:
+        """Wait until all workers have made `steps` steps and all parts are done."""
+        while True:
+            try:
+                self.client.quiesce()
+            except Requeued:
+                self._work(steps - 1, stop=False)
+            else:
+                self._batches.clear()
+                return
+
+    def evaluate(
+        self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None
+    ) -> tuple[list[tuple[float, int, float]], Exception | None]:
+        """Loss, number of targets and measure of each microbatch, without training; and the first error."""
+        found, problem = [], None
+        self._context.flat.bind(self.client.copy())
+        for batch in (batch_of(some, at) for at, some in enumerate(batches)):
+            passing = self._pass(batch, None)
+            for unit in self._context.plan.units:
+                passing.forward(unit)
+                passing.saved.clear()
+            passing.score()
+            measured = passing.measure(measure) if measure else 0.0
+            problem = problem or passing.problem
+            found.append((passing.total, self._loss.count(batch.y), measured))
+        return found, problem
+
+    def whole_state(self) -> OptimizerSpan:
+        """Weights and optimizer state of the whole vector, read from the servers for a checkpoint."""
+        flat, names = self._context.flat, self._context.optimizer.states()
+        weights, *states = self.client.copies(len(names), self._context.wide)
+        gradient = np.zeros_like(weights)
+        return OptimizerSpan(Span(0, flat.length), weights, gradient, dict(zip(names, states)), flat.places)
+
+    def load(self, steps: int, updates: int) -> None:
+        self.client.updates = updates
+
+    def refresh(self) -> None:
+        """Invalidate pulled weights."""
+        self.client.forget()
+
+    def leave(self, failed: bool) -> None:
+        """Announce that this rank needs the servers no more.
+
+        Not after a failure on all ranks: the messages would remain unmatched, and the next communicator might receive
+        them.
+        """
+        if isinstance(self._mail, RetryQueue) and (self._context.settings.fault_tolerant or not failed):
+            self._mail.leave()
+
+    def _work(self, clock: int, stop: bool) -> tuple[list[PartResult], int]:
+        """Process parts of a step, and parts left by other workers, until none is left; results and early pushes."""
+        outcomes: list[PartResult] = []
+        done: tuple[WorkPart, PartResult] | None = None
+        early = 0
+        while True:
+            with self._context.recorder("communication", "draw"):
+                part = self.client.draw(clock, len(self._batches[clock]), done, stop)
+            if part is None:
+                return outcomes, early
+            batches, done = self._batches[part.clock], None
+            with suppress(Requeued):
+                outcome = self._part(part, batch_of(batches[part.number], part.number), len(batches))
+                early += self._gradients.early
+                outcomes.append(outcome)
+                done = part, outcome
+
+    def _part(self, part: WorkPart, batch: Batch, parts: int) -> PartResult:
+        """Forward and backward of a microbatch."""
+        began, client, recorder = time.perf_counter(), self.client, self._context.recorder
+        passing, count = self._pass(batch, part.clock), int(self._loss.count(batch.y))
+        rows = np.unique(batch.x).astype(np.int64) if self._has_table else None
+        waited = recorder.seconds["communication"]
+        self._context.flat.bind(client.read(part.clock, self._order, rows))
+        units = self._context.plan.units
+        for number, unit in enumerate(units):
+            with recorder("communication", "pull"):
+                client.need(self._keys_of_unit[number])
+            with recorder("compute", "forward", unit=number):
+                passing.forward(unit)
+            client.poll()
+        passing.score()
+        if passing.problem is None and not math.isfinite(passing.total):
+            text = f"the loss of micro-batch {part.number} is not a finite number in step {part.clock}"
+            raise FloatingPointError(text)
+        self._record_shapes(passing, batch)
+        passing.loss_backward(1.0)
+        self._gradients.begin_backward(part, parts, count, rows)
+        with recorder("compute", "backward"):
+            for number in reversed(range(len(units))):
+                passing.backward(units[number], self._gradients)
+                if passing.problem is None:
+                    self._gradients.left(number)
+        if passing.problem is not None:
+            raise passing.problem
+        computed = time.perf_counter() - began - (recorder.seconds["communication"] - waited)
+        time.sleep((self._slow - 1) * computed + self._slow * self._delay)
+        norm = self._gradients.end_backward()
+        with recorder("communication", "push"):
+            client.acknowledged()
+        return PartResult(passing.total, count, norm, self._context.rank - len(self._context.servers))
+
+    def _specs(self, batch: Batch) -> tuple[ArraySpec, ArraySpec]:
+        """Shapes and dtypes of inputs and targets in the passes."""
+        x, y = batch.x, batch.y
+        wide = type_of(y, self._context.wide)
+        return ArraySpec(x.shape, type_of(x, self._context.storage)), ArraySpec(y.shape, wide)
+
+    def _pass(self, batch: Batch, clock: int | None) -> MicrobatchPass:
+        """Forward and backward state of a microbatch; `clock` is None in an evaluation."""
+        x, y = (array.astype(spec.dtype, copy=False) for array, spec in zip((batch.x, batch.y), self._specs(batch)))
+        seed, samples = self._context.settings.seed, np.asarray(batch.samples, np.int64)
+        return MicrobatchPass(x, y, PassMode(clock is not None, seed, clock or 0, samples), self._loss)
+
+    def _record_shapes(self, passing: MicrobatchPass, batch: Batch) -> None:
+        """Enter new shapes of a microbatch into the ledger."""
+        shapes = batch.x.shape, batch.y.shape
+        if passing.problem is not None or shapes in self._known_shapes:
+            return
+        self._known_shapes.add(shapes)
+        self._context.memory.record_peak("activations", passing.nbytes())
+        with suppress(NotImplementedError):  # a user's model may have no outlines
+            activations, work = predict_activations(self._context.plan, self._loss, *self._specs(batch))
+            self._ledger.expect(Counter(activations=activations), work)
