@@ -1,4 +1,4 @@
-"""Ranks in rows and columns: axes with names, so that each kind of parallelism has its own neighbours.
+"""Mesh of ranks: axes with names, so that each kind of parallelism has its own neighbours.
 
 >>> mesh = Mesh.parse("pp=2,dp=3")
 >>> mesh.coordinates(4)
@@ -6,24 +6,21 @@
 >>> mesh.line(4, "pp"), mesh.line(4, "dp")
 ((1, 4), (3, 4, 5))
 
-The last axis runs fastest, as in an array: its ranks are neighbours, and on one node where nodes have room for them. So
-what moves most bytes should come last; in a pipeline that are, as a rule, the sums of gradients over its replicas.
+The last axis varies fastest, as in an array: its ranks are neighbours, and share a node where nodes have enough ranks.
+The axis with most traffic should come last; in a pipeline that is as a rule the sum of gradients over its replicas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
-
-from mpi4py import MPI
 
 
 class MeshAxis(NamedTuple):
-    """A name, and how many ranks there are along it."""
+    """Name and number of ranks of an axis."""
 
     name: str
     size: int
@@ -31,13 +28,7 @@ class MeshAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes, the slowest first.
-
-    Raises
-    ------
-    ValueError
-        If two axes have one name, or one has no rank.
-    """
+    """Axes, the slowest first. ValueError if a name occurs twice or an axis has no rank."""
 
     axes: tuple[MeshAxis, ...]
 
@@ -51,13 +42,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """The mesh that prints as `text`: ``"dp=2,pp=4"``.
-
-        Raises
-        ------
-        ValueError
-            If none does.
-        """
+        """Mesh that prints as `text`, as in ``"dp=2,pp=4"``; ValueError if there is none."""
         axes = []
         for word in text.split(","):
             name, equals, size = (part.strip() for part in word.partition("="))
@@ -71,12 +56,12 @@ class Mesh:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis, by its name."""
+        """Number of ranks along each axis."""
         return dict(self.axes)
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -89,13 +74,7 @@ class Mesh:
         return {name: found[name] for name in self.sizes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Rank at these coordinates.
-
-        Raises
-        ------
-        ValueError
-            If the coordinates are not one for each axis, within its size.
-        """
+        """Rank at coordinates; ValueError if they are not one for each axis, within its size."""
         if set(coordinates) != set(self.sizes):
             raise ValueError(f"coordinates: expected one for each axis of {self}, found {dict(coordinates)}")
         rank = 0
@@ -106,40 +85,10 @@ class Mesh:
         return rank
 
     def line(self, rank: int, name: str) -> tuple[int, ...]:
-        """The ranks that differ from this one along an axis at most, in order of their places on it."""
+        """Ranks that differ from this one along one axis at most, ordered by that coordinate."""
         here = self.coordinates(rank)
         return tuple(self.rank(here | {name: place}) for place in range(self.sizes[name]))
 
     def lines(self, name: str) -> tuple[tuple[int, ...], ...]:
         """All lines along an axis."""
         return tuple(dict.fromkeys(self.line(rank, name) for rank in range(self.size)))
-
-    def split(self, comm: MPI.Intracomm, name: str) -> MPI.Intracomm:
-        """A communicator of this rank's line along an axis. Collective.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if the communicator has more or fewer ranks than the mesh.
-        """
-        if comm.Get_size() != self.size:
-            raise ValueError(f"mesh: {self} has {self.size} ranks, the communicator has {comm.Get_size()}")
-        line = self.line(comm.Get_rank(), name)
-        return comm.Split(line[0], line.index(comm.Get_rank()))  # type: ignore[return-value]
-
-    def crossings(self, nodes: Sequence[int] | None) -> dict[str, int]:
-        """By axis: how many pairs of neighbours along it are on two nodes.
-
-        Parameters
-        ----------
-        nodes : sequence of int, or None
-            The node of every rank, as `Communicator.nodes` has them.
-
-        >>> Mesh.parse("pp=2,dp=2").crossings([0, 0, 1, 1])
-        {'pp': 2, 'dp': 0}
-        """
-        nodes = nodes or [0] * self.size
-        return {
-            name: sum(nodes[one] != nodes[other] for line in self.lines(name) for one, other in pairwise(line))
-            for name in self.sizes
-        }

@@ -19,7 +19,9 @@ from parallel.ptq.quantizable_layers import expect_finite
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.step_report import Evaluation
 from parallel.runtime.validation import expect_mapping
-from parallel.trainer.trainer import EvalScore, loss_of, measure_of, prepare, settings_in
+from parallel.trainer.records import EvalScore
+from parallel.trainer.task_setup import loss_of, measure_of, prepare
+from parallel.trainer.trainer import settings_in
 from quant import QuantizedArray, QuantSpec
 from quant.io import safetensors_file
 

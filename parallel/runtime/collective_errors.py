@@ -14,7 +14,7 @@ EXPECTED = (OSError, ValueError, ImportError, MemoryError)
 
 
 def describe(problem: BaseException) -> str:
-    """An exception's message and notes; its class where it has no message."""
+    """An exception's message, or its class without one, and its notes."""
     notes = getattr(problem, "__notes__", ())
     return (str(problem) or type(problem).__name__) + "".join(f" ({note})" for note in notes)
 
@@ -22,31 +22,18 @@ def describe(problem: BaseException) -> str:
 def raise_on_all(
     comm: MPI.Intracomm, problem: BaseException | None, trouble: str, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise on all ranks if one of them has a problem, naming the rank. Collective.
-
-    Parameters
-    ----------
-    problem
-        This rank's, or None.
-    trouble : str
-        What has failed, for the message: ``"{trouble}: {problem} (rank 3)"``.
-    kind
-        The exception's class.
-    """
-    text = None if problem is None else describe(problem)
+    """Raise ``"{trouble}: {problem} (rank 3)"`` on all ranks if one of them has a problem. Collective."""
+    messages = comm.allgather(None if problem is None else describe(problem))
     ranks_of: dict[str, list[int]] = {}
-    gathered = comm.allgather(text)
-    for rank, message in enumerate(gathered):
+    for rank, message in enumerate(messages):
         if message is not None:
             ranks_of.setdefault(message, []).append(rank)
     if ranks_of:
-        raise kind(
-            f"{trouble}: {'; '.join(f'{message}{_whose(ranks, len(gathered))}' for message, ranks in ranks_of.items())}"
-        )
-
-
-def _whose(ranks: list[int], size: int) -> str:
-    return "" if len(ranks) == size else f" (rank {', '.join(map(str, ranks))})"
+        texts = [
+            message if len(ranks) == len(messages) else f"{message} (rank {', '.join(map(str, ranks))})"
+            for message, ranks in ranks_of.items()
+        ]
+        raise kind(f"{trouble}: {'; '.join(texts)}")
 
 
 def collective_call(

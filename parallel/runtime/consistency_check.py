@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -24,41 +25,25 @@ class ParameterMismatch(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """Some rank could not do its part of a step, so that no rank updated anything. Raised on all ranks.
-
-    Attributes
-    ----------
-    elsewhere : bool
-        The cause is known to another rank only.
-    """
+    """Some rank could not do its part of a step, so that no rank updated anything. Raised on all ranks."""
 
     elsewhere = False
+    """True if only another rank knows the cause."""
 
 
 def exits_on_all_ranks(kind: type[BaseException] | None) -> bool:
-    """True if all ranks leave a ``with`` block together: no exception, or one that all ranks raise.
-
-    Only then may the end of the block be collective; after another exception this rank does not wait for the others.
-    """
+    """True if the end of a ``with`` block may be collective: after no exception, or after one that all ranks raise."""
     return kind is None or issubclass(kind, (StepFailed, ParameterMismatch))
 
 
 def check_equal(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
-    """Raise on all ranks if their facts differ, naming the first difference. Collective.
-
-    Parameters
-    ----------
-    facts : sequence of (what it is, value)
-    """
-    mine = [f"{what}: {value}" for what, value in facts]
-    gathered = comm.allgather(_digest("\n".join(mine).encode()))
-    if len(set(gathered)) == 1:
+    """Raise on all ranks if their facts, as (name, value), differ, naming the first difference. Collective."""
+    mine = [f"{name}: {value}" for name, value in facts]
+    if len(set(comm.allgather(_digest("\n".join(mine).encode())))) == 1:
         return
-    lists = comm.allgather(mine)
-    for rank, theirs in enumerate(lists):
-        for at in range(max(len(lists[0]), len(theirs))):
-            here = lists[0][at] if at < len(lists[0]) else "nothing more"
-            there = theirs[at] if at < len(theirs) else "nothing more"
+    first, *others = comm.allgather(mine)
+    for rank, theirs in enumerate(others, 1):
+        for here, there in zip_longest(first, theirs, fillvalue="nothing more"):
             if here != there:
                 raise RankMismatch(f"ranks differ: rank 0 has {here}; rank {rank} has {there}")
 
@@ -68,63 +53,51 @@ NOTHING = "nothing was updated"
 
 
 def raise_step_failed(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
-    """Raise on all ranks if one of them has a problem, naming each, and what is `left` behind. Collective."""
+    """Raise StepFailed on all ranks if one has a problem, with the effect `left` and each problem. Collective."""
     text = None if problem is None else f"{type(problem).__name__}: {describe(problem)}"
     texts = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
     if texts:
         raise StepFailed(f"{left}; " + "; ".join(texts)) from problem
 
 
-_MARKS = 1 << 48
-"""Of so many ranks' as 2^15 the sum is an int64."""
+_MODULUS = 1 << 48
+"""The sum of 2^15 ranks' hashes is an int64."""
 
 
 @lru_cache
 def index_hash(numbers: Sequence[int]) -> int:
-    """Hash of a set of numbers: the sum of fifth powers, so that `joined` hashes of parts give that of their union.
+    """Hash of a set of numbers: the sum of fifth powers, so that `combine_hashes` of parts gives that of their union.
 
     Ranks find missing or repeated numbers without exchanging them.
 
     >>> combine_hashes([index_hash((4, 1)), index_hash((0, 3, 2))]) == index_hash(range(5))
     True
     """
-    return sum((number + 1) ** 5 for number in numbers) % _MARKS
+    return sum((number + 1) ** 5 for number in numbers) % _MODULUS
 
 
-def combine_hashes(marks: Iterable[int]) -> int:
-    """The mark of a union."""
-    return sum(marks) % _MARKS
+def combine_hashes(hashes: Iterable[int]) -> int:
+    """Hash of a union of disjoint sets."""
+    return sum(hashes) % _MODULUS
 
 
 def compare_parameters(comm: MPI.Intracomm, flat: FlatParams, step: int, whole: MPI.Intracomm | None = None) -> None:
     """Raise on all ranks if some parameter's bits differ, naming the first such tensor and the ranks. Collective.
 
-    Parameters
-    ----------
-    whole
-        The communicator that ranks are numbered by; by default `comm` itself.
+    Ranks are numbered as in `whole`, by default as in `comm` itself.
     """
-    digests = [_digest(_bytes(place.parameter.data)) for place in flat.places]
-    gathered = comm.allgather(_digest(b"".join(digests)))
-    if len(set(gathered)) == 1:
+    digests = [_digest(to_host(place.parameter.data).reshape(-1).view(np.uint8)) for place in flat.places]
+    if len(set(comm.allgather(_digest(b"".join(digests))))) == 1:
         return
-    columns = comm.allgather(digests)
-    for at, place in enumerate(flat.places):
-        column = [digests[at] for digests in columns]
+    for place, column in zip(flat.places, zip(*comm.allgather(digests))):
         if len(set(column)) > 1:
-            ranks = list(range(len(column)))
-            numbers = comm.Get_group().Translate_ranks(ranks, (whole or comm).Get_group())
+            numbers = comm.Get_group().Translate_ranks(list(range(len(column))), (whole or comm).Get_group())
             usual = max(column, key=column.count)
             others = [number for number, digest in zip(numbers, column) if digest != usual]
-            who = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
             raise ParameterMismatch(
-                f"after step {step} parameter {place.parameter.name} of {who} "
-                f"differs from that of rank {numbers[column.index(usual)]}"
+                f"after step {step} parameter {place.parameter.name} of rank{'s' * (len(others) > 1)} "
+                f"{', '.join(map(str, others))} differs from that of rank {numbers[column.index(usual)]}"
             )
-
-
-def _bytes(array: Any) -> np.ndarray:
-    return to_host(array).reshape(-1).view(np.uint8)
 
 
 def _digest(data: Any) -> bytes:

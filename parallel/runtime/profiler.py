@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 
 
 class ProfilerEvent(NamedTuple):
-    """Something that took time, by `time.perf_counter`.
-
-    Attributes
-    ----------
-    kind : str
-        ``"compute"`` or ``"communication"``; ``"flight"`` for what was under way beside these.
-    """
+    """Interval of `time.perf_counter` of kind "compute", "communication", or "flight" (a background exchange)."""
 
     name: str
     kind: str
@@ -25,12 +19,7 @@ class ProfilerEvent(NamedTuple):
 
 
 class Profiler:
-    """Adds up seconds by kind.
-
-    Parameters
-    ----------
-    trace : bool
-        Whether to keep events, too.
+    """Sums of seconds by kind; with `trace` also a list of events.
 
     Examples
     --------
@@ -50,7 +39,7 @@ class Profiler:
         return _TimedBlock(self, kind, name, about)
 
     def note(self, kind: str, name: str, start: float, end: float, **about: Any) -> None:
-        """Record something whose times are known."""
+        """Record an interval whose times are known."""
         self.seconds[kind] += end - start  # type: ignore[assignment]
         if self.trace:
             self.events.append(ProfilerEvent(name, kind, start, end, about))

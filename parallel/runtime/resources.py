@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 from mpi4py import MPI
@@ -12,16 +13,13 @@ from mpi4py import MPI
 from parallel.runtime.collective_errors import raise_on_all
 from parallel.runtime.vector_memory import namespace
 
-SECONDS = 0.2
-SIZE = {"cpu": 512, "cuda": 4096}
 
-
-def cores_per_rank(comm: MPI.Intracomm) -> int:
-    """Cores of the node, shared out evenly to its ranks; at least 1, no more than this rank may run on. Collective."""
+@contextmanager
+def _node(comm: MPI.Intracomm) -> Iterator[MPI.Comm]:
+    """Communicator of the ranks of this rank's node. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
-        mine, cores = _cores(node)
-        return max(1, min(mine, cores // node.Get_size()))
+        yield node
     finally:
         node.Free()
 
@@ -32,8 +30,23 @@ def _cores(node: MPI.Comm) -> tuple[int, int]:
     return len(mine), len(frozenset().union(*node.allgather(frozenset(mine))))
 
 
+def cores_per_rank(comm: MPI.Intracomm) -> int:
+    """Cores of the node divided by its ranks; at least 1, at most the cores that this rank may run on. Collective."""
+    with _node(comm) as node:
+        mine, cores = _cores(node)
+        return max(1, min(mine, cores // node.Get_size()))
+
+
+def _cores_at_once(comm: MPI.Intracomm, threads: int) -> float:
+    """Cores that this rank's threads have while all ranks of its node compute. Collective."""
+    with _node(comm) as node:
+        mine, cores = _cores(node)
+        threads = min(threads, mine)
+        return threads * min(1.0, cores / node.allreduce(threads))
+
+
 def limit_threads(threads: int) -> None:
-    """Let the BLAS of this process use so many threads from now on; raises ImportError without threadpoolctl."""
+    """Set the number of BLAS threads of this process; ImportError without threadpoolctl."""
     try:
         from threadpoolctl import threadpool_limits
     except ImportError as error:
@@ -50,23 +63,13 @@ def node_memory() -> int:
 
 
 def check_memory(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
-    """Raise ValueError on all ranks if those of some node will need more memory than it has. Collective.
-
-    Parameters
-    ----------
-    kinds : mapping of str -> int
-        Bytes that this rank will need, by kind.
-    """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    try:
+    """Raise ValueError on all ranks if those of a node need more bytes, given by kind, than it has. Collective."""
+    with _node(comm) as node:
         needed, ranks = node.allreduce(sum(kinds.values())), node.Get_size()
-    finally:
-        node.Free()
     there, problem = node_memory(), None
     if 0 < there < needed:
-        most = ", ".join(
-            f"{name} {format_bytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name])[:3]
-        )
+        largest = sorted(kinds, key=lambda name: -kinds[name])[:3]
+        most = ", ".join(f"{name} {format_bytes(kinds[name])}" for name in largest)
         several = f"{ranks} ranks of a node need {format_bytes(needed)}, each" if ranks > 1 else "it needs"
         problem = ValueError(
             f"{several} {format_bytes(sum(kinds.values()))} ({most}), and there are {format_bytes(there)}; "
@@ -75,36 +78,31 @@ def check_memory(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
     raise_on_all(comm, problem, "not enough memory")
 
 
+UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+
+
 def format_bytes(count: float) -> str:
-    """A number of bytes for people.
+    """Number of bytes as text.
 
     >>> format_bytes(23_500_000_000)
     '23.5 GB'
     """
-    power = min((len(str(int(count))) - 1) // 3, len(BYTES) - 1)
-    return f"{count / 1000**power:.3g} {BYTES[power]}"
+    power = min((len(str(int(count))) - 1) // 3, len(UNITS) - 1)
+    return f"{count / 1000**power:.3g} {UNITS[power]}"
 
 
-BYTES = ("bytes", "kB", "MB", "GB", "TB", "PB")
+MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
 
 
-def peak_flops(comm: MPI.Intracomm, device: str = "cpu", seconds: float = SECONDS, threads: int = 1) -> float:
-    """Multiplications and additions a second of all ranks together, in products of float32 matrices. Collective.
+def peak_flops(comm: MPI.Intracomm, device: str = "cpu", seconds: float = 0.2, threads: int = 1) -> float:
+    """Multiplications and additions per second of all ranks, in products of float32 matrices. Collective.
 
-    All ranks multiply at once, each for `seconds`; the fastest product of each counts. On the host that is the product
-    of least processor time, so a core's speed does not depend on how many ranks take turns on it, and a node has as
-    many times that speed as its ranks have threads, but no more than they have cores.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-    device : "cpu" or "cuda"
-    seconds : float
-    threads : int
-        Of this process's BLAS.
+    All ranks multiply at once for `seconds`; the fastest product of each counts. On the CPU, that with the least
+    processor time: a core's speed does not depend on how many ranks share it, and a node has that speed times the
+    `threads` of its ranks, but at most times its cores.
     """
     xp = namespace(device)
-    n, clock = SIZE[device], time.process_time if device == "cpu" else time.perf_counter
+    n, clock = MATRIX_SIZE[device], time.process_time if device == "cpu" else time.perf_counter
     a, b = xp.ones((n, n), np.float32), xp.full((n, n), 0.5, np.float32)
     out = a @ b
     comm.Barrier()
@@ -117,14 +115,3 @@ def peak_flops(comm: MPI.Intracomm, device: str = "cpu", seconds: float = SECOND
         best = min(best, clock() - began)
     share = _cores_at_once(comm, threads) if device == "cpu" else 1.0
     return float(comm.allreduce(2 * n**3 / best * share))
-
-
-def _cores_at_once(comm: MPI.Intracomm, threads: int) -> float:
-    """Cores that this rank's threads have, if all ranks of its node compute at once. Collective."""
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    try:
-        mine, cores = _cores(node)
-        threads = min(threads, mine)
-        return threads * min(1.0, cores / node.allreduce(threads))
-    finally:
-        node.Free()

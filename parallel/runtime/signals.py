@@ -1,39 +1,33 @@
-"""Ctrl-C as a flag that all ranks share at the end of a step, not an exception that leaves some of them waiting."""
+"""Ctrl-C as a flag that all ranks share at the end of a step, instead of an exception on some of them."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
 GRACE = 1.0
-"""Seconds after a signal in which others are taken for the same: a terminal and a launcher may both send it."""
+"""Seconds in which further signals count as the first one: a terminal and a launcher may both send it."""
 
 
 class InterruptFlag:
-    """Context manager that notes signals; a second one, later, has its previous effect.
-
-    Parameters
-    ----------
-    signals : sequence of signal.Signals
+    """Context manager that records the first SIGINT or SIGTERM; one after `GRACE` seconds has its previous effect.
 
     Attributes
     ----------
     number : int
-        The first signal that came, or 0.
+        Number of the first signal, or 0.
 
     Examples
     --------
     >>> with InterruptFlag() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
-    ...     interrupt.seen  # for engine.step(..., stop=interrupt.seen), whose report tells all ranks
+    ...     interrupt.seen  # for engine.step(..., stop=interrupt.seen), which combines the flags of all ranks
     True
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)):
-        self._signals = signals
+    def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self.number, self._since = 0, 0.0
 
@@ -43,7 +37,7 @@ class InterruptFlag:
         return self.number > 0
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,25 +12,21 @@ class StepReport:
     Attributes
     ----------
     step : int
-        The number of the step, from 0.
+        Index of the step, from 0.
     loss : float
-        Mean over `count` targets; NaN if there were none.
-    count : int
-        Targets of all ranks.
+        Mean over `count` targets of all ranks; NaN without targets.
     norm : float or None
-        Of the mean loss's gradient, before clipping; inf if it has overflowed, None if there were no targets.
+        Norm of the mean loss's gradient before clipping; inf after an overflow, None without targets.
     skipped : bool
-        Nothing was updated: there were no targets, or the gradient has overflowed and the loss scale is smaller now.
-    scale : float
-        The loss scale that was used.
-    rate : float
-        The learning rate.
+        True if nothing was updated: no targets, or an overflow, which lowers the loss scale.
+    scale, rate : float
+        Loss scale and learning rate of this step.
     stop : bool
-        Some rank wants to stop.
+        True if some rank requested to stop.
     seconds, communication : float
-        Of the step; of these, what this rank has spent in communication, waiting included.
+        Time of the step, and this rank's part of it in communication, waiting included.
     early : int
-        Exchanges of gradients that were started on this rank before its last backward had ended.
+        Gradient exchanges that this rank started before its last backward pass ended.
     """
 
     step: int

@@ -1,10 +1,9 @@
-"""The order in which gradients are added, the same for every layout: a binary tree over the step's micro-batches.
+"""Order of gradient summation, equal for every layout: a binary tree over the micro-batches of a step.
 
-Micro-batches are numbered 0 to M-1. Node (k, i) is the sum over numbers 2^k i up to 2^k (i+1): its left half plus its
-right half, and of what lies beyond M-1 nothing is added. Whoever has both halves of a node adds them, like a carry in
-binary addition, so a rank can add what it has before it knows the rest; the order in which terms come, and who has
-them, never shows in the digits. (Pairwise summation: Higham, "The Accuracy of Floating Point Summation", SIAM J. Sci.
-Comput. 14, 1993.) Knows no MPI.
+Micro-batches are numbered 0 to M-1. Node (k, i) is the sum over numbers from 2^k i up to 2^k (i+1), its left half plus
+its right half; numbers beyond M-1 are left out. A rank that has both halves of a node adds them, like a carry in binary
+addition, before other terms arrive. The result does not depend on the order of arrival or the distribution over ranks.
+(Pairwise summation: Higham, "The Accuracy of Floating Point Summation", SIAM J. Sci. Comput. 14, 1993.) Imports no MPI.
 """
 
 from __future__ import annotations
@@ -15,25 +14,19 @@ from typing import Any, NamedTuple
 
 
 class TreeNode(NamedTuple):
-    """A node of the tree: the numbers from ``place << level`` on, ``1 << level`` of them."""
+    """Node of the tree: ``1 << level`` numbers from ``place << level`` on."""
 
     level: int
     place: int
 
     @property
     def first(self) -> int:
-        """The first number below it."""
+        """First number of the node."""
         return self.place << self.level
 
 
 class VectorPool:
-    """Vectors that are given back and taken again.
-
-    Parameters
-    ----------
-    make : callable () -> array
-        Makes one more.
-    """
+    """Pool of reusable vectors; `make` allocates one more."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make, self._idle = make, []  # type: ignore[var-annotated]
@@ -43,54 +36,40 @@ class VectorPool:
         return self._idle.pop() if self._idle else self._make()
 
     def give(self, vector: Any) -> None:
-        """Take it back."""
+        """Return a vector to the pool."""
         self._idle.append(vector)
 
 
 class TreeSum:
-    """Sums of the nodes that are known, as few of them as can be.
-
-    Parameters
-    ----------
-    pool : Pool
-        Where vectors come from and go to.
-    """
+    """Sums of the known nodes, combined as far as possible."""
 
     def __init__(self, pool: VectorPool):
         self.pool = pool
         self.sums: dict[TreeNode, Any] = {}
 
     def push(self, node: TreeNode, vector: Any, ours: bool) -> None:
-        """Add the sum of one more node, and carry.
-
-        Parameters
-        ----------
-        vector : array
-        ours : bool
-            Whether the vector comes from the pool, and is the counter's from now on; otherwise it is only read.
-        """
+        """Add the sum of one more node, and carry. With `ours` a vector of the pool is taken over, else only read."""
         while (other := self.sums.pop(sibling := TreeNode(node.level, node.place ^ 1), None)) is not None:
             other += vector  # left + right and right + left have the same bits
             if ours:
                 self.pool.give(vector)
             node, vector, ours = TreeNode(sibling.level + 1, sibling.place >> 1), other, True
         if not ours:
-            kept = self.pool.take()
-            kept[...] = vector
-            vector = kept
+            vector, source = self.pool.take(), vector
+            vector[...] = source
         self.sums[node] = vector
 
     def clear(self) -> None:
-        """Forget all sums, and give their vectors back."""
+        """Drop all sums and return their vectors to the pool."""
         for vector in self.sums.values():
             self.pool.give(vector)
         self.sums = {}
 
     def total(self) -> Any:
-        """The sum of all, an array from the pool; None if there was nothing. The counter is empty afterwards."""
+        """Sum of all nodes, a vector from the pool, or None without nodes. Leaves the tree empty."""
         parts = [self.sums[node] for node in in_order(self.sums)]
         self.sums = {}
-        while len(parts) > 1:  # what is missing on the right is left out: the last one joins its left neighbour
+        while len(parts) > 1:  # missing nodes on the right are left out: the last one joins its left neighbour
             right = parts.pop()
             parts[-1] += right
             self.pool.give(right)
@@ -107,10 +86,10 @@ class TreeSumForecast(NamedTuple):
 
     Attributes
     ----------
-    nodes : tuple of Node
-        Its sums after the last number, from left to right.
+    nodes : tuple of TreeNode
+        Nodes after the last number, from left to right.
     kept, taken : int
-        The most vectors that it has at once, if it copies what it has to keep; and if those that come are its own.
+        Most vectors at once if pushed vectors are only read, and if they are taken over.
     """
 
     nodes: tuple[TreeNode, ...]
@@ -120,7 +99,7 @@ class TreeSumForecast(NamedTuple):
 
 @lru_cache(maxsize=256)
 def tree_forecast(numbers: tuple[int, ...]) -> TreeSumForecast:
-    """A counter to which these micro-batches come, in this order.
+    """Forecast for these micro-batches, pushed in this order.
 
     >>> tree_forecast((2, 3, 4))
     TreeSumForecast(nodes=(TreeNode(level=1, place=1), TreeNode(level=0, place=4)), kept=2, taken=2)

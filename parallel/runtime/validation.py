@@ -7,14 +7,14 @@ from typing import Any
 
 
 def expect_mapping(facts: Any, what: str) -> Mapping[str, Any]:
-    """The mapping itself; ValueError if it is none."""
+    """Return `facts`; ValueError if it is no mapping."""
     if not isinstance(facts, Mapping):
         raise ValueError(f"{what}: expected values by name, found {facts!r}")
     return facts
 
 
 def expect_integer(facts: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """One of the facts, if it is a whole number from `least` on; raises ValueError, which names it.
+    """Return an integer of at least `least`; ValueError names it otherwise.
 
     >>> expect_integer({"steps": 3}, "steps")
     3

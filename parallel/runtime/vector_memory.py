@@ -1,4 +1,4 @@
-"""Allocator of vectors, with a count of bytes by kind."""
+"""Allocator of vectors that counts bytes by kind."""
 
 from __future__ import annotations
 
@@ -29,55 +29,40 @@ def namespace(device: str) -> ModuleType:
 
 
 class VectorAllocator:
-    """Vectors of zeros, counted.
-
-    Parameters
-    ----------
-    comm : Communicator
-    device : "cpu" or "cuda"
-
-    Attributes
-    ----------
-    xp : module
-        NumPy or CuPy.
-    allocated : Counter
-        Bytes by kind, as the arrays themselves say.
-    """
+    """Allocator of zero vectors on a device; `allocated` has the bytes by kind."""
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         self.comm, self.xp = comm, namespace(device)
         self.allocated: Counter[str] = Counter()
 
     def with_comm(self, comm: Communicator) -> VectorAllocator:
-        """Vectors that some other ranks see, on the same account."""
+        """Allocator of vectors shared with the ranks of another communicator, with the same byte counts."""
         other = copy(self)
         other.comm = comm
         return other
 
     def private(self, kind: str, size: int, dtype: Any) -> Any:
-        """A vector of this rank's."""
+        """Vector of this rank."""
         return self._count(kind, self.xp.zeros(size, dtype))
 
     def shared(self, kind: str, size: int, dtype: Any) -> Any:
-        """A vector that the neighbours see, on the host. Collective."""
+        """Vector in memory shared with the node's ranks if the device is the CPU, else private. Collective."""
         if self.xp is not np:
             return self.private(kind, size, dtype)
         return self._count(kind, self.comm.zeros(size, dtype))
 
     def reserve(self, sizes: Sequence[int], dtypes: Sequence[Any]) -> None:
-        """Have room for vectors that neighbours will see, in one piece: otherwise it grows, and with it what is left
-        over of it. Collective.
-        """
+        """Grow the shared heap once for several shared vectors, which avoids gaps between segments. Collective."""
         if self.xp is np:
             nbytes = (size * np.dtype(dtype).itemsize for size, dtype in zip(sizes, dtypes, strict=True))
-            self.comm.empty(sum(-(-length // LINE) * LINE for length in nbytes), np.uint8)  # given back at once
+            self.comm.empty(sum(-(-length // LINE) * LINE for length in nbytes), np.uint8)  # freed at once
 
     def on_host(self, kind: str, size: int, dtype: Any) -> np.ndarray:
-        """A vector of this rank's, on the host in any case."""
+        """Vector of this rank in host memory."""
         return self._count(kind, np.zeros(size, dtype))
 
     def record_peak(self, kind: str, nbytes: int) -> None:
-        """Count memory that comes and goes: the most there has been."""
+        """Count temporary memory by its maximum."""
         self.allocated[kind] = max(self.allocated[kind], nbytes)
 
     def _count(self, kind: str, vector: Any) -> Any:
@@ -86,5 +71,5 @@ class VectorAllocator:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """The array itself, or a copy from the device."""
+    """Return the array itself, or a copy of a device array."""
     return array if isinstance(array, np.ndarray) else sys.modules["cupy"].asnumpy(array)

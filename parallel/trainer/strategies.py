@@ -1,4 +1,4 @@
-"""Table of training strategies: the engine of each layout, its checks and what it decides before a training."""
+"""Table of training strategies: the engine of each layout, its checks and its decisions before a training."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ from quant.types import Array
 
 
 class TrainableEngine(Protocol):
-    """Interface of an engine that `parallel.trainer.trainer` uses; `Engine` documents the members.
-
-    With `Settings.pool`, `step` has the argument `drawn` too.
-    """
+    """Engine interface of the training loop; `Engine` documents it. With `Settings.pool`, `step` also takes `drawn`."""
 
     settings: Settings
     ledger: MemoryLedger
@@ -73,7 +70,7 @@ class TrainableEngine(Protocol):
 
 
 class TrainJob(NamedTuple):
-    """Objects that an engine is made of, besides the settings."""
+    """Arguments of an engine's constructor besides the settings."""
 
     model: Sequential
     loss: Any
@@ -81,15 +78,15 @@ class TrainJob(NamedTuple):
     optimizer: Optimizer
 
 
-class Resolved(NamedTuple):
-    """Settings with nothing left open, and remarks on how that was decided."""
+class Settled(NamedTuple):
+    """Complete settings, and remarks on decisions."""
 
     settings: Settings
     remarks: tuple[str, ...] = ()
 
 
 class Strategy(NamedTuple):
-    """A line of the table.
+    """Row of the table.
 
     Attributes
     ----------
@@ -98,8 +95,8 @@ class Strategy(NamedTuple):
         Raises ValueError, which names the field, for settings that the engine cannot use.
     workers : callable (settings, ranks) -> int
         Number of ranks, or pipelines, that share the samples of a step.
-    resolve : callable (job, settings, take) -> Resolved
-        Decides fields that were left open; ``take(n)`` gives n samples for trials. Collective.
+    settle : callable (job, settings, take) -> Settled
+        Decides open fields; ``take(n)`` returns n samples for trials. Collective.
     fields : tuple of str
         Settings that not every strategy has.
     has_variants : bool
@@ -120,11 +117,11 @@ class Strategy(NamedTuple):
     survives_failures: bool = False
 
     def engine(self, job: TrainJob, settings: Settings) -> TrainableEngine:
-        """The engine of resolved settings. Collective."""
+        """Create the engine of settled settings. Collective."""
         return self.engine_class(settings)(job.model, job.loss, job.comm, job.optimizer, settings)
 
     def forecast(self, job: TrainJob, settings: Settings, workload: Workload) -> MemoryLedger:
-        """Memory ledger of this rank after the steps of a workload, by the settings that the engine gets."""
+        """Memory ledger of this rank after the steps of a workload."""
         return self.engine_class(settings).forecast(job.model, job.loss, job.optimizer, workload, settings)
 
 
@@ -179,26 +176,17 @@ STRATEGIES |= {
 
 
 def strategy_of(settings: Settings) -> Strategy:
-    """Strategy of the settings' layout, by its name before a colon.
+    """Strategy of the settings' layout; ValueError if there is none, or if a field of other strategies is set.
 
-    Raises
-    ------
-    ValueError
-        If there is none, or if a field of another strategy is set.
-
-    Examples
-    --------
     >>> strategy_of(Settings(layout="zero3")).workers(Settings(), 4)
     4
     """
     name = settings.layout.partition(":")[0]
     if name not in STRATEGIES or (":" in settings.layout and not STRATEGIES[name].has_variants):
         raise ValueError(f"layout: expected one of {', '.join(STRATEGIES)}, found {settings.layout!r}")
-    special = {field for strategy in STRATEGIES.values() for field in strategy.fields}
     for field in fields(Settings):
-        if field.name not in special - set(STRATEGIES[name].fields):
-            continue
-        if getattr(settings, field.name) != getattr(DEFAULTS, field.name):
-            owners = ", ".join(other for other, strategy in STRATEGIES.items() if field.name in strategy.fields)
-            raise ValueError(f"{field.name}: it belongs to {owners}, and the layout is {settings.layout}")
+        owners = [other for other, strategy in STRATEGIES.items() if field.name in strategy.fields]
+        changed = getattr(settings, field.name) != getattr(DEFAULTS, field.name)
+        if changed and owners and name not in owners:
+            raise ValueError(f"{field.name}: it belongs to {', '.join(owners)}, and the layout is {settings.layout}")
     return STRATEGIES[name]

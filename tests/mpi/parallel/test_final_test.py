@@ -19,7 +19,7 @@ def test_in_parts_as_at_once(comm, layout, monkeypatch):
         for _ in made.run():
             pass
         whole = made.score(100, tell=lambda done, count: at_once.append((done, count)))
-        monkeypatch.setattr(trainer, "AT_ONCE", 1)
+        monkeypatch.setattr(trainer, "PARTS_PER_EVALUATION", 1)
         parts = made.score(100, tell=lambda done, count: in_parts.append((done, count)))
     assert whole.loss == pytest.approx(parts.loss, rel=1e-6) and whole.accuracy == pytest.approx(parts.accuracy)
     assert at_once[-1] == in_parts[-1] == (100, 100) and in_parts == sorted(in_parts)

@@ -51,16 +51,16 @@ def test_threads_count_as_far_as_there_are_cores(monkeypatch):
 def test_mfu_of_a_training_that_outlives_ranks_is_of_all_ranks(monkeypatch):
     """The peak is measured while all ranks are there, before each goes on without the others."""
     pytest.importorskip("safetensors")
-    train = importlib.import_module("parallel.cli.train")
+    train = importlib.import_module("parallel.cli.train_run")
     seen = []
 
     def peak(comm, *_, **__):
         seen.append(comm)
         raise InterruptedError
 
-    monkeypatch.setattr(train.resources, "peak", peak)
+    monkeypatch.setattr(train.resources, "peak_flops", peak)
     monkeypatch.setattr(train.watchdog, "stop", lambda: None)
-    monkeypatch.setattr(train.launch, "print_when", lambda is_reporter: None)
+    monkeypatch.setattr(train.launcher, "print_when", lambda is_reporter: None)
     training = SimpleNamespace(fault_tolerant=True, is_reporter=True, flops_per_sample=1.0)
     with pytest.raises(InterruptedError):
         train.train(MPI.COMM_WORLD, SimpleNamespace(device="cpu", threads=1), training)

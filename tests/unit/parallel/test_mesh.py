@@ -33,10 +33,6 @@ def test_the_last_axis_has_neighbours():
     mesh = Mesh((MeshAxis("pp", 2), MeshAxis("dp", 3)))
     assert mesh.lines("dp") == ((0, 1, 2), (3, 4, 5))
     assert mesh.lines("pp") == ((0, 3), (1, 4), (2, 5))
-    nodes = [0, 0, 0, 1, 1, 1]
-    assert mesh.crossings(nodes) == {"pp": 3, "dp": 0}
-    assert Mesh.parse("dp=3,pp=2").crossings(nodes) == {"dp": 2, "pp": 1}
-    assert mesh.crossings(None) == {"pp": 0, "dp": 0}
 
 
 @pytest.mark.parametrize("text", ["", "dp", "dp=", "=2", "dp=two", "dp=2;pp=2", "dp=-1", "dp=2,"])

@@ -18,7 +18,8 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.engine.settings import complete
 from parallel.runtime import resources
 from parallel.trainer import trainer as training
-from parallel.trainer.trainer import Training, prepare, settings_in
+from parallel.trainer.task_setup import prepare
+from parallel.trainer.trainer import Training, settings_in
 
 
 @pytest.mark.parametrize("model, inputs", [("mlp:tiny", (8, 8)), ("convnet:tiny", (1, 8, 8))])
@@ -65,7 +66,7 @@ def test_too_large_for_the_machine(monkeypatch):
 def test_samples_from_all_over_a_data_set(count, of):
     """Each once, in order, the first among them, and none farther from its neighbour than it must be."""
     data = ArrayDataset(np.arange(of), -np.arange(of))
-    some = training._Spread(data, count)
+    some = training._EvenSubset(data, count)
     x, y = some.take(np.arange(count))
     assert len(some) == count == len(np.unique(x)) and np.array_equal(y, -x)
     assert count == 0 or x[0] == 0
@@ -81,7 +82,7 @@ def test_a_look_at_the_test_set_is_from_all_over_it():
         test = made.task.test
         for most, step in ((None, 1), (len(test) // 2, 2), (10 * len(test), 1)):
             x, y = test.take(np.arange(0, len(test), step))
-            expected = made.engine.evaluate([Batch(0, x, y, np.arange(len(y)))], made._loss.correct)
+            expected = made.engine.evaluate([Batch(0, x, y, np.arange(len(y)))], made._job.loss.correct)
             found = made.score(most)
             assert found.accuracy == expected.measure and abs(found.loss - expected.loss) < 1e-6
 

@@ -1,0 +1,102 @@
+"""Data, model, loss, optimizer and sampler of a training, from its settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parallel.data import datasets
+from parallel.data.datasets import ArrayDataset, LearningTask
+from parallel.data.sampler import Sampler
+from parallel.engine.settings import Settings
+from parallel.nn.compose import Sequential
+from parallel.nn.loss import MSE, SoftmaxCrossEntropy
+from parallel.nn.models import MODELS, build
+from parallel.nn.operator import ArraySpec
+from parallel.optim.lr_schedules import LRSchedule
+from parallel.optim.optimizers import OPTIMIZERS, Optimizer
+from parallel.optim.precision import PRECISIONS
+from parallel.trainer.strategies import strategy_of
+
+FINAL_RATE = 0.1
+"""Final learning rate relative to the highest one."""
+
+
+def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, Optimizer]:
+    """Data, model and optimizer; ValueError names a setting that is wrong or does not fit the others."""
+    for name, table in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+        if getattr(settings, name) not in table:
+            raise ValueError(f"{name}: expected one of {', '.join(table)}, found {getattr(settings, name)!r}")
+    strategy_of(settings).check(settings, ranks)
+    task = datasets.load(settings.data, seed=settings.seed, length=settings.length)
+    family = settings.model.partition(":")[0]
+    if (task.kind == "bytes") != (family == "gpt"):
+        fits = "gpt" if task.kind == "bytes" else ", ".join(name for name in MODELS if name != "gpt")
+        raise ValueError(f"model: {task.name} is for {fits}, found {settings.model}")
+    if ranks > len(task.train):
+        raise ValueError(f"more ranks ({ranks}) than samples ({len(task.train)}) in {task.name}")
+    if task.kind != "bytes":
+        task = _map_inputs(task, lambda x: x.astype(np.float32, copy=False))
+    if family == "convnet" and len(task.inputs) == 2:
+        task = replace(_map_inputs(task, lambda x: x[:, None]), inputs=(1, *task.inputs))
+    options: dict[str, Any] = {"dropout": settings.dropout, "recompute": settings.recompute}
+    model = build(settings.model, task.inputs, task.outputs, **options)
+    return task, model, _optimizer(settings, steps_of(settings, task))
+
+
+def _map_inputs(task: LearningTask, change: Callable[[np.ndarray], np.ndarray]) -> LearningTask:
+    train, test = (ArrayDataset(change(part.x), part.y) for part in (task.train, task.test))  # type: ignore[attr-defined]
+    return replace(task, train=train, test=test)
+
+
+def _optimizer(settings: Settings, steps: int) -> Optimizer:
+    rate, warm_up = settings.rate, min(settings.warm_up, steps)
+    schedule = LRSchedule("warm_up_cosine", rate=rate, warm_up=warm_up, steps=steps, floor=FINAL_RATE * rate)
+    options: dict[str, Any] = {"rate": schedule, "decay": settings.decay}
+    options |= {"momentum": settings.momentum} if settings.optimizer == "sgd" else {"beta2": settings.beta2}
+    return OPTIMIZERS[settings.optimizer](**options)
+
+
+def loss_of(task: LearningTask) -> Any:
+    """Loss function of a task."""
+    return MSE() if task.kind == "values" else SoftmaxCrossEntropy()
+
+
+def measure_of(task: LearningTask) -> Any:
+    """Function that counts correct predictions, or None for regression."""
+    return None if task.kind == "values" else SoftmaxCrossEntropy().correct
+
+
+def steps_of(settings: Settings, task: LearningTask) -> int:
+    """Number of steps of the whole training."""
+    if settings.steps is not None:
+        return settings.steps
+    return math.ceil(settings.epochs * -(-len(task.train) // settings.batch))
+
+
+def sampler_of(settings: Settings, task: LearningTask, ranks: int) -> Sampler:
+    """Sampler of the training set at the start of the training."""
+    workers = strategy_of(settings).workers(settings, ranks)
+    return Sampler(len(task.train), settings.batch, settings.micro(workers), settings.seed)
+
+
+def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, ArraySpec]:
+    """Specs of inputs and targets of so many samples, in the engine's dtypes."""
+    kinds = PRECISIONS[precision].storage, PRECISIONS[precision].wide
+    x, y = (
+        ArraySpec((samples, *array.shape[1:]), array.dtype if array.dtype.kind in "iub" else kind)
+        for array, kind in zip(task.train.take(np.zeros(1, np.int64)), kinds)
+    )
+    return x, y
+
+
+def flops(model: Sequential, task: LearningTask, precision: str) -> float:
+    """Multiplications and additions of matrix products for one sample, forward and backward (twice the forward's).
+
+    Recomputation does not count.
+    """
+    return float(3 * model.outline(specs(task, precision, 1)[0]).flops)
