@@ -101,7 +101,7 @@ class Communicator(CollectiveMethods):
         Node number of each of the p ranks, the same on all ranks; by default determined by MPI. Used by hierarchical
         algorithms; ranks on different nodes share no memory. On one machine it emulates a cluster.
     tuning : bool or path, optional
-        Timing table for ``algorithm="auto"``, measured by ``scripts/tune.py``: the one stored for this user, machine
+        Timing table for ``algorithm="auto"``, measured by ``chorus tune``: the one stored for this user, machine
         and MPI, if any (default); a file; or none, for False or None. Rank 0's table is used on all ranks.
 
     Raises

@@ -1,4 +1,4 @@
-"""scripts/draw_pipeline.py: text, pictures, CSV and traces of every schedule; what was measured; wrong requests."""
+"""chorus draw pipeline: text, pictures, CSV and traces of every schedule; what was measured; wrong requests."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""scripts/prove.py proves the catalogue, and ends with a status other than 0 at a planted fault."""
+"""chorus prove collectives proves the catalogue, and ends with a status other than 0 at a planted fault."""
 
 import importlib.util
 import subprocess
@@ -12,12 +12,12 @@ from collectives.algorithms.catalog import Algorithm, LowerBound
 from collectives.schedule.steps import NOTHING, Recv, Send, span
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = ROOT / "scripts" / "prove.py"
+PROGRAM = ("-m", "parallel.cli.main", "prove", "collectives")
 
 
 def test_the_catalogue_is_proved_from_the_command_line():
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--max-size", "8"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        [sys.executable, *PROGRAM, "--max-size", "8"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""scripts/prove_pipeline.py proves the table, and ends with a status other than 0 at a planted fault."""
+"""chorus prove pipelines proves the table, and ends with a status other than 0 at a planted fault."""
 
 import importlib.util
 import subprocess
@@ -13,12 +13,12 @@ from parallel.pipeline.schedule.formulas import Formulas
 from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, gpipe
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = ROOT / "scripts" / "prove_pipeline.py"
+PROGRAM = ("-m", "parallel.cli.main", "prove", "pipelines")
 
 
 def test_the_table_is_proved_from_the_command_line():
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--stages", "3", "--microbatches", "6", "--jobs", "1"],
+        [sys.executable, *PROGRAM, "--stages", "3", "--microbatches", "6", "--jobs", "1"],
         env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -76,7 +76,7 @@ def test_what_holds_nowhere_is_not_compared(module, monkeypatch):
 @pytest.mark.parametrize("argument", ["--stages", "--microbatches", "--jobs"])
 def test_wrong_requests(argument):
     done = subprocess.run(
-        [sys.executable, SCRIPT, argument, "0"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        [sys.executable, *PROGRAM, argument, "0"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and f"{argument} must be at least 1" in done.stderr

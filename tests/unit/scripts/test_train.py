@@ -30,9 +30,9 @@ TASK += ["--test-every", "15", "--threads", "1"]
 TIMED = {"seconds", "communication", "samples_per_s", "mfu", "communication_share", "resident_bytes"}
 
 
-def start(*arguments, ranks=2, program=("scripts/train.py",), **more):
+def start(*arguments, ranks=2, program=("-m", "parallel.cli.main", "train"), **more):
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
+        "PYTHONPATH": str(ROOT),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -347,7 +347,7 @@ print(json.dumps([before.decode(), str(problem)]))
 
 def test_metrics_have_whole_lines_only_and_come_back(tmp_path):
     path = tmp_path / "m.jsonl"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", SHORT_OF_ROOM, path], env=environment, capture_output=True, text=True, timeout=60
     )
@@ -379,7 +379,7 @@ def saving(self, *arguments, **options):
     return save(self, *arguments, **options)
 
 safetensors_writer.SafetensorsWriter.add, Training.save = add, saving
-train.launch.run(train.main)
+train.launcher.run(train.main)
 """
 
 
