@@ -1,8 +1,9 @@
-"""Output of training programs: texts of scores and speed, exit status, and a trace of some steps."""
+"""Output of training programs: texts of scores and speed, and a trace of some steps."""
 
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,13 @@ from collectives.benchmark import traces
 from collectives.cli import launcher
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.profiler import ProfilerEvent
-from parallel.runtime.signals import InterruptFlag
 from parallel.runtime.throughput import Throughput
-from parallel.trainer.trainer import EvalScore, Training
+from parallel.trainer.records import EvalScore
+from parallel.trainer.trainer import Training
 
 
 class OutputError(RuntimeError):
     """A file of results could not be written. Raised on all ranks."""
-
-
-REFRESH = 0.2
-"""Seconds between two updates of the progress bar."""
-
-
-def status(comm: MPI.Intracomm, interrupt: InterruptFlag) -> int:
-    """Exit status after a signal, 128 + its number on all ranks; 0 without one. Collective."""
-    number = int(comm.allreduce(interrupt.number, MPI.MAX))
-    return 128 + number if number else 0
 
 
 def tokens(training: Training) -> int:
@@ -43,7 +34,7 @@ def unit(training: Training) -> str:
 
 
 def short(number: float) -> str:
-    """A number in three digits and a unit.
+    """Three digits of a number and a unit prefix.
 
     >>> short(12345), short(7.25)
     ('12.3k', '7.25')
@@ -54,19 +45,19 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def speed_in_words(training: Training, speed: Throughput) -> str:
+def format_speed(training: Training, speed: Throughput) -> str:
     """Throughput, MFU and share of communication, as text."""
     words = f"{short(speed.samples_per_s * tokens(training))} {unit(training)}/s"
     words += "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     return f"{words}, communication {speed.communication_share:.0%}"
 
 
-def loss_in_words(training: Training, loss: float) -> str:
-    """Loss as text, in bits per byte for text."""
-    return f"{loss / 0.6931471805599453:.3f} bits/byte" if training.task.kind == "bytes" else f"loss {loss:.4f}"
+def format_loss(training: Training, loss: float) -> str:
+    """Loss as text, in bits per byte for a model of bytes."""
+    return f"{loss / math.log(2):.3f} bits/byte" if training.task.kind == "bytes" else f"loss {loss:.4f}"
 
 
-def score_in_words(score: EvalScore) -> str:
+def format_score(score: EvalScore) -> str:
     """Test score as text."""
     if math.isnan(score.loss):
         return "no samples to test"
@@ -79,8 +70,8 @@ def score_in_words(score: EvalScore) -> str:
 
 def title_of(training: Training) -> str:
     """Title of a picture."""
-    said = training.settings
-    return f"{said.model} on {training.task.name}: {said.layout}, {said.precision}, {said.optimizer}"
+    settings = training.settings
+    return f"{settings.model} on {training.task.name}: {settings.layout}, {settings.precision}, {settings.optimizer}"
 
 
 LANES = ("", " under way")
@@ -96,11 +87,11 @@ def write_trace(path: Path, comm: Communicator, events: list[ProfilerEvent], ahe
         thread = rank * len(LANES) + (event.kind == "flight")
         times = event.start - ahead - start, event.end - ahead - start
         mine.append(traces.span(thread, nodes[rank], event.name, event.kind, *times, **event.about))
-    gathered = comm.gather(mine) or []
+    spans = comm.gather(mine) or []
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        traces.write(path, [*traces.names(nodes, LANES), *(entry for some in gathered for entry in some)], **about)
+        traces.write(path, [*traces.names(nodes, LANES), *chain.from_iterable(spans)], **about)
 
     collective_call(comm, write, f"{path} was not written", OutputError, root=0)
     launcher.say(f"{path} written; ui.perfetto.dev opens it")

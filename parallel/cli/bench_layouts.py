@@ -19,7 +19,6 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark import reports
 from collectives.benchmark.reports import quartiles
 from collectives.cli import launcher
 from collectives.cli.launcher import say
@@ -30,9 +29,7 @@ from parallel.engine.data_parallel_engine import LAYOUTS, Engine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
-from parallel.nn.workspace import keep_freed_memory
 from parallel.optim.optimizers import AdamW
-from parallel.runtime.resources import limit_threads
 
 BOUND = ("alone", "exchange")
 FIRST = "dp-naive"
@@ -43,19 +40,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
     workload.add_options(parser, "mlp:medium")
     add = parser.add_argument
-    add(
-        "--turns",
-        type=workload.COUNT,
-        default=15,
-        metavar="N",
-        help="of each layout, after one to warm up (default 15)",
-    )
+    add("--turns", type=workload.COUNT, default=15, metavar="N", help="turns after one to warm up (default 15)")
     add("--turn", type=workload.COUNT, default=5, metavar="N", help="steps in a turn (default 5)")
     add("--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"with commas; {FIRST} always takes part")
-    add("--bucket-mb", type=float, default=4.0, metavar="X", help="of a bucket of gradients (default 4)")
-    add("--first-mb", type=float, default=1.0, metavar="X", help="of the smallest ones (default 1)")
+    add("--bucket-mb", type=float, default=4.0, metavar="X", help="size of a bucket of gradients (default 4)")
+    add("--first-mb", type=float, default=1.0, metavar="X", help="size of the smallest buckets (default 1)")
     options = parser.parse_args(argv)
-    workload.resolve_data(parser, options)
+    workload.choose_data(parser, options)
     names = options.layouts.split(",")
     unknown = [name for name in names if name not in LAYOUTS]
     if unknown:
@@ -81,21 +72,18 @@ class LayoutContestants:
 
     def _layout(self, name: str, ranks: MPI.Intracomm) -> Callable[[Batch], float]:
         options, task = self._options, self._task
-        engine = Engine(
-            build(options.model, task.inputs, task.outputs),
-            SoftmaxCrossEntropy(),
-            Communicator(ranks),  # of its own: it has so many persistent requests, and no more
-            AdamW(rate=1e-4),
-            Settings(
-                layout=name,
-                seed=options.seed,
-                bucket_bytes=int(options.bucket_mb * 2**20),
-                first_bytes=int(options.first_mb * 2**20),
-            ),
+        settings = Settings(
+            layout=name,
+            seed=options.seed,
+            bucket_bytes=int(options.bucket_mb * 2**20),
+            first_bytes=int(options.first_mb * 2**20),
         )
+        model = build(options.model, task.inputs, task.outputs)
+        comm = Communicator(ranks)  # one per engine: the number of its persistent requests is limited
+        engine = Engine(model, SoftmaxCrossEntropy(), comm, AdamW(rate=1e-4), settings)
         self._engines.append(engine)
-        here = ranks.Get_rank()  # 0 if alone, whoever has made the batch
-        return lambda batch: engine.step([batch._replace(number=here)]).communication
+        rank = ranks.Get_rank()  # 0 if alone
+        return lambda batch: engine.step([batch._replace(number=rank)]).communication
 
     def _exchange(self, ranks: MPI.Intracomm) -> Callable[[Batch], float]:
         comm = Communicator(ranks)
@@ -133,28 +121,22 @@ def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
     task = workload.task_of(options)
     contestants = LayoutContestants(options, task)
     source = workload.batches(task, options, comm)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants.steps}
-    communication: dict[str, list[float]] = {name: [] for name in contestants.steps}
     names = list(contestants.steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    communication: dict[str, list[float]] = {name: [] for name in names}
     with launcher.progress(options.turns + 1, "race", "turn") as bar:
         for number in range(options.turns + 1):
             turn = [next(source) for _ in range(options.turn)]
-            for name in names[number % len(names) :] + names[: number % len(names)]:  # who goes first alternates
-                MPI.COMM_WORLD.Barrier()
-                began = time.perf_counter()
-                within = sum(contestants.steps[name](batch) for batch in turn)
-                MPI.COMM_WORLD.Barrier()
-                both = MPI.COMM_WORLD.allreduce(np.array([time.perf_counter() - began, within])) / comm.Get_size()
-                if number:
-                    seconds[name].append(both[0] / options.turn)
-                    communication[name].append(both[1] / options.turn)
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                result = workload.take_turn(contestants.steps[name], turn)
+                if number:  # the first turn warms up
+                    seconds[name].append(result.seconds / options.turn)
+                    communication[name].append(sum(result.values) / options.turn)
             bar.update(1)
     contestants.close()
     return {
-        "model": options.model,
         "gradient_bytes": 4 * contestants.length,
-        "ranks": comm.Get_size(),
-        "options": workload.plain(options),
         "machine": {"processor": platform.processor() or platform.machine(), "numpy": np.__version__},
         "mpi": MPI.Get_library_version().splitlines()[0].strip(),
         "seconds": seconds,
@@ -164,7 +146,7 @@ def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The report as text."""
+    """Print the report."""
     options = report["options"]
     say(
         f"{report['model']}, {report['gradient_bytes'] / 1e6:.1f} MB of gradients, {report['ranks']} ranks, "
@@ -184,12 +166,5 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    keep_freed_memory()
-    limit_threads(options.threads)
-    comm = Communicator(MPI.COMM_WORLD)
-    report = race(options, comm)
-    if comm.Get_rank() == 0:
-        show(report)
-        reports.write(options.json, report)
+    workload.run_race(parse(argv), race, show)
     return 0

@@ -33,7 +33,7 @@ from parallel.runtime.profiler import Profiler
 TOLERANCE = 0.10
 """Largest relative error of the idle share."""
 
-MOST = 30e-6
+MOST_SECONDS = 30e-6
 """Most seconds of the runner per action."""
 
 
@@ -66,7 +66,7 @@ class SleepingStage:
 
 
 class PipelineRun(NamedTuple):
-    """Seconds of one run: from the common start to the last end, and computing and waiting on this stage."""
+    """Seconds of one run: from the common start to the last end, and of this stage's computation and waiting."""
 
     whole: float
     computing: float
@@ -76,11 +76,11 @@ class PipelineRun(NamedTuple):
 def run(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float, nbytes: int) -> PipelineRun:
     """Execute a plan."""
     recorder = Profiler()
-    runner, line = ScheduleRunner(comm, recorder), bind_actions(plan, comm.Get_rank())
-    work = SleepingStage(seconds, nbytes)
+    runner, actions = ScheduleRunner(comm, recorder), bind_actions(plan, comm.Get_rank())
+    stage = SleepingStage(seconds, nbytes)
     comm.Barrier()
     began = time.perf_counter()
-    runner.run(line, work)
+    runner.run(actions, stage)
     whole = time.perf_counter() - began
     return PipelineRun(whole, recorder.seconds["compute"], recorder.seconds["communication"])
 
@@ -97,11 +97,9 @@ def idle(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) -> f
 
 def overhead(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) -> float:
     """Seconds per action that are neither work nor waiting, on the slowest rank."""
-    line, taken = plan.actions[comm.Get_rank()], []
-    for _ in range(args.times):
-        mine = run(comm, plan, 0.0, args.bytes)
-        taken.append((mine.whole - mine.waiting) / max(1, len(line)))
-    return float(comm.allreduce(median(taken), MPI.MAX))
+    runs = [run(comm, plan, 0.0, args.bytes) for _ in range(args.times)]
+    actions = max(1, len(plan.actions[comm.Get_rank()]))
+    return float(comm.allreduce(median((one.whole - one.waiting) / actions for one in runs), MPI.MAX))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -130,9 +128,9 @@ def main(argv: list[str] | None = None) -> int:
         expected = float(simulate(plan, ActionTimes()).bubble)
         found, taken = idle(comm, plan, args), overhead(comm, plan, args)
         apart = abs(found - expected) / expected if expected else found
-        good = good and apart <= TOLERANCE and taken < MOST
+        good = good and apart <= TOLERANCE and taken < MOST_SECONDS
         messages = sum(plan.messages().values())
         say(f"{name:14} {expected:10.4f} {found:10.4f} {apart:7.1%} {messages:9} {taken * 1e6:14.1f}")
     comm.Free()
-    say("all within bounds" if good else f"not all within {TOLERANCE:.0%} and {MOST * 1e6:.0f} us")
+    say("all within bounds" if good else f"not all within {TOLERANCE:.0%} and {MOST_SECONDS * 1e6:.0f} us")
     return 0 if good else 1

@@ -52,39 +52,37 @@ def plain(comm: MPI.Intracomm, keys: tuple[ServerKey, ...], vector: np.ndarray, 
         comm.Recv(nothing, other) if comm.Get_rank() == source else comm.Send(nothing, other)
 
 
-def round_(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector: np.ndarray) -> dict[str, float]:
+def timed_round(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector: np.ndarray) -> dict[str, float]:
     """Seconds of a push and a pull, by the server and plain, on this rank."""
-    seconds = {"plain push": timed(comm, lambda: plain(comm, engine.keys, vector, 1, True))}
-    if engine.server is not None:
-        seconds["push"] = timed(comm, lambda: engine.server.until_made(step + 1))  # type: ignore[union-attr]
-    else:
-        worker = engine.worker
+    server, worker = engine.server, engine.worker
+
+    def push() -> None:
         assert worker is not None
+        for key in engine.keys:
+            worker.push(key.number, WorkPart(step, 0), 1, 1, 1.0, vector[key.span.start : key.span.stop], None)
+        worker.acknowledged()
 
-        def push() -> None:
-            for key in engine.keys:
-                worker.push(key.number, WorkPart(step, 0), 1, 1, 1.0, vector[key.span.start : key.span.stop], None)
-            worker.acknowledged()
-
-        seconds["push"] = timed(comm, push)
+    seconds = {"plain push": timed(comm, lambda: plain(comm, engine.keys, vector, 1, True))}
+    seconds["push"] = timed(comm, push if server is None else lambda: server.until_made(step + 1))
+    if worker is not None:
         worker.tick(step + 1, 1, False)
     seconds["plain pull"] = timed(comm, lambda: plain(comm, engine.keys, vector, 0, False))
-    if engine.server is not None:
-        seconds["pull"] = timed(comm, engine.server.until_quiescent)
-    else:
-        assert engine.worker is not None
-        seconds["pull"] = timed(comm, engine.worker.copy)
-        engine.worker.quiesce()
+    if server is not None:
+        seconds["pull"] = timed(comm, server.until_quiescent)
+    elif worker is not None:
+        seconds["pull"] = timed(comm, worker.copy)
+        worker.quiesce()
     return seconds
 
 
 def parser() -> launcher.LauncherParser:
-    made = launcher.LauncherParser(__doc__)
-    made.add_argument("--mbytes", type=at_least(1, int), default=32, metavar="N", help="of the model (default 32)")
-    made.add_argument("--bucket", type=at_least(1, int), default=4, metavar="N", help="MiB of a bucket (default 4)")
-    made.add_argument("--turns", type=at_least(1, int), default=15, metavar="N", help="default 15")
-    made.add_argument("--goal", type=at_least(0, float), default=0.8, metavar="R", help="of plain speed (default 0.8)")
-    return made
+    result = launcher.LauncherParser(__doc__)
+    add = result.add_argument
+    add("--mbytes", type=at_least(1, int), default=32, metavar="N", help="MiB of the model (default 32)")
+    add("--bucket", type=at_least(1, int), default=4, metavar="N", help="MiB of a bucket (default 4)")
+    add("--turns", type=at_least(1, int), default=15, metavar="N", help="default 15")
+    add("--goal", type=at_least(0, float), default=0.8, metavar="R", help="of plain speed (default 0.8)")
+    return result
 
 
 def main() -> int:
@@ -100,15 +98,15 @@ def main() -> int:
     settings = Settings(layout="ps", bucket_bytes=bucket, first_bytes=bucket)
     with ParameterServer(model, MSE(), comm, SGD(rate=0.0), settings) as engine:
         vector = np.zeros(engine.flat.length, np.float32)
-        rounds = [round_(plainly, engine, step, vector) for step in range(args.turns + 2)][2:]
-        seconds = {what: median(some[what] for some in rounds) for what in rounds[0]}
+        rounds = [timed_round(plainly, engine, step, vector) for step in range(args.turns + 2)][2:]
+        seconds = {name: median(one[name] for one in rounds) for name in rounds[0]}
     nbytes = engine.flat.length * 4
-    measured = comm.bcast(seconds, root=1)  # the worker's clock
+    medians = comm.bcast(seconds, root=1)  # the worker's clock
     good = True
     say(f"{nbytes / 1e6:.1f} MB in {len(engine.keys)} keys, {MPI.get_vendor()[0]}")
     for what in ("push", "pull"):
-        ratio = measured[f"plain {what}"] / measured[what]
+        ratio = medians[f"plain {what}"] / medians[what]
         good &= ratio >= args.goal
-        speeds = nbytes / 1e9 / measured[what], nbytes / 1e9 / measured[f"plain {what}"]
+        speeds = nbytes / 1e9 / medians[what], nbytes / 1e9 / medians[f"plain {what}"]
         say(f"{what}: {speeds[0]:.2f} GB/s, plain {speeds[1]:.2f} GB/s, ratio {ratio:.2f}")
     return int(not good)

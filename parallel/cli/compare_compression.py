@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +22,9 @@ from collectives import Communicator
 from collectives.benchmark.reports import write
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from parallel.benchmark.workload import plain
-from parallel.engine import settings
+from parallel.benchmark.workload import add_recipe, plain, recipe_settings
+from parallel.engine.settings import Settings
 from parallel.grad_compression import AUTO, NONE, parse
-from parallel.runtime import resources
-from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.trainer import Training
 
 WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"
@@ -47,19 +44,17 @@ def ways(text: str) -> list[str]:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
+    add_recipe(parser)
     add = parser.add_argument
-    add("--data", default="digits", metavar="NAME", help="default digits")
-    add("--model", default="mlp", metavar="NAME", help="default mlp")
-    add("--steps", type=launcher.at_least(1, int), metavar="N", help="default: those of the recipe")
-    add("--seeds", type=launcher.at_least(2, int), default=3, metavar="N", help="from 0 on (default 3)")
+    add("--seeds", type=launcher.at_least(2, int), default=3, metavar="N", help="number of seeds (default 3)")
     add("--ways", type=ways, default=WAYS, metavar="NAMES", help=f"with commas (default {WAYS})")
-    add("--json", type=Path, metavar="FILE", help="write where every training has ended")
+    add("--json", type=Path, metavar="FILE", help="write the scores of all trainings")
     return parser.parse_args(argv)
 
 
-def ending(comm: Communicator, said: settings.Settings) -> dict[str, float]:
+def final_score(comm: Communicator, settings: Settings) -> dict[str, float]:
     """Train and test: the loss, and the accuracy in per cent if there are classes. Collective."""
-    with Training(said, comm) as training:
+    with Training(settings, comm) as training:
         for _ in training.run():
             pass
         score = training.score()
@@ -77,18 +72,17 @@ def cells(ours: np.ndarray, others: np.ndarray) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     comm = Communicator(MPI.COMM_WORLD)
-    collective_call(comm, partial(resources.limit_threads, resources.cores_per_rank(comm)), "BLAS threads")
-    usual = settings.complete({"data": args.data, "model": args.model, "steps": args.steps})
-    say(f"{usual.model} on {usual.data}, {comm.Get_size()} ranks, {args.seeds} seeds: mean ± standard deviation\n")
+    base = recipe_settings(args, comm)
+    say(f"{base.model} on {base.data}, {comm.Get_size()} ranks, {args.seeds} seeds: mean ± standard deviation\n")
     report: dict[str, list[dict[str, float]]] = {}
     for name in args.ways:
-        report[name] = [ending(comm, replace(usual, compress=name, seed=seed)) for seed in range(args.seeds)]
-        endings = {what: np.array([end[what] for end in report[name]]) for what in report[name][0]}
+        report[name] = [final_score(comm, replace(base, compress=name, seed=seed)) for seed in range(args.seeds)]
+        scores = {key: np.array([score[key] for score in report[name]]) for key in report[name][0]}
         if len(report) == 1:
-            first = endings
-            say(f"| `--compress` | {' | '.join(f'{what} | apart' for what in first)} |")
+            first = scores
+            say(f"| `--compress` | {' | '.join(f'{key} | apart' for key in first)} |")
             say(f"| --- |{' --- | --- |' * len(first)}")
-        say(f"| `{name}` | {' | '.join(cells(endings[what], first[what]) for what in first)} |")
+        say(f"| `{name}` | {' | '.join(cells(scores[key], first[key]) for key in first)} |")
     if comm.Get_rank() == 0:
         write(args.json, {"arguments": plain(args), "endings": report})
     return 0

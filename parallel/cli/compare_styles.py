@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,18 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from collectives.selection.timing_file import machine as machine_in_words
+from collectives.selection.timing_file import machine
+from parallel.benchmark.workload import add_recipe, recipe_settings
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
-from parallel.engine import settings
-from parallel.runtime import resources
-from parallel.runtime.collective_errors import collective_call
+from parallel.engine.settings import Settings
 from parallel.trainer.trainer import Training
 
 BESIDE = "dp"
 """Layout that the styles are compared with."""
 
 EVERY = 5
-"""Steps between two measurements of the distance. No multiple of the default taus, so that it shows their effect."""
+"""Steps between two measurements of the distance; no multiple of the default taus, which would hide their effect."""
 
 LAST = 20
 """Steps whose losses make the final loss."""
@@ -40,10 +38,8 @@ LAST = 20
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
+    add_recipe(parser)
     add = parser.add_argument
-    add("--data", default="digits", metavar="NAME", help="default digits")
-    add("--model", default="mlp", metavar="NAME", help="default mlp")
-    add("--steps", type=int, metavar="N", help="default: those of the recipe")
     add("--styles", default=",".join(STYLES), metavar="NAMES", help=f"with commas (default {','.join(STYLES)})")
     add("--plot", type=Path, metavar="FILE", help="losses and distances as a picture")
     args = parser.parse_args(argv)
@@ -53,10 +49,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def course(comm: Communicator, said: settings.Settings) -> dict[str, Any]:
-    """Train: mean losses over all ranks by step, distances by step, and the final accuracy. Collective."""
+def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
+    """Train: mean losses over all ranks by step, distances by step, and the final score. Collective."""
     sums, distances = [], {}
-    with Training(said, comm) as training:
+    with Training(settings, comm) as training:
         engine: Any = training.engine
         for record in training.run():
             report = record.report
@@ -70,16 +66,15 @@ def course(comm: Communicator, said: settings.Settings) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train in one style after the other; print and draw all."""
+    """Train in every style; print and draw all."""
     args = parse(argv)
     comm = Communicator(MPI.COMM_WORLD)
-    collective_call(comm, partial(resources.limit_threads, resources.cores_per_rank(comm)), "BLAS threads")
-    usual = settings.complete({"data": args.data, "model": args.model, "steps": args.steps})
+    base = recipe_settings(args, comm)
     say(f"| layout | test accuracy | loss of the last {LAST} steps | largest distance |")
     say("| --- | --- | --- | --- |")
     found = {}
     for name in (BESIDE, *args.styles.split(",")):
-        found[name] = one = course(comm, replace(usual, layout=name))
+        found[name] = one = history(comm, replace(base, layout=name))
         accuracy = "" if one["score"].accuracy is None else f"{one['score'].accuracy:.2%}"
         distance = f"{max(one['distances'].values(), default=0.0):.2g}"
         say(f"| `{name}` | {accuracy} | {np.mean(one['losses'][-LAST:]):.4f} | {distance} |")
@@ -87,6 +82,6 @@ def main(argv: list[str] | None = None) -> int:
         from parallel.benchmark.training_plots import plot_styles
 
         title = f"{args.model} on {args.data}, {comm.Get_size()} ranks"
-        plot_styles(args.plot, found, title, machine_in_words())
+        plot_styles(args.plot, found, title, machine())
         say(f"{args.plot} drawn")
     return 0

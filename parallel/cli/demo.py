@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
 from parallel.benchmark.training_output import title_of
 from parallel.engine.settings import complete
-from parallel.trainer.trainer import EvalScore, Training
+from parallel.trainer.records import EvalScore
+from parallel.trainer.trainer import Training
 
 OUT = Path("out")
 GOALS = {"digits": 0.97, "teacher_classes": 0.7}
@@ -41,7 +43,7 @@ RACE_SIZES = (8, 1024, 65536, 1048576)
 
 @dataclass
 class TrainingHistory:
-    """Results of a training: a line for each step, the last score, and the weights."""
+    """Results of a training: a row for each step, the last score, and the weights."""
 
     title: str
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -54,18 +56,18 @@ def train(comm: Communicator, epochs: int, name: str, task: str = "digits") -> T
     """Train on the ranks of `comm`. The result is the same on all ranks, and on any number of them."""
     settings = {"data": task, "model": "mlp", "epochs": epochs, "reproducible": True}
     with Training(complete(settings), comm) as training, launcher.progress(training.steps, name, "step") as bar:
-        course, since = TrainingHistory(title_of(training)), time.perf_counter()
+        result, began = TrainingHistory(title_of(training)), time.perf_counter()
         for record in training.run():
-            course.lines.append(record.line())
+            result.lines.append(record.line())
             if training.done % training.sampler.steps_per_epoch == 0:
-                course.score = training.score()
-                course.lines[-1] |= course.score.line()
-                words = f"loss {record.report.loss:.3f}, test accuracy {course.score.accuracy:.1%}"
-                bar.set_postfix_str(words, refresh=False)
+                result.score = training.score()
+                result.lines[-1] |= result.score.line()
+                text = f"loss {record.report.loss:.3f}, test accuracy {result.score.accuracy:.1%}"
+                bar.set_postfix_str(text, refresh=False)
             bar.update()
-        course.seconds = time.perf_counter() - since
-        course.weights = {place.parameter.name: place.parameter.data.copy() for place in training.engine.flat.places}
-    return course
+        result.seconds = time.perf_counter() - began
+        result.weights = {place.parameter.name: place.parameter.data.copy() for place in training.engine.flat.places}
+    return result
 
 
 def first_difference(one: TrainingHistory, other: TrainingHistory) -> str | None:
@@ -74,34 +76,30 @@ def first_difference(one: TrainingHistory, other: TrainingHistory) -> str | None
     return next((name for (name, a), (_, b) in pairs if a.tobytes() != b.tobytes()), None)
 
 
-def sleep_until(request: MPI.Request) -> None:
-    """Wait for a request without keeping a core busy that another rank could use."""
-    while not request.Test():
-        time.sleep(0.01)
-
-
-def ranks_in_words(size: int) -> str:
+def ranks_text(size: int) -> str:
     """Number of ranks as text."""
     return f"{size} rank{'s' * (size != 1)}"
 
 
 def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int, task: str) -> tuple[TrainingHistory, bool]:
     """Train on all ranks, then on rank 0 alone, and compare: (result of all ranks, True if both checks passed)."""
-    rank, size, goal = plain.Get_rank(), plain.Get_size(), GOALS[task]
-    together = train(comm, epochs, "all ranks together", task)
-    well = True
-    if rank == 0:
+    goal = GOALS[task]
+    parallel = train(comm, epochs, "all ranks together", task)
+    passed = True
+    if plain.Get_rank() == 0:
         alone = train(Communicator(MPI.COMM_SELF), epochs, "rank 0 alone", task)
-        apart, accuracy = first_difference(together, alone), together.score.accuracy or 0.0
-        well = apart is None and accuracy >= goal
+        different, accuracy = first_difference(parallel, alone), parallel.score.accuracy or 0.0
+        passed = different is None and accuracy >= goal
         say(f"{'':22}{'test accuracy':>14}{'test loss':>11}{'seconds':>9}")
-        for name, run in ((f"{ranks_in_words(size)} together", together), ("one rank alone", alone)):
+        for name, run in ((f"{ranks_text(plain.Get_size())} together", parallel), ("one rank alone", alone)):
             say(f"{name:22}{run.score.accuracy:>14.2%}{run.score.loss:>11.4f}{run.seconds:>9.2f}")
-        say()
-        say(f"Test accuracy at least {goal:.0%}: {'yes' if accuracy >= goal else 'NO'}")
-        say(f"The same weights as one rank alone, bit for bit: {'yes' if apart is None else f'NO, {apart} differs'}")
-    sleep_until(plain.Ibarrier())
-    return together, bool(plain.bcast(well))
+        equal = "yes" if different is None else f"NO, {different} differs"
+        say(f"\nTest accuracy at least {goal:.0%}: {'yes' if accuracy >= goal else 'NO'}")
+        say(f"The same weights as one rank alone, bit for bit: {equal}")
+    barrier = plain.Ibarrier()
+    while not barrier.Test():
+        time.sleep(0.01)  # leaves the core to rank 0, which others may share
+    return parallel, bool(plain.bcast(passed))
 
 
 def race(plain: MPI.Intracomm, comm: MPI.Intracomm, seconds: float) -> Report:
@@ -110,9 +108,9 @@ def race(plain: MPI.Intracomm, comm: MPI.Intracomm, seconds: float) -> Report:
     for line in result_table.preamble(report):
         say(line)
     say(f"{'collective':16}{'bytes':>8}{'Chorus':>12}{'the MPI':>12}   {'Chorus / the MPI':19}  chosen algorithm")
-    settings = [(name, nbytes) for name in RACE for nbytes in RACE_SIZES]
-    with launcher.progress(len(settings), "racing", "race") as bar:
-        for collective, nbytes in settings:
+    cases = list(product(RACE, RACE_SIZES))
+    with launcher.progress(len(cases), "racing", "race") as bar:
+        for collective, nbytes in cases:
             rows, absent = measure(
                 plain, comm, collective=collective, algorithms=["auto"], nbytes=nbytes, seconds=seconds
             )
@@ -128,14 +126,29 @@ def race(plain: MPI.Intracomm, comm: MPI.Intracomm, seconds: float) -> Report:
 
 
 def race_line(row: dict[str, Any]) -> str:
-    """Line of the table: both times, their ratio, and a bar as long as the ratio."""
+    """Row of the table: both times, their ratio, and a bar as long as the ratio."""
     native, ratio = row["native_us"], row["ratio"]
     theirs = "-" if native is None else f"{native:.1f} us"
     verdict = "" if ratio is None else f"{ratio:5.2f} {'#' * min(12, round(4 * ratio))}"
     wrong = f"  WRONG: {row['wrong']} elements" if row["wrong"] else ""
-    name = row["collective"].replace("_", "-")
-    size = format_size(row["bytes"])
+    name, size = row["collective"].replace("_", "-"), format_size(row["bytes"])
     return f"{name:16}{size:>8}{row['ours_us']:>9.1f} us{theirs:>12}   {verdict:19} {row['chosen']}{wrong}"
+
+
+def draw(trained: TrainingHistory, ranks: int, report: Report | None) -> None:
+    """Draw the learning curve and the race, if matplotlib is installed."""
+    try:
+        from collectives.benchmark.race_plots import plot_race
+        from parallel.benchmark.training_plots import plot_learning
+    except ImportError:
+        say("No pictures: matplotlib is not installed (pip install 'chorus-mpi[plot]').")
+        return
+    OUT.mkdir(exist_ok=True)
+    plot_learning(OUT / "training.png", trained.lines, f"{trained.title}, {ranks_text(ranks)}", machine())
+    say(f"\nPictures:\n  {OUT / 'training.png'}")
+    if report is not None:
+        plot_race(OUT / "race.png", report)
+        say(f"  {OUT / 'race.png'}")
 
 
 def main() -> int:
@@ -152,48 +165,14 @@ def main() -> int:
     comm = Communicator(plain)
     task = "digits" if find_spec("sklearn") else "teacher_classes"
     if task != "digits":
-        say("scikit-learn, which holds the digits, is not installed (pip install 'chorus-mpi[train]'): a made-up task.")
-        say()
-    say(f"1. Training on {task}, gradients added by Chorus's Allreduce")
-    say()
-    together, well = learn(plain, comm, args.epochs, task)
-    pictures = []
-    if plain.Get_rank() == 0:
-        pictures += draw_training(together, plain.Get_size())
+        say("scikit-learn, which holds the digits, is not installed (pip install 'chorus-mpi[train]'): made-up task.\n")
+    say(f"1. Training on {task}, gradients added by Chorus's Allreduce\n")
+    trained, passed = learn(plain, comm, args.epochs, task)
+    report = None
     if not args.no_race:
-        say()
-        say("2. The race: collectives of Chorus, in Python, against those of the MPI library, in C")
-        say()
+        say("\n2. The race: collectives of Chorus, in Python, against those of the MPI library, in C\n")
         report = race(plain, comm, args.seconds)
-        well = well and not any(row["wrong"] for row in report["rows"])
-        if plain.Get_rank() == 0:
-            pictures += draw_race(report)
-    if pictures:
-        say()
-        say("Pictures:")
-        for picture in pictures:
-            say(f"  {picture}")
-    return 0 if well else 1
-
-
-def draw_training(course: TrainingHistory, ranks: int) -> list[Path]:
-    """Draw the learning curve; no picture without matplotlib."""
-    try:
-        from parallel.benchmark.training_plots import plot_learning
-    except ImportError:
-        say("No pictures: matplotlib is not installed (pip install 'chorus-mpi[plot]').")
-        return []
-    OUT.mkdir(exist_ok=True)
-    plot_learning(OUT / "training.png", course.lines, f"{course.title}, {ranks_in_words(ranks)}", machine())
-    return [OUT / "training.png"]
-
-
-def draw_race(report: Report) -> list[Path]:
-    """Draw the race; no picture without matplotlib."""
-    try:
-        from collectives.benchmark.race_plots import plot_race
-    except ImportError:
-        return []
-    OUT.mkdir(exist_ok=True)
-    plot_race(OUT / "race.png", report)
-    return [OUT / "race.png"]
+        passed = passed and not any(row["wrong"] for row in report["rows"])
+    if plain.Get_rank() == 0:
+        draw(trained, plain.Get_size(), report)
+    return 0 if passed else 1

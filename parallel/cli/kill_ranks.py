@@ -11,7 +11,6 @@ one. A training that ended before its rank could be killed is repeated.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -22,11 +21,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from collectives.cli.launcher import ProgramParser, at_least
+from parallel.benchmark.metrics import read
+from parallel.cli.watchdog import children
 
-LONGER = 10.0
+EXTRA_SECONDS = 10.0
 """Most seconds that a training with a death may take longer than the slowest without one."""
 
 LOWER = 0.03
@@ -38,7 +39,7 @@ UNDISTURBED = 3
 SHORTER = 0.9
 """Factor on the range of moments, after one was too late."""
 
-VOID = 60.0
+HANGING_SECONDS = 60.0
 """Seconds after which a training counts as hanging."""
 
 
@@ -52,10 +53,7 @@ class KilledRun(NamedTuple):
     reached : int or None
         Steps in the metrics when a rank was killed; None if none was killed.
     seconds : float
-        From its first line on.
-    updates : int or None
-    accuracy : float or None
-    output : str
+        Time from its first line on.
     """
 
     code: int | None
@@ -67,17 +65,18 @@ class KilledRun(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = ProgramParser(__doc__)
-    made.add_argument("--kill", choices=["servers", "workers"], default="servers", help="which ranks (default servers)")
-    made.add_argument("--times", type=at_least(1, int), default=20, metavar="N", help="trainings (default 20)")
-    made.add_argument("--servers", type=at_least(1, int), default=2, metavar="S", help="default 2")
-    made.add_argument("--workers", type=at_least(2, int), default=3, metavar="W", help="default 3")
-    made.add_argument("--replicas", type=at_least(1, int), default=2, metavar="K", help="default 2")
-    made.add_argument("--consistency", default="bsp", metavar="RULE", help="as of train.py (default bsp)")
-    made.add_argument("--epochs", type=at_least(0, float), default=15, metavar="N", help="of a training (default 15)")
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="of victims and moments (default 0)")
-    made.add_argument("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")), help="of an Open MPI")
-    return made
+    result = ProgramParser(__doc__)
+    add = result.add_argument
+    add("--kill", choices=["servers", "workers"], default="servers", help="which ranks (default servers)")
+    add("--times", type=at_least(1, int), default=20, metavar="N", help="trainings (default 20)")
+    add("--servers", type=at_least(1, int), default=2, metavar="S", help="default 2")
+    add("--workers", type=at_least(2, int), default=3, metavar="W", help="default 3")
+    add("--replicas", type=at_least(1, int), default=2, metavar="K", help="default 2")
+    add("--consistency", default="bsp", metavar="RULE", help="as of chorus train (default bsp)")
+    add("--epochs", type=at_least(0, float), default=15, metavar="N", help="of a training (default 15)")
+    add("--seed", type=int, default=0, metavar="N", help="of victims and moments (default 0)")
+    add("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")), help="of an Open MPI")
+    return result
 
 
 def command(args: argparse.Namespace, metrics: Path) -> list[str]:
@@ -93,77 +92,68 @@ def command(args: argparse.Namespace, metrics: Path) -> list[str]:
 def ranks_of(launcher: int) -> dict[int, int]:
     """Processes of a launcher, by rank."""
     found: dict[int, int] = {}
-    for process in _below(launcher):
+    for process in descendants(launcher):
         try:
             words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
         for word in words:
             if word.startswith(b"OMPI_COMM_WORLD_RANK="):
-                found.setdefault(int(word.partition(b"=")[2]), process)  # not what a rank has started itself
+                found.setdefault(int(word.partition(b"=")[2]), process)  # not processes that a rank has started
     return found
 
 
-def _below(process: int) -> Iterator[int]:
+def descendants(process: int) -> Iterator[int]:
     """All descendants of a process."""
-    children = Path(f"/proc/{process}/task/{process}/children")
-    for child in map(int, children.read_text().split() if children.exists() else ()):
+    for child in children(process):
         yield child
-        yield from _below(child)
+        yield from descendants(child)
 
 
-def run(args: argparse.Namespace, victim: int | None, moment: float) -> KilledRun:
+def run(args: argparse.Namespace, victim: int | None = None, moment: float = 0.0) -> KilledRun:
     """Run a training, and kill a rank `moment` seconds after its start."""
     with tempfile.TemporaryDirectory() as folder:
         metrics, output = Path(folder) / "metrics.json", Path(folder) / "output"
         with output.open("wb") as file:
             process = subprocess.Popen(command(args, metrics), stdout=file, stderr=subprocess.STDOUT)
-        began = time.monotonic()
-        while b"ranks of" not in output.read_bytes() and process.poll() is None and time.monotonic() - began < VOID:
+        deadline = time.monotonic() + HANGING_SECONDS
+        while b"ranks of" not in output.read_bytes() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        began = time.monotonic()
-        reached = None
+        began, reached = time.monotonic(), None
         if victim is not None:
             time.sleep(moment)
-            target, told = ranks_of(process.pid).get(victim), lines_of(metrics)
-            if target is not None and not any("final" in line for line in told):
+            target, rows = ranks_of(process.pid).get(victim), read(metrics)
+            if target is not None and not any("final" in row for row in rows):
                 os.kill(target, signal.SIGKILL)
-                reached = len(told)
-        code: int | None
+                reached = len(rows)
+        code: int | None = None
         try:
-            code = process.wait(VOID)
+            code = process.wait(HANGING_SECONDS)
         except subprocess.TimeoutExpired:
-            code = None
             for rank in ranks_of(process.pid).values():
                 os.kill(rank, signal.SIGKILL)
             process.kill()
             process.wait()
         seconds = time.monotonic() - began
-        last = (lines_of(metrics) or [{}])[-1]
+        last = (read(metrics) or [{}])[-1]
         text = output.read_text(errors="replace")
     return KilledRun(code, reached, seconds, last.get("updates"), last.get("test_accuracy"), text)
 
 
-def lines_of(metrics: Path) -> list[dict[str, Any]]:
-    """Complete lines of a file of metrics."""
-    text = metrics.read_text() if metrics.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def verdict(ran: KilledRun, usual: list[KilledRun]) -> str:
+def verdict(killed: KilledRun, usual: list[KilledRun]) -> str:
     """Differences to undisturbed trainings that are too large; empty if there are none."""
     slowest, worst = max(other.seconds for other in usual), min(other.accuracy or 0 for other in usual)
     wrong = {
-        f"exit status {ran.code}": ran.code != 0,
-        f"{ran.updates} updates": ran.updates != usual[0].updates,
-        "accuracy": (ran.accuracy or 0) < worst - LOWER,
-        f"{LONGER:.0f} s longer": ran.seconds > slowest + LONGER,
+        f"exit status {killed.code}": killed.code != 0,
+        f"{killed.updates} updates": killed.updates != usual[0].updates,
+        "accuracy": (killed.accuracy or 0) < worst - LOWER,
+        f"{EXTRA_SECONDS:.0f} s longer": killed.seconds > slowest + EXTRA_SECONDS,
     }
-    return ", ".join(what for what, so in wrong.items() if so)
+    return ", ".join(text for text, failed in wrong.items() if failed)
 
 
 def row(name: str, ran: KilledRun, note: str) -> str:
-    """Line of the table."""
+    """Row of the table."""
     accuracy = "-" if ran.accuracy is None else f"{ran.accuracy:.2%}"
     return f"{name:<36}{ran.seconds:>9.1f}{ran.updates if ran.updates is not None else '-':>9}{accuracy:>10}  {note}"
 
@@ -177,7 +167,7 @@ def main() -> int:
     print(f"{'killed':<36}{'seconds':>9}{'updates':>9}{'accuracy':>10}")
     usual = []
     for _ in range(UNDISTURBED):
-        usual.append(run(args, None, 0))
+        usual.append(run(args))
         print(row("nobody", usual[-1], ""), flush=True)
         if usual[-1].code != 0 or usual[-1].updates is None:
             print(usual[-1].output)
@@ -187,16 +177,16 @@ def main() -> int:
     kills, span = 0, min(other.seconds for other in usual)
     while kills < args.times:
         victim, moment = first + rng.randrange(count), rng.random() * span
-        ran = run(args, victim, moment)
-        if ran.reached is None:
+        killed = run(args, victim, moment)
+        if killed.reached is None:
             span *= SHORTER  # the machine has become faster
             continue
         kills += 1
-        wrong = verdict(ran, usual)
+        wrong = verdict(killed, usual)
         failed += bool(wrong)
-        name = f"rank {victim} after {moment:.2f} s, {ran.reached} steps"
-        print(row(name, ran, wrong or "as it should be"), flush=True)
+        name = f"rank {victim} after {moment:.2f} s, {killed.reached} steps"
+        print(row(name, killed, wrong or "as it should be"), flush=True)
         if wrong:
-            print(ran.output)
+            print(killed.output)
     print(f"{args.times - failed} of {args.times} as they should be")
     return int(failed > 0)

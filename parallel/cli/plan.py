@@ -4,11 +4,13 @@ chorus plan -n 4 --data digits --model mlp
 chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
 chorus plan -n 4 --data pydoc --model gpt:small --parallel pp:zb-h1
 
-The options are those of `chorus train`, and so are the defaults. A pipeline measures the units of the model to cut it,
-as the training would; nothing is written.
+Options and defaults are those of `chorus train`. A pipeline measures the units of the model to cut it, as the training
+would; nothing is written.
 """
 
 from __future__ import annotations
+
+from itertools import groupby
 
 from mpi4py import MPI
 
@@ -26,21 +28,18 @@ COLUMNS = (*KINDS, "temporaries")
 
 
 def table(needed: list[dict[str, int]]) -> str:
-    """Memory in MB: a line per rank, equal neighbours in one.
+    """Memory in MB: a row per rank, equal neighbours in one.
 
     >>> print(table([{"parameters": 2_000_000}] * 2).splitlines()[1])
     0-1                2.00         0.00         0.00         0.00         0.00         0.00         2.00
     """
-    lines = [f"{'rank':10}" + "".join(f"{name:>13}" for name in (*COLUMNS, "total"))]
-    first = 0
-    for rank, mine in enumerate(needed):
-        if rank + 1 < len(needed) and needed[rank + 1] == mine:
-            continue
-        name = str(rank) if first == rank else f"{first}-{rank}"
-        values = [*(mine.get(kind, 0) for kind in COLUMNS), sum(mine.values())]
-        lines.append(f"{name:10}" + "".join(f"{value / 1e6:13.2f}" for value in values))
-        first = rank + 1
-    return "\n".join(lines)
+    rows = [f"{'rank':10}" + "".join(f"{name:>13}" for name in (*COLUMNS, "total"))]
+    for memory, group in groupby(range(len(needed)), lambda rank: needed[rank]):
+        first, *others = group
+        name = f"{first}-{others[-1]}" if others else str(first)
+        values = [*(memory.get(kind, 0) for kind in COLUMNS), sum(memory.values())]
+        rows.append(f"{name:10}" + "".join(f"{value / 1e6:13.2f}" for value in values))
+    return "\n".join(rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,8 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     describe(comm, args, plan)
     say(f"a step: {short(plan.flops_per_sample * chosen.batch)} FLOPs")
-    for remark in plan.remarks:
-        say(remark)
     needed = comm.gather(dict(plan.forecast.needed))
     if needed is not None:
         say("memory by rank, in MB:")

@@ -16,17 +16,18 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
-from collectives.cli.writable_files import PICTURES, check_writable
-from collectives.selection.timing_file import machine as machine_in_words
-from parallel.benchmark.training_output import score_in_words
+from collectives.cli.writable_files import check_writable
+from collectives.selection.timing_file import machine
+from parallel.benchmark.training_output import format_score
 from parallel.checkpoint.checkpoint_files import CheckpointError
+from parallel.cli.train_arguments import picture_error
 from parallel.nn.operator import Operator
 from parallel.ptq import load_model
 from parallel.ptq.calibration import OBSERVERS, calibrate, dealt
@@ -39,7 +40,7 @@ from parallel.ptq.quantizable_layers import layers_of
 from parallel.ptq.quantize_model import check, quantise, with_inputs
 from parallel.ptq.sensitivity import SENSITIVITIES
 from parallel.runtime.collective_errors import collective_call
-from parallel.trainer.trainer import EvalScore
+from parallel.trainer.records import EvalScore
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
 from quant.search import SEARCHES, Choice
 
@@ -71,52 +72,44 @@ def numbers(text: str) -> list[int]:
 
 
 def parser() -> launcher.LauncherParser:
-    made = launcher.LauncherParser(__doc__, usage="%(prog)s (--checkpoint DIR | --load FILE) [options]")
-    source = made.add_mutually_exclusive_group(required=True).add_argument
-    source("--checkpoint", type=Path, metavar="DIR", help="of chorus train: the newest in it, or one of them")
-    source("--load", type=Path, metavar="FILE", help="test what -o has written")
+    result = launcher.LauncherParser(__doc__, usage="%(prog)s (--checkpoint DIR | --load FILE) [options]")
+    source = result.add_mutually_exclusive_group(required=True).add_argument
+    source("--checkpoint", type=Path, metavar="DIR", help="checkpoint of chorus train, or a folder: its newest")
+    source("--load", type=Path, metavar="FILE", help="test a model that -o has written")
 
-    add = made.add_argument_group("how many bits").add_argument
-    names = f"{', '.join(PRESETS)}; intB, and behind it _gN (groups), _row (a scale a row), _zero (zero points)"
-    add("--spec", default="int8", metavar="NAME", help=f"of weights: {names} (default int8)")
-    add("--method", default="rtn", choices=list(METHODS), help="how weights are rounded (default rtn: to the nearest)")
-    add("--activations", metavar="NAME", help="of the inputs of layers, as int8 or int8_zero (default: as they are)")
-    add("--observer", default="minmax", choices=list(OBSERVERS), help="how their range is found (default minmax)")
-    add("--calibrate", metavar="DATA", help="samples to calibrate on, as for train.py (default: those of the training)")
-    add("--samples", type=at_least(1, int), default=512, metavar="N", help="how many of them (default 512)")
+    add = result.add_argument_group("number formats").add_argument
+    names = f"{', '.join(PRESETS)}; intB, and behind it _gN (groups), _row (a scale per row), _zero (zero points)"
+    add("--spec", default="int8", metavar="NAME", help=f"format of weights: {names} (default int8)")
+    add("--method", default="rtn", choices=list(METHODS), help="rounding of weights (default rtn: to the nearest)")
+    add("--activations", metavar="NAME", help="format of layer inputs, as int8 or int8_zero (default: float32)")
+    add("--observer", default="minmax", choices=list(OBSERVERS), help="range of the inputs (default minmax)")
+    add("--calibrate", metavar="DATA", help="calibration data, as for chorus train (default: those of the training)")
+    add("--samples", type=at_least(1, int), default=512, metavar="N", help="calibration samples (default 512)")
 
-    add = made.add_argument_group("a width for each layer").add_argument
-    add("--mixed", type=float, metavar="BITS", help="cost what --spec would in so many bits, which may be a fraction")
+    add = result.add_argument_group("a width for each layer").add_argument
+    add("--mixed", type=float, metavar="BITS", help="cost of --spec in so many bits, which may be a fraction")
     add("--search", default="milp", choices=list(SEARCHES), help="default milp")
-    add("--sensitivity", default="loss", choices=list(SENSITIVITIES), help="what a layer is worth (default loss)")
-    add("--cost", default="bytes", choices=list(COSTS), help="what the budget is of (default bytes)")
-    add("--widths", type=numbers, default=list(WIDTHS), metavar="B,B", help="that a layer may have (default 2 to 8)")
-    add("--groups", type=numbers, metavar="N,N", help="sizes of groups it may have (default: from half to four times)")
-    add("--pareto", type=Path, metavar="PNG", help="a picture of uniform widths and of the search's choices")
+    add("--sensitivity", default="loss", choices=list(SENSITIVITIES), help="weight of a layer's error (default loss)")
+    add("--cost", default="bytes", choices=list(COSTS), help="unit of the budget (default bytes)")
+    add("--widths", type=numbers, default=list(WIDTHS), metavar="B,B", help="widths of a layer (default 2 to 8)")
+    add("--groups", type=numbers, metavar="N,N", help="group sizes of a layer (default: from half to four times)")
+    add("--pareto", type=Path, metavar="PNG", help="picture of uniform widths and of the search's choices")
 
-    add = made.add_argument_group("what is told and kept").add_argument
-    report = f"layer by layer, and a picture of that (default {PICTURE})"
+    add = result.add_argument_group("output").add_argument
+    report = f"print errors by layer, and draw them (default {PICTURE})"
     add("--report", nargs="?", type=Path, const=PICTURE, metavar="PNG", help=report)
-    add("-o", "--output", type=Path, metavar="FILE", help="keep the model in few bits as safetensors")
-    return made
+    add("-o", "--output", type=Path, metavar="FILE", help="write the quantised model as safetensors")
+    return result
 
 
-def refuse(made: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
+def argument_error(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
     """Error in the arguments, or None."""
     for needed, names in NEEDED.items():
         if getattr(args, needed) is None:
             for name in names:
-                if getattr(args, name) != made.get_default(name):
+                if getattr(args, name) != parser.get_default(name):
                     return f"--{name} needs --{needed}, and would do nothing without it"
-    for name in ("report", "pareto"):
-        if (path := getattr(args, name)) is not None:
-            if path.suffix not in PICTURES:
-                return f"--{name}: expected a name that ends in one of {', '.join(PICTURES)}, found {path}"
-            try:
-                import matplotlib  # noqa: F401
-            except ImportError:
-                return f"--{name} draws a picture, which needs matplotlib: pip install 'chorus-mpi[plot]'"
-    return None
+    return picture_error("--report", args.report) or picture_error("--pareto", args.pareto)
 
 
 def spec_of(option: str, text: str) -> QuantSpec:
@@ -127,19 +120,19 @@ def spec_of(option: str, text: str) -> QuantSpec:
         raise ValueError(f"{option}: {error}") from error
 
 
-def in_words(score: EvalScore) -> str:
-    """Score as text."""
-    return score_in_words(score) + (f", loss {score.loss:.4f}" if score.accuracy is not None else "")
-
-
-def tested(comm: Communicator, job: TrainedModel, model: Operator) -> EvalScore:
+def model_score(comm: Communicator, trained: TrainedModel, model: Operator) -> EvalScore:
     """Score of a model on the test set."""
-    mine = dealt(job.task.test, len(job.task.test), BATCH, comm.rank, comm.size)
-    return job.score(evaluate(model, job.loss, mine, comm, job.measure))
+    mine = dealt(trained.task.test, len(trained.task.test), BATCH, comm.rank, comm.size)
+    return trained.score(evaluate(model, trained.loss, mine, comm, trained.measure))
 
 
-def told(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
-    """Table of the layers."""
+def score_text(score: EvalScore) -> str:
+    """Accuracy or loss as text, with the loss of a classifier too."""
+    return format_score(score) + (f", loss {score.loss:.4f}" if score.accuracy is not None else "")
+
+
+def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
+    """Print the errors of all layers."""
     wide = max(len("layer"), *(len(row.name) for row in rows))
     kind = max(len("spec"), *map(len, specs))
     say(
@@ -162,62 +155,75 @@ def short_name(spec: QuantSpec) -> str:
     for name, preset in PRESETS.items():
         if spec == preset:
             return name
-    words = f"int{spec.bits}" if spec.linear else spec.code
-    words += f"_g{spec.granularity.size}" if isinstance(spec.granularity, PerGroup) else ""
-    words += "_row" * isinstance(spec.granularity, PerChannel)
-    return words + "_zero" * (not spec.symmetric)
+    text = f"int{spec.bits}" if spec.linear else spec.code
+    text += f"_g{spec.granularity.size}" if isinstance(spec.granularity, PerGroup) else ""
+    text += "_row" * isinstance(spec.granularity, PerChannel)
+    return text + "_zero" * (not spec.symmetric)
 
 
-def mix(
-    comm: Communicator, args: argparse.Namespace, job: TrainedModel, spec: QuantSpec, mine: list[Any]
-) -> PrecisionMixture:
+class QuantizeJob(NamedTuple):
+    """Trained model, options of its quantisation, and this rank's calibration batches."""
+
+    comm: Communicator
+    args: argparse.Namespace
+    trained: TrainedModel
+    spec: QuantSpec
+    activations: QuantSpec | None
+    mine: list[Any]
+
+    def score_text(self, model: Operator) -> str:
+        """Score of a model on the test set, as text."""
+        return score_text(model_score(self.comm, self.trained, model))
+
+
+def mixture_of(job: QuantizeJob) -> PrecisionMixture:
     """Options of every layer for a search."""
-    layers = layers_of(job.model)
-    activations = spec_of("--activations", args.activations) if args.activations else None
-    check(layers, spec, args.method, activations, args.observer)
+    args, spec, model = job.args, job.spec, job.trained.model
+    layers = layers_of(model)
+    check(layers, spec, args.method, job.activations, args.observer)
     own = [spec.granularity.size] if isinstance(spec.granularity, PerGroup) else None
     specs = list(dict.fromkeys([*options_of(spec, args.widths, args.groups), *options_of(spec, args.widths, own)]))
-    seen = {} if METHODS[args.method].blind else calibrate(job.model, layers, mine, comm)
-    options = MixtureOptions(args.method, SENSITIVITIES[args.sensitivity], args.cost, activations)
-    return mixture(job.model, job.loss, layers, specs, seen, mine, comm, options)
+    seen = {} if METHODS[args.method].blind else calibrate(model, layers, job.mine, job.comm)
+    options = MixtureOptions(args.method, SENSITIVITIES[args.sensitivity], args.cost, job.activations)
+    return mixture(model, job.trained.loss, layers, specs, seen, job.mine, job.comm, options)
 
 
-def pareto(
-    comm: Communicator, args: argparse.Namespace, job: TrainedModel, mixed: PrecisionMixture, spec: QuantSpec
-) -> None:
+def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:
     """Test uniform widths and the results of searches between them; draw both."""
     from parallel.benchmark.precision_plots import ParetoPoint, plot_pareto
 
-    def point(choice: Choice, name: str = "") -> ParetoPoint:
-        score = tested(comm, job, mixed.chosen(choice))
-        return ParetoPoint(mixed.bits(choice), score.loss, score.accuracy, name)
+    args, trained = job.args, job.trained
+
+    def point(bits: float, model: Operator, name: str = "") -> ParetoPoint:
+        score = model_score(job.comm, trained, model)
+        return ParetoPoint(bits, score.loss, score.accuracy, name)
+
+    def quantised(choice: Choice, name: str = "") -> ParetoPoint:
+        return point(mixed.bits(choice), mixed.chosen(choice), name)
 
     widths = sorted(set(args.widths))
-    uniform = [point(mixed.uniform(spec.replace(bits=width)), f"{width}") for width in widths]
+    uniform = [quantised(mixed.uniform(job.spec.replace(bits=width)), f"{width}") for width in widths]
     budgets = [low + (high - low) * i / STEPS for low, high in pairwise(widths) for i in range(STEPS)]
-    choices = {mixed.choose(args.search, mixed.budget(spec, bits), comm) for bits in [*budgets, widths[-1]]}
-    curve = [point(choice) for choice in sorted(choices)]
-    score = tested(comm, job, job.model)
-    whole = ParetoPoint(32.0, score.loss, score.accuracy, "float32")
-    title = f"{job.settings.model} on {job.task.name}, {args.method}, bits by {args.search} on {args.sensitivity}"
-    draw = partial(plot_pareto, args.pareto, uniform, curve, whole, title, machine_in_words())
-    collective_call(comm, draw, f"{args.pareto} was not drawn", root=0)
+    choices = {mixed.choose(args.search, mixed.budget(job.spec, bits), job.comm) for bits in [*budgets, widths[-1]]}
+    curve = [quantised(choice) for choice in sorted(choices)]
+    whole = point(32.0, trained.model, "float32")
+    title = f"{trained.settings.model} on {trained.task.name}, {args.method}, bits by {args.search} on "
+    draw = partial(plot_pareto, args.pareto, uniform, curve, whole, title + args.sensitivity, machine())
+    collective_call(job.comm, draw, f"{args.pareto} was not drawn", root=0)
     say(f"{args.pareto} drawn")
 
 
-def by_search(comm: Communicator, args: argparse.Namespace, job: TrainedModel, spec: QuantSpec, mine: list[Any]) -> Any:
+def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
     """Search a width for each layer: the model, and the specs of its layers."""
-    mixed = mix(comm, args, job, spec, mine)
-    budget = mixed.budget(spec, args.mixed)
-    choice = mixed.choose(args.search, budget, comm)
+    args, mixed = job.args, mixture_of(job)
+    choice = mixed.choose(args.search, mixed.budget(job.spec, args.mixed), job.comm)
     if args.mixed in args.widths:
-        same = mixed.uniform(spec.replace(bits=int(args.mixed)))
-        words = in_words(tested(comm, job, mixed.chosen(same)))
-        say(f"{short_name(mixed.specs[same[0]])} for all: {words}, {mixed.bits(same):.3f} bits a weight")
-    words = in_words(tested(comm, job, mixed.chosen(choice)))
-    say(f"mixed by {args.search}: {words}, {mixed.bits(choice):.3f} bits a weight")
+        same = mixed.uniform(job.spec.replace(bits=int(args.mixed)))
+        text = job.score_text(mixed.chosen(same))
+        say(f"{short_name(mixed.specs[same[0]])} for all: {text}, {mixed.bits(same):.3f} bits a weight")
+    say(f"mixed by {args.search}: {job.score_text(mixed.chosen(choice))}, {mixed.bits(choice):.3f} bits a weight")
     if args.pareto:
-        pareto(comm, args, job, mixed, spec)
+        draw_pareto(job, mixed)
     return mixed.chosen(choice), [mixed.specs[at] for at in choice]
 
 
@@ -225,59 +231,54 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     """Quantise, test and write; errors of the user are ValueErrors."""
     spec = spec_of("--spec", args.spec)
     activations = spec_of("--activations", args.activations) if args.activations else None
-    job = load_model.from_checkpoint(comm, args.checkpoint)
+    trained = load_model.from_checkpoint(comm, args.checkpoint)
     for path in filter(None, (args.report, args.pareto, args.output)):
         collective_call(comm, partial(check_writable, path), f"{path} cannot be written", root=0)
-    data = load_model.task_for(comm, job, args.calibrate or job.settings.data)
+    data = load_model.task_for(comm, trained, args.calibrate or trained.settings.data)
     mine = dealt(data.train, args.samples, BATCH, comm.rank, comm.size)
-    layers = layers_of(job.model)
+    job = QuantizeJob(comm, args, trained, spec, activations, mine)
+    layers, name = layers_of(trained.model), f"{trained.settings.model} on {trained.task.name}"
     shown = min(args.samples, len(data.train))
-    say(f"{job.settings.model} on {job.task.name}: {len(layers)} layers, calibrated on {shown} samples of {data.name}")
-    say(f"float32: {in_words(tested(comm, job, job.model))}, {nbytes(job.model)} bytes")
+    say(f"{name}: {len(layers)} layers, calibrated on {shown} samples of {data.name}")
+    say(f"float32: {job.score_text(trained.model)}, {nbytes(trained.model)} bytes")
     if args.mixed is None:
-        how = {"method": args.method, "activations": activations, "observer": args.observer}
-        made, specs = quantise(job.model, spec, mine, comm, **how), [spec] * len(layers)
+        options = {"method": args.method, "activations": activations, "observer": args.observer}
+        made, specs = quantise(trained.model, spec, mine, comm, **options), [spec] * len(layers)
     else:
-        made, specs = by_search(comm, args, job, spec, mine)
+        made, specs = search_widths(job)
         made = made if activations is None else with_inputs(made, activations, args.observer, mine, comm)
-    words = f"{args.spec}, {args.method}" if args.mixed is None else f"mixed, {args.method}"
-    words += f", inputs in {args.activations}" if args.activations else ""
-    smaller = nbytes(job.model) / nbytes(made)
-    say(f"{words}: {in_words(tested(comm, job, made))}, {nbytes(made)} bytes ({smaller:.2f} times less)")
+    text = f"{args.spec if args.mixed is None else 'mixed'}, {args.method}"
+    text += f", inputs in {args.activations}" if args.activations else ""
+    smaller = nbytes(trained.model) / nbytes(made)
+    say(f"{text}: {job.score_text(made)}, {nbytes(made)} bytes ({smaller:.2f} times less)")
     if args.report:
-        rows = compare(job.model, made, layers, mine, comm)
-        told(rows, [short_name(METHODS[args.method].spec(one)) for one in specs])
-        title = f"{job.settings.model} on {job.task.name}: {words}"
-        collective_call(comm, partial(draw, args.report, rows, title), f"{args.report} was not drawn", root=0)
+        from parallel.benchmark.precision_plots import plot_layers
+
+        rows = compare(trained.model, made, layers, mine, comm)
+        print_layers(rows, [short_name(METHODS[args.method].spec(one)) for one in specs])
+        draw = partial(plot_layers, args.report, rows, f"{name}: {text}", machine())
+        collective_call(comm, draw, f"{args.report} was not drawn", root=0)
         say(f"{args.report} drawn")
     if args.output:
-        collective_call(
-            comm, partial(load_model.save, args.output, job, made), f"{args.output} was not written", root=0
-        )
+        save = partial(load_model.save, args.output, trained, made)
+        collective_call(comm, save, f"{args.output} was not written", root=0)
         say(f"{args.output} written")
-
-
-def draw(path: Path, rows: Sequence[LayerErrorRow], title: str) -> None:
-    """Draw the errors of the layers."""
-    from parallel.benchmark.precision_plots import plot_layers
-
-    plot_layers(path, rows, title, machine_in_words())
 
 
 def main(argv: list[str] | None = None) -> int:
     """Quantise, or test a quantised model."""
     made = parser()
     args = made.parse_args(argv)
-    if problem := refuse(made, args):
+    if problem := argument_error(made, args):
         made.error(problem)
     comm = Communicator(MPI.COMM_WORLD)
     try:
         if args.load is None:
             quantize(comm, args)
         else:
-            job = collective_call(comm, partial(load_model.load, args.load), f"{args.load} cannot be used")
-            words = in_words(tested(comm, job, job.model))
-            say(f"{job.settings.model} on {job.task.name}: {words}, {nbytes(job.model)} bytes")
+            loaded = collective_call(comm, partial(load_model.load, args.load), f"{args.load} cannot be used")
+            text = score_text(model_score(comm, loaded, loaded.model))
+            say(f"{loaded.settings.model} on {loaded.task.name}: {text}, {nbytes(loaded.model)} bytes")
     except (CheckpointError, ValueError, ImportError, OSError) as error:
         made.error(str(error))
     return 0

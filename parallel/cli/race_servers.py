@@ -28,7 +28,7 @@ from parallel.parameter_server.server_engine import ParameterServer
 from parallel.parameter_server.worker_clocks import rule_of
 
 BATCH = 16
-"""Samples of a part."""
+"""Samples of a part of a step."""
 
 
 class RuleResult(NamedTuple):
@@ -65,16 +65,15 @@ def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float
 
 
 def parser() -> launcher.LauncherParser:
-    made = launcher.LauncherParser(__doc__)
-    made.add_argument("--rules", default="bsp,ssp:3,async", metavar="RULES", help="default bsp,ssp:3,async")
-    made.add_argument("--steps", type=at_least(1, int), default=30, metavar="N", help="default 30")
-    made.add_argument(
-        "--delay", type=at_least(0, float), default=0.03, metavar="SECONDS", help="of a part (default 0.03)"
-    )
-    made.add_argument("--factor", type=at_least(1, float), default=5, metavar="F", help="of the slow one (default 5)")
-    made.add_argument("--goal", type=at_least(0, float), default=0.7, metavar="R", help="of bsp's time (default 0.7)")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="clocks over time as a picture")
-    return made
+    result = launcher.LauncherParser(__doc__)
+    add = result.add_argument
+    add("--rules", default="bsp,ssp:3,async", metavar="RULES", help="default bsp,ssp:3,async")
+    add("--steps", type=at_least(1, int), default=30, metavar="N", help="default 30")
+    add("--delay", type=at_least(0, float), default=0.03, metavar="SECONDS", help="of a part (default 0.03)")
+    add("--factor", type=at_least(1, float), default=5, metavar="F", help="of the slow one (default 5)")
+    add("--goal", type=at_least(0, float), default=0.7, metavar="R", help="of bsp's time (default 0.7)")
+    add("--plot", type=Path, metavar="FILE", help="clocks over time as a picture")
+    return result
 
 
 def main() -> int:
@@ -85,7 +84,7 @@ def main() -> int:
     if comm.Get_size() < 3:
         made.error(f"expected 3 ranks or more, a server and two workers, found {comm.Get_size()}")
     runs = []
-    for rule in ("bsp", "async"):  # what is compiled at first use is compiled now
+    for rule in ("bsp", "async"):  # compiles the kernels
         train(comm, rule, 2, 0.0, 1.0)
     say(f"{'rule':8}{'seconds':>9}{'to bsp':>8}{'largest gap':>13}  parts of each worker")
     for rule in args.rules.split(","):

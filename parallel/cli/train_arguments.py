@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,18 @@ from parallel.optim.precision import PRECISIONS
 from parallel.trainer.strategies import STRATEGIES
 
 
-def add_settings(made: argparse.ArgumentParser) -> None:
+def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the options of `Settings`, and --threads."""
     sizes = "; ".join(f"{name}: {', '.join(family.sizes)}" for name, family in MODELS.items())
 
-    add = made.add_argument_group("model and data").add_argument
+    add = parser.add_argument_group("model and data").add_argument
     add("--data", metavar="NAME", help=f"{', '.join(datasets.TASKS)}, a text file, or an .npz file (default digits)")
     add("--model", metavar="NAME", help=f"{', '.join(MODELS)}, or with a size as in gpt:tiny ({sizes})")
     add("--length", type=int, metavar="N", help="length of sequences")
     add("--dropout", type=float, metavar="P", help="dropout probability")
     add("--seed", type=int, metavar="N", help="seed of weights, order of samples, and dropout (default 0)")
 
-    add = made.add_argument_group("optimisation").add_argument
+    add = parser.add_argument_group("optimisation").add_argument
     add("--optimizer", choices=list(OPTIMIZERS), help="default adamw")
     add("--rate", type=float, metavar="R", help="highest learning rate")
     add("--warm-up", type=int, metavar="N", help="steps until the highest rate; then it falls to a tenth")
@@ -35,15 +36,15 @@ def add_settings(made: argparse.ArgumentParser) -> None:
     add("--beta2", type=float, metavar="B", help="decay of the second moment, of the other optimizers")
     add("--clip", type=float, metavar="NORM", help="largest norm of the gradient, 0 for no clipping")
     add("--batch", type=int, metavar="N", help="samples per step, over all ranks")
-    several = made.add_mutually_exclusive_group().add_argument
+    several = parser.add_mutually_exclusive_group().add_argument
     several("--accumulate", type=int, metavar="K", help="micro-batches of each rank in a step (default 1)")
     several("--micro-batch", type=int, metavar="N", help="samples per micro-batch")
     several("--microbatches", type=int, metavar="M", help="micro-batches of a step in each pipeline (default 8)")
-    ends = made.add_mutually_exclusive_group().add_argument
+    ends = parser.add_mutually_exclusive_group().add_argument
     ends("--epochs", type=float, metavar="N", help="passes over the data")
     ends("--steps", type=int, metavar="N", help="steps in all, with those before a restart")
 
-    add = made.add_argument_group("execution").add_argument
+    add = parser.add_argument_group("execution").add_argument
     add("--parallel", dest="layout", metavar="LAYOUT", help=f"strategy: {', '.join(STRATEGIES)} (default dp)")
     add("--precision", choices=list(PRECISIONS), help="precision of weights and activations (default fp32)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
@@ -55,69 +56,56 @@ def add_settings(made: argparse.ArgumentParser) -> None:
     add("--compress", metavar="HOW", help=f"compression of gradients: {', '.join(COMPRESSORS)}, {AUTO}, {NONE}")
     add("--check-every", type=int, metavar="N", help="compare parameters over the ranks every N steps")
     add("--threads", type=int, metavar="N", help="BLAS threads per rank (default: cores of the node / its ranks)")
-    _add_strategies(made)
+    _add_strategies(parser)
 
 
-def _add_strategies(made: argparse.ArgumentParser) -> None:
-    add = made.add_argument_group("pipelines").add_argument
+def _add_strategies(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("pipelines").add_argument
     add("--stages", type=int, metavar="P", help="ranks of a pipeline (default: all)")
     add("--virtual", type=int, metavar="V", help="model chunks on each stage (pp:interleaved)")
-    add(
-        "--mesh",
-        metavar="AXES",
-        help="mesh of ranks, as in dp=2,pp=2 or zero1=2,pp=4; the last axis has neighbouring ranks",
-    )
-    add(
-        "--cuts",
-        metavar="UNITS",
-        help="first unit of each chunk and the number of units, as in 0,2,5 (default: measured)",
-    )
+    add("--mesh", metavar="AXES", help="mesh of ranks, as in dp=2,pp=2 or zero1=2,pp=4; the last axis has neighbours")
+    add("--cuts", metavar="UNITS", help="first unit of each chunk and number of units, as in 0,2,5 (default: measured)")
     add("--memory", type=float, metavar="BYTES", help="memory of a stage, for pp:auto")
-    add = made.add_argument_group("parameter server (ps)").add_argument
+    add = parser.add_argument_group("parameter server (ps)").add_argument
     add("--servers", type=int, metavar="S", help="servers, which are the first ranks (default 1)")
     add("--consistency", metavar="RULE", help="bsp, async, or ssp:S for a staleness of at most S clocks (default bsp)")
     add("--replicas", type=int, metavar="K", help="servers with a copy of each parameter (default 1)")
     add("--slow", metavar="RANK:FACTOR", help="slow workers, for experiments: times as long, as in 2:5,3:1.5")
     add("--record", metavar="FILE", help="write the order of the servers' events into FILE.0, FILE.1, ...")
     add("--replay", metavar="FILE", help="repeat the recorded order of events")
-    add = made.add_argument_group("decentralised training").add_argument
-    taus = "local and group: steps between two averages (8, 10); sgp: delay of messages (0)"
-    add("--tau", type=int, metavar="N", help=taus)
+    add = parser.add_argument_group("decentralised training").add_argument
+    add("--tau", type=int, metavar="N", help="local, group: steps between averages (8, 10); sgp: delay of messages (0)")
     add("--group", type=int, metavar="S", help="ranks of a group (default: square root of their number)")
 
 
-def add_files(made: argparse.ArgumentParser) -> None:
+def add_files(parser: argparse.ArgumentParser) -> None:
     """Add the options of files, checkpoints and tests."""
-    add = made.add_argument_group("files").add_argument
+    add = parser.add_argument_group("files").add_argument
     add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints")
     add("--every", type=int, metavar="N", help="steps between checkpoints (default: ten in all)")
     add("--keep", type=int, default=3, metavar="K", help="number of checkpoints to keep (default 3)")
-    add(
-        "--resume",
-        nargs="?",
-        const=True,
-        metavar="CHECKPOINT",
-        help="continue from the newest checkpoint, or from this one",
-    )
+    add("--resume", nargs="?", const=True, metavar="CHECKPOINT", help="continue from this checkpoint, or the newest")
     add("--test-every", type=int, metavar="N", help="steps between tests (default: an epoch, or ten in all)")
     add("--json", type=Path, metavar="FILE", help="metrics, a line per step and a summary")
     add("--plot", type=Path, metavar="FILE", help="learning curve as a picture")
     add("--trace", type=Path, metavar="FILE", help="trace of a few steps for ui.perfetto.dev")
 
 
-def refuse(args: argparse.Namespace) -> str | None:
+def argument_error(args: argparse.Namespace) -> str | None:
     """Error in the arguments that are no settings, or None."""
-    for name, least in (("every", 1), ("keep", 1), ("test_every", 1), ("threads", 1)):
+    for name in ("every", "keep", "test_every", "threads"):
         value = getattr(args, name)
-        if value is not None and value < least:
-            return f"--{name.replace('_', '-')}: expected {least} or more, found {value}"
+        if value is not None and value < 1:
+            return f"--{name.replace('_', '-')}: expected 1 or more, found {value}"
     if args.resume is True and args.checkpoint is None:
         return "--resume: expected --checkpoint DIR with the checkpoints, or the name of one"
-    if args.plot is not None:
-        if args.plot.suffix not in PICTURES:
-            return f"--plot: expected a name that ends in one of {', '.join(PICTURES)}, found {args.plot}"
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            return "--plot needs matplotlib: pip install 'chorus-mpi[plot]'"
-    return None
+    return picture_error("--plot", args.plot)
+
+
+def picture_error(option: str, path: Path | None) -> str | None:
+    """Error in the name of a picture, or None."""
+    if path is None:
+        return None
+    if path.suffix not in PICTURES:
+        return f"{option}: expected a name that ends in one of {', '.join(PICTURES)}, found {path}"
+    return None if find_spec("matplotlib") else f"{option} needs matplotlib: pip install 'chorus-mpi[plot]'"

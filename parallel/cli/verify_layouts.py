@@ -47,11 +47,11 @@ PIPELINES = [f"pp:{name}" for name, entry in SCHEDULES.items() if entry.version 
 """Schedules with the gradients of one rank."""
 
 VARIANTS = (("--recompute",), ("--bucket-bytes", "16384"))
-"""Options that must not change the result. Small buckets make several of them, which can overlap."""
+"""Options that must not change the result. With small buckets there are several, which can overlap."""
 
 
 class LayoutRun(NamedTuple):
-    """Line of the table."""
+    """Row of the table."""
 
     ranks: int
     layout: str
@@ -66,20 +66,20 @@ class LayoutRun(NamedTuple):
 def table(model: str, ranks: list[int], layouts: list[str]) -> list[LayoutRun]:
     """Every layout on every number of ranks; recomputation and small buckets on the largest.
 
-    Pipelines have as many stages as ranks, and half as many with two replicas. Accumulation needs no line of its own:
+    Pipelines have as many stages as ranks, and half as many with two replicas. Accumulation needs no row of its own:
     with fewer ranks than micro-batches each rank has several.
     """
-    lines = [LayoutRun(1, "dp")]
+    rows = [LayoutRun(1, "dp")]
     for size in ranks:
-        lines += [line for name in layouts for line in _lines(model, size, name) if line not in lines]
+        rows += [row for name in layouts for row in _rows(model, size, name) if row not in rows]
     for name in layouts:
-        longest = _lines(model, max(ranks), name)[-1:]
-        lines += [line._replace(options=line.options + more) for line in longest for more in VARIANTS]
-    return lines
+        longest = _rows(model, max(ranks), name)[-1:]
+        rows += [row._replace(options=row.options + more) for row in longest for more in VARIANTS]
+    return rows
 
 
-def _lines(model: str, size: int, name: str) -> list[LayoutRun]:
-    """A layout on `ranks` ranks, if the model has enough units."""
+def _rows(model: str, size: int, name: str) -> list[LayoutRun]:
+    """A layout on `size` ranks, if the model has enough units."""
     if name not in PIPELINES:
         return [LayoutRun(size, name)]
     meshes = [(f"pp={size}", size)]
@@ -90,12 +90,12 @@ def _lines(model: str, size: int, name: str) -> list[LayoutRun]:
     return [LayoutRun(size, name, ("--mesh", mesh)) for mesh in fit]
 
 
-def trained(mpiexec: str, model: str, line: LayoutRun, steps: int, folder: Path, limit: float) -> Path | str:
-    """Run one line: its last checkpoint, or the error."""
-    command = [mpiexec, "-n", str(line.ranks), sys.executable, "-m", "parallel.cli.main", "train", *MODELS[model]]
+def run(row: LayoutRun, model: str, steps: int, folder: Path, mpiexec: str, limit: float) -> Path | str:
+    """Train one row: its last checkpoint, or the error."""
+    command = [mpiexec, "-n", str(row.ranks), sys.executable, "-m", "parallel.cli.main", "train", *MODELS[model]]
     micro = int(MODELS[model][MODELS[model].index("--batch") + 1]) // PARTS
     command += ["--reproducible", "--micro-batch", str(micro), "--steps", str(steps), "--clip", "1"]
-    command += ["--parallel", line.layout, "--checkpoint", str(folder), "--every", str(steps), *line.options]
+    command += ["--parallel", row.layout, "--checkpoint", str(folder), "--every", str(steps), *row.options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.Popen(
         command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -103,13 +103,12 @@ def trained(mpiexec: str, model: str, line: LayoutRun, steps: int, folder: Path,
     )  # fmt: skip
     try:
         output, _ = done.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(done.pid, signal.SIGKILL)
+    except BaseException as error:
+        os.killpg(done.pid, signal.SIGKILL)  # after Ctrl-C too
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         done.communicate()
         return f"did not end within {limit:g} s"
-    except BaseException:  # Ctrl-C: end the launch too
-        os.killpg(done.pid, signal.SIGKILL)
-        raise
     if done.returncode:
         last = [text for text in output.splitlines() if text.strip()][-3:]
         return f"ended with status {done.returncode}: {' / '.join(last)}"
@@ -130,13 +129,13 @@ def first_difference(one: Path, other: Path) -> str | None:
     return None
 
 
-def verify(mpiexec: str, model: str, lines: list[LayoutRun], steps: int, limit: float) -> Iterator[bool]:
-    """Run and print the table of one model; True for each line that equals the first."""
+def verify(mpiexec: str, model: str, rows: list[LayoutRun], steps: int, limit: float) -> Iterator[bool]:
+    """Run and print the table of one model; True for each row that equals the first."""
     reference: Path | None = None
     with tempfile.TemporaryDirectory() as folder:
-        for number, line in enumerate(lines):
+        for number, row in enumerate(rows):
             began = time.perf_counter()
-            found = trained(mpiexec, model, line, steps, Path(folder, str(number)), limit)
+            found = run(row, model, steps, Path(folder, str(number)), mpiexec, limit)
             if isinstance(found, str):
                 verdict, good = found, False
             elif reference is None:
@@ -145,7 +144,7 @@ def verify(mpiexec: str, model: str, lines: list[LayoutRun], steps: int, limit: 
                 difference = first_difference(reference, found)
                 verdict, good = difference or "the same bits", difference is None
                 shutil.rmtree(found)
-            print(f"{model:5} {line!s:56} {time.perf_counter() - began:6.1f} s  {verdict}", flush=True)
+            print(f"{model:5} {row!s:56} {time.perf_counter() - began:6.1f} s  {verdict}", flush=True)
             yield good
 
 

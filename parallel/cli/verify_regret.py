@@ -46,7 +46,7 @@ DESCENTS = 1000
 
 
 class RegretHistory(NamedTuple):
-    """Losses of all gradients at the weights that they read, and the largest norm of the weights (first rank)."""
+    """Loss of every gradient at the weights that it was computed from, and the largest norm of the weights (rank 0)."""
 
     losses: np.ndarray
     farthest: float
@@ -100,13 +100,14 @@ def train(
 
 
 def parser() -> launcher.LauncherParser:
-    made = launcher.LauncherParser(__doc__)
-    made.add_argument("--staleness", default="0,1,3,8", metavar="S,...", help="default 0,1,3,8")
-    made.add_argument("--steps", type=at_least(1, int), default=300, metavar="N", help="default 300")
-    made.add_argument("--radius", type=at_least(0.1, float), default=12.0, metavar="R", help="of the ball (default 12)")
-    made.add_argument("--delay", type=at_least(0, float), default=0.001, metavar="S", help="seconds a part")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="regret and bound as a picture")
-    return made
+    result = launcher.LauncherParser(__doc__)
+    add = result.add_argument
+    add("--staleness", default="0,1,3,8", metavar="S,...", help="default 0,1,3,8")
+    add("--steps", type=at_least(1, int), default=300, metavar="N", help="default 300")
+    add("--radius", type=at_least(0.1, float), default=12.0, metavar="R", help="of the ball (default 12)")
+    add("--delay", type=at_least(0, float), default=0.001, metavar="S", help="seconds a part")
+    add("--plot", type=Path, metavar="FILE", help="regret and bound as a picture")
+    return result
 
 
 def main() -> int:
@@ -123,23 +124,23 @@ def main() -> int:
     optimum = best(data, args.radius, steepest) if comm.Get_rank() == 0 else np.zeros(0)
     say(f"P = {workers}, L = {steepest:.2f}, F = {distance:.2f}, {BATCH} samples a gradient")
     say(f"{'s':>3}{'T':>7}{'regret/T':>11}{'bound':>9}{'farthest':>10}")
-    good, courses = True, {}
+    good, curves = True, {}
     for staleness in map(int, args.staleness.split(",")):
         sigma = distance / (steepest * math.sqrt(2 * (staleness + 1) * workers))
-        course = train(comm, data, staleness, sigma, args.steps, args.delay)
+        history = train(comm, data, staleness, sigma, args.steps, args.delay)
         if comm.Get_rank():
             continue
         sampler, of_best = Sampler(len(data), BATCH * workers, BATCH), losses(optimum, data)
         parts = [part for _, step in zip(range(args.steps), sampler.ahead()) for part in step.parts]
         at = np.arange(1, len(parts) + 1)
-        regret = np.cumsum(course.losses - np.array([of_best[part].mean() for part in parts])) / at
+        regret = np.cumsum(history.losses - np.array([of_best[part].mean() for part in parts])) / at
         bound = 4 * distance * steepest * np.sqrt(2 * (staleness + 1) * workers / at)
-        courses[staleness] = regret, bound
-        good &= bool((regret <= bound).all()) and course.farthest <= args.radius
-        say(f"{staleness:3}{len(at):7}{regret[-1]:11.4f}{bound[-1]:9.3f}{course.farthest:10.2f}")
+        curves[staleness] = regret, bound
+        good &= bool((regret <= bound).all()) and history.farthest <= args.radius
+        say(f"{staleness:3}{len(at):7}{regret[-1]:11.4f}{bound[-1]:9.3f}{history.farthest:10.2f}")
     if args.plot and comm.Get_rank() == 0:
         from parallel.benchmark.training_plots import plot_regret
 
         args.plot.parent.mkdir(parents=True, exist_ok=True)
-        plot_regret(args.plot, courses, f"logistic regression on digits, {workers} workers")
+        plot_regret(args.plot, curves, f"logistic regression on digits, {workers} workers")
     return int(not comm.bcast(good))

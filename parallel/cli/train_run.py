@@ -1,0 +1,245 @@
+"""Steps of `chorus train` with their output: progress, metrics, checkpoints, learning curve and trace."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import signal
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.benchmark import traces
+from collectives.cli import launcher
+from collectives.cli.exit_notice import ExitNotice
+from collectives.cli.launcher import say
+from collectives.selection.timing_file import machine
+from parallel.benchmark.metrics import Metrics
+from parallel.benchmark.training_output import (
+    OutputError,
+    format_loss,
+    format_score,
+    format_speed,
+    title_of,
+    tokens,
+    unit,
+    write_trace,
+)
+from parallel.checkpoint.checkpoint_files import CheckpointError, NotRemoved, name_of
+from parallel.cli import watchdog
+from parallel.runtime import resources
+from parallel.runtime.collective_errors import collective_call
+from parallel.runtime.profiler import ProfilerEvent
+from parallel.runtime.signals import InterruptFlag
+from parallel.runtime.throughput import Throughput, ThroughputMeter
+from parallel.trainer.records import EvalScore, StepRecord
+from parallel.trainer.trainer import Training
+
+INTERVALS = 10
+"""Default number of tests and checkpoints of a training."""
+
+TEST_SAMPLES = 256
+"""Windows of text in a test during the training; the final one takes all."""
+
+TRACED = range(2, 7)
+"""Steps of this run in its trace."""
+
+REFRESH = 0.2
+"""Seconds between two updates of the progress bar."""
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes per unit of `ru_maxrss`."""
+
+
+def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
+    """Train, print and write files; return the exit status. Collective."""
+    run = TrainingRun(comm, args, training)
+    return run.steps() or run.finish()
+
+
+class CheckpointWriter:
+    """Checkpoints of this run. A training continues after one that cannot be written.
+
+    Attributes
+    ----------
+    step : int
+        Step of the newest checkpoint; the first step of this run if there is none.
+    tried : int
+        Step of the last attempt.
+    problem : CheckpointError or None
+        Error of the last attempt.
+    """
+
+    def __init__(self, args: argparse.Namespace, training: Training):
+        self._folder, self._keep, self._training = args.checkpoint, args.keep, training
+        self.step = self.tried = training.done
+        self.problem: CheckpointError | None = None
+
+    def save(self) -> None:
+        """Write a checkpoint, or warn. Collective."""
+        self.tried, self.problem = self._training.done, None
+        try:
+            self._training.save(self._folder, keep=self._keep)
+        except NotRemoved as error:
+            say(f"warning: {error}")
+        except CheckpointError as error:
+            self.problem = error
+            say(f"warning: {error}; it is tried again at the next time")
+            return
+        self.step = self._training.done
+
+    def resume_text(self) -> str:
+        """Text on how to continue the training after its last step."""
+        if not self._folder:
+            return "no --checkpoint keeps it"
+        if not self.problem:
+            return f"--resume goes on from {self._folder}"
+        return self._last_text()
+
+    def killed_text(self) -> str:
+        """Message if all ranks are killed, as most launchers do when one of them dies."""
+        return f"chorus train: the training was killed, or one of its ranks was: {self._last_text()}"
+
+    def _last_text(self) -> str:
+        if self._folder and self.step:
+            return f"its last checkpoint is {self._folder / name_of(self.step)}; --resume goes on from there"
+        return "no checkpoint keeps it"
+
+
+class TrainingRun:
+    """Loop over the steps, with its output."""
+
+    def __init__(self, comm: Communicator, args: argparse.Namespace, training: Training):
+        self._args, self._training = args, training
+        self._began = time.perf_counter()
+        self._reporter = training.is_reporter  # in a fault-tolerant training another rank may report at the end
+        self._meter = ThroughputMeter(
+            training.flops_per_sample, resources.peak_flops(comm, args.device, threads=args.threads)
+        )
+        if training.fault_tolerant:  # from here on, no collective may wait for ranks that may be dead
+            watchdog.stop()
+            launcher.print_when(lambda: training.is_reporter)
+            comm = Communicator(MPI.COMM_SELF)
+        self._comm = comm
+        path = args.json if self._reporter else None
+        self._metrics = collective_call(comm, lambda: Metrics(path, training.done), "--json", OutputError)
+        self._checkpoints = CheckpointWriter(args, training)
+        self._events: list[ProfilerEvent] = []
+        self._test_text = ""
+
+    def steps(self) -> int:
+        """Make the steps; return 0, or the exit status after a signal."""
+        args, training, checkpoints = self._args, self._training, self._checkpoints
+        tenth = max(1, training.steps // INTERVALS)
+        test_every = args.test_every or (training.sampler.steps_per_epoch if training.settings.steps is None else tenth)
+        save_every = args.every or tenth
+        bar = launcher.progress(training.steps, training.task.name, "step")
+        output, errors = (launcher.launcher_stream(number) if self._reporter else None for number in (1, 2))
+        notice = ExitNotice(self._reporter and not training.fault_tolerant, errors)
+        with bar, notice, InterruptFlag() as interrupt:
+            notice.set_text(checkpoints.killed_text())
+            bar.update(training.done)
+            for index, record in enumerate(training.run(lambda: interrupt.seen)):
+                self._record(record, test_every)
+                if index in TRACED:
+                    self._events += training.engine.events
+                training.engine.events.clear()
+                if args.checkpoint and training.done % save_every == 0:
+                    checkpoints.save()
+                    notice.set_text(checkpoints.killed_text())
+                if self._meter.window_seconds > REFRESH:
+                    loss, speed = format_loss(training, record.report.loss), self._meter.recent()
+                    text = f"{loss}{self._test_text}, {format_speed(training, speed)}"
+                    bar.set_postfix_str(text, refresh=False)
+                bar.update()
+            if args.checkpoint and training.done > checkpoints.tried:
+                checkpoints.save()
+            number = int(self._comm.allreduce(interrupt.number, MPI.MAX))
+            if number:
+                text = f"ended by {signal.Signals(number).name} after step {training.done}; {checkpoints.resume_text()}"
+                if output is None:
+                    say(text)
+                else:
+                    print(text, file=output, flush=True)
+            return 128 + number if number else 0
+
+    def _record(self, record: StepRecord, test_every: int) -> None:
+        """Add a step to meter and metrics, with a test after every `test_every` steps."""
+        training, metrics = self._training, self._metrics
+        self._meter.add(record.samples, record.seconds, record.report.communication)
+        done, line = training.done, record.line()
+        if done % test_every == 0 and done < training.steps and not record.report.stop:
+            score = training.score(TEST_SAMPLES * (training.task.kind == "bytes") or None)
+            line |= score.line()
+            self._test_text = f", {format_score(score)}"
+        intact = metrics.problem is None
+        metrics.add(line)
+        if intact and metrics.problem:
+            say(f"warning: {self._args.json} has no line of step {done} yet: {metrics.problem}; the training goes on")
+
+    def _summary(self, score: EvalScore, speed: Throughput) -> dict[str, Any]:
+        """Last line of the metrics. Collective."""
+        training, lines = self._training, self._metrics.lines
+        return {
+            "final": True,
+            "step": training.done,
+            "loss": lines[-1]["loss"] if lines else None,
+            **score.line(),
+            f"{unit(training)}_per_s": speed.samples_per_s * tokens(training),
+            "mfu": speed.mfu,
+            "updates": training.engine.updates,
+            "communication_share": speed.communication_share,
+            **self._memory(),
+            "seconds": time.perf_counter() - self._began,
+            "ranks": MPI.COMM_WORLD.Get_size(),
+            "settings": asdict(training.settings),
+        }
+
+    def finish(self) -> int:
+        """Test, and write all files; return the exit status. Collective."""
+        args, training, comm, metrics = self._args, self._training, self._comm, self._metrics
+        checkpoints = self._checkpoints
+        with launcher.progress(len(training.task.test), "test", "sample") as bar:
+            score = training.score(tell=lambda done, count: bar.update(done - bar.n))
+        speed = self._meter.overall(comm)
+        final = self._summary(score, speed)
+        metrics.add(final)
+        metrics.close()
+        if args.json and training.is_reporter and not self._reporter:  # the first reporter is dead
+            collective_call(comm, partial(metrics.copy, args.json), "--json", OutputError)
+        if checkpoints.problem and not training.fault_tolerant:  # else other ranks may not try again with this one
+            checkpoints.save()
+        spent = f"{training.done} steps and {final['seconds']:.1f} s"
+        say(f"{format_score(score)} after {spent}; {format_speed(training, speed)}")
+        if args.checkpoint and not checkpoints.problem:
+            say(f"checkpoints are in {args.checkpoint}")
+        if training.fault_tolerant and not training.is_reporter:
+            return 0
+        if args.plot:
+            collective_call(comm, self._draw, f"{args.plot} was not drawn", OutputError, root=0)
+            say(f"{args.plot} drawn")
+        if args.trace:
+            write_trace(args.trace, comm, self._events, traces.offset(comm), settings=str(asdict(training.settings)))
+        collective_call(comm, metrics.complete, f"{args.json} is not complete", OutputError, root=0)
+        if checkpoints.problem:
+            raise OutputError(f"no checkpoint has the end of the training; {checkpoints.resume_text()}")
+        return 0
+
+    def _draw(self) -> None:
+        from parallel.benchmark.training_plots import plot_learning
+
+        plot_learning(self._args.plot, self._metrics.lines, title_of(self._training), machine())
+
+    def _memory(self) -> dict[str, int]:
+        """Most bytes of a rank: by its ledger, and of the whole process. Collective."""
+        ledger = self._training.engine.ledger
+        peaks = {
+            "peak_bytes": sum(ledger.allocated.values()) + ledger.work,
+            "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT,
+        }
+        return {name: int(self._comm.allreduce(nbytes, MPI.MAX)) for name, nbytes in peaks.items()}
