@@ -15,19 +15,14 @@ from typing import Any, BinaryIO
 
 
 class Metrics:
-    """The file, and its lines in memory.
+    """The file, and its lines in memory; without a path in memory only.
 
-    Parameters
-    ----------
-    path : Path, optional
-        None keeps the lines in memory only.
-    step : int
-        Steps done. Later lines, a summary and an incomplete line of an earlier run are dropped; at 0 all are.
+    Lines after `step`, a summary and an incomplete line of an earlier run are dropped; at step 0 all are.
 
     Attributes
     ----------
     lines : list of dict
-        Infinities and NaN, which JSON lacks, are None.
+        Rows; infinities and NaN, which JSON lacks, are None.
     problem : OSError or None
         Error of the last write; the next line tries again.
     """
@@ -41,7 +36,7 @@ class Metrics:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f".{path.name}.new")
-            new.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+            self.copy(new)
             os.replace(new, path)
             self._file = path.open("ab", buffering=0)
 
@@ -50,24 +45,21 @@ class Metrics:
         self.lines.append({name: _plain(value) for name, value in line.items()})
         if self._file is not None:
             self._waiting.append(json.dumps(self.lines[-1], allow_nan=False).encode() + b"\n")
-            self._write(self._file)
-
-    def _write(self, file: BinaryIO) -> None:
-        try:
-            while self._waiting:
-                _append(file, self._waiting[0])
-                self._waiting.pop(0)
-            self.problem = None
-        except OSError as error:
-            self.problem = error
+            try:
+                while self._waiting:
+                    _append(self._file, self._waiting[0])
+                    self._waiting.pop(0)
+                self.problem = None
+            except OSError as error:
+                self.problem = error
 
     def close(self) -> None:
         if self._file is not None:
-            file, self._file = self._file, None
             try:
-                file.close()
+                self._file.close()
             except OSError as error:
                 self.problem = self.problem or error
+            self._file = None
 
     def copy(self, path: Path) -> None:
         """Write all lines into another file."""

@@ -17,25 +17,16 @@ from parallel.ptq.evaluation import LayerErrorRow
 
 
 class ParetoPoint(NamedTuple):
-    """Score of a quantised model.
-
-    Attributes
-    ----------
-    bits : float
-        Per weight, with scales.
-    loss : float
-    right : float or None
-        Share of correct predictions, for classes.
-    name : str
-    """
+    """Score of a quantised model: bits per weight with scales, loss, and accuracy of a classifier."""
 
     bits: float
     loss: float
-    right: float | None
+    accuracy: float | None
     name: str
 
 
 ERRORS = (("weights", "of weights"), ("outputs", "of outputs, the layer alone"), ("arriving", "of outputs, all layers"))
+"""Attributes of `LayerErrorRow` and their labels."""
 
 
 def plot_layers(path: str | Path, rows: Sequence[LayerErrorRow], title: str, note: str) -> None:
@@ -77,7 +68,7 @@ def plot_pareto(
     note: str,
 ) -> None:
     """Draw loss and accuracy against bits: uniform widths as points, results of a search as a curve."""
-    kinds = ["loss"] + ["right"] * (whole.right is not None)
+    kinds = ["loss"] + ["accuracy"] * (whole.accuracy is not None)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4.1), layout="constrained", squeeze=False)
         for axis, kind in zip(axes[0], kinds):
@@ -92,26 +83,18 @@ def plot_pareto(
 def _pareto(
     axis: Axes, kind: str, uniform: Sequence[ParetoPoint], mixed: Sequence[ParetoPoint], whole: ParetoPoint
 ) -> None:
-    scale = 100 if kind == "right" else 1
+    scale = 100 if kind == "accuracy" else 1
+
+    def xy(points: Sequence[ParetoPoint]) -> tuple[list[float], list[float]]:
+        return [point.bits for point in points], [scale * getattr(point, kind) for point in points]
+
     axis.axhline(scale * getattr(whole, kind), color=NATIVE, lw=1, ls=":", label="float32")
-    points = sorted(mixed)
-    axis.plot(
-        [point.bits for point in points],
-        [scale * getattr(point, kind) for point in points],
-        color=OURS[0], marker="o", ms=3.5, lw=1.5, label="a width for each layer, by search",
-    )  # fmt: skip
-    axis.plot(
-        [point.bits for point in uniform],
-        [scale * getattr(point, kind) for point in uniform],
-        color=OURS[1], marker="s", ms=6, lw=0, label="the same width for all",
-    )  # fmt: skip
-    for point in uniform:
-        axis.annotate(
-            point.name, (point.bits, scale * getattr(point, kind)), textcoords="offset points", xytext=(5, 4),
-            fontsize=8, color=OURS[1],
-        )  # fmt: skip
+    axis.plot(*xy(sorted(mixed)), color=OURS[0], marker="o", ms=3.5, lw=1.5, label="a width for each layer, by search")
+    axis.plot(*xy(uniform), color=OURS[1], marker="s", ms=6, lw=0, label="the same width for all")
+    for point, x, y in zip(uniform, *xy(uniform)):
+        axis.annotate(point.name, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8, color=OURS[1])
     axis.set_xlabel("bits of a weight, scales counted")
-    axis.set_ylabel("loss of the test" if kind == "loss" else "right, per cent")
+    axis.set_ylabel("test loss" if kind == "loss" else "accuracy, per cent")
     if kind == "loss":
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))

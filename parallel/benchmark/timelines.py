@@ -31,16 +31,7 @@ WIDTH = 12.0
 
 
 class TimelineBand(NamedTuple):
-    """One timeline of a picture.
-
-    Attributes
-    ----------
-    title : str
-    lines : computations by stage
-    messages : (message, receiving stage)
-    unit : str
-        Of time.
-    """
+    """One timeline of a picture: computations by stage, messages with their receiving stage, unit of time."""
 
     title: str
     lines: Sequence[Sequence[PipelineEvent]]
@@ -55,19 +46,9 @@ def simulated(timeline: Timeline, title: str) -> TimelineBand:
 
 
 def measured(path: Path, step: int | None = None) -> TimelineBand:
-    """Band of one step of a run, from its trace: all spans named like an action, such as ``2F0``.
+    """Band of one step (default the last) in a trace of `chorus train`: all spans named like an action, as ``2F0``.
 
-    Parameters
-    ----------
-    path
-        Trace, as `chorus train --trace` writes it.
-    step
-        Index of a step in the trace; default the last. Of several ranks with the same stage the first is taken.
-
-    Raises
-    ------
-    ValueError
-        If the file is no trace, or has no such step of a pipeline.
+    Of several ranks with the same stage the first is taken. ValueError if the file has no such step of a pipeline.
     """
     try:
         entries = json.loads(path.read_text())["traceEvents"]
@@ -90,9 +71,9 @@ def measured(path: Path, step: int | None = None) -> TimelineBand:
     lines = [_step(line, chosen) for line in lines]
     zero = min(event.start for line in lines for event in line)
     shifted = [[PipelineEvent(action, start - zero, end - zero) for action, start, end in line] for line in lines]
-    end, busy = _extent(shifted)
+    end, busy = _end(shifted), sum(event.end - event.start for line in shifted for event in line)
     idle = 1 - busy / (end * len(shifted))
-    return TimelineBand(f"measured: {end * 1e3:.3g} ms, idle {idle:.1%}", shifted, (), "s")
+    return TimelineBand(f"measured: {end * 1e3:.3g} ms, idle {float(idle):.1%}", shifted, (), "s")
 
 
 def _action(name: str) -> Action | None:
@@ -114,10 +95,9 @@ def _step(line: Sequence[PipelineEvent], step: int) -> list[PipelineEvent]:
     return chosen
 
 
-def _extent(lines: Sequence[Sequence[PipelineEvent]]) -> tuple[float, float]:
-    """End of the last event, and busy time of all stages."""
-    events = [event for line in lines for event in line]
-    return max((float(event.end) for event in events), default=1.0), sum(float(e.end - e.start) for e in events)
+def _end(lines: Sequence[Sequence[PipelineEvent]]) -> float:
+    """End of the last event."""
+    return max((float(event.end) for line in lines for event in line), default=1.0)
 
 
 def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
@@ -134,7 +114,7 @@ def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
         height_ratios=heights,
     )  # fmt: skip
     for axis, band in zip(axes[:, 0], bands):
-        _band(axis, band, max(_extent(other.lines)[0] for other in bands if other.unit == band.unit))
+        _band(axis, band, max(_end(other.lines) for other in bands if other.unit == band.unit))
     present = {(event.action.kind, event.action.chunk) for band in bands for line in band.lines for event in line}
     handles = [
         Patch(color=_colour(kind, chunk), label=f"{NAMES[kind]}{f', chunk {chunk}' if chunk else ''}")
@@ -175,7 +155,7 @@ def _band(axis: Axes, band: TimelineBand, end: float) -> None:
 
 
 def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
-    """Write the micro-batch, if there is room."""
+    """Write the micro-batch into its span if it fits."""
     text = str(event.action.microbatch)
     share = float(event.end - event.start) / end * (WIDTH - 1)
     if share > 0.075 * len(text):
@@ -185,13 +165,9 @@ def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
 
 
 def entries(timeline: Timeline, second: Number) -> list[dict[str, Any]]:
-    """A timeline as a trace: a thread for the computations of each stage, and one for each concurrent message.
+    """Timeline as a trace: a thread for the computations of each stage, and one for each concurrent message.
 
-    Parameters
-    ----------
-    timeline
-    second
-        Units of time per second.
+    `second` is the number of time units per second.
     """
     from collectives.benchmark import traces
 
@@ -220,9 +196,9 @@ def summary(timeline: Timeline) -> str:
     """Costs of a simulated step in one line."""
     plan, bubble = timeline.plan, timeline.bubble
     chunks = plan.placement.chunks
-    kept = ", ".join(map(str, peaks(plan)))
+    stashed = ", ".join(map(str, peaks(plan)))
     share = f"idle {float(bubble):.1%}" + (f" ({bubble})" if bubble else "")
-    what = "micro-batches" if chunks == 1 else f"micro-batches in one of {chunks} chunks"
-    stashed = f", versions of the weights {', '.join(map(str, versions(plan)))}" if plan.versions else ""
+    unit = "micro-batches" if chunks == 1 else f"micro-batches in one of {chunks} chunks"
+    weights = f", versions of the weights {', '.join(map(str, versions(plan)))}" if plan.versions else ""
     messages = sum(plan.messages().values())
-    return f"takes {timeline.makespan}, {share}; keeps {kept} {what}{stashed}; {messages} messages"
+    return f"takes {timeline.makespan}, {share}; keeps {stashed} {unit}{weights}; {messages} messages"

@@ -26,16 +26,18 @@ from parallel.optim.optimizers import AdamW
 
 Array = np.ndarray
 
-dist: Any = torch.distributed  # which does not say in its types what it exports
+dist: Any = torch.distributed  # its types do not list its exports
 
 
-class _Residual(nn.Module):
-    def __init__(self, inner: nn.Module):
+class _Apply(nn.Module):
+    """Module that applies a function to its input and one parameter or module."""
+
+    def __init__(self, function: Callable[..., Any], operand: nn.Module | nn.Parameter):
         super().__init__()
-        self.inner = inner
+        self.function, self.operand = function, operand
 
     def forward(self, x: Any) -> Any:
-        return x + self.inner(x)
+        return self.function(x, self.operand)
 
 
 class _Attention(nn.Module):
@@ -52,100 +54,66 @@ class _Attention(nn.Module):
         return y.transpose(1, 2).reshape(batch, length, width)
 
 
-class _Positions(nn.Module):
-    def __init__(self, weight: nn.Parameter):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Any) -> Any:
-        return x + self.weight[: x.shape[1]]
-
-
-class _Unembedding(nn.Module):
-    def __init__(self, weight: nn.Parameter):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Any) -> Any:
-        return F.linear(x, self.weight)
-
-
 class TorchModel:
-    """PyTorch module that computes the same as a model of `parallel.nn`, with the pairs of parameters.
-
-    Parameters
-    ----------
-    model : Operator
-        With initialised parameters.
+    """PyTorch module that computes the same as a model of `parallel.nn`; TypeError for an operator without counterpart.
 
     Attributes
     ----------
     module : torch.nn.Module
     pairs : list of (Parameter, torch.nn.Parameter, bool)
         True if the second is the transpose of the first (PyTorch's linear maps).
-
-    Raises
-    ------
-    TypeError
-        If an operator has no counterpart here.
     """
 
     def __init__(self, model: Operator):
         self.pairs: list[tuple[Parameter, nn.Parameter, bool]] = []
-        self._made: dict[int, nn.Parameter] = {}
-        self.module = self._build(model)
+        self._converted: dict[int, nn.Parameter] = {}
+        self.module = self.build(model)
 
-    def _build(self, operator: Operator) -> nn.Module:
+    def build(self, operator: Operator) -> nn.Module:
+        """Module of an operator and those within it."""
         if type(operator) not in COUNTERPARTS:
             raise TypeError(
                 f"{type(operator).__name__} {operator.name}: this operator has no counterpart in PyTorch here"
             )
         return COUNTERPARTS[type(operator)](self, operator)
 
-    def _same(self, parameter: Parameter, transposed: bool = False) -> nn.Parameter:
-        """PyTorch parameter with the values of one of `parallel.nn`."""
-        if id(parameter) not in self._made:
+    def parameter(self, parameter: Parameter, transposed: bool = False) -> nn.Parameter:
+        """PyTorch parameter with the values of one of `parallel.nn`; one for all uses."""
+        if id(parameter) not in self._converted:
             values = np.array(parameter.data.T if transposed else parameter.data, order="C")
-            self._made[id(parameter)] = nn.Parameter(torch.from_numpy(values))
-            self.pairs.append((parameter, self._made[id(parameter)], transposed))
-        return self._made[id(parameter)]
+            self._converted[id(parameter)] = nn.Parameter(torch.from_numpy(values))
+            self.pairs.append((parameter, self._converted[id(parameter)], transposed))
+        return self._converted[id(parameter)]
 
-    def sequential(self, operator: Sequential) -> nn.Module:
-        return nn.Sequential(*map(self._build, operator.items))
 
-    def residual(self, operator: Residual) -> nn.Module:
-        return _Residual(self._build(operator.inner))
+def _linear(torch_model: TorchModel, operator: Linear) -> nn.Module:
+    module = nn.Linear(operator.inputs, operator.outputs, bias=operator.bias is not None)
+    module.weight = torch_model.parameter(operator.weight, transposed=True)
+    if operator.bias is not None:
+        module.bias = torch_model.parameter(operator.bias)
+    return module
 
-    def linear(self, operator: Linear) -> nn.Module:
-        module = nn.Linear(operator.inputs, operator.outputs, bias=operator.bias is not None)
-        module.weight = self._same(operator.weight, transposed=True)
-        if operator.bias is not None:
-            module.bias = self._same(operator.bias)
-        return module
 
-    def layer_norm(self, operator: LayerNorm) -> nn.Module:
-        module = nn.LayerNorm(operator.gain.shape, eps=operator.eps)
-        module.weight, module.bias = self._same(operator.gain), self._same(operator.bias)
-        return module
-
-    def embedding(self, operator: Embedding) -> nn.Module:
-        module = nn.Embedding(operator.vocabulary, operator.width)
-        module.weight = self._same(operator.weight)
-        return module
+def _layer_norm(torch_model: TorchModel, operator: LayerNorm) -> nn.Module:
+    module = nn.LayerNorm(operator.gain.shape, eps=operator.eps)
+    module.weight, module.bias = torch_model.parameter(operator.gain), torch_model.parameter(operator.bias)
+    return module
 
 
 COUNTERPARTS: dict[type, Callable[[TorchModel, Any], nn.Module]] = {
-    Sequential: TorchModel.sequential,
-    Residual: TorchModel.residual,
-    Linear: TorchModel.linear,
-    LayerNorm: TorchModel.layer_norm,
-    Embedding: TorchModel.embedding,
-    PositionEmbedding: lambda twin, operator: _Positions(twin._same(operator.weight)),
-    Unembedding: lambda twin, operator: _Unembedding(twin._same(operator.weight)),
-    CausalAttention: lambda twin, operator: _Attention(operator.heads),
-    GELU: lambda twin, operator: nn.GELU(approximate="tanh" if operator.tanh else "none"),
-    ReLU: lambda twin, operator: nn.ReLU(),
-    Flatten: lambda twin, operator: nn.Flatten(),
+    Sequential: lambda model, operator: nn.Sequential(*map(model.build, operator.items)),
+    Residual: lambda model, operator: _Apply(lambda x, inner: x + inner(x), model.build(operator.inner)),
+    Linear: _linear,
+    LayerNorm: _layer_norm,
+    Embedding: lambda model, operator: _Apply(F.embedding, model.parameter(operator.weight)),
+    PositionEmbedding: lambda model, operator: _Apply(
+        lambda x, weight: x + weight[: x.shape[1]], model.parameter(operator.weight)
+    ),
+    Unembedding: lambda model, operator: _Apply(F.linear, model.parameter(operator.weight)),
+    CausalAttention: lambda model, operator: _Attention(operator.heads),
+    GELU: lambda model, operator: nn.GELU(approximate="tanh" if operator.tanh else "none"),
+    ReLU: lambda model, operator: nn.ReLU(),
+    Flatten: lambda model, operator: nn.Flatten(),
 }
 
 
@@ -155,38 +123,33 @@ class TorchTraining:
     Parameters
     ----------
     model : Operator
-        With the same values on all ranks; they are copied.
+        Equal on all ranks; its values are copied.
     optimizer : AdamW
         Its settings are copied; the rate is that of the first step.
     comm : Intracomm
         Exchanges addresses; gradients go over gloo.
     threads : int
-        Of PyTorch, in this process.
+        Threads of PyTorch in this process.
     bucket_mb : float
         Megabytes of a bucket of gradients.
     """
 
     def __init__(self, model: Operator, optimizer: AdamW, comm: MPI.Intracomm, threads: int, bucket_mb: float = 25):
         torch.set_num_threads(threads)
-        _meet(comm)
-        self.twin = TorchModel(model)
+        _init_gloo(comm)
+        self.model = TorchModel(model)
         self.module = nn.parallel.DistributedDataParallel(
-            self.twin.module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+            self.model.module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
         )
         groups = [
             {
-                "params": [theirs for ours, theirs, _ in self.twin.pairs if ours.decay == decays],
+                "params": [theirs for ours, theirs, _ in self.model.pairs if ours.decay == decays],
                 "weight_decay": optimizer.decay if decays else 0.0,
             }
             for decays in (True, False)
         ]
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            lr=rate_at(optimizer.rate, 0),
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-            fused=True,
-        )
+        rate, betas = rate_at(optimizer.rate, 0), (optimizer.beta1, optimizer.beta2)
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optimizer.eps, fused=True)
 
     def _backward(self, x: Array, y: Array) -> Any:
         self.optimizer.zero_grad(set_to_none=True)
@@ -204,18 +167,17 @@ class TorchTraining:
     def gradients(self, x: Array, y: Array) -> dict[str, Array]:
         """Gradient of the mean loss over all ranks, by the names of the Chorus parameters, without an update."""
         self._backward(x, y)
-        found = {}
-        for ours, theirs, transposed in self.twin.pairs:
-            gradient: Any = theirs.grad
-            found[ours.name] = np.array((gradient.T if transposed else gradient).numpy())
-        return found
+        gradients: list[tuple[str, Any, bool]] = [
+            (ours.name, theirs.grad, flip) for ours, theirs, flip in self.model.pairs
+        ]
+        return {name: np.array((gradient.T if flip else gradient).numpy()) for name, gradient, flip in gradients}
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
 
 
-def _meet(comm: MPI.Intracomm) -> None:
+def _init_gloo(comm: MPI.Intracomm) -> None:
     """Initialise gloo with the communicator's ranks."""
     rank, size = comm.Get_rank(), comm.Get_size()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)

@@ -41,16 +41,9 @@ def _caption(figure: Any, title: str, note: str = "") -> None:
 
 
 def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, note: str) -> None:
-    """Draw the loss over the steps of a training, and the accuracy if there is one.
+    """Draw the loss over the steps of a training, in bits for bytes, and the accuracy if there is one.
 
-    Parameters
-    ----------
-    path
-        Of the picture.
-    lines
-        Of a file of metrics: steps, then the summary. The loss of bytes is drawn in bits.
-    title, note
-        Heading, and a line below the axes.
+    `lines` are those of a file of metrics; `note` is written below the axes.
     """
     steps = [line for line in lines if not line.get("final")]
     tested = [line for line in lines if line.get("test_loss") is not None]
@@ -108,12 +101,7 @@ def _accuracy(axis: Axes, tested: list[dict[str, Any]]) -> None:
 def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]], slow: int, title: str) -> None:
     """Draw the steps of each worker over time, a panel for each consistency rule.
 
-    Parameters
-    ----------
-    ticks
-        By rule: (seconds, worker, steps made), in order of time.
-    slow
-        Number of the slow worker, which the legend names.
+    `ticks` has (seconds, worker, steps made) in order of time by rule, `slow` is the number of the slow worker.
     """
     with _picture(path, (3.6 * len(ticks), 3.8), len(ticks), sharex=True, sharey=True) as (figure, axes):
         for axis, (rule, events) in zip(axes, ticks.items()):
@@ -130,16 +118,10 @@ def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]]
         _caption(figure, title)
 
 
-def plot_regret(path: str | Path, courses: dict[int, tuple[np.ndarray, np.ndarray]], title: str) -> None:
-    """Draw the mean regret over the number of gradients, and beside it as a share of its bound.
-
-    Parameters
-    ----------
-    courses
-        By staleness: after 1, 2, ... gradients the mean regret, and the bound.
-    """
+def plot_regret(path: str | Path, curves: dict[int, tuple[np.ndarray, np.ndarray]], title: str) -> None:
+    """Draw the mean regret over the number of gradients, and its share of the bound; both are given by staleness."""
     with _picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
-        for color, (staleness, (regret, bound)) in zip(OURS, courses.items()):
+        for color, (staleness, (regret, bound)) in zip(OURS, curves.items()):
             at = np.arange(1, len(regret) + 1)
             left.plot(at, regret, lw=1.6, color=color, label=f"staleness {staleness}")
             right.plot(at, regret / bound, lw=1.6, color=color)
@@ -154,24 +136,16 @@ def plot_regret(path: str | Path, courses: dict[int, tuple[np.ndarray, np.ndarra
 
 
 def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title: str, note: str) -> None:
-    """Draw the losses of several trainings, and the distances of their replicas.
-
-    Parameters
-    ----------
-    found
-        By name, as `compare_styles.course` makes them.
-    title, note
-        Heading, and a line below the axes.
-    """
+    """Draw the losses of several trainings, and the distances of their replicas, by name (`compare_styles.history`)."""
     with _picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
         # Each line is thinner than those below it: one that coincides with others stays visible as a rim.
         widths = np.linspace(6, 1.2, max(2, len(found)))
-        for color, line, (name, course) in zip([NATIVE, *OURS], widths, found.items()):
-            losses = np.array(course["losses"])
+        for color, line, (name, history) in zip([NATIVE, *OURS], widths, found.items()):
+            losses = np.array(history["losses"])
             width = max(1, len(losses) // 25)
             look: dict[str, Any] = {"color": color, "lw": line, "label": name, "solid_capstyle": "butt"}
             left.plot(np.arange(width, len(losses) + 1), _smooth(losses, width), **look)
-            at = [(step, distance) for step, distance in course["distances"].items() if distance > 0]
+            at = [(step, distance) for step, distance in history["distances"].items() if distance > 0]
             if at:
                 right.plot(*zip(*at), **look)
         left.set_title("training loss of all ranks", loc="left")
@@ -184,13 +158,7 @@ def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title:
 
 
 def plot_peers(path: str | Path, report: Mapping[str, Any]) -> None:
-    """Draw the race against PyTorch: both loss curves, and the rate of every turn.
-
-    Parameters
-    ----------
-    report
-        As `compare_torch.race` makes it.
-    """
+    """Draw the race against PyTorch, a report of `compare_torch`: both loss curves, and the rate of every turn."""
     looks: dict[str, dict[str, Any]] = {
         "ours": {"label": "Chorus", "lw": 4, "alpha": 0.45, "color": OURS[0]},
         "torch": {"label": "PyTorch DDP, gloo", "lw": 1.6, "ls": "--", "color": NATIVE},

@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def planned(name: str, arguments: argparse.Namespace) -> PipelinePlan:
+def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
     """Plan of one schedule by the options; ValueError if there is none."""
     defaults = 4, 8
     if name.endswith(".csv"):
@@ -91,15 +91,15 @@ def planned(name: str, arguments: argparse.Namespace) -> PipelinePlan:
     return build(name, stages, microbatches, virtual=arguments.virtual, steps=arguments.steps)
 
 
-def played(name: str, arguments: argparse.Namespace) -> Timeline:
+def timeline_of(name: str, arguments: argparse.Namespace) -> Timeline:
     """Simulated timeline of one schedule; ValueError if it cannot be executed."""
-    plan = planned(name, arguments)
-    parts = Fraction(plan.placement.parts, plan.stages)  # that a micro-batch meets on a stage
+    plan = plan_of(name, arguments)
+    parts = Fraction(plan.placement.parts, plan.stages)  # parts of the model on a stage
     F, B, W = (each / parts for each in (arguments.forward, arguments.backward, arguments.weights))
     return simulate(lower(plan), ActionTimes(F, B, W, arguments.message))
 
 
-def titled(timeline: Timeline) -> str:
+def title_of(timeline: Timeline) -> str:
     """Title of a timeline."""
     plan = timeline.plan
     return f"{plan.name}, {plan.stages} stages, {plan.microbatches} micro-batches"
@@ -112,8 +112,8 @@ def main() -> int:
     if path is not None and path.suffix not in PICTURES and len(arguments.schedule) > 1:
         command.error(f"--schedule: expected one for a {path.suffix}, found {len(arguments.schedule)}")
     try:
-        timelines = [played(name, arguments) for name in arguments.schedule]
-        bands = [simulated(timeline, f"{titled(timeline)}: {summary(timeline)}") for timeline in timelines]
+        timelines = [timeline_of(name, arguments) for name in arguments.schedule]
+        bands = [simulated(timeline, f"{title_of(timeline)}: {summary(timeline)}") for timeline in timelines]
         if arguments.measured is not None:
             bands.append(measured(arguments.measured, arguments.step))
     except ValueError as error:
@@ -121,15 +121,15 @@ def main() -> int:
     if path is None:
         width = shutil.get_terminal_size((0, 0)).columns
         for timeline in timelines:
-            print(f"{titled(timeline)}\n{summary(timeline)}\n\n{draw.table(timeline, width)}\n")
+            print(f"{title_of(timeline)}\n{summary(timeline)}\n\n{draw.table(timeline, width)}\n")
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".csv":
-        path.write_text(to_csv(planned(arguments.schedule[0], arguments).actions))
+        path.write_text(to_csv(plan_of(arguments.schedule[0], arguments).actions))
     elif path.suffix == ".json":
         from collectives.benchmark import traces
 
-        traces.write(path, entries(timelines[0], second=MILLISECONDS), schedule=titled(timelines[0]))
+        traces.write(path, entries(timelines[0], second=MILLISECONDS), schedule=title_of(timelines[0]))
     else:
         try:
             picture(path, bands)

@@ -28,7 +28,7 @@ LAUNCH_DEFAULTS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4; the next line is for 5
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_osc": "^ucx",  # the ucx component prints an error that is none whenever a window is created
+    "OMPI_MCA_osc": "^ucx",  # the ucx component prints a false error whenever a window is created
 }
 ONE_BLAS_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -38,7 +38,7 @@ class UsageError(Exception):
 
 
 def find(words: list[str]) -> tuple[str, list[str]]:
-    """Name of the program that the words begin with, and the words after it."""
+    """Name of the program at the start of the words, and the other words."""
     for length in (2, 1):  # a group and a name, or one word
         name = " ".join(words[:length])
         if name in PROGRAMS:
@@ -65,7 +65,7 @@ def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
 
 
 def rank_of_launcher() -> int | None:
-    """Rank of this process, as its launcher states it; None if no launcher has started it."""
+    """Rank of this process by its launcher's variables; None without a launcher."""
     for name in RANK_VARIABLES:
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
@@ -75,13 +75,13 @@ def rank_of_launcher() -> int | None:
 
 
 def find_mpiexec() -> str | None:
-    """The mpiexec that MPIEXEC names, that of this Python's environment, or that of PATH."""
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=places)
+    """Path of mpiexec: MPIEXEC, that of this Python's environment, or that of PATH."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=folders)
 
 
 def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> NoReturn:
-    """Become an mpiexec that starts so many ranks of the program, so that signals and output need no forwarding."""
+    """Replace this process by an mpiexec of the program, so that signals and output need no forwarding."""
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise UsageError("-n: found no mpiexec; pip install 'chorus-mpi[mpich]', or set MPIEXEC to one")
@@ -96,16 +96,8 @@ def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> No
 def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1) -> NoReturn:
     """Run the `main` of a module as this process's program, and exit with its status.
 
-    Parameters
-    ----------
-    module : str
-        Dotted name; it is imported here.
-    mpi : bool
-        True if all ranks run it: an exception on one ends all.
-    guarded : bool
-        True if `watchdog` watches over the ranks from before MPI starts.
-    least : int
-        Least number of ranks.
+    With `mpi` all ranks, at least `least`, run it, and an exception on one ends all. With `guarded` the watchdog starts
+    before MPI.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the slow imports: Ctrl-C ends the process without a traceback
     if guarded:
@@ -121,7 +113,7 @@ def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1)
 
 
 def check_ranks(size: int, least: int) -> None:
-    """Compare the number of ranks with what -n started and what the program needs; UsageError on every rank."""
+    """UsageError on every rank if -n started, or the program needs, another number of ranks."""
     wanted = int(os.environ.get(EXPECTED, size))
     if size != wanted:
         raise UsageError(

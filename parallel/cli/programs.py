@@ -9,20 +9,16 @@ from typing import NamedTuple
 
 
 class CommandEntry(NamedTuple):
-    """A program with a command line.
+    """Program with a command line.
 
     Attributes
     ----------
-    module : str
-        Module whose `main()` returns the exit status.
-    summary : str
-        One line for `chorus --help`.
+    module, summary : str
+        Module whose `main()` returns the exit status, and its line in `chorus --help`.
     mpi : bool
         True if it runs on all ranks of `MPI.COMM_WORLD`, False if in one process.
-    least : int
-        Least number of ranks.
-    start : int
-        Ranks to start if neither mpiexec nor -n gives a number; 0 for none.
+    least, start : int
+        Least number of ranks, and ranks to start if neither mpiexec nor -n gives a number (0 for none).
     guarded : bool
         True if the death of a rank must end all ranks until the program handles deaths itself (see `watchdog`).
     blas_threads : bool

@@ -97,19 +97,17 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=16, metavar="P", help="most stages (default 16)")
     parser.add_argument("--microbatches", type=int, default=64, metavar="M", help="most micro-batches (default 64)")
     parser.add_argument("--schedule", action="append", choices=list(SCHEDULES), help="only this one")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default one per core)"
-    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
     arguments = parser.parse_args()
-    for what in ("stages", "microbatches", "jobs"):
-        if getattr(arguments, what) < 1:
-            parser.error(f"--{what} must be at least 1")
+    for name in ("stages", "microbatches", "jobs"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1")
     began, proved = time.perf_counter(), 0
     names = arguments.schedule or list(SCHEDULES)
-    todo = [(name, stages, arguments.microbatches) for stages in range(arguments.stages, 0, -1) for name in names]
+    jobs = [(name, stages, arguments.microbatches) for stages in range(arguments.stages, 0, -1) for name in names]
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        answers = pool.map(first_fault, *zip(*todo))
-        for found, count in tqdm(answers, desc="proving", total=len(todo), disable=None):
+        answers = pool.map(first_fault, *zip(*jobs))
+        for found, count in tqdm(answers, desc="proving", total=len(jobs), disable=None):
             proved += count
             if found:
                 print(found, file=sys.stderr)

@@ -1,10 +1,8 @@
-"""A process beside each rank that ends all ranks of the node when one of them dies.
+"""Watchdog process beside each rank, which ends all ranks when one of its node dies.
 
-Open MPI with ``--with-ft ulfm`` keeps ranks alive when others die. A program that handles deaths wants that; until it
-does (in `MPI_Init`, in a first collective), or if it never does, the others would wait forever. So the process that
-misses a rank of its node terminates the launcher's daemon there, and with it all ranks everywhere.
-
-Needs Linux's /proc; does nothing elsewhere. Imports no MPI, since it has to watch while MPI starts.
+Open MPI with ``--with-ft ulfm`` keeps ranks alive when others die, which would wait forever until the program handles
+deaths (in `MPI_Init`, in a first collective). The watchdog terminates the launcher's daemon, and with it all ranks.
+Needs Linux's /proc; does nothing elsewhere. Imports no MPI, since it watches while MPI starts.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ GRACE = 3.0
 PERIOD = 0.1
 """Seconds between two checks."""
 
-_beside: list[subprocess.Popen[bytes]] = []
+_processes: list[subprocess.Popen[bytes]] = []
 
 
 def fault_tolerant() -> bool:
@@ -35,16 +33,16 @@ def fault_tolerant() -> bool:
 def start() -> None:
     """Until `stop` or the end of this process, let the death of a rank of this node end all ranks."""
     count = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
-    if fault_tolerant() and count.isdecimal() and not _beside:
+    if fault_tolerant() and count.isdecimal() and not _processes:
         command = [sys.executable, "-I", __file__, str(os.getppid()), str(os.getpid()), count, str(GRACE)]
         with suppress(OSError):  # no more processes
-            _beside.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={}))
+            _processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={}))
 
 
 def stop() -> None:
-    """Watch no more: this rank handles the deaths of others."""
-    while _beside:
-        process = _beside.pop()
+    """End the watchdog: this rank handles the deaths of others."""
+    while _processes:
+        process = _processes.pop()
         with suppress(BrokenPipeError):
             process.communicate()
 
@@ -52,10 +50,9 @@ def stop() -> None:
 def children(parent: int) -> set[int]:
     """Living child processes of a process; empty if it has ended."""
     try:
-        found = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
     except OSError:
         return set()
-    return set(map(int, found.split()))
 
 
 def watch(launcher: int, rank: int, count: int, grace: float) -> None:

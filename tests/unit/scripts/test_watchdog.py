@@ -90,6 +90,6 @@ def test_only_fault_tolerant_launches_are_watched(monkeypatch, environment, so):
         monkeypatch.setenv(name, value)
     assert watchdog.fault_tolerant() is so
     watchdog.start()
-    assert bool(watchdog._beside) is so
+    assert bool(watchdog._processes) is so
     watchdog.stop()
-    assert not watchdog._beside
+    assert not watchdog._processes
