@@ -1,5 +1,5 @@
-# The inside of scripts/cluster, the first process in namespaces of its own: _cluster.sh MPI MPIEXEC PYTHON RATE DELAY
-# "RANKS RANKS ..." program... (its standard error comes as 3, since 2 would show what unshare says of being killed)
+# First process in the namespaces of scripts/cluster: _cluster.sh MPI MPIEXEC PYTHON RATE DELAY "RANKS RANKS ..." program...
+# (its standard error is descriptor 3, since 2 would show a message of unshare when it is killed)
 #
 # A bridge is the switch. A host is a network namespace that holds one end of a veth pair, whose other end is a port of
 # the bridge; it has its own host name and shared memory, System V's and POSIX's, so that no MPI takes two hosts for one.
@@ -27,14 +27,14 @@ mount --bind "$(dirname "$mpiexec")/.." "$room/mpi"
 } >"$room/names"
 mount --bind "$room/names" /etc/hosts
 
-# shape INTERFACE [way into a host]: whatever leaves through it takes its time.
+# shape INTERFACE [command to enter a host]: limit rate and latency of outgoing packets.
 shape() {
     "${@:2}" tc qdisc add dev "$1" root handle 1: tbf rate "$rate" burst 256kb latency 100ms
     [ -z "$delay" ] || "${@:2}" tc qdisc add dev "$1" parent 1: netem delay "$delay" limit 100000 ||
         failed ": --delay needs a time, like 100us, and netem (the module sch_netem), which is not in every kernel"
 }
 
-# up ADDRESS [way into a host]: the network there, all of it IPv4.
+# up ADDRESS [command to enter a host]: configure its network, IPv4 only.
 up() {
     "${@:2}" sh -c '[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6'
     "${@:2}" ip link set lo up
@@ -42,7 +42,7 @@ up() {
     "${@:2}" ip link set eth0 up
 }
 
-# on HOST command...: runs it there, like ssh, which takes options before the host and makes one line of the command.
+# on HOST command...: run it there as ssh would, which takes options before the host and joins the command's words.
 cat >"$room/on" <<'AGENT'
 #!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
@@ -56,7 +56,7 @@ hostname head
 ip link add eth0 type bridge
 up "$network.$head"
 for ((host = 1; host <= ${#ranks[@]}; host++)); do
-    # A process that sleeps keeps the host's namespaces; the host is there when it has said its number.
+    # A sleeping process keeps the host's namespaces; the host exists once it has printed its process number.
     exec {there}< <(exec unshare --net --mount --uts --ipc bash -c 'echo $$; exec sleep infinity')
     read -r process <&"$there"
     echo "$process" >"$room/hosts/node$host"
@@ -79,8 +79,8 @@ trap - ERR
 case "$mpi" in
     mpich) start=(-launcher ssh -launcher-exec "$room/on" -iface eth0 -f "$room/hostfile") ;;
     openmpi)
-        # TCP is the only way through this network. Ranks are not bound to cores, of which every host would take the
-        # first; and as no host knows that others use its cores too, who waits is told to yield.
+        # TCP is the only transport of this network. Ranks are not bound to cores: every host would take the first
+        # ones. Waiting ranks yield, since no host knows that others use its cores.
         export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp OMPI_MCA_btl_tcp_if_include="$network.0/24"
         export OMPI_MCA_mpi_yield_when_idle="${OMPI_MCA_mpi_yield_when_idle-1}"
         export PRTE_MCA_plm_ssh_agent="$room/on" PRTE_MCA_prte_if_include="$network.0/24"

