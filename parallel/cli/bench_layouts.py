@@ -55,51 +55,33 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-class LayoutContestants:
-    """Step functions by name; each returns the seconds of its step that were communication."""
+def engine_of(name: str, ranks: MPI.Intracomm, options: argparse.Namespace, task: LearningTask) -> Engine:
+    """Engine of a layout, with a model and a communicator of its own, whose persistent requests are limited."""
+    settings = Settings(
+        layout=name,
+        seed=options.seed,
+        bucket_bytes=int(options.bucket_mb * 2**20),
+        first_bytes=int(options.first_mb * 2**20),
+    )
+    model = build(options.model, task.inputs, task.outputs)
+    return Engine(model, SoftmaxCrossEntropy(), Communicator(ranks), AdamW(rate=1e-4), settings)
 
-    def __init__(self, options: argparse.Namespace, task: LearningTask):
-        self._options, self._task = options, task
-        self._engines: list[Engine] = []
-        world = MPI.COMM_WORLD
-        self.steps = {name: self._layout(name, world) for name in options.layouts}
-        self.steps |= {"alone": self._layout(FIRST, MPI.COMM_SELF), "exchange": self._exchange(world)}
 
-    @property
-    def length(self) -> int:
-        """Elements of the gradient vector."""
-        return self._engines[0].flat.length
+def training_step(engine: Engine, rank: int) -> Callable[[Batch], float]:
+    """Step function of an engine, which returns the seconds in communication."""
+    return lambda batch: engine.step([batch._replace(number=rank)]).communication
 
-    def _layout(self, name: str, ranks: MPI.Intracomm) -> Callable[[Batch], float]:
-        options, task = self._options, self._task
-        settings = Settings(
-            layout=name,
-            seed=options.seed,
-            bucket_bytes=int(options.bucket_mb * 2**20),
-            first_bytes=int(options.first_mb * 2**20),
-        )
-        model = build(options.model, task.inputs, task.outputs)
-        comm = Communicator(ranks)  # one per engine: the number of its persistent requests is limited
-        engine = Engine(model, SoftmaxCrossEntropy(), comm, AdamW(rate=1e-4), settings)
-        self._engines.append(engine)
-        rank = ranks.Get_rank()  # 0 if alone
-        return lambda batch: engine.step([batch._replace(number=rank)]).communication
 
-    def _exchange(self, ranks: MPI.Intracomm) -> Callable[[Batch], float]:
-        comm = Communicator(ranks)
-        vector = comm.zeros(self.length, np.float32)
+def exchange_step(comm: Communicator, length: int) -> Callable[[Batch], float]:
+    """Step function that only adds a vector over the ranks, and returns its seconds."""
+    vector = comm.zeros(length, np.float32)
 
-        def exchange(batch: Batch) -> float:
-            began = time.perf_counter()
-            comm.Allreduce(MPI.IN_PLACE, vector)
-            return time.perf_counter() - began
+    def exchange(batch: Batch) -> float:
+        began = time.perf_counter()
+        comm.Allreduce(MPI.IN_PLACE, vector)
+        return time.perf_counter() - began
 
-        return exchange
-
-    def close(self) -> None:
-        """Free the requests."""
-        for engine in self._engines:
-            engine.close()
+    return exchange
 
 
 def summary(seconds: dict[str, list[float]], communication: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
@@ -118,10 +100,14 @@ def summary(seconds: dict[str, list[float]], communication: dict[str, list[float
 
 def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
     """Time all contestants; the same report on every rank."""
-    task = workload.task_of(options)
-    contestants = LayoutContestants(options, task)
+    task, world = workload.task_of(options), MPI.COMM_WORLD
+    engines = {name: engine_of(name, world, options, task) for name in options.layouts}
+    engines["alone"] = engine_of(FIRST, MPI.COMM_SELF, options, task)
+    steps = {name: training_step(engine, 0 if name == "alone" else comm.Get_rank()) for name, engine in engines.items()}
+    length = engines[FIRST].flat.length
+    steps["exchange"] = exchange_step(Communicator(world), length)
     source = workload.batches(task, options, comm)
-    names = list(contestants.steps)
+    names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     communication: dict[str, list[float]] = {name: [] for name in names}
     with launcher.progress(options.turns + 1, "race", "turn") as bar:
@@ -129,14 +115,15 @@ def race(options: argparse.Namespace, comm: Communicator) -> dict[str, Any]:
             turn = [next(source) for _ in range(options.turn)]
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                result = workload.take_turn(contestants.steps[name], turn)
+                result = workload.take_turn(steps[name], turn)
                 if number:  # the first turn warms up
                     seconds[name].append(result.seconds / options.turn)
                     communication[name].append(sum(result.values) / options.turn)
             bar.update(1)
-    contestants.close()
+    for engine in engines.values():
+        engine.close()
     return {
-        "gradient_bytes": 4 * contestants.length,
+        "gradient_bytes": 4 * length,
         "machine": {"processor": platform.processor() or platform.machine(), "numpy": np.__version__},
         "mpi": MPI.Get_library_version().splitlines()[0].strip(),
         "seconds": seconds,

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
-
-from mpi4py import MPI
+from typing import Any, NamedTuple
 
 from collectives import Communicator
-from parallel.checkpoint.tensor_slices import TensorSlice
-from parallel.data.sampler import Batch
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized import styles
 from parallel.decentralized.replica_engine import ReplicaEngine
@@ -31,42 +26,9 @@ from parallel.pipeline.asynchronous_pipeline import AsynchronousPipeline
 from parallel.pipeline.config import Take
 from parallel.pipeline.pipeline_engine import Pipeline
 from parallel.pipeline.schedule.schedules import SCHEDULES
-from parallel.runtime.profiler import ProfilerEvent
-from parallel.runtime.step_report import Evaluation, StepReport
-from quant.types import Array
 
-
-class TrainableEngine(Protocol):
-    """Engine interface of the training loop; `Engine` documents it. With `Settings.pool`, `step` also takes `drawn`."""
-
-    settings: Settings
-    ledger: MemoryLedger
-    steps: int
-    remarks: Sequence[str]
-
-    @property
-    def updates(self) -> int: ...
-    @property
-    def flat(self) -> FlatParams: ...
-    @property
-    def events(self) -> list[ProfilerEvent]: ...
-    @property
-    def is_reporter(self) -> bool: ...
-    def share(self, micro_batches: int) -> range: ...
-    def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport: ...
-    def evaluate(
-        self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None
-    ) -> Evaluation: ...
-    def quiesce(self) -> None: ...
-    def save(self, write: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any: ...
-    def tensor_slices(self) -> Iterator[TensorSlice]: ...
-    def refresh(self) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+TrainableEngine = Engine | Pipeline | ParameterServer | ReplicaEngine
+"""Engines of a training loop. With `Settings.pool`, the method `step` also takes `drawn`."""
 
 
 class TrainJob(NamedTuple):
