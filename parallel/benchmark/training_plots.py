@@ -27,6 +27,7 @@ PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
 @contextmanager
 def _picture(path: str | Path, size: tuple[float, float], panels: int, **options: Any) -> Iterator[Any]:
     """Figure and axes; written to a file and closed at the end."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=size, layout="constrained")
         yield figure, figure.subplots(1, panels, squeeze=False, **options)[0]

@@ -183,6 +183,5 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot and MPI.COMM_WORLD.Get_rank() == 0:
         from parallel.benchmark.training_plots import plot_peers
 
-        options.plot.parent.mkdir(parents=True, exist_ok=True)
         plot_peers(options.plot, report)
     return 0 if report["gradients"]["within"] else 1

@@ -98,7 +98,6 @@ def main() -> int:
     if args.plot and comm.Get_rank() == 0:
         from parallel.benchmark.training_plots import plot_clocks
 
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
         workers = comm.Get_size() - 1
         title = f"{args.steps} steps on {workers} workers, one {args.factor:g} times slower"
         plot_clocks(args.plot, {run.rule: run.ticks for run in runs}, workers - 1, title)

@@ -141,6 +141,5 @@ def main() -> int:
     if args.plot and comm.Get_rank() == 0:
         from parallel.benchmark.training_plots import plot_regret
 
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot_regret(args.plot, curves, f"logistic regression on digits, {workers} workers")
     return int(not comm.bcast(good))
