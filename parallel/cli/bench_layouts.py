@@ -23,6 +23,7 @@ from collectives.benchmark.reports import quartiles
 from collectives.cli import launcher
 from collectives.cli.launcher import say
 from parallel.benchmark import workload
+from parallel.cli.argument_types import names_of
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel_engine import LAYOUTS, Engine
@@ -42,16 +43,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--turns", type=workload.COUNT, default=15, metavar="N", help="turns after one to warm up (default 15)")
     add("--turn", type=workload.COUNT, default=5, metavar="N", help="steps in a turn (default 5)")
-    add("--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"with commas; {FIRST} always takes part")
+    add(
+        "--layouts", type=names_of(LAYOUTS), default=list(LAYOUTS), metavar="NAMES", help=f"with commas; always {FIRST}"
+    )
     add("--bucket-mb", type=float, default=4.0, metavar="X", help="size of a bucket of gradients (default 4)")
     add("--first-mb", type=float, default=1.0, metavar="X", help="size of the smallest buckets (default 1)")
     options = parser.parse_args(argv)
     workload.choose_data(parser, options)
-    names = options.layouts.split(",")
-    unknown = [name for name in names if name not in LAYOUTS]
-    if unknown:
-        parser.error(f"argument --layouts: expected some of {', '.join(LAYOUTS)}, found {unknown[0]!r}")
-    options.layouts = [FIRST, *(name for name in LAYOUTS if name in names and name != FIRST)]
+    options.layouts = [FIRST, *(name for name in LAYOUTS if name in options.layouts and name != FIRST)]
     return options
 
 

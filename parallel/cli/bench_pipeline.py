@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
+from parallel.cli.argument_types import names_of
 from parallel.nn.operator import ArraySpec
 from parallel.pipeline.runner import ScheduleRunner, bind_actions
 from parallel.pipeline.schedule.lowering import lower
@@ -105,16 +106,12 @@ def overhead(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
     add = parser.add_argument
-    add("--schedules", default=",".join(SCHEDULES), metavar="NAMES", help="with commas (default all)")
+    add("--schedules", type=names_of(SCHEDULES), default=list(SCHEDULES), metavar="NAMES", help="default all")
     add("--microbatches", type=at_least(1, int), default=8, metavar="M", help="default 8")
     add("--milliseconds", type=at_least(0.0, float), default=100.0, metavar="T", help="of F, B and W (default 100)")
     add("--bytes", type=at_least(1, int), default=4096, metavar="N", help="of a message (default 4096)")
     add("--times", type=at_least(1, int), default=3, metavar="K", help="runs of each (default 3)")
-    args = parser.parse_args(argv)
-    args.names = args.schedules.split(",")
-    if unknown := [name for name in args.names if name not in SCHEDULES]:
-        parser.error(f"--schedules: expected some of {', '.join(SCHEDULES)}, found {', '.join(unknown)}")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     ranks, good = comm.Get_size(), True
     say(f"{ranks} stages, {args.microbatches} micro-batches, F, B and W of {args.milliseconds:g} ms each")
     say(f"{'schedule':14} {'simulated':>10} {'measured':>10} {'apart':>8} {'messages':>9} {'us per action':>14}")
-    for name in args.names:
+    for name in args.schedules:
         plan = lower(build(name, ranks, args.microbatches))
         expected = float(simulate(plan, ActionTimes()).bubble)
         found, taken = idle(comm, plan, args), overhead(comm, plan, args)

@@ -21,6 +21,7 @@ from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
 from parallel.benchmark.workload import add_recipe, recipe_settings
+from parallel.cli.argument_types import names_of
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
 from parallel.engine.settings import Settings
@@ -40,13 +41,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
     add_recipe(parser)
     add = parser.add_argument
-    add("--styles", default=",".join(STYLES), metavar="NAMES", help=f"with commas (default {','.join(STYLES)})")
+    add("--styles", type=names_of(STYLES), default=list(STYLES), metavar="NAMES", help=f"default {','.join(STYLES)}")
     add("--plot", type=Path, metavar="FILE", help="losses and distances as a picture")
-    args = parser.parse_args(argv)
-    unknown = set(args.styles.split(",")) - set(STYLES)
-    if unknown:
-        parser.error(f"--styles: expected names of {', '.join(STYLES)}, found {', '.join(sorted(unknown))}")
-    return args
+    return parser.parse_args(argv)
 
 
 def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
@@ -73,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     say(f"| layout | test accuracy | loss of the last {LAST} steps | largest distance |")
     say("| --- | --- | --- | --- |")
     found = {}
-    for name in (BESIDE, *args.styles.split(",")):
+    for name in (BESIDE, *args.styles):
         found[name] = one = history(comm, replace(base, layout=name))
         accuracy = "" if one["score"].accuracy is None else f"{one['score'].accuracy:.2%}"
         distance = f"{max(one['distances'].values(), default=0.0):.2g}"

@@ -27,7 +27,7 @@ from collectives.cli.writable_files import check_writable
 from collectives.selection.timing_file import machine
 from parallel.benchmark.training_output import format_score
 from parallel.checkpoint.checkpoint_files import CheckpointError
-from parallel.cli.train_arguments import picture_error
+from parallel.cli.argument_types import integers, picture_error
 from parallel.nn.operator import Operator
 from parallel.ptq import load_model
 from parallel.ptq.calibration import OBSERVERS, calibrate, dealt
@@ -59,18 +59,6 @@ NEEDED = {"checkpoint": OF_CHECKPOINT + OF_MIXED, "mixed": OF_MIXED, "activation
 """Options without effect unless another one is given."""
 
 
-def numbers(text: str) -> list[int]:
-    """Argument type: integers separated by commas.
-
-    >>> numbers("2,4,8")
-    [2, 4, 8]
-    """
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers as in 2,4,8, found {text!r}") from None
-
-
 def parser() -> launcher.LauncherParser:
     result = launcher.LauncherParser(__doc__, usage="%(prog)s (--checkpoint DIR | --load FILE) [options]")
     source = result.add_mutually_exclusive_group(required=True).add_argument
@@ -91,8 +79,8 @@ def parser() -> launcher.LauncherParser:
     add("--search", default="milp", choices=list(SEARCHES), help="default milp")
     add("--sensitivity", default="loss", choices=list(SENSITIVITIES), help="weight of a layer's error (default loss)")
     add("--cost", default="bytes", choices=list(COSTS), help="unit of the budget (default bytes)")
-    add("--widths", type=numbers, default=list(WIDTHS), metavar="B,B", help="widths of a layer (default 2 to 8)")
-    add("--groups", type=numbers, metavar="N,N", help="group sizes of a layer (default: from half to four times)")
+    add("--widths", type=integers, default=list(WIDTHS), metavar="B,B", help="widths of a layer (default 2 to 8)")
+    add("--groups", type=integers, metavar="N,N", help="group sizes of a layer (default: from half to four times)")
     add("--pareto", type=Path, metavar="PNG", help="picture of uniform widths and of the search's choices")
 
     add = result.add_argument_group("output").add_argument

@@ -25,6 +25,7 @@ import numpy as np
 
 from collectives.cli.launcher import ProgramParser
 from parallel.checkpoint.checkpoint_files import all_in, tensors_in
+from parallel.cli.argument_types import integers, names_of
 from parallel.cli.main import find_mpiexec
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.pipeline.schedule.pipeline_plan import build
@@ -153,26 +154,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--model", choices=[*MODELS, "all"], default="all", help="default all")
-    add("--ranks", default="1,2,4", metavar="LIST", help="numbers of ranks (default 1,2,4)")
-    layouts = ",".join([*LAYOUTS, *PIPELINES])
-    add("--layouts", default=layouts, metavar="LIST", help=f"default all: {layouts}")
+    add("--ranks", type=integers, default=[1, 2, 4], metavar="LIST", help="numbers of ranks (default 1,2,4)")
+    layouts = [*LAYOUTS, *PIPELINES]
+    add("--layouts", type=names_of(layouts), default=layouts, metavar="LIST", help=f"default all: {','.join(layouts)}")
     add("--steps", type=int, default=50, metavar="N", help="default 50")
     add("--limit", type=float, default=120, metavar="SECONDS", help="for each line (default 120)")
     args = parser.parse_args(argv)
-    try:
-        ranks = [int(word) for word in args.ranks.split(",")]
-    except ValueError:
-        parser.error(f"--ranks: expected numbers as in 1,2,4, found {args.ranks!r}")
-    names = args.layouts.split(",")
-    if unknown := [name for name in names if name not in layouts.split(",")]:
-        parser.error(f"--layouts: expected some of {layouts}, found {', '.join(unknown)}")
-    if min(ranks) < 1 or args.steps < 1:
+    if min(args.ranks) < 1 or args.steps < 1:
         parser.error("--ranks and --steps: expected 1 or more")
     mpiexec = find_mpiexec()
     if mpiexec is None:
         parser.error("there is no mpiexec: set MPIEXEC to one")
     verdicts: list[bool] = []
     for model in MODELS if args.model == "all" else [args.model]:
-        verdicts += verify(mpiexec, model, table(model, ranks, names), args.steps, args.limit)
+        verdicts += verify(mpiexec, model, table(model, args.ranks, args.layouts), args.steps, args.limit)
     print(f"{sum(verdicts)} of {len(verdicts)} trainings of {args.steps} steps are as they should be")
     return 0 if all(verdicts) else 1

@@ -27,6 +27,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
+from parallel.cli.argument_types import integers
 from parallel.data import datasets
 from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import OnDemandSampler, Sampler
@@ -102,7 +103,7 @@ def train(
 def parser() -> launcher.LauncherParser:
     result = launcher.LauncherParser(__doc__)
     add = result.add_argument
-    add("--staleness", default="0,1,3,8", metavar="S,...", help="default 0,1,3,8")
+    add("--staleness", type=integers, default=[0, 1, 3, 8], metavar="S,...", help="default 0,1,3,8")
     add("--steps", type=at_least(1, int), default=300, metavar="N", help="default 300")
     add("--radius", type=at_least(0.1, float), default=12.0, metavar="R", help="of the ball (default 12)")
     add("--delay", type=at_least(0, float), default=0.001, metavar="S", help="seconds a part")
@@ -125,7 +126,7 @@ def main() -> int:
     say(f"P = {workers}, L = {steepest:.2f}, F = {distance:.2f}, {BATCH} samples a gradient")
     say(f"{'s':>3}{'T':>7}{'regret/T':>11}{'bound':>9}{'farthest':>10}")
     good, curves = True, {}
-    for staleness in map(int, args.staleness.split(",")):
+    for staleness in args.staleness:
         sigma = distance / (steepest * math.sqrt(2 * (staleness + 1) * workers))
         history = train(comm, data, staleness, sigma, args.steps, args.delay)
         if comm.Get_rank():

@@ -14,7 +14,7 @@ from parallel.engine.data_parallel_engine import LAYOUTS
         (["--model", "convnet"], "--model"),
         (["--turns", "0"], "below 1"),
         (["--turn", "many"], "is no int"),
-        (["--layouts", "dp,none"], "found 'none'"),
+        (["--layouts", "dp,none"], "found none"),
     ],
 )
 def test_bad_arguments_end_all_ranks_with_one_message(world, capsys, argv, said):
