@@ -101,13 +101,13 @@ def limit_threads(comm: Communicator, args: argparse.Namespace, chosen: settings
 
 def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -> None:
     """Print data, model, batch, layout and remarks."""
-    chosen, settled, ranks = plan.settings, plan.settled, comm.Get_size()
+    chosen, resolved, ranks = plan.settings, plan.resolved, comm.Get_size()
     batch = f"batch {chosen.batch} in micro-batches of {plan.sampler.micro_batch}"
     say(f"{plan.task.name}: {len(plan.task.train)} samples, {len(plan.task.test)} for the test")
     say(f"{chosen.model}: {short(plan.parameters)} parameters, {chosen.precision}, {chosen.optimizer}, {batch}")
-    parts = f", parts begin at units {settled.cuts.rpartition(',')[0]}" if settled.cuts else ""
+    parts = f", parts begin at units {resolved.cuts.rpartition(',')[0]}" if resolved.cuts else ""
     threads = f"{args.threads} thread{'s' * (args.threads != 1)}"
-    say(f"{settled.layout} on {ranks} rank{'s' * (ranks != 1)} of {threads}{parts}, {plan.steps} steps")
+    say(f"{resolved.layout} on {ranks} rank{'s' * (ranks != 1)} of {threads}{parts}, {plan.steps} steps")
     for remark in plan.remarks:
         say(remark)
 

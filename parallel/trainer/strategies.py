@@ -40,7 +40,7 @@ class TrainJob(NamedTuple):
     optimizer: Optimizer
 
 
-class Settled(NamedTuple):
+class Resolved(NamedTuple):
     """Complete settings, and remarks on decisions."""
 
     settings: Settings
@@ -57,7 +57,7 @@ class Strategy(NamedTuple):
         Raises ValueError, which names the field, for settings that the engine cannot use.
     workers : callable (settings, ranks) -> int
         Number of ranks, or pipelines, that share the samples of a step.
-    settle : callable (job, settings, take) -> Settled
+    resolve : callable (job, settings, take) -> Resolved
         Decides open fields; ``take(n)`` returns n samples for trials. Collective.
     fields : tuple of str
         Settings that not every strategy has.
@@ -79,7 +79,7 @@ class Strategy(NamedTuple):
     survives_failures: bool = False
 
     def engine(self, job: TrainJob, settings: Settings) -> TrainableEngine:
-        """Create the engine of settled settings. Collective."""
+        """Create the engine of resolved settings. Collective."""
         return self.engine_class(settings)(job.model, job.loss, job.comm, job.optimizer, settings)
 
     def forecast(self, job: TrainJob, settings: Settings, workload: Workload) -> MemoryLedger:

@@ -67,7 +67,7 @@ class TrainingPlan:
     Attributes
     ----------
     task : LearningTask
-    settings, settled : Settings
+    settings, resolved : Settings
         As given, and with the fields that a layout leaves open decided (partition, compression).
     fault_tolerant : bool
         True if MPI and strategy continue after the death of a rank. Then only methods documented as collective may be
@@ -94,17 +94,17 @@ class TrainingPlan:
         self.settings = settings = replace(settings, fault_tolerant=self.fault_tolerant)
         self._job = TrainJob(model, loss_of(self.task), comm, optimizer)
         data, ranks = self.task.train, comm.Get_size()
-        self.settled, remarks = strategy.settle(
+        self.resolved, remarks = strategy.resolve(
             self._job, settings, lambda count: data.take(np.arange(count) % len(data))
         )
-        self.sampler = sampler_of(self.settled, self.task, ranks)
+        self.sampler = sampler_of(self.resolved, self.task, ranks)
         self.steps = steps_of(settings, self.task)
         self.parameters = sum(place.size for place in FlatParams(model).places)
         self.flops_per_sample = flops(model, self.task, settings.precision)
         shapes, sizes = partial(specs, self.task, settings.precision), self.sampler.sizes(self.steps)
         workload = Workload(comm.Get_rank(), ranks, shapes, sizes, settings.pool)
-        self.forecast = strategy.forecast(self._job, self.settled, workload)
-        self.remarks = (*remarks, *self._idle_workers(strategy.workers(self.settled, ranks), sizes))
+        self.forecast = strategy.forecast(self._job, self.resolved, workload)
+        self.remarks = (*remarks, *self._idle_workers(strategy.workers(self.resolved, ranks), sizes))
 
     def _idle_workers(self, workers: int, sizes: Sequence[tuple[int, ...]]) -> list[str]:
         """Remark if a step has fewer micro-batches than there are ranks, or pipelines, that share them."""

@@ -88,7 +88,10 @@ WRONG = {
         "group: expected 2 to {size} of {size} ranks, found 99",
     ),
     "half shared": (lambda tmp: ["--parallel", "hogwild", "--precision", "bf16"], "hogwild has fp32 or fp64"),
-    "not alike": (lambda tmp: ["--parallel", "sgp", "--reproducible"], "reproducible: with sgp the result depends on the number of ranks"),
+    "not alike": (
+        lambda tmp: ["--parallel", "sgp", "--reproducible"],
+        "reproducible: with sgp the result depends on the number of ranks",
+    ),
     "pool": (
         lambda tmp: ["--pool", "--parallel", "zero2"],
         "pool: it belongs to dp-naive, dp-bucket, dp, zero1, and the layout is zero2",
