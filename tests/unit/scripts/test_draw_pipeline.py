@@ -1,6 +1,7 @@
 """chorus draw pipeline: text, pictures, CSV and traces of every schedule; what was measured; wrong requests."""
 
 import json
+from unittest import mock
 
 import pytest
 from support.program_runs import call
@@ -14,7 +15,8 @@ from parallel.pipeline.schedule.schedules import SCHEDULES
 
 
 def script(*arguments):
-    return call(draw_pipeline.main, *arguments)
+    with mock.patch.dict(SCHEDULES):  # a schedule from a file must not stay for other tests
+        return call(draw_pipeline.main, *arguments)
 
 
 def test_as_text():
