@@ -7,9 +7,9 @@ wrapper that forwards ``*args`` would cost a tenth of that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from textwrap import indent
+from textwrap import fill, indent
 from typing import Any
 
 from mpi4py import MPI
@@ -21,6 +21,22 @@ FORMS = ("blocking", "non-blocking", "persistent")
 
 _KEYWORDS = ("*", 'algorithm: str = "auto"', "segments: int | None = None")
 
+_PARAMETERS = {"op": "op: MPI.Op = MPI.SUM", "root": "root: int = 0", "recvcounts": "recvcounts: Any = None"}
+
+_DOCUMENTED = {
+    "op": "op : MPI.Op\n    Predefined or user-defined; ranks are combined in order if it does not commute.",
+    "root": "root : int",
+    "recvcounts": "recvcounts : sequence of int, optional\n"
+    "    Elements for each rank; by default the size of each rank's `recvbuf`.",
+}
+
+_FROM_COMMUNICATOR = {
+    "rank": "self._rank",
+    "size": "self._size",
+    "recvcounts": "self._counts(sendbuf, recvbuf, recvcounts)",
+}
+"""Arguments of `Declaration.describe` that the communicator adds."""
+
 STUB = Path(__file__).with_name("collective_methods.pyi")
 """Types of the generated methods, for type checkers and editors; written by `write_stub`."""
 
@@ -28,6 +44,11 @@ STUB = Path(__file__).with_name("collective_methods.pyi")
 def method_name(name: str, form: str) -> str:
     """Name of the method of a collective in a form: ``Allreduce``, ``Iallreduce``, ``Allreduce_init``."""
     return {"blocking": name, "non-blocking": f"I{name.lower()}", "persistent": f"{name}_init"}[form]
+
+
+def method_names() -> list[str]:
+    """Names of the methods of all collectives in all forms."""
+    return [method_name(declaration.name, form) for declaration in DECLARATIONS for form in FORMS]
 
 
 def add_methods(owner: type) -> None:
@@ -51,20 +72,22 @@ def _function(declaration: Declaration, form: str, module: str) -> Callable[...,
 
 
 def _source(declaration: Declaration, form: str) -> str:
-    names = [parameter.name for parameter in _parameters(declaration)]
-    call = f"describe({', '.join(['self', *names])})"
+    names = _arguments(declaration)
+    values = _FROM_COMMUNICATOR | {"v_form": repr(declaration.v_form)}
+    call = f"describe({', '.join(values.get(name, name) for name in _parameters(declaration))})"
     if form == "non-blocking":
         body = f"return self._begin({call}, algorithm, segments)"
     elif form == "persistent":
         body = f"return self._bind({call}, algorithm, segments)"
-    elif declaration.cached_as is None:
+    elif declaration.v_form:
         body = f"self._run({call}, algorithm, segments)"
     else:
         send = next((name for name in ("sendbuf", "buf") if name in names), None)
         recv = next((name for name in ("recvbuf", "buf") if name in names), None)
         op, root = "op" if "op" in names else "MPI.SUM", "root" if "root" in names else "0"
+        key = f"{declaration.describe.__name__!r}, {send}, {recv}, {op}, {root}, algorithm, segments"
         body = (
-            f"key = self._run_cached({declaration.cached_as!r}, {send}, {recv}, {op}, {root}, algorithm, segments)\n"
+            f"key = self._run_cached({key})\n"
             f"if key:\n"
             f"    self._run({call}, algorithm, segments, key, {send}, {recv}, {op})"
         )
@@ -73,25 +96,28 @@ def _source(declaration: Declaration, form: str) -> str:
     return f"def {method_name(declaration.name, form)}({parameters}) -> {returns}:\n{indent(body, '    ')}\n"
 
 
-def _parameters(declaration: Declaration) -> list[inspect.Parameter]:
-    return list(inspect.signature(declaration.describe).parameters.values())[1:]
+def _parameters(declaration: Declaration) -> list[str]:
+    return list(inspect.signature(declaration.describe).parameters)
 
 
-def _signature(declaration: Declaration, form: str) -> Iterator[str]:
-    yield "self"
-    for parameter in _parameters(declaration):
-        default = parameter.default
-        value = "MPI.SUM" if isinstance(default, MPI.Op) else repr(default)
-        yield f"{parameter.name}: {parameter.annotation}" + ("" if default is parameter.empty else f" = {value}")
-    if form == "persistent":
-        yield "info: MPI.Info = MPI.INFO_NULL"
-    yield from _KEYWORDS
+def _arguments(declaration: Declaration) -> list[str]:
+    """Names of mpi4py's arguments."""
+    return [name for name in _parameters(declaration) if name not in ("rank", "size", "v_form")]
+
+
+def _signature(declaration: Declaration, form: str) -> list[str]:
+    arguments = [_PARAMETERS.get(name, f"{name}: Any") for name in _arguments(declaration)]
+    info = ["info: MPI.Info = MPI.INFO_NULL"] if form == "persistent" else []
+    return ["self", *arguments, *info, *_KEYWORDS]
 
 
 def _documentation(declaration: Declaration, form: str) -> str:
-    if form == "blocking":
-        return inspect.cleandoc(declaration.describe.__doc__ or "")
-    return f"{'Start' if form == 'non-blocking' else 'Create a persistent request for'} `{declaration.name}`."
+    if form != "blocking":
+        return f"{'Start' if form == 'non-blocking' else 'Create a persistent request for'} `{declaration.name}`."
+    buffers = (indent(fill(text, 104), "    ") for text in declaration.buffers)
+    parts = [_DOCUMENTED.get(name) or f"{name} : buffer\n{next(buffers)}" for name in _arguments(declaration)]
+    heading = ["", "Parameters", "-" * 10] if parts else []
+    return "\n".join([declaration.summary, *heading, *parts])
 
 
 def stub() -> str:

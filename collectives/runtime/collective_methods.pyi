@@ -90,8 +90,8 @@ class CollectiveMethods(Inherited):
         ----------
         sendbuf : buffer
             n elements; ``MPI.IN_PLACE`` at the root, whose operand is then in `recvbuf`.
-        recvbuf : buffer or None
-            n elements of the same type at the root; ignored elsewhere.
+        recvbuf : buffer
+            n elements of the same type at the root; ignored elsewhere, where it may be None.
         op : MPI.Op
             Predefined or user-defined; ranks are combined in order if it does not commute.
         root : int
@@ -181,8 +181,8 @@ class CollectiveMethods(Inherited):
 
         Parameters
         ----------
-        sendbuf : buffer or None
-            p blocks at the root; ignored elsewhere.
+        sendbuf : buffer
+            p blocks at the root; ignored elsewhere, where it may be None.
         recvbuf : buffer
             One block; ``MPI.IN_PLACE`` at the root leaves its block in `sendbuf`.
         root : int
@@ -226,8 +226,8 @@ class CollectiveMethods(Inherited):
         ----------
         sendbuf : buffer
             One block; ``MPI.IN_PLACE`` at the root, whose block is then in `recvbuf`.
-        recvbuf : buffer or None
-            p blocks at the root; ignored elsewhere.
+        recvbuf : buffer
+            p blocks at the root; ignored elsewhere, where it may be None.
         root : int
         """
 
@@ -399,8 +399,9 @@ class CollectiveMethods(Inherited):
 
         Parameters
         ----------
-        sendbuf : buffer or None
-            ``[array, counts]``, ``[array, counts, displs, type]`` and so on at the root; ignored elsewhere.
+        sendbuf : buffer
+            ``[array, counts]``, ``[array, counts, displs, type]`` and so on at the root; ignored elsewhere, where
+            it may be None.
         recvbuf : buffer
             One block of the length given at the root; ``MPI.IN_PLACE`` at the root leaves its block in `sendbuf`.
         root : int
@@ -443,9 +444,11 @@ class CollectiveMethods(Inherited):
         Parameters
         ----------
         sendbuf : buffer
-            One block of the length given at the root; ``MPI.IN_PLACE`` at the root, whose block is then in `recvbuf`.
-        recvbuf : buffer or None
-            ``[array, counts]``, ``[array, counts, displs, type]`` and so on at the root; ignored elsewhere.
+            One block of the length given at the root; ``MPI.IN_PLACE`` at the root, whose block is then in
+            `recvbuf`.
+        recvbuf : buffer
+            ``[array, counts]``, ``[array, counts, displs, type]`` and so on at the root; ignored elsewhere, where
+            it may be None.
         root : int
         """
 
@@ -563,8 +566,8 @@ class CollectiveMethods(Inherited):
         Parameters
         ----------
         sendbuf : buffer
-            ``[array, counts]``, ``[array, counts, displs, type]`` and so on; or ``MPI.IN_PLACE`` on all ranks, whose
-            blocks are then in `recvbuf`.
+            ``[array, counts]``, ``[array, counts, displs, type]`` and so on; or ``MPI.IN_PLACE`` on all ranks,
+            whose blocks are then in `recvbuf`.
         recvbuf : buffer
             The same forms; block r has the length of the block that rank r sends.
         """
@@ -608,7 +611,7 @@ class CollectiveMethods(Inherited):
         recvbuf : buffer
             n elements of the same type.
         op : MPI.Op
-            Predefined or user-defined.
+            Predefined or user-defined; ranks are combined in order if it does not commute.
         """
 
     def Iscan(
@@ -652,7 +655,7 @@ class CollectiveMethods(Inherited):
         recvbuf : buffer
             n elements of the same type.
         op : MPI.Op
-            Predefined or user-defined.
+            Predefined or user-defined; ranks are combined in order if it does not commute.
         """
 
     def Iexscan(

@@ -42,7 +42,7 @@ def broadcast(nbytes=8, root=0, rank=0):
 
 def allgatherv(counts, rank=0):
     room = np.zeros(sum(counts), "u1")
-    return calls.allgatherv(np.zeros(counts[rank], "u1"), [room, list(counts)], rank, 2)
+    return calls.allgather(np.zeros(counts[rank], "u1"), [room, list(counts)], rank, 2, v_form=True)
 
 
 def reduce_scatter(counts, rank=0):
@@ -51,7 +51,7 @@ def reduce_scatter(counts, rank=0):
 
 def scatterv(counts, rank, mine=None):
     send = [np.zeros(sum(counts), "u1"), list(counts)] if rank == 0 else None
-    return calls.scatterv(send, np.zeros(counts[rank] if mine is None else mine, "u1"), 0, rank, 2)
+    return calls.scatter(send, np.zeros(counts[rank] if mine is None else mine, "u1"), 0, rank, 2, v_form=True)
 
 
 mine_op = MPI.Op.Create(lambda a, b, t: None, commute=False)

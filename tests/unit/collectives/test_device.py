@@ -21,6 +21,7 @@ from collectives.buffers import staging
 from collectives.buffers.arguments import vector
 from collectives.runtime import binding, planner
 from collectives.runtime import call as calls
+from collectives.runtime.collective_declarations import DECLARATIONS
 from collectives.selection.select import AlgorithmChoice
 from collectives.transport import device
 
@@ -44,8 +45,9 @@ ALGORITHMS = [
 
 
 def call_of(example, send, recv, rank, size):
-    make = getattr(calls, "broadcast" if example.method == "Bcast" else example.method.lower())
-    return make(*example.arguments(send, recv), rank, size)
+    declaration = next(entry for entry in DECLARATIONS if entry.name == example.method)
+    v_form = {"v_form": True} if example.method.endswith("v") else {}
+    return declaration.describe(*example.arguments(send, recv), rank, size, **v_form)
 
 
 def alone(cuda_aware=None):
