@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, product
 from math import prod
-from operator import index
 from typing import Any, Self
 
 import numpy as np
@@ -19,58 +17,28 @@ from mpi4py import MPI
 
 from collectives.buffers.arguments import shape_and_dtype, vector
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, NotCopied
-from collectives.runtime import call as calls
-from collectives.runtime import native
-from collectives.runtime.call import Call
+from collectives.runtime.algorithm_chooser import AlgorithmChooser
+from collectives.runtime.call import BYTE, Call, is_in_place
 from collectives.runtime.collective_declarations import DECLARATIONS
 from collectives.runtime.collective_forms import FORMS, method_name
 from collectives.runtime.collective_methods import CollectiveMethods
 from collectives.runtime.desync_check import DesyncChecker, is_wanted
-from collectives.runtime.native_requests import end_help
 from collectives.runtime.node_agreement import agree_on_nodes
-from collectives.runtime.ops import is_commutative
-from collectives.runtime.persistent_agreement import UNKNOWN, MemoryVisibility, common
+from collectives.runtime.persistent_agreement import common
 from collectives.runtime.planner import Planner
 from collectives.runtime.program_cache import UNCACHEABLE, CallKey
-from collectives.runtime.program_end import abort_status
+from collectives.runtime.program_end import close_all, open_communicators
 from collectives.runtime.requests import Request, active_requests, progress_until, with_progress_thread
-from collectives.schedule.semantics import MEANINGS
-from collectives.selection import select
-from collectives.selection.queries import catalog_name, has_local_counts
-from collectives.selection.select import CallTraits, Selection, Selector
+from collectives.selection.select import Selection, Selector
 from collectives.selection.timing_file import broadcast_table
-from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form, TimingTable
-from collectives.transport.memories import free_buried
+from collectives.selection.timing_table import BLOCKING, AlgorithmChoice, Form, TimingTable
 
 Tuning = bool | str | os.PathLike[str] | TimingTable | None
 
-_open: dict[int, Communicator] = {}
-"""Communicators that hold resources, by order of creation."""
-
 _numbers = count(1)
 
-
-def _close_all() -> None:
-    """Release all resources at exit, so that MPI reports no leaks; do nothing after an uncaught exception."""
-    end_help()
-    if MPI.Is_finalized() or (_has_peers() and abort_status()):
-        return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
-    for comm in list(_open.values()):
-        comm._close()
-    for comm in list(_open.values()):
-        left = InvalidArgument(MPI.ERR_PENDING, f"{comm._closing.active} collectives are still under way")
-        sys.excepthook(type(left), left, None)
-        comm._release()
-    free_buried()
-
-
-def _has_peers() -> bool:
-    if MPI.COMM_WORLD.Get_size() > 1 or MPI.Comm.Get_parent() != MPI.COMM_NULL:
-        return True
-    return any(comm._size > 1 for comm in _open.values())
-
-
-atexit.register(_close_all)
+# Registered after the imports, hence called before the exit functions of all modules of this package.
+atexit.register(close_all)
 
 
 def _uncached(*_: Any) -> CallKey:
@@ -79,10 +47,9 @@ def _uncached(*_: Any) -> CallKey:
 
 
 class Communicator(CollectiveMethods):
-    """Intracommunicator whose collectives on arrays are Chorus's; all else is inherited from mpi4py.
+    """Intracommunicator whose collectives on arrays are Chorus's; all else is inherited from mpi4py. Collective.
 
-    Collective over `comm`. The two communicators share ranks and point-to-point messages; messages of collectives are
-    separate from both.
+    It shares ranks and point-to-point messages with `comm`; messages of its collectives are separate.
 
     Parameters
     ----------
@@ -93,13 +60,13 @@ class Communicator(CollectiveMethods):
         environment variable ``CHORUS_DEBUG`` (1, true, yes, on; or 0, false, no, off, empty). Enabled on all ranks if
         one enables it.
     cuda_aware : bool, optional
-        Pass GPU arrays to MPI directly; otherwise they are staged in host memory. Default: only if the MPI supports it
-        on all ranks. All messages then use MPI, also those of host arrays that would have used shared memory.
+        Pass GPU arrays to MPI directly, and use MPI for all messages; otherwise GPU arrays are staged in host memory.
+        Default: only if the MPI supports it on all ranks.
     shared : bool, optional
         Ranks of one node communicate through shared memory (default); if False, all messages use MPI.
     nodes : sequence of int, optional
-        Node number of each of the p ranks, the same on all ranks; by default determined by MPI. Used by hierarchical
-        algorithms; ranks on different nodes share no memory. On one machine it emulates a cluster.
+        Node number of each of the p ranks, the same on all ranks; by default determined by MPI. Ranks on different
+        nodes share no memory. On one machine it emulates a cluster for hierarchical algorithms.
     tuning : bool or path, optional
         Timing table for ``algorithm="auto"``, measured by ``chorus tune``: the one stored for this user, machine
         and MPI, if any (default); a file; or none, for False or None. Rank 0's table is used on all ranks.
@@ -107,8 +74,7 @@ class Communicator(CollectiveMethods):
     Raises
     ------
     InvalidArgument, InvalidType
-        On all ranks, if `nodes` does not have one number per rank or differs between ranks, or if ``CHORUS_DEBUG`` is
-        invalid on one of them.
+        On all ranks, if `nodes` is invalid or differs between ranks, or ``CHORUS_DEBUG`` is invalid on one of them.
 
     Notes
     -----
@@ -124,9 +90,8 @@ class Communicator(CollectiveMethods):
     Invalid arguments are reported before anything is sent, as `collectives.errors` that are both mpi4py's
     ``MPI.Exception`` and Python's ``ValueError`` or ``TypeError``.
 
-    Non-blocking collectives progress inside the calls of this package, and inside the blocking point-to-point methods
-    and collectives that a `Communicator` inherits from mpi4py, for any operation; elsewhere a thread progresses them,
-    sleeping up to a millisecond in between.
+    Non-blocking collectives progress inside the calls of this package, including inherited blocking point-to-point
+    methods and collectives; elsewhere a thread progresses them, sleeping up to a millisecond in between.
 
     Examples
     --------
@@ -186,41 +151,12 @@ class Communicator(CollectiveMethods):
             self._report_refusals(self._checker)
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
         table = broadcast_table(self._planner.comm, tuning)
-        self._selector = Selector(self._size, self._planner.nodes, table)
-        self._native = table is not None and not self._planner.aware and self._threads
+        native = table is not None and not self._planner.aware and self._threads
+        self._chooser = AlgorithmChooser(Selector(self._size, self._planner.nodes, table), native)
         self._number = next(_numbers)
-        _open[self._number] = self
+        open_communicators[self._number] = self
 
     # -------------------------------------------------------------------------------- from a call to a program
-
-    def _choose(
-        self, call: Call, algorithm: str, segments: int | None, form: Form, memory: MemoryVisibility = UNKNOWN
-    ) -> AlgorithmChoice:
-        if algorithm == "auto":
-            may_native = self._native and segments is None and native.refusal(call, form) is None
-            traits = CallTraits(
-                call.collective, call.nbytes, call.ordered, call.local_counts, may_native, form, call.v_form, *memory
-            )
-            choice = self._selector.choose(traits)
-        elif not isinstance(algorithm, str):
-            raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
-        elif algorithm == NATIVE:
-            native.check(call, form)
-            choice = AlgorithmChoice(NATIVE)
-        else:
-            select.check(call.collective, algorithm, call.ordered, self.nodes)
-            choice = AlgorithmChoice(algorithm)
-        if segments is None:
-            return choice
-        if algorithm == NATIVE:
-            raise InvalidArgument(MPI.ERR_ARG, "segments: the MPI's own collectives are not cut in any")
-        try:
-            number = index(segments)
-        except TypeError:
-            raise InvalidType(MPI.ERR_ARG, f"segments: expected a number, found {segments!r}") from None
-        if number < 1:
-            raise InvalidArgument(MPI.ERR_ARG, f"segments: expected at least 1, found {number}")
-        return choice._replace(segments=number) if call.collective != "barrier" else choice
 
     def _open_planner(self) -> Planner:
         if self._planner is None:
@@ -229,11 +165,9 @@ class Communicator(CollectiveMethods):
             )
         return self._planner
 
-    def _run(
-        self, call: Call, algorithm: str, segments: int | None, key: CallKey = UNCACHEABLE, *arguments: Any
-    ) -> None:
+    def _run(self, call: Call, algorithm: Any, segments: Any, key: CallKey = UNCACHEABLE, *arguments: Any) -> None:
         """Run a blocking call; `key` and the arguments are those of `ProgramCache.store`."""
-        planner, choice = self._open_planner(), self._choose(call, algorithm, segments, "blocking")
+        planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
             planner.cache.check_in_step()
             planner.consume_tag()
@@ -242,19 +176,19 @@ class Communicator(CollectiveMethods):
 
     def _begin(self, call: Call, algorithm: str, segments: int | None) -> Request:
         """Start a non-blocking call."""
-        planner, choice = self._open_planner(), self._choose(call, algorithm, segments, "nonblocking")
+        planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "nonblocking")
         gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
         return planner.begin(call, choice, gate)
 
     def _bind(self, call: Call, algorithm: str, segments: int | None) -> Request:
         """Create a persistent request."""
-        planner, choice = self._open_planner(), self._choose(call, algorithm, segments, "persistent")
+        planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "persistent")
         if self._checker is not None:
             planner.consume_tag()
             progress_until(self._checker.check("persistent", call, choice))
         memory = planner.visibility(call)
         if memory.shared:
-            choice = self._choose(call, algorithm, segments, "persistent", memory)
+            choice = self._chooser.choose(call, algorithm, segments, "persistent", memory)
         return planner.init(call, choice, memory.shared)
 
     def _report_refusals(self, checker: DesyncChecker) -> None:
@@ -262,44 +196,38 @@ class Communicator(CollectiveMethods):
 
         The wrappers are attributes of this object, so that calls outside debug mode have no extra layer.
         """
-        for declaration in DECLARATIONS:
-            for form in FORMS:
-                name = method_name(declaration.name, form)
-                method = getattr(self, name)
-                wrapper = partial(self._report_refusal, checker, form, declaration.name.lower(), method)
-                self.__dict__[name] = wrapper
 
-    def _report_refusal(
-        self,
-        checker: DesyncChecker,
-        form: str,
-        collective: str,
-        method: Callable[..., Any],
-        *args: Any,
-        **keywords: Any,
-    ) -> Any:
-        checker.reported = False
-        try:
-            return method(*args, **keywords)
-        except Exception as error:
-            if self._planner is not None and not checker.reported:
-                self._planner.consume_tag()  # as on the other ranks, which make the call
-                delivered = checker.refuse(form, collective, error)
-                if form != "non-blocking":
-                    progress_until(delivered)
-            raise
+        def reporting(name: str, form: str) -> Callable[..., Any]:
+            method = getattr(self, method_name(name, form))
+
+            def call(*args: Any, **keywords: Any) -> Any:
+                checker.reported = False
+                try:
+                    return method(*args, **keywords)
+                except Exception as error:
+                    if self._planner is not None and not checker.reported:
+                        self._planner.consume_tag()  # as on the other ranks, which make the call
+                        delivered = checker.refuse(form, name.lower(), error)
+                        if form != "non-blocking":
+                            progress_until(delivered)
+                    raise
+
+            return call
+
+        for declaration, form in product(DECLARATIONS, FORMS):
+            self.__dict__[method_name(declaration.name, form)] = reporting(declaration.name, form)
 
     def _counts(self, sendbuf: Any, recvbuf: Any, recvcounts: Any) -> Any:
         """Receive counts of a reduce-scatter: as given, else the size of every rank's recvbuf (collective)."""
         if recvcounts is not None:
             return recvcounts
         planner = self._open_planner()
-        if calls.is_in_place(sendbuf):
+        if is_in_place(sendbuf):
             raise InvalidArgument(MPI.ERR_COUNT, "recvcounts: MPI.IN_PLACE needs them")
         count = vector(recvbuf, "recvbuf", writable=True).count  # raises before the other ranks wait for it
         if self._checker is not None:
             planner.consume_tag()
-            exchange = Call("reduce_scatter", (0,), calls.BYTE)
+            exchange = Call("reduce_scatter", (0,), BYTE)
             progress_until(self._checker.check("asking for recvcounts", exchange, AlgorithmChoice("auto"), last=False))
         return self._accompany(partial(planner.comm.allgather, count))
 
@@ -329,8 +257,7 @@ class Communicator(CollectiveMethods):
             The reduction, if any, on elements that MPI supports too.
         form : "blocking", "nonblocking" or "persistent"
         symmetric, in_place : bool
-            The arrays come from `empty`, and the call is in place, on all ranks. Relevant to the persistent form, for
-            which ranks agree on it when a request is created.
+            The arrays come from `empty`, and the call is in place, on all ranks; for the persistent form.
 
         Returns
         -------
@@ -344,21 +271,17 @@ class Communicator(CollectiveMethods):
         >>> alone.choice("barrier", 0)
         Selection(algorithm='linear', segments=1, seconds=0.0, source='model')
         """
-        node, base = self._open_planner().node, catalog_name(collective)
-        ordered, v_form = MEANINGS[base].reduces and not is_commutative(op), base != collective
-        may_native = self._native and native.unsound(native.METHODS[base][v_form], form) is None
+        node = self._open_planner().node
         shared = symmetric and form == "persistent" and node is not None and node.reads
-        local = has_local_counts(collective)
-        traits = CallTraits(base, select.size_class(nbytes), ordered, local, may_native, form, v_form, shared, in_place)
-        return self._selector.decide(traits)
+        return self._chooser.select(collective, nbytes, op, form, shared, in_place)
 
     # -------------------------------------------------------------------------------- shared-memory arrays
 
     def empty(self, shape: Any, dtype: Any = float) -> np.ndarray:
         """Allocate an array in memory that the ranks of the node share. Collective.
 
-        An ordinary NumPy array; collectives on it copy less, as peers read it directly. The memory is freed with the
-        last array on it (``del``). Ordinary memory on systems without shared memory.
+        Collectives on it copy less, as peers read it directly. The memory is freed with the last array on it (``del``).
+        Ordinary memory on systems without shared memory.
 
         Parameters
         ----------
@@ -405,63 +328,63 @@ class Communicator(CollectiveMethods):
 
     # -------------------------------------------------------------------------------- new communicators and release
 
-    def _plain(self) -> MPI.Intracomm:
-        """The same communicator as an mpi4py Intracomm."""
-        return MPI.Intracomm(self)
-
     def _adopt(self, comm: Any) -> Any:
-        """A new communicator as a `Communicator` with the same settings; MPI.COMM_NULL unchanged."""
+        """`Communicator` on a new communicator, with the same settings; MPI.COMM_NULL unchanged."""
         if comm == MPI.COMM_NULL:
             return comm
-        debug, table = self._checker is not None, self._selector.table
         nodes = None
         if self._given_nodes is not None:
             group, mine = comm.Get_group(), self.Get_group()
             nodes = [self._given_nodes[rank] for rank in group.Translate_ranks(None, mine)]
             group.Free()
             mine.Free()
-        aware, shared = self._cuda_aware, self._shared
-        return type(self)(comm, debug=debug, cuda_aware=aware, shared=shared, nodes=nodes, tuning=table)
+        return type(self)(
+            comm,
+            debug=self._checker is not None,
+            cuda_aware=self._cuda_aware,
+            shared=self._shared,
+            nodes=nodes,
+            tuning=self._chooser.selector.table,
+        )
 
     def Clone(self) -> Any:
         """As in mpi4py; returns a `Communicator`."""
-        return self._adopt(self._accompany(self._plain().Clone))
+        return self._adopt(self._accompany(MPI.Intracomm(self).Clone))
 
     def Dup(self, info: MPI.Info | None = None) -> Any:
         """As in mpi4py; returns a `Communicator`."""
-        return self._adopt(self._accompany(partial(self._plain().Dup, info)))
+        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Dup, info)))
 
     def Dup_with_info(self, info: MPI.Info) -> Any:
         """As in mpi4py; returns a `Communicator`."""
-        return self._adopt(self._accompany(partial(self._plain().Dup_with_info, info)))
+        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Dup_with_info, info)))
 
     def Idup(self, info: MPI.Info | None = None) -> Any:
         """As in mpi4py; returns an mpi4py communicator, as it is not usable yet, and a request."""
-        return self._plain().Idup(info)
+        return MPI.Intracomm(self).Idup(info)
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` for ``MPI.UNDEFINED``."""
-        return self._adopt(self._accompany(partial(self._plain().Split, color, key)))
+        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Split, color, key)))
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Any:
         """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` for ``MPI.UNDEFINED``."""
-        return self._adopt(self._accompany(partial(self._plain().Split_type, split_type, key, info)))
+        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Split_type, split_type, key, info)))
 
     def Create(self, group: MPI.Group) -> Any:
         """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
-        return self._adopt(self._accompany(partial(self._plain().Create, group)))
+        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Create, group)))
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
-        create = partial(self._plain().Create_group, group, tag)  # collective over the group alone
+        create = partial(MPI.Intracomm(self).Create_group, group, tag)  # collective over the group alone
         return self._adopt(with_progress_thread(create) if active_requests and self._threads else create())
 
     def close(self) -> None:
         """Release the resources of Chorus; the MPI communicator remains usable. Collective.
 
-        Also the end of ``with Communicator(comm) as ours: ...``, except after an exception: it may have occurred on
-        this rank alone, so nothing is released. Collectives on a closed communicator raise. Active operations complete
-        first; their resources are released after the last of them.
+        Also the end of ``with Communicator(comm) as ours: ...``, except after an exception, which may have occurred on
+        this rank alone. Later collectives raise. Resources are released after the last active operation.
         """
         self._close()
 
@@ -473,17 +396,9 @@ class Communicator(CollectiveMethods):
             self._close()
 
     def Free(self) -> None:
-        """Free the MPI communicator and all resources bound to it. Collective.
-
-        Active operations complete, as after `close`.
-
-        Raises
-        ------
-        InvalidArgument
-            If the communicator is MPI's own, such as ``MPI.COMM_WORLD``.
-        """
+        """`close`, and free the MPI communicator; raises for MPI's own, such as ``MPI.COMM_WORLD``. Collective."""
         if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
-            raise InvalidArgument(MPI.ERR_COMM, f"{self.Get_name()} is MPI's own; close() gives back what Chorus holds")
+            raise InvalidArgument(MPI.ERR_COMM, f"{self.Get_name()} is MPI's own: close() releases Chorus's resources")
         self._close()
         super().Free()
 
@@ -508,16 +423,15 @@ class Communicator(CollectiveMethods):
         self._closing, self._planner = self._planner, None
         self.__dict__.pop("_run_cached", None)  # absent in debug mode
         if self._checker is not None:
-            for declaration in DECLARATIONS:
-                for form in FORMS:
-                    self.__dict__.pop(method_name(declaration.name, form), None)
+            for declaration, form in product(DECLARATIONS, FORMS):
+                self.__dict__.pop(method_name(declaration.name, form), None)
         self._closing.close(self._release)
 
     def _release(self) -> None:
         self._closing.free()
         if self._checker is not None:
             self._checker.free()
-        _open.pop(self._number, None)
+        open_communicators.pop(self._number, None)
 
     def _copied(self) -> Self:
         """This object if the communicator is MPI's own, which mpi4py copies too; raises for all others."""

@@ -46,11 +46,6 @@ def method_name(name: str, form: str) -> str:
     return {"blocking": name, "non-blocking": f"I{name.lower()}", "persistent": f"{name}_init"}[form]
 
 
-def method_names() -> list[str]:
-    """Names of the methods of all collectives in all forms."""
-    return [method_name(declaration.name, form) for declaration in DECLARATIONS for form in FORMS]
-
-
 def add_methods(owner: type) -> None:
     """Add the methods of all collectives in all forms to a class."""
     for declaration in DECLARATIONS:

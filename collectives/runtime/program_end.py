@@ -1,4 +1,4 @@
-"""End of a program: orderly, or by an uncaught exception, after which the job is aborted without a collective.
+"""End of a program: communicators are released at exit; after an uncaught exception the job is aborted instead.
 
 Other ranks do not learn of an exception on this one and may wait for it in any collective. Python runs the functions of
 `atexit` after an uncaught exception too, and neither a collective there nor MPI_Finalize would return. mpi4py calls
@@ -12,53 +12,81 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
+
+from collectives.errors import InvalidArgument
+from collectives.runtime.native_requests import end_help
+from collectives.transport.memories import free_buried
+
+if TYPE_CHECKING:
+    from collectives.communicator import Communicator
 
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
 
 PERIOD = 0.01
-"""Seconds between two looks at them."""
+"""Seconds between two checks of these threads."""
+
+open_communicators: dict[int, Communicator] = {}
+"""Communicators that hold resources, by order of creation."""
 
 _set_in_mpi4py = getattr(MPI, "_set_abort_status")  # noqa: B009 (mpi4py's stubs do not have it)
 _print_traceback = sys.excepthook
 _abort_status = 0
 
 
+def close_all() -> None:
+    """Release all resources at exit, so that MPI reports no leaks; do nothing after an uncaught exception."""
+    end_help()
+    if MPI.Is_finalized() or (_has_peers() and _aborts()):
+        return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
+    for comm in list(open_communicators.values()):
+        comm._close()
+    for comm in list(open_communicators.values()):
+        left = InvalidArgument(MPI.ERR_PENDING, f"{comm._closing.active} collectives are still under way")
+        sys.excepthook(type(left), left, None)
+        comm._release()
+    free_buried()
+
+
+def _has_peers() -> bool:
+    if MPI.COMM_WORLD.Get_size() > 1 or MPI.Comm.Get_parent() != MPI.COMM_NULL:
+        return True
+    return any(comm._size > 1 for comm in open_communicators.values())
+
+
 def _set_abort_status(status: int) -> None:
-    """In place of mpi4py's function of this name: set the status, and remember it for `abort_status`."""
+    """Replacement of mpi4py's function of this name that also records the status."""
     global _abort_status
     _abort_status = status
     _set_in_mpi4py(status)
 
 
-def abort_status() -> int:
-    """Status that the job is to be aborted with; 0 if this process ends in an orderly way.
+def _aborts() -> bool:
+    """True if the job is to be aborted; to be called at exit.
 
-    To be called by functions of `atexit`. A program that ends by ``sys.exit(status)`` does so in an orderly way, since
-    all ranks may; under ``python -m mpi4py`` it does not if the status is an error.
+    ``sys.exit(status)`` is an orderly end, since all ranks may call it; under ``python -m mpi4py`` it is not if the
+    status is an error.
     """
     if not _abort_status and _is_uncaught(getattr(sys, "last_traceback", None)):
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         _set_abort_status(_status_of(error))
-    return _abort_status
+    return bool(_abort_status)
 
 
 def _status_of(error: BaseException | None) -> int:
-    """Exit status for an exception: as a shell has it for Ctrl-C, and as Python has it for all others."""
+    """Exit status for an exception: that of a shell for Ctrl-C, that of Python for all others."""
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _is_uncaught(traceback: TracebackType | None) -> bool:
-    """True if a printed exception ends this process.
-
-    One that has passed every frame has a traceback that begins at a frame without a caller. Others are printed in
-    interactive sessions, which go on, and by programs such as pytest, which record what they have caught in the
-    variables that the interpreter uses.
-    """
+    """True if a printed exception ends this process."""
+    # An exception that has passed every frame has a traceback that begins at a frame without a caller. Others are
+    # printed in interactive sessions and by programs such as pytest, which set the interpreter's variables too.
     interactive = hasattr(sys, "ps1") or sys.flags.interactive
     return traceback is not None and traceback.tb_frame.f_back is None and not interactive
 
@@ -73,11 +101,13 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _await_threads(status: int) -> None:
-    """Wait for threads in collectives; abort if some stay there. The interpreter waits for all threads, in vain."""
+    """Wait for threads in collectives; abort if some stay there, as the interpreter would wait for them forever."""
     deadline = time.monotonic() + PATIENCE
     while _threads_in_collectives() and not MPI.Is_finalized():
         if time.monotonic() > deadline:
-            _flush()
+            for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
+                with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
+                    stream.flush()
             MPI.COMM_WORLD.Abort(status)
         time.sleep(PERIOD)
 
@@ -89,19 +119,10 @@ def _threads_in_collectives() -> bool:
         if not thread.daemon and thread is not threading.main_thread():
             frame = frames.get(thread.ident or 0)
             while frame is not None:
-                if frame.f_globals.get("__package__", "").partition(".")[0] == __package__.partition(".")[0]:
+                if (frame.f_globals.get("__package__") or "").partition(".")[0] == __package__.partition(".")[0]:
                     return True
                 frame = frame.f_back
     return False
-
-
-def _flush() -> None:
-    """Write out what was printed: MPI_Abort ends the process without that."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):  # there is none, nobody reads it any more, or it was closed
-            continue
 
 
 setattr(MPI, "_set_abort_status", _set_abort_status)  # noqa: B010

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, communicator
+from collectives import Communicator
 from collectives.errors import InvalidArgument, NotCopied
+from collectives.runtime.program_end import open_communicators
 from collectives.transport import memories
 
 pytestmark = pytest.mark.timeout(60)
@@ -149,7 +150,9 @@ def test_what_is_under_way_comes_to_its_end(world, settings, way):
             assert (sum_ == factor * size).all()
         bound.Wait()
         assert (total == 2 * size).all()
-        assert comm._number not in communicator._open, "nothing is under way, and yet not all was given back"
+        assert comm._number not in open_communicators, (
+            "nothing is under way, and yet not all was given back"
+        )
         for request in (bound, idle):
             assert request.Test() and request.Wait()
             with pytest.raises(InvalidArgument, match="Start of <persistent request of allreduce, of a freed comm"):
@@ -163,7 +166,7 @@ def test_a_persistent_one_alone_under_way(world):
     bound.Start()
     comm.Free()
     bound.Wait()
-    assert (total == world.Get_size()).all() and comm._number not in communicator._open
+    assert (total == world.Get_size()).all() and comm._number not in open_communicators
     bound.Free()
 
 

@@ -159,7 +159,7 @@ def test_what_is_left_under_way_is_told_and_the_program_ends():
 
 def test_the_last_look_sees_what_is_left():
     done = run(
-        "comm.Allreduce(large, large.copy())\natexit.unregister(Communicator.__init__.__globals__['_close_all'])\n",
+        "comm.Allreduce(large, large.copy())\natexit.unregister(Communicator.__init__.__globals__['close_all'])\n",
         shared=False,
     )
     assert done.stdout.count("left: <mpi4py.MPI.Prequest") >= 2

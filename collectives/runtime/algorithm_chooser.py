@@ -1,0 +1,70 @@
+"""Choice of a call's algorithm: as named by the user, or by the selector for ``algorithm="auto"``."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+from mpi4py import MPI
+
+from collectives.errors import InvalidArgument, InvalidType
+from collectives.runtime import native
+from collectives.runtime.call import Call
+from collectives.runtime.ops import is_commutative
+from collectives.runtime.persistent_agreement import UNKNOWN, MemoryVisibility
+from collectives.schedule.semantics import MEANINGS
+from collectives.selection import select
+from collectives.selection.queries import catalog_name, has_local_counts
+from collectives.selection.select import CallTraits, Selection, Selector
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
+
+
+class AlgorithmChooser:
+    """Algorithm and segments of every call on one communicator; `native`: the MPI's own collectives may be selected."""
+
+    def __init__(self, selector: Selector, native: bool) -> None:
+        self.selector, self._native = selector, native
+
+    def choose(
+        self, call: Call, algorithm: Any, segments: Any, form: Form, memory: MemoryVisibility = UNKNOWN
+    ) -> AlgorithmChoice:
+        """Validate the user's `algorithm` and `segments`, and return the choice; the same on all ranks."""
+        if algorithm == "auto":
+            may_native = self._native and segments is None and native.refusal(call, form) is None
+            traits = CallTraits(
+                call.collective, call.nbytes, call.ordered, call.local_counts, may_native, form, call.v_form, *memory
+            )
+            choice = self.selector.choose(traits)
+        elif not isinstance(algorithm, str):
+            raise InvalidType(MPI.ERR_ARG, f"algorithm: expected a name, found {algorithm!r}")
+        elif algorithm == NATIVE:
+            native.check(call, form)
+            choice = AlgorithmChoice(NATIVE)
+        else:
+            select.check(call.collective, algorithm, call.ordered, self.selector.nodes)
+            choice = AlgorithmChoice(algorithm)
+        if segments is None:
+            return choice
+        if algorithm == NATIVE:
+            raise InvalidArgument(MPI.ERR_ARG, "segments: the MPI's own collectives are not cut in any")
+        number = _segments(segments)
+        return choice._replace(segments=number) if call.collective != "barrier" else choice
+
+    def select(self, collective: str, nbytes: int, op: MPI.Op, form: Form, shared: bool, in_place: bool) -> Selection:
+        """Selection for a message size, with the seconds and their source."""
+        base = catalog_name(collective)
+        ordered, v_form = MEANINGS[base].reduces and not is_commutative(op), base != collective
+        may_native = self._native and native.unsound(native.METHODS[base][v_form], form) is None
+        local = has_local_counts(collective)
+        traits = CallTraits(base, select.size_class(nbytes), ordered, local, may_native, form, v_form, shared, in_place)
+        return self.selector.decide(traits)
+
+
+def _segments(segments: Any) -> int:
+    try:
+        number = index(segments)
+    except TypeError:
+        raise InvalidType(MPI.ERR_ARG, f"segments: expected a number, found {segments!r}") from None
+    if number < 1:
+        raise InvalidArgument(MPI.ERR_ARG, f"segments: expected at least 1, found {number}")
+    return number
