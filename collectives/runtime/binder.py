@@ -29,9 +29,6 @@ MESSAGE_WINDOW = 2
 EAGER_BYTES = 4096
 """Bytes up to which any MPI sends eagerly, without waiting for the receiver."""
 
-
-_NOTHING: list[Callable[[], object]] = []
-
 _NO_OPERATION = "the schedule combines, but no operation was given"
 
 
@@ -45,21 +42,10 @@ def bind(
     first: Iterable[Callable[[], object] | Wait] = (),
     last: Iterable[Callable[[], object] | Wait] = (),
 ) -> Program:
-    """Bind a task to memory and a wire.
+    """Bind a task to the user's memory and a wire, which the program frees.
 
-    Parameters
-    ----------
-    task : Task
-    source, target : ElementArray
-        The user's buffers; the same one for a call in place.
-    wire : Wire
-        Transport, owned and freed by the program.
-    reduce_kernel : ReduceKernel, optional
-        Required if the schedule reduces.
-    stream : Stream, optional
-        Device stream for scratch memory and local work; by default NumPy, synchronously.
-    first, last : calls
-        Run before the first round and after the last, such as staging.
+    `source` and `target` are the same for a call in place. Scratch memory and local work are on `stream`, by default
+    NumPy's, synchronous. `first` and `last` run before the first round and after the last, such as staging.
     """
     binder = _ProgramBinder(task, [source, target], wire, reduce_kernel, stream)
     for call in first:
@@ -72,9 +58,8 @@ def bind(
     halves = None if swap is None else swap.split(source.array, target.array)
     if halves is not None:
         binder.calls, binder.tests = [], []
-        for half in halves:
-            if half is not None:
-                binder.emit(half)
+        for half in filter(None, halves):
+            binder.emit(half)
     program = Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, stream)
     program.swap = swap
     program.begins = tuple(binder.begins) if halves is None else tuple(binder.begins[:1])
@@ -96,22 +81,13 @@ class _Action(NamedTuple):
     calls: list[Callable[[], object]]
     onto: list[MemorySpan]
     following: Any = None
-    place: int = 0
 
 
 class _RoundShape(NamedTuple):
     """Treatment of the messages that a round reduces.
 
-    Attributes
-    ----------
-    in_place : bool
-        Reduce directly from the sender's memory; otherwise receive into landing memory first.
-    slots : list of int
-        Landing slots of each message.
-    landing : int
-        Elements of landing memory.
-    changing : list of MemorySpan
-        Destinations of the results.
+    `in_place`: reduce from the sender's memory; otherwise receive into `landing` elements of landing memory first, in
+    `slots` per message. `changing`: destinations of the results.
     """
 
     in_place: bool
@@ -167,6 +143,12 @@ class _ProgramBinder:
         target = self.task.target
         return [target[chunk] if chunk in target else self.scratch[chunk] for chunk in numbers(chunks)]
 
+    def _write(self, chunks: Chunks) -> list[MemorySpan]:
+        """Set the locations of written chunks to their destinations, and return these."""
+        destinations = self._destinations(chunks)
+        self.location.update(zip(numbers(chunks), destinations, strict=True))
+        return destinations
+
     def _array(self, place: MemorySpan) -> Any:
         return self.memories[place.memory].array[place.start : place.stop]
 
@@ -180,8 +162,8 @@ class _ProgramBinder:
         elements = sum(map(self._length, numbers(step.chunks)))
         if not elements:
             return () if step.chunks else (0,)
-        grain = self.wire.split_size(step.peer, elements * self.task.itemsize)
-        limit = self.task.segment if grain is None else grain
+        split_size = self.wire.split_size(step.peer, elements * self.task.itemsize)
+        limit = self.task.segment if split_size is None else split_size
         part = max(1, limit // self.task.itemsize) if limit else elements
         return even(elements, -(-elements // part))
 
@@ -189,8 +171,7 @@ class _ProgramBinder:
         """Update the locations of the chunks written by a round."""
         for step in steps:
             if not isinstance(step, Send):
-                chunks = step.chunks if isinstance(step, (Recv, RecvReduce)) else step.target
-                self.location.update(zip(numbers(chunks), self._destinations(chunks), strict=True))
+                self._write(step.chunks if isinstance(step, (Recv, RecvReduce)) else step.target)
 
     def _shape(self, steps: Sequence[Step]) -> _RoundShape:
         """Treatment of a round's reductions, with chunks at their locations before it.
@@ -227,8 +208,7 @@ class _ProgramBinder:
         first = next((index for index, step in enumerate(steps) if isinstance(step, (Reduce, Copy))), len(steps))
         if self.stream is not None or any(isinstance(step, RecvReduce) for step in steps[first:]):
             return False
-        sizes = [(step.peer, self._bytes(step.chunks)) for step in arrivals]
-        if any(self.wire.split_size(peer, nbytes) is None for peer, nbytes in sizes):
+        if any(self.wire.split_size(step.peer, self._bytes(step.chunks)) is None for step in arrivals):
             return False
         if len(arrivals) > 1 and any(len(self._segment_counts(step)) > 1 for step in arrivals):
             return False  # segments of several messages would have to alternate
@@ -311,10 +291,10 @@ class _ProgramBinder:
         ]
         actions = self._actions(steps, shape)
         arrivals = [(action.step, action.message) for action in actions if action.message is not None]
-        come = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]  # by step
-        leave = [sent.message for sent in sends]
+        arriving = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]  # by step
+        departing = [sent.message for sent in sends]
         short = sum(self._iovec(place).nbytes for sent in sends for place in sent.places) <= EAGER_BYTES
-        messages = [*leave, *come] if short else [*come, *leave]  # eager sends first: they complete at once
+        messages = [*departing, *arriving] if short else [*arriving, *departing]  # eager sends complete at once
         self.exchanges.append(messages)
         following = {id(action.following) for action in actions}
         self.start([message for message in messages if id(message) not in following])
@@ -329,12 +309,8 @@ class _ProgramBinder:
             if action.message is None:
                 self._wait_pending(pending, messages)
             else:
-                held = (
-                    sent.message
-                    for sent in leaving
-                    if id(sent.message) in pending and _overlap(sent.places, action.onto)
-                )
-                self._wait_pending(pending, [action.message, *held])
+                overwritten = [sent.message for sent in leaving if _overlap(sent.places, action.onto)]
+                self._wait_pending(pending, [action.message, *overwritten])
             for call in action.calls:
                 self.emit_local(call)
             if action.following is not None:
@@ -362,8 +338,8 @@ class _ProgramBinder:
         Free of deadlock, as rounds are aligned: no rank is ahead of a peer by more than the window.
         """
         sends = [step for step in steps if isinstance(step, Send)]
-        leave = [[(sent.message, _NOTHING) for sent in self._sends(step, shape.changing)] for step in sends]
-        come = [[(message, _NOTHING) for message in self._receives(step)] for step in steps if isinstance(step, Recv)]
+        leave = [[(sent.message, []) for sent in self._sends(step, shape.changing)] for step in sends]
+        come = [[(message, []) for message in self._receives(step)] for step in steps if isinstance(step, Recv)]
         slots, actions = shape.slots, self._actions(steps, shape)
         land = [
             [(action.message, action.calls) for action in actions if action.step == index]
@@ -395,9 +371,7 @@ class _ProgramBinder:
             yield _SendBinding(self.wire.send(step.peer, list(map(self._iovec, places)), stable), places)
 
     def _receives(self, step: Recv) -> Iterator[Any]:
-        destinations = self._destinations(step.chunks)
-        self.location.update(zip(numbers(step.chunks), destinations, strict=True))
-        for rows in split(aligned(destinations), self._segment_counts(step)):
+        for rows in split(aligned(self._write(step.chunks)), self._segment_counts(step)):
             yield self.wire.receive(step.peer, [self._iovec(place) for (place,) in rows])
 
     def _actions(self, steps: Sequence[Step], shape: _RoundShape) -> list[_Action]:
@@ -413,34 +387,30 @@ class _ProgramBinder:
                 actions.extend(self._arrivals(index, step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
             elif isinstance(step, Reduce):
-                calls, destinations = self._reductions(self._locations(step.source), step.target, step.side)
-                actions.append(_Action(index, None, calls, destinations))
+                sources, locations = self._locations(step.source), self._locations(step.target)
+                destinations = self._write(step.target)
+                rows = aligned(sources, locations, destinations)
+                actions.append(_Action(index, None, [self._reduction(*row, step.side) for row in rows], destinations))
             elif isinstance(step, Copy):
-                destinations = self._destinations(step.target)
-                actions.append(
-                    _Action(index, None, self._copies(self._locations(step.source), destinations), destinations)
-                )
-                self.location.update(zip(numbers(step.target), destinations, strict=True))
+                sources, destinations = self._locations(step.source), self._write(step.target)
+                actions.append(_Action(index, None, self._copies(sources, destinations), destinations))
         return actions
 
-    def _arrivals(self, place: int, step: RecvReduce, cuts: Sequence[int], slots: int, landing: int) -> list[_Action]:
+    def _arrivals(self, number: int, step: RecvReduce, cuts: Sequence[int], slots: int, landing: int) -> list[_Action]:
         """Segments of one message: each is received into a landing slot and reduced from there."""
-        locations, destinations = self._locations(step.chunks), self._destinations(step.chunks)
-        self.location.update(zip(numbers(step.chunks), destinations, strict=True))
+        locations, destinations = self._locations(step.chunks), self._write(step.chunks)
         actions: list[_Action] = []
         for index, rows in enumerate(split(aligned(locations, destinations), cuts)):
             start = landing + index % slots * max(cuts)
             slot = MemorySpan(LANDING, start, start + cuts[index])
-            calls, onto = [], []
+            calls = []
             for location, destination in rows:
-                length = location.stop - location.start
-                calls.append(
-                    self._reduction(MemorySpan(LANDING, start, start + length), location, destination, step.side)
-                )
-                onto.append(destination)
-                start += length
+                landed = MemorySpan(LANDING, start, start + location.stop - location.start)
+                calls.append(self._reduction(landed, location, destination, step.side))
+                start = landed.stop
+            onto = [destination for _, destination in rows]
             message = self.wire.receive(step.peer, [self._iovec(slot)] if cuts[index] else [])
-            actions.append(_Action(place, message, calls, onto))
+            actions.append(_Action(number, message, calls, onto))
         return [
             action._replace(following=actions[index + slots].message if index + slots < len(actions) else None)
             for index, action in enumerate(actions)
@@ -450,8 +420,7 @@ class _ProgramBinder:
         """Segments of a message that are reduced from the sender's memory."""
         if self.reduce_kernel is None:
             raise ValueError(_NO_OPERATION)
-        locations, destinations = self._locations(step.chunks), self._destinations(step.chunks)
-        self.location.update(zip(numbers(step.chunks), destinations, strict=True))
+        locations, destinations = self._locations(step.chunks), self._write(step.chunks)
         bind, left = self.reduce_kernel.bind, step.side == "left"
 
         def combine(incoming: Any, mine: Any, out: Any) -> Callable[[], object]:
@@ -460,16 +429,6 @@ class _ProgramBinder:
         for rows in split(aligned(locations, destinations), cuts):
             arrays = [(self._array(location), self._array(destination)) for location, destination in rows]
             yield self.wire.combine(step.peer, arrays, combine)
-
-    def _reductions(
-        self, sources: list[MemorySpan], target: Chunks, side: Side
-    ) -> tuple[list[Callable[[], object]], list[MemorySpan]]:
-        locations, destinations = self._locations(target), self._destinations(target)
-        self.location.update(zip(numbers(target), destinations, strict=True))
-        rows = aligned(sources, locations, destinations)
-        return [
-            self._reduction(source, location, destination, side) for source, location, destination in rows
-        ], destinations
 
     def _reduction(
         self, incoming: MemorySpan, mine: MemorySpan, destination: MemorySpan, side: Side

@@ -26,14 +26,14 @@ from collectives.transport.wire import Wire
 from collectives.types import Wait
 
 SEGMENT = 1 << 18
-"""Bytes in which a long message that is to be combined travels: a few fit the second-level cache."""
+"""Bytes of a segment of a long message that is reduced: a few fit the second-level cache."""
 
 LINE = 64
-"""Bytes to whose multiples a vector is cut where it is long enough."""
+"""Bytes; chunks of a vector are multiples where it is long enough."""
 
 
 def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
-    """The schedule of the choice, laid over the call's memory."""
+    """The schedule of the choice, with the locations of its chunks in the call's memory."""
     schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments, nodes)
     itemsize = call.unit.itemsize
     memory = TARGET if call.in_place else SOURCE
@@ -61,7 +61,7 @@ def _places(memory: int, blocks: Blocks, lengths: tuple[int, ...], parts: int) -
 
 
 class BufferEnds(NamedTuple):
-    """A call's two memories, and what must be done before and after the rounds; `nbytes` are not the user's."""
+    """A call's two memories, calls before and after the rounds, and the bytes that are not the user's."""
 
     source: ElementArray
     target: ElementArray
@@ -72,12 +72,12 @@ class BufferEnds(NamedTuple):
 
 
 def span(call: Call, blocks: Blocks) -> int:
-    """Units from the beginning of a buffer to the end of its last block."""
+    """Units from the start of a buffer to the end of its last block."""
     return max((start + call.lengths[block] for block, start in blocks.items() if call.lengths[block]), default=0)
 
 
 def buffer_spans(call: Call) -> tuple[int, int]:
-    """Units that source and target reach; in place they are one memory that both share."""
+    """Spans of source and target, which share one memory in place."""
     source, target = span(call, call.send_blocks), span(call, call.recv_blocks)
     return (max(source, target),) * 2 if call.in_place else (source, target)
 
@@ -90,7 +90,7 @@ def changes_target(call: Call) -> bool:
 
 
 def check_no_overlap(call: Call) -> None:
-    """Refuse a call whose two buffers overlap."""
+    """Raise if the two buffers overlap."""
     source, target = call.source, call.target
     if source is None or target is None or source is target or source.device != target.device:
         return
@@ -102,7 +102,7 @@ def check_no_overlap(call: Call) -> None:
 
 
 def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:
-    """The user's memory as the program sees it: itself on the device, if one is given."""
+    """The user's memory as the program uses it: staged in host memory, or on the given device."""
     first: list[Callable[[], object] | Wait] = []
     last: list[Callable[[], object] | Wait] = []
     keep: list[object] = []
@@ -142,7 +142,7 @@ def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:
 
 
 def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
-    """The call on the device that all of its memory lies on; None if there is none, or it cannot do its part."""
+    """The call on the device of all its memory; None if there is none, or it does not support the reduction."""
     ends = [buffer for buffer in (call.source, call.target) if buffer is not None]
     if not ends or not all(buffer.device and buffer.contiguous for buffer in ends):
         return None
@@ -157,7 +157,7 @@ def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
 
 
 def owners(call: Call) -> list[Any]:
-    """The arrays that the user handed over."""
+    """The user's arrays."""
     return [buffer.owner for buffer in (call.source, call.target) if buffer is not None]
 
 
@@ -171,7 +171,7 @@ def bind_call(
     first: Sequence[Callable[[], object]] = (),
     nodes: Nodes | None = None,
 ) -> Program:
-    """The program of a call, on a device if one is given; `first` is done before all else."""
+    """Program of a call, on a device if one is given; `first` runs before all else."""
     ends = buffer_ends(call, device)
     program = bind(
         call_task(call, choice, rank, size, nodes),
@@ -189,7 +189,7 @@ def bind_call(
 
 
 class _RawBuffer:
-    """A reduction of elements that only MPI can describe, on arrays of as many raw bytes."""
+    """A reduction of elements that only MPI can describe, on arrays of their bytes."""
 
     def __init__(self, reduce_kernel: ReduceKernel) -> None:
         self._kernel = reduce_kernel
@@ -199,7 +199,7 @@ class _RawBuffer:
 
 
 def reduce_kernel(call: Call) -> ReduceKernel | None:
-    """The reduction, on arrays as the program has them."""
+    """The call's reduction, on the arrays of the program."""
     if call.combine is not None and call.unit.type is np.void and call.unit.names is None:  # bfloat16 is of kind V too
         return _RawBuffer(call.combine)
     return call.combine

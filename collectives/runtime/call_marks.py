@@ -1,4 +1,4 @@
-"""Call mark: a checksum in the flags of messages, by which a receiver detects those of another call."""
+"""Call mark: a checksum in the flags of messages, by which a receiver detects messages of another call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PREDEFINED = {
         *("MAXLOC", "MINLOC", "REPLACE", "NO_OP"),
     )
 }
-"""Names of MPI's operations, by handle; handles of other processes may be other numbers."""
+"""Names of MPI's operations by handle; handles differ between processes."""
 
 _KNOWN_BY_ROOT = ("scatter", "gather", "alltoall")
-"""Collectives of whose uneven form a rank knows only the lengths of its own blocks."""
+"""Collectives in whose v-form a rank knows only the lengths of its own blocks."""
 
 
 def call_mark(call: Call, choice: AlgorithmChoice) -> int:
-    """A checksum of what must be equal on all ranks: 0 <= mark < MARKS."""
+    """Checksum of the arguments that must be equal on all ranks: 0 <= mark < MARKS."""
     facts: list[object] = [call.collective, call.root, choice.algorithm, choice.segments]
     if call.combine is not None:
         facts += [str(call.unit), PREDEFINED.get(call.op, "user-defined")]

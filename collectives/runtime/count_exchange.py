@@ -1,4 +1,4 @@
-"""Exchange of block lengths that only some ranks know, by the schedule of the blocks themselves."""
+"""Exchange of block lengths that only some ranks know, by the schedule of the blocks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,16 @@ from collectives.transport.wire import Wire
 
 
 class CountExchange(NamedTuple):
-    """A program that sends the lengths of private blocks along the ways that the blocks will go.
+    """Program that sends block lengths along the paths of the blocks, for ranks that forward blocks.
 
-    Whoever will pass a block on learns its length, so any schedule can do a call of which ranks know only their part.
-
-    Attributes
-    ----------
-    known : numpy.ndarray of int64
-        Units in every block, as far as this rank has to do with it.
-    program : Program
-        What makes it so, once `tell` has put in what the call says.
+    `known`: units in every block that this rank sends, forwards or receives.
     """
 
     known: np.ndarray
     program: Program
 
     def load(self, call: Call) -> None:
-        """Put in the lengths of the blocks that the rank brings."""
+        """Set the lengths of the blocks that the rank sends."""
         for block in call.send_blocks:
             self.known[block] = call.lengths[block]
 
@@ -56,7 +49,7 @@ def needs_counts(call: Call, choice: AlgorithmChoice) -> bool:
 def bind_count_exchange(
     call: Call, choice: AlgorithmChoice, rank: int, size: int, wire: Wire, nodes: Nodes | None
 ) -> CountExchange:
-    """The lengths of a call's blocks as a call of its own: a number for every block."""
+    """Exchange of the call's block lengths: one number per block."""
     count = len(call.lengths)
     schedule = build(call.collective, choice.algorithm, rank, size, call.root, 1, nodes)
     places = {block: MemorySpan(TARGET, block, block + 1) for block in range(count)}

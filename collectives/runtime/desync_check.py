@@ -1,8 +1,7 @@
 """Desynchronisation check: debug mode compares the calls of all ranks before every collective.
 
-A rank that calls another collective, or the same with another root, count, dtype or operation, would hang or corrupt
-the others. Here every rank sends all others a record of its call and the source line it came from, and all raise the
-same error if two records do not fit. A rank that refuses its arguments sends that in place of a record.
+Every rank sends all others a record of its call and its source line, or of the error if its arguments are invalid; all
+ranks raise the same error if two records differ. Without it, such calls would deadlock or corrupt data.
 """
 
 from __future__ import annotations
@@ -28,33 +27,21 @@ RECORD = 1024
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-
 _SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
 
 
 def is_wanted(comm: MPI.Intracomm, debug: bool | None, variable: str) -> bool:
-    """Agree on debug mode: all ranks check calls if one of them wants to. Collective, and so are its errors.
+    """True if one rank enables debug mode by `debug`, or by ``CHORUS_DEBUG`` where that is None.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-    debug : bool or None
-        What the user asks for; None leaves it to `variable`.
-    variable : str
-        Value of ``CHORUS_DEBUG``, empty where it is not set. Launchers need not pass it on to all machines.
-
-    Raises
-    ------
-    InvalidArgument
-        If a variable that decides is neither on nor off.
+    Collective; raises on all ranks if the variable is invalid on one. Launchers may not pass it on to all machines.
     """
     wanted = _SWITCH.get(variable.strip().lower()) if debug is None else bool(debug)
-    everyone = comm.allgather(variable if wanted is None else wanted)
-    for rank, other in enumerate(everyone):
+    by_rank = comm.allgather(variable if wanted is None else wanted)
+    for rank, other in enumerate(by_rank):
         if isinstance(other, str):
             message = f"CHORUS_DEBUG: expected 1, true, yes or on, or 0, false, no, off or nothing, found {other!r}"
             raise InvalidArgument(MPI.ERR_ARG, f"{message} on rank {rank}")
-    return any(everyone)
+    return any(by_rank)
 
 
 def caller() -> str:
@@ -85,12 +72,9 @@ def record(form: str, call: Call, choice: AlgorithmChoice, rank: int) -> dict[st
 
 
 class DesyncChecker:
-    """Compares calls over a communicator of its own. Making one and `free` are collective.
+    """Compares calls over a communicator of its own. Creating one and `free` are collective.
 
-    Attributes
-    ----------
-    heard : bool
-        Whether the other ranks know of the call that this rank makes now, so that none waits for its record.
+    `reported`: the other ranks know the current call of this rank, so that none waits for its record.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -100,28 +84,19 @@ class DesyncChecker:
         self.reported = False
 
     def check(self, form: str, call: Call, choice: AlgorithmChoice, last: bool = True) -> Callable[[], bool]:
-        """Start the comparison; the returned test is True when all ranks agree, and raises if they differ.
+        """Start the comparison; the returned test is True when all ranks agree.
 
-        Parameters
-        ----------
-        form, call, choice
-            The call of this rank.
-        last : bool
-            Whether nothing else is compared before the call begins.
-
-        Raises
-        ------
-        InvalidArgument
-            On every rank, naming two calls that do not fit and their source lines, or a rank that refuses its call.
+        It raises on every rank, naming two calls that differ and their source lines, or a rank with invalid arguments.
+        `last`: no other comparison precedes the call.
         """
-        arrived, everyone = self._send(record(form, call, choice, self._rank))
+        arrived, records = self._send(record(form, call, choice, self._rank))
         self.reported = last
 
         def agreed() -> bool:
             if not arrived():
                 return False
             reported, self.reported = self.reported, True
-            _compare([json.loads(row.tobytes().rstrip(b"\0")) for row in everyone])
+            _compare([json.loads(row.tobytes().rstrip(b"\0")) for row in records])
             self.reported = reported
             return True
 
@@ -129,11 +104,10 @@ class DesyncChecker:
 
     def refuse(self, form: str, collective: str, error: Exception) -> Callable[[], bool]:
         """Report to all ranks that this one raises; the returned test is True once all have received it."""
-        facts = {"collective": collective, "form": form}
-        refused = [error.Get_error_class() if isinstance(error, MPI.Exception) else MPI.ERR_ARG, _error_text(error)]
-        arrived, _ = self._send(
-            {"facts": facts, "where": caller(), "rank": self._rank, "lengths": [], "refused": refused}
-        )
+        error_class = error.Get_error_class() if isinstance(error, MPI.Exception) else MPI.ERR_ARG
+        text = f"{type(error).__name__}: {error}"[: RECORD // 2]
+        facts = {"facts": {"collective": collective, "form": form}, "where": caller(), "rank": self._rank}
+        arrived, _ = self._send({**facts, "lengths": [], "refused": [error_class, text]})
         self.reported = True
         self._refusals = [delivered for delivered in self._refusals if not delivered()]
         self._refusals.append(arrived)
@@ -141,8 +115,8 @@ class DesyncChecker:
 
     def _send(self, facts: dict[str, Any]) -> tuple[Callable[[], bool], np.ndarray]:
         """Start the exchange of records; returns its completion test and the receive buffer."""
-        mine, everyone = _encode(facts), np.empty((self._size, RECORD), np.uint8)
-        return self._comm.Iallgather(mine, everyone).Test, everyone
+        mine, records = _encode(facts), np.empty((self._size, RECORD), np.uint8)
+        return self._comm.Iallgather(mine, records).Test, records
 
     def free(self) -> None:
         """Free the communicator, once all refusals are known."""
@@ -166,11 +140,6 @@ def _encode(facts: dict[str, Any]) -> np.ndarray:
     padded = np.zeros(RECORD, np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     return padded
-
-
-def _error_text(error: Exception) -> str:
-    """The type and the message of an error, as far as a record holds them."""
-    return f"{type(error).__name__}: {error}"[: RECORD // 2]
 
 
 def _compare(records: list[dict[str, Any]]) -> None:

@@ -14,22 +14,22 @@ from collectives.runtime.requests import run_program
 from collectives.transport import compiled_exchange
 
 SLOT = 4096
-"""Bytes up to which a blocking call passes through slots."""
+"""Bytes up to which a blocking call uses eager buffers."""
 
 COMPILED = 1 << 15
-"""The same where short calls are compiled once they are made often: then nothing passes through slots."""
+"""The same where frequent short calls are compiled: compiled calls use no eager buffers."""
 
 SWAPPED = 1 << 18
-"""The same, of a call that only swaps a message for a message: it goes straight between the user's arrays."""
+"""The same for a single exchange, which runs between the user's arrays."""
 
 
 def longest() -> int:
-    """Bytes up to which calls pass through slots here."""
+    """Bytes up to which calls use eager buffers."""
     return COMPILED if compiled_exchange.available() else SLOT
 
 
 class EagerBuffers(NamedTuple):
-    """A program on memory of its own, to copy into before it runs and out of after."""
+    """A program and its buffers, copied into before it runs and out of after."""
 
     program: Program
     source: np.ndarray
@@ -38,7 +38,7 @@ class EagerBuffers(NamedTuple):
     stores: bool
 
     def run(self, call: Call) -> None:
-        """Do the call through the slots."""
+        """Run the call through the buffers."""
         if self.loads and call.source is not None:
             self.source[:] = memory.view(call.source.address, self.source.size, call.unit)
         run_program(self.program)
@@ -54,6 +54,5 @@ def fits_eager_buffers(call: Call) -> bool:
     return all(sum(call.lengths[block] for block in blocks) == span(call, blocks) for blocks in sides)
 
 
-def program_of(kept: Program | EagerBuffers) -> Program:
-    """Program of a cache entry."""
-    return kept.program if isinstance(kept, EagerBuffers) else kept
+def program_of(entry: Program | EagerBuffers) -> Program:
+    return entry.program if isinstance(entry, EagerBuffers) else entry

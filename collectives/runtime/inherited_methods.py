@@ -1,13 +1,13 @@
 # mypy: disable-error-code="override"
-"""mpi4py's own blocking collectives, such as those on objects, during which non-blocking collectives go on.
+"""mpi4py's own blocking collectives, such as those on objects, with progress of non-blocking collectives.
 
-A rank that waits in ``bcast`` would not move what it has under way, and a rank that waits for that would never come to
-its ``bcast``. There are two ways out:
+A rank that waits in ``bcast`` would not progress its active requests, and a rank that waits for those would never reach
+its ``bcast``. There are two solutions:
 
-- While anything is under way, a thread moves it for as long as the call lasts.
-- All ranks first meet in a non-blocking barrier, in every such call: what each has under way moves until all are there,
-  and none waits for anything else after that. So it is where the MPI is not for several threads, and in reductions of
-  objects: mpi4py receives their messages with ``MPI_Mprobe``, in which MPICH lets no other thread in.
+- While any request is active, a thread progresses it during the call.
+- All ranks first complete a non-blocking barrier in every such call, which progresses the active requests. Used where
+  the MPI is not thread-safe, and in reductions of objects: mpi4py receives their messages with ``MPI_Mprobe``, in
+  which MPICH admits no other thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collectives.runtime.requests import active_requests, progress_until, with_p
 
 Result = TypeVar("Result")
 
-ACCOMPANIED = (
+WITH_THREAD = (
     *("barrier", "bcast", "gather", "scatter", "allgather", "alltoall"),
     *("Alltoallw", "Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent", "Cart_map"),
     *("Graph_map", "Create_intercomm", "Spawn", "Spawn_multiple", "Accept", "Connect"),
@@ -33,13 +33,13 @@ AFTER_BARRIER = ("reduce", "allreduce", "scan", "exscan")
 
 
 class Inherited(PointToPoint):
-    """An Intracomm whose inherited blocking collectives keep collectives moving. Arguments are mpi4py's."""
+    """An Intracomm whose inherited blocking collectives progress active requests. Arguments are mpi4py's."""
 
     _threads = True
-    """Whether all ranks may move other operations while they wait inside MPI."""
+    """All ranks may progress other operations in a thread while they wait inside MPI."""
 
     def _accompany(self, call: Callable[[], Result], after_barrier: bool = False) -> Result:
-        """Make a call of MPI's that is collective over this communicator."""
+        """Run a blocking call of mpi4py that is collective over this communicator."""
         if after_barrier or not self._threads:
             progress_until(MPI.Intracomm.Ibarrier(self).Test)
         elif active_requests:
@@ -57,5 +57,5 @@ def _accompanying(name: str, after_barrier: bool) -> Callable[..., Any]:
     return collective
 
 
-for _name in (*ACCOMPANIED, *AFTER_BARRIER):
+for _name in (*WITH_THREAD, *AFTER_BARRIER):
     setattr(Inherited, _name, _accompanying(_name, _name in AFTER_BARRIER))

@@ -1,13 +1,14 @@
-"""The MPI's own collectives as one more algorithm: a call's dense memory handed to mpi4py, in all three forms.
+"""The MPI's own collectives as one more algorithm: a call's dense memory passed to mpi4py, in all three forms.
 
-They run on the communicator that Chorus keeps to itself, so they never meet the user's own. What only moves data
-goes as bytes, since ranks may describe the same data differently.
+They use the private communicator of Chorus. Data that is only moved is passed as bytes, since ranks may describe it
+differently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,24 +34,24 @@ METHODS = {
     "scan": ("Scan", "Scan"),
     "exscan": ("Exscan", "Exscan"),
 }
-"""mpi4py's method of each collective for blocks that are all alike, and for blocks of any length."""
+"""mpi4py's method of each collective for blocks of equal length, and of any length."""
 
 KNOWN_TO_MPI = "?bhilqBHILQfdgFDG"
-"""NumPy's letters for the element types that every MPI has."""
+"""NumPy's characters of the element types that every MPI has."""
 
 KINDS = {
     getattr(MPI, name).handle: kinds
     for names, kinds in (("SUM PROD", "iufc"), ("MAX MIN", "iuf"), ("LAND LOR LXOR", "iub"), ("BAND BOR BXOR", "iu"))
     for name in names.split()
 }
-"""For which kinds of elements MPI defines its operations; those that are missing here, on none of NumPy's."""
+"""Kinds of NumPy elements on which MPI defines an operation; none for those that are missing here."""
 
 
 UNSOUND: dict[tuple[str, str, str], str] = {
-    ("Intel MPI", method, "persistent"): f"mixes up the data of a persistent {method}, or never ends it"
+    ("Intel MPI", method, "persistent"): f"mixes up the data of a persistent {method}, or never completes it"
     for method in ("Scatter", "Gather", "Allgather")
 }
-"""What MPIs accept and then do wrongly, by vendor, method and form (seen in Intel MPI 2021.18, with one int a rank)."""
+"""Defects by vendor, method and form (found in Intel MPI 2021.18, with one int per rank)."""
 
 
 def unsound(method: str, form: str) -> str | None:
@@ -71,7 +72,7 @@ def refusal(call: Call, form: Form) -> str | None:
 
 
 def check(call: Call, form: Form) -> None:
-    """Refuse what MPI cannot do."""
+    """Raise if MPI cannot run the call."""
     reason = refusal(call, form)
     if reason is not None:
         raise InvalidArgument(MPI.ERR_OP, f"algorithm: 'native' for {call.collective}: this MPI {reason}")
@@ -81,15 +82,7 @@ def check(call: Call, form: Form) -> None:
 
 
 def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, size: int) -> tuple[Any, ...]:
-    """The positional arguments of mpi4py's method.
-
-    Parameters
-    ----------
-    call : Call
-    source, target : numpy.ndarray
-        The rank's two memories, dense, in the call's units; those that the rank has no need of are empty.
-    rank, size : int
-    """
+    """Positional arguments of mpi4py's method; `source` and `target` are dense, in the call's units."""
     meaning, here = MEANINGS[call.collective], call.in_place and call.source is not None
     if call.collective == "barrier":
         return ()
@@ -99,7 +92,7 @@ def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, siz
     if meaning.reduces:
         counts = (call.lengths,) if call.collective == "reduce_scatter" and call.v_form else ()
         if call.collective == "exscan" and rank == 0 and not here:
-            target = np.empty_like(source)  # not looked at, but it must be there
+            target = np.empty_like(source)  # not read, but required
         received = None if call.target is None else target
         return MPI.IN_PLACE if here else source, received, *counts, call.operation, *root
     spread, gathered = call.collective in ("scatter", "alltoall"), call.collective != "scatter"
@@ -112,7 +105,7 @@ def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, siz
 
 
 def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
-    """One buffer as mpi4py takes it; `several` is whether it has a block for everyone."""
+    """Buffer argument of mpi4py; `several`: it holds a block for every rank."""
     if not (several and call.v_form):
         return [array, MPI.BYTE]
     numbers = sorted(blocks)
@@ -122,54 +115,33 @@ def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
 # ------------------------------------------------------------------------------------------ programs
 
 
-class _PersistentNative:
-    """A request of MPI that is bound for many starts."""
-
-    def __init__(self, request: MPI.Prequest) -> None:
-        self.request = request
-
-    def free(self) -> None:
-        """Give it back."""
-        self.request.Free()
-
-
 class _NonblockingNative:
-    """The request of MPI that was begun last."""
+    """Transport of a non-blocking program: the MPI request started last."""
 
     def __init__(self, begin: Callable[[], MPI.Request]) -> None:
-        self.request, self._begin = MPI.REQUEST_NULL, begin
+        self._request, self._begin = MPI.REQUEST_NULL, begin
 
     def start(self) -> None:
-        """Begin another."""
-        self.request = self._begin()
+        self._request = self._begin()
 
     def wait(self) -> None:
-        """Return when it is over."""
-        self.request.Wait()
+        self._request.Wait()
 
     def test(self) -> bool:
-        """True if it is complete."""
-        return self.request.Test()
+        return self._request.Test()
 
     def free(self) -> None:
-        """MPI gives back a request that has ended."""
-
-
-class _EmptyNative:
-    """Resources of a blocking call: none."""
-
-    def free(self) -> None:
-        """Nothing to give back."""
+        """MPI frees a request that is complete."""
 
 
 class InPlaceAdapter(NamedTuple):
-    """The call done between arrays that are only known when it is called: see `transport.wire.Swapping`."""
+    """The call between arrays that are given when it runs: see `transport.wire.ExchangeSupport`."""
 
     method: Callable[..., None]
     call: Call
 
     def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None]:
-        """``swap(sendbuf, recvbuf)`` without a copy on the way."""
+        """``swap(sendbuf, recvbuf)`` without eager buffers."""
         method, op, byte = self.method, self.call.operation, MPI.BYTE
         root = (self.call.root,) if MEANINGS[self.call.collective].rooted else ()
         if self.call.collective == "broadcast":
@@ -181,7 +153,7 @@ class InPlaceAdapter(NamedTuple):
         return lambda send, recv: method(send, recv, op, *root)
 
     def split(self, source: Any, target: Any) -> None:
-        """Not in halves."""
+        """Not split."""
 
 
 def program(
@@ -193,48 +165,33 @@ def program(
     first: Sequence[Callable[[], object] | Wait] = (),
     last: Sequence[Callable[[], object] | Wait] = (),
 ) -> Program:
-    """The call as a program, on this memory.
+    """The call as a program on this memory, dense and in the call's units; raises if the MPI has no such form.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        Whose collective is run.
-    call : Call
-    form : "blocking", "nonblocking" or "persistent"
-    source, target : numpy.ndarray
-        Dense, in the call's units.
-    first, last : calls
-        Done before and after, such as staging.
-
-    Raises
-    ------
-    InvalidArgument
-        If the MPI has no such form of the collective.
+    `first` and `last` run before and after, such as staging.
     """
     method = METHODS[call.collective][call.v_form]
     positional = arguments(call, source, target, comm.Get_rank(), comm.Get_size())
-    keep = (source, target)
     held: Any
     middle: list[Callable[[], object] | Wait]
     if form == "blocking":
-        held, middle = _EmptyNative(), [partial(getattr(comm, method), *positional)]
+        held, middle = SimpleNamespace(free=lambda: None), [partial(getattr(comm, method), *positional)]
     elif form == "persistent":
-        held = _PersistentNative(_initialised(comm, method, positional))
-        middle = [held.request.Start, Wait(held.request.Wait, held.request.Test)]
+        request = _persistent(comm, method, positional)
+        held, middle = SimpleNamespace(free=request.Free), [request.Start, Wait(request.Wait, request.Test)]
     else:
         held = _NonblockingNative(partial(getattr(comm, f"I{method[0].lower()}{method[1:]}"), *positional))
         middle = [held.start, Wait(held.wait, held.test)]
     steps = [*first, *middle, *last]
     calls = [step.wait if isinstance(step, Wait) else step for step in steps]
     tests = [step.test if isinstance(step, Wait) else None for step in steps]
-    made = Program(calls, tests, held, 0, keep)
-    made.waits_in_mpi = form == "blocking"
+    bound = Program(calls, tests, held, 0, (source, target))
+    bound.waits_in_mpi = form == "blocking"
     if form == "blocking" and not first and not last and not call.v_form:
-        made.swap = InPlaceAdapter(getattr(comm, method), call)
-    return made
+        bound.swap = InPlaceAdapter(getattr(comm, method), call)
+    return bound
 
 
-def _initialised(comm: MPI.Intracomm, method: str, positional: tuple[Any, ...]) -> MPI.Prequest:
+def _persistent(comm: MPI.Intracomm, method: str, positional: tuple[Any, ...]) -> MPI.Prequest:
     try:
         return getattr(comm, f"{method}_init")(*positional)
     except NotImplementedError:  # an MPI of a standard before 4.0

@@ -1,13 +1,13 @@
-"""Non-blocking collectives as requests of the MPI, so that mpi4py's functions on lists of requests take them.
+"""Non-blocking collectives as MPI requests, so that mpi4py's functions on lists of requests take them.
 
-`MPI.Request.Waitall` and its like are C: they take the handle out of every object of a list and pass all handles to the
-MPI. A `NativeRequest` is an `MPI.Request` whose handle is that of a generalized request, which is completed when the
-collective is over. While a thread waits inside the MPI, nothing of this package is called by it, so a helper thread
-moves what is under way. It moves nothing while the program does so itself, and ends when nothing is under way.
+`MPI.Request.Waitall` and similar functions are C: they pass the handles of a list to the MPI. A `NativeRequest` has the
+handle of a generalized request, which is completed at the end of the collective. While a thread waits inside the MPI,
+it calls nothing of this package, so a helper thread progresses active requests. It does nothing while the program makes
+progress itself, and ends when no request is active.
 """
 
 # mypy: disable-error-code="misc"
-# Methods of the two base classes differ in what mpi4py's lower-case spellings return.
+# Methods of the two base classes differ in the return types of mpi4py's lower-case names.
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from collectives.runtime import requests
 from collectives.runtime.program import Program
 from collectives.runtime.requests import Request, active_requests, progress_lock
 
-LONGEST_NAP = 1e-3
-"""Seconds between two looks of the helper thread, while the program moves its operations itself or nothing moves."""
+LONGEST_SLEEP = 1e-3
+"""Seconds between two checks of the helper thread while the program makes progress itself, or nothing progresses."""
 
-SHORTEST_NAP = 2e-5
-"""Seconds between two looks after one at which something moved."""
+SHORTEST_SLEEP = 2e-5
+"""Seconds to the next check after progress."""
 
-IDLE_NAPS = 500
-"""Looks in a row that find nothing under way, after which the helper thread ends."""
+IDLE_CHECKS = 500
+"""Consecutive checks without active requests, after which the helper thread ends."""
 
 
 @cache
@@ -45,21 +45,20 @@ def new_request(name: str, program: Program, release: Callable[[Request, Program
 
 
 class NativeRequest(Request, MPI.Request):
-    """A non-blocking collective whose handle any function of mpi4py on requests can wait for, alone or in lists.
+    """A non-blocking collective for which all functions of mpi4py on requests can wait, alone or in lists.
 
-    Its own `Wait` and `Test` move it in this thread, which is faster.
+    Its own `Wait` and `Test` progress it in this thread, which is faster.
     """
 
     def __new__(cls, *_: Any) -> NativeRequest:
-        """With the handle of a new generalized request."""
-        troubles: list[BaseException] = []
-        generalized = MPI.Grequest.Start(_query, None, None, (troubles,))
+        errors: list[BaseException] = []
+        generalized = MPI.Grequest.Start(_query, None, None, (errors,))
         self = MPI.Request.__new__(cls, generalized)
-        self._generalized, self._troubles = generalized, troubles
+        self._generalized, self._errors = generalized, errors
         return self
 
     _generalized: MPI.Grequest
-    _troubles: list[BaseException]
+    _errors: list[BaseException]
 
     def __bool__(self) -> bool:
         return MPI.Request.__bool__(self)
@@ -67,30 +66,29 @@ class NativeRequest(Request, MPI.Request):
     def begin(self, gate: Callable[[], bool] | None) -> None:
         super().begin(gate)
         if self._active:
-            _help()
+            _start_helper()
 
     def _ended(self) -> None:
         super()._ended()
         if self._broken:
-            self._troubles.append(RuntimeError(repr(self)))
+            self._errors.append(RuntimeError(repr(self)))
         self._generalized.Complete()
 
     def _report(self, status: MPI.Status | None) -> None:
-        """Give the handle back to the MPI, which fills the status."""
+        """Release the handle; the MPI fills the status."""
         MPI.Request.Wait(self, status)
 
     def Free(self) -> None:
-        """Give back what the request holds; it must not be under way and cannot be used again."""
         super().Free()
-        if MPI.Request.__bool__(self) and not self._troubles:
+        if MPI.Request.__bool__(self) and not self._errors:
             self._report(None)
 
     free = Free
 
 
-def _query(status: MPI.Status, troubles: list[BaseException]) -> None:
-    """Called by the MPI when a thread has waited for the handle. The status is that of a collective already."""
-    if troubles:
+def _query(status: MPI.Status, errors: list[BaseException]) -> None:
+    """Callback of the MPI at the end of a wait for the handle; the status needs no change."""
+    if errors:
         raise MPI.Exception(MPI.ERR_OTHER)
 
 
@@ -100,28 +98,29 @@ _helper: threading.Thread | None = None
 _ending = threading.Event()
 
 
-def _help() -> None:
+def _start_helper() -> None:
     """Start the helper thread, if there is none."""
     global _helper
     with progress_lock:
         if _helper is None and not _ending.is_set():
-            _helper = threading.Thread(target=_move, name="chorus-requests", daemon=True)
+            _helper = threading.Thread(target=_run_helper, name="chorus-requests", daemon=True)
             _helper.start()
 
 
-def _move() -> None:
+def _run_helper() -> None:
     global _helper
-    nap, idle, seen = LONGEST_NAP, 0, requests.progress_count()
-    while idle < IDLE_NAPS:
-        time.sleep(nap)
+    pause, idle, seen = LONGEST_SLEEP, 0, requests.progress_count()
+    while idle < IDLE_CHECKS:
+        time.sleep(pause)
         if _ending.is_set():
             return
-        nap, idle = LONGEST_NAP if nap > LONGEST_NAP / 2 else 2 * nap, 0 if active_requests else idle + 1
-        if requests.progress_count() != seen:  # the program calls this package, which moves all that is under way
-            seen, nap = requests.progress_count(), LONGEST_NAP
-        elif active_requests and _moved():
-            nap = SHORTEST_NAP
-        if idle >= IDLE_NAPS:
+        pause = LONGEST_SLEEP if pause > LONGEST_SLEEP / 2 else 2 * pause
+        idle = 0 if active_requests else idle + 1
+        if requests.progress_count() != seen:  # the program makes progress itself
+            seen, pause = requests.progress_count(), LONGEST_SLEEP
+        elif active_requests and _progressed():
+            pause = SHORTEST_SLEEP
+        if idle >= IDLE_CHECKS:
             with progress_lock:
                 if not active_requests:
                     _helper = None
@@ -129,9 +128,9 @@ def _move() -> None:
             idle = 0
 
 
-def _moved() -> bool:
-    """Move all that is under way; whether anything got further. Errors are kept for the threads that wait."""
-    moved = False
+def _progressed() -> bool:
+    """Progress all active requests; True if one advanced. Errors are raised by the threads that wait."""
+    advanced = False
     with progress_lock:
         for request in tuple(active_requests):
             before = request.program.position
@@ -139,12 +138,12 @@ def _moved() -> bool:
                 request._advance()
             except BaseException as error:
                 request.fail(error)
-            moved |= not request.active or request.program.position != before
-    return moved
+            advanced |= not request.active or request.program.position != before
+    return advanced
 
 
-def end_help() -> None:
-    """End the helper thread for good: to be called before the MPI ends."""
+def end_helper() -> None:
+    """End the helper thread, before the MPI ends."""
     _ending.set()
     helper = _helper
     if helper is not None:

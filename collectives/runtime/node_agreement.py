@@ -11,7 +11,7 @@ from collectives.errors import InvalidArgument, InvalidType
 
 
 def agree_on_nodes(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Node number of every rank as given, or None; the same on all ranks. Collective, and so are its errors."""
+    """Node numbers as given, or None; raises on all ranks if they differ or are invalid. Collective."""
     given: object = None
     try:
         if nodes is not None:

@@ -1,7 +1,7 @@
 """Reduction kernels: ``out = left op right``, element by element, in rank order.
 
-MPI's own operations become NumPy's ufuncs, on the element types that MPI allows for them and also on float16,
-bfloat16 and their small relatives. Operations of the user, and types that only MPI can describe, go through
+MPI's predefined operations become NumPy's ufuncs, on the element types that MPI allows for them and also on float16,
+bfloat16 and other small floats. User-defined operations and types that only MPI can describe use
 ``MPI.Op.Reduce_local``.
 
 Where NumPy and MPI leave a choice: MAX and MIN give NaN where either side is NaN; integers wrap around; a
@@ -21,6 +21,7 @@ LAND, LOR, LXOR give 0 or 1 in the operands' type. REPLACE keeps the right opera
 
 import atexit
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -38,28 +39,19 @@ Vector = np.ndarray
 Bind = Callable[[Vector, Vector, Vector], Callable[[], object]]
 
 
+@dataclass(slots=True, eq=False)
 class Combiner:
     """A reduction of two vectors, ready for one element type.
 
-    The vectors are one-dimensional NumPy views of equal length with the `dtype` that `combine` was given, or
-    of the packed elements' bytes (uint8) where it was None. `out` may be `left` or `right` or other memory,
-    but may not overlap in part.
+    ``bind(left, right, out)`` returns a call without arguments that combines these 1-D views of equal length, with the
+    `dtype` given to `combine`, or of the packed elements' bytes (uint8) where it was None. `out` may be `left` or
+    `right` or other memory, but may not overlap in part. If it does not commute, ranks are combined in order. `ufunc`
+    is NumPy's function, if there is one.
     """
 
-    __slots__ = ("bind", "commutative", "ufunc")
-
-    #: ``bind(left, right, out)`` gives a function of no arguments that combines these views; for the hot
-    #: path.
     bind: Bind
-    #: Whether the operation commutes; if not, the ranks' order must be kept.
     commutative: bool
-    #: The function of NumPy's that does it, where there is one.
-    ufunc: Callable[..., Any] | None
-
-    def __init__(self, bind: Bind, commutative: bool, ufunc: Callable[..., Any] | None = None) -> None:
-        self.bind = bind
-        self.commutative = commutative
-        self.ufunc = ufunc
+    ufunc: Callable[..., Any] | None = None
 
     def __call__(self, left: Vector, right: Vector, out: Vector) -> None:
         """Compute ``out = left op right``."""
@@ -103,26 +95,11 @@ def is_commutative(op: MPI.Op) -> bool:
 
 
 def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Combiner:
-    """Find the kernel for an operation on elements of a type.
-
-    Parameters
-    ----------
-    op
-        Predefined or made by ``MPI.Op.Create``.
-    dtype, datatype
-        As a `collectives.buffers.arguments.Buffer` has them; one of the two may be None.
-
-    Raises
-    ------
-    InvalidType
-        If the operation is not defined for such elements (error class ``MPI.ERR_OP``).
-    InvalidArgument
-        If there is no operation: ``MPI.OP_NULL``, or one that was freed.
-    """
+    """Kernel of an operation on elements with a dtype, a datatype or both; raises if it is not defined for them."""
     if not isinstance(op, MPI.Op):
         raise InvalidType(MPI.ERR_OP, f"op: expected an MPI.Op, found {op!r}")
     if op == MPI.OP_NULL:
-        raise InvalidArgument(MPI.ERR_OP, "op: MPI.OP_NULL (never made, or freed)")
+        raise InvalidArgument(MPI.ERR_OP, "op: expected an operation, found MPI.OP_NULL (never created, or freed)")
     handle = op.handle
     if handle in _SELECTIONS:
         return Combiner(partial(_select, _SELECTIONS[handle]), False)
@@ -157,28 +134,20 @@ def _bind(ufunc: Callable[..., Any], left: Vector, right: Vector, out: Vector) -
 
 
 def on_device(kernel: Combiner, dtype: np.dtype[Any], device: DeviceMemory) -> Combiner | None:
-    """The same reduction of a device's arrays, or None where the device's library cannot do it.
-
-    Parameters
-    ----------
-    kernel, dtype
-        What `combine` found, and the type that it found it for.
-    device
-        Whose namespace has functions by NumPy's names.
-    """
+    """The same reduction of a device's arrays, or None if the device's library does not support it."""
     ufunc = getattr(device.namespace, kernel.ufunc.__name__, None) if kernel.ufunc is not None else None
     if ufunc is None:
         return None
-    known = ufunc, dtype
-    if known not in _tried:
-        _tried[known] = _works(ufunc, dtype, device)
-    return Combiner(partial(_bind_on_device, ufunc), kernel.commutative) if _tried[known] else None
+    key = ufunc, dtype
+    if key not in _supported:
+        _supported[key] = _is_supported(ufunc, dtype, device)
+    return Combiner(partial(_bind_on_device, ufunc), kernel.commutative) if _supported[key] else None
 
 
-_tried: dict[tuple[Callable[..., Any], np.dtype[Any]], bool] = {}
+_supported: dict[tuple[Callable[..., Any], np.dtype[Any]], bool] = {}
 
 
-def _works(ufunc: Callable[..., Any], dtype: np.dtype[Any], device: DeviceMemory) -> bool:
+def _is_supported(ufunc: Callable[..., Any], dtype: np.dtype[Any], device: DeviceMemory) -> bool:
     try:
         probe = device.empty(1, dtype)
         device.working(partial(ufunc, probe, probe, out=probe))()
@@ -188,12 +157,11 @@ def _works(ufunc: Callable[..., Any], dtype: np.dtype[Any], device: DeviceMemory
 
 
 def _bind_on_device(ufunc: Callable[..., Any], left: Any, right: Any, out: Any) -> Callable[[], object]:
-    """CuPy copies an operand that shares memory with `out`, unless it is the very same object."""
-
-    def begin(array: Any) -> Any:
+    # CuPy copies an operand that shares memory with `out`, unless it is the same object.
+    def address(array: Any) -> int:
         return array.__cuda_array_interface__["data"][0]
 
-    return partial(ufunc, *(out if begin(array) == begin(out) else array for array in (left, right)), out=out)
+    return partial(ufunc, *(out if address(array) == address(out) else array for array in (left, right)), out=out)
 
 
 def _refuse(name: str, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> NoReturn:
@@ -224,7 +192,7 @@ def _locate(better: Callable[..., Any], left: Vector, right: Vector, out: Vector
 
 
 def _local(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Bind:
-    """Let MPI combine: ``Reduce_local(in, inout)`` makes inout = in op inout, so `in` is the left operand."""
+    """Reduction by MPI: ``Reduce_local(in, inout)`` computes inout = in op inout, so `in` is the left operand."""
     if datatype is None:
         assert dtype is not None, "elements have a dtype or a datatype"
         return partial(_dense, op, _bytes(dtype.itemsize), dtype.itemsize)
@@ -239,7 +207,7 @@ def _dense(
 ) -> Callable[[], object]:
     n = out.nbytes // size
     if n == 0:
-        return _nothing
+        return _no_op
     at = MPI.Get_address(out)
     source = np.empty_like(left) if MPI.Get_address(left) == at else left
     reduce = partial(op.Reduce_local, [source, n, datatype], [out, n, datatype])
@@ -261,7 +229,7 @@ def _spread(
     """Unpack both operands to the layout that the operation expects, combine there, pack the result."""
     n = out.nbytes // size
     if n == 0:
-        return _nothing
+        return _no_op
     element = element_of(datatype, "op")
     if element.extent <= 0:
         raise InvalidType(MPI.ERR_OP, f"op: cannot combine elements of extent {element.extent}")
@@ -282,7 +250,7 @@ def _spread(
     return run
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
@@ -291,7 +259,7 @@ atexit.register(_widths.clear)  # before MPI ends
 
 
 def _bytes(width: int) -> MPI.Datatype:
-    """Give a datatype of `width` bytes, for elements that MPI has no name for."""
+    """Datatype of `width` bytes, for elements that MPI has no name for."""
     if width not in _widths:
         _widths[width] = HostStaging(MPI.BYTE.Create_contiguous(width).Commit())
     return _widths[width]

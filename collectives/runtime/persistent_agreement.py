@@ -15,28 +15,22 @@ from collectives.transport.mailbox import CHANNELS, NodeMemory
 
 
 def common(comm: MPI.Intracomm, bits: int) -> int:
-    """The bits that all ranks have set. Collective."""
+    """Bits that all ranks have set. Collective."""
     mine, common_bits = np.array([bits]), np.zeros(1, np.int64)
-    progress_until(comm.Iallreduce(mine, common_bits, MPI.BAND).Test)  # others may wait for what is under way here
+    progress_until(
+        comm.Iallreduce(mine, common_bits, MPI.BAND).Test
+    )  # others may wait for active requests of this rank
     return int(common_bits[0])
 
 
 class MemoryVisibility(NamedTuple):
-    """Memory properties of a call that hold on all ranks.
-
-    Attributes
-    ----------
-    seen : bool
-        Neighbours see whatever is sent where it lies.
-    in_place : bool
-    """
+    """Memory properties of a call that hold on all ranks; `shared`: peers of the node can read all memory sent from."""
 
     shared: bool = False
     in_place: bool = False
 
 
 UNKNOWN = MemoryVisibility()
-"""Where nobody asked, or nobody sees anything."""
 
 
 def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) -> MemoryVisibility:
@@ -61,13 +55,7 @@ def _is_shared(node: NodeMemory, call: Call, size: int) -> bool:
 
 
 class ChannelAllocator:
-    """The channels of the node's mailboxes that requests may have: all but the first, which blocking calls share.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks that bind requests together.
-    """
+    """Channels of the node's mailboxes for persistent requests: all but the first, which blocking calls share."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -75,10 +63,10 @@ class ChannelAllocator:
         self._returned: set[int] = set()
 
     def take(self) -> int | None:
-        """A channel for one more request, the same on all ranks; None if all are in use. Collective.
+        """A channel for a new request, the same on all ranks; None if all are in use. Collective.
 
-        Each is used once before ranks ask each other which of them everyone has given back: whoever has done so has
-        taken all messages that came there, so the next request goes on where the last one ended.
+        Each channel is used once before the ranks agree on those that all have returned. A returned channel has no
+        messages left, so the next request continues its sequence.
         """
         if self._used < CHANNELS - 1:
             self._used += 1
@@ -92,5 +80,5 @@ class ChannelAllocator:
         return channel
 
     def give_back(self, channel: int) -> None:
-        """A request is done with it: no message of it is under way."""
+        """Return a channel on which no message is active."""
         self._returned.add(channel)

@@ -291,7 +291,7 @@ class Planner:
 
         with progress_lock:
             for request in [request for request in self._live if request.active]:
-                request.when_over(ended)
+                request.call_at_end(ended)
             ended()
 
     def free(self) -> None:

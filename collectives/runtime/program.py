@@ -37,11 +37,11 @@ class Stream(Protocol):
     """Wait for the work marked last."""
 
     def empty(self, count: int, dtype: Any) -> Any:
-        """New array of `count` elements that work on the stream can use."""
+        """Array of `count` elements that work on the stream can use."""
         ...
 
     def working(self, call: Callable[[], object]) -> Callable[[], object]:
-        """The call, with its work put on the stream."""
+        """The call, with its work queued on the stream."""
         ...
 
     def mark(self) -> None:
@@ -56,20 +56,9 @@ class Stream(Protocol):
 class Task(NamedTuple):
     """One rank's part of a call: all that determines a program except its memory and its wire.
 
-    Attributes
-    ----------
-    schedule : Schedule
-        This rank's rounds.
-    lengths : sequence of int
-        Elements of each chunk.
-    source, target : mapping of chunk to MemorySpan
-        Initial locations of the rank's chunks, and final locations of its results, in SOURCE and TARGET, which may be
-        the same memory.
-    itemsize : int
-        Bytes of an element.
-    segment : int
-        Bytes above which messages are cut, so that one segment is reduced while the next arrives. The same on all
-        ranks. 0: never cut.
+    `source` and `target` are the initial locations of the rank's chunks and the final locations of its results.
+    Messages longer than `segment` bytes, the same on all ranks, are cut, so that one segment is reduced while the next
+    arrives; 0: never cut.
     """
 
     schedule: Schedule
@@ -103,21 +92,19 @@ class Program:
 
     Attributes
     ----------
-    calls, opening, rest : tuple
+    calls, opening, rest
         All calls in order, for `run`; those up to the first wait, for `start`; and the rest.
-    begins : tuple of (int, int)
+    begins
         Non-empty rounds and their first index in `calls`.
-    position, first : int
+    position, first
         Index of the next call, and of the first wait, where it is after `start`.
-    nbytes : int
+    nbytes
         Scratch memory of the program.
-    stream : Stream or None
-        Queue of its local work.
-    swap : ExchangeSupport or None
+    swap
         The whole program as one exchange, if it only sends one message and receives one.
-    broken : bool
+    broken
         A run was aborted; its messages may still be active.
-    waits_in_mpi : bool
+    waits_in_mpi
         It can only run as a whole, as it contains a blocking MPI call.
     """
 
@@ -150,7 +137,6 @@ class Program:
         return tuple(test is not None for test in self._tests)
 
     def run(self) -> None:
-        """Run to the end."""
         for call in self.calls:
             call()
 
@@ -182,12 +168,11 @@ class Program:
         finally:
             self.position = position
 
-    def keep(self, what: object) -> None:
+    def keep(self, reference: object) -> None:
         """Keep an object alive until the program is freed."""
-        self._references.append(what)
+        self._references.append(reference)
 
     def free(self) -> None:
-        """Release requests and memory."""
         self.calls = self.opening = self.rest = (_freed,)
         self._tests = (None,)
         self._references.clear()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
-from collectives.runtime.native_requests import end_help
+from collectives.runtime.native_requests import end_helper
 from collectives.transport.memories import free_buried
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _abort_status = 0
 
 def close_all() -> None:
     """Release all resources at exit, so that MPI reports no leaks; do nothing after an uncaught exception."""
-    end_help()
+    end_helper()
     if MPI.Is_finalized() or (_has_peers() and _aborts()):
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
     for comm in list(open_communicators.values()):

@@ -24,8 +24,7 @@ progress_lock = threading.RLock()
 
 No thread waits for another rank while it holds this lock."""
 
-_acquire, _release_lock = progress_lock.acquire, progress_lock.release  # half the price of a with statement
-
+_acquire, _release_lock = progress_lock.acquire, progress_lock.release  # half the time of a with statement
 
 _progress_count = 0
 
@@ -54,11 +53,11 @@ def progress_until(done: Callable[[], bool]) -> None:
 
 
 def run_program(program: Program) -> None:
-    """Run to the end; while other operations are under way, they go on too.
+    """Run to the end, with progress of all active requests.
 
-    These may belong to the same communicator, and another thread may move them: what they share with this program,
-    such as messages that queue for room, is touched under `turn` only. If nothing is under way, no other thread can
-    begin anything on this communicator before the program has ended.
+    These may belong to the same communicator, and another thread may progress them: state that they share with this
+    program, such as messages queued for room, is changed only while holding `progress_lock`. Without active requests no
+    other thread can start one on this communicator before the program has ended.
     """
     if not active_requests:
         program.run()
@@ -67,50 +66,47 @@ def run_program(program: Program) -> None:
     else:
         with progress_lock:
             program.start()
-        progress_until(partial(_in_turn, program.advance))
+        progress_until(partial(_locked, program.advance))
 
 
-def _in_turn(act: Callable[[], bool]) -> bool:
+def _locked(call: Callable[[], bool]) -> bool:
     with progress_lock:
-        return act()
+        return call()
 
 
 def with_progress_thread(call: Callable[[], Result]) -> Result:
-    """Make a call that waits inside MPI; meanwhile a thread moves what is under way, or others might wait for it.
+    """Make a call that blocks in MPI while a thread progresses active requests. Needs a thread-safe MPI."""
+    over, errors = threading.Event(), []
 
-    Needs an MPI that several threads may use at once.
-    """
-    over, trouble = threading.Event(), []
-
-    def move() -> None:
+    def progress_active() -> None:
         try:
             while active_requests and not over.is_set():
                 progress()
                 pause()
-        except BaseException as error:  # of a reduction, say: for the thread that waits
-            trouble.append(error)
+        except BaseException as error:  # of a reduction, say: raised in the calling thread
+            errors.append(error)
 
-    thread = threading.Thread(target=move, name="chorus-progress", daemon=True)
+    thread = threading.Thread(target=progress_active, name="chorus-progress", daemon=True)
     thread.start()
     try:
         result = call()
     finally:
         over.set()
         thread.join()
-    for error in trouble:
+    for error in errors:
         raise error
     return result
 
 
 class Request:
-    """A collective that was begun with an ``I...`` method, or bound with an ``..._init`` method.
+    """A collective started by an ``I...`` method, or bound by an ``..._init`` method.
 
-    It offers what mpi4py's requests offer: `Start` (bound ones only), `Test`, `Wait`, `Get_status`, `Free`, and their
-    lower-case spellings; `Cancel` is refused, as MPI has it for collectives. `wait_all` takes lists of them, mixed
-    with mpi4py's own.
+    It has the methods of mpi4py's requests: `Start` (persistent requests only), `Test`, `Wait`, `Get_status`, `Free`,
+    and their lower-case forms; `Cancel` raises, as MPI has it for collectives. `wait_all` takes lists of requests,
+    including mpi4py's own.
 
-    Those of ``I...`` methods are `MPI.Request` too, and mpi4py's ``Waitall``, ``Waitany``, ``Testsome`` and so on take
-    them in any list (if ``MPI.Query_thread()`` is ``THREAD_MULTIPLE``, which is mpi4py's default). Those of
+    Requests of ``I...`` methods are `MPI.Request` too, and mpi4py's ``Waitall``, ``Waitany``, ``Testsome`` and so on
+    take them in any list (if ``MPI.Query_thread()`` is ``THREAD_MULTIPLE``, which is mpi4py's default). Those of
     ``..._init`` methods are not, since a handle that the MPI could start would cost as much as the collective; the
     class methods `Startall`, `Waitall` and `Testall` of this class take lists of any kind.
 
@@ -124,11 +120,11 @@ class Request:
     (True, [1.0, 1.0, 1.0])
     """
 
-    _trouble: BaseException | None = None
-    _afterwards: Callable[[], object] | None = None
+    _error: BaseException | None = None
+    _on_end: Callable[[], object] | None = None
 
     finalizer: weakref.finalize[Any, Any] | None
-    """What gives back what the request holds when its last reference is gone."""
+    """Releases the program of a request that is garbage-collected."""
 
     def __init__(
         self,
@@ -151,11 +147,11 @@ class Request:
     def __repr__(self) -> str:
         states = {"freed": self._freed, "broken off": self._broken, "under way": self._active}
         states |= {"of a freed communicator": self._lapsed, "idle": True}
-        state = next(name for name, it_is in states.items() if it_is)
+        state = next(name for name, applies in states.items() if applies)
         return f"<{'persistent ' if self._persistent else ''}request of {self._name}, {state}>"
 
     def __bool__(self) -> bool:
-        """False once it is over, or, if it is persistent, freed: as for a handle of MPI's that is null by then."""
+        """False once it is complete, or, if it is persistent, freed, as for a null handle of MPI."""
         return not self._freed if self._persistent else self._active or self._broken
 
     def __eq__(self, other: object) -> bool:
@@ -173,13 +169,7 @@ class Request:
         return self._program
 
     def Start(self) -> None:
-        """Begin a bound operation; it must not be under way.
-
-        Raises
-        ------
-        InvalidArgument
-            If it is, was freed or broken off, or comes from an ``I...`` method.
-        """
+        """Start a persistent request; raises InvalidArgument if it is active, freed, broken or not persistent."""
         _acquire()
         try:
             if not self._startable:
@@ -200,7 +190,7 @@ class Request:
         return InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
 
     def begin(self, gate: Callable[[], bool] | None) -> None:
-        """Go as far as possible without waiting; `gate` must open before anything is sent."""
+        """Progress as far as possible without waiting, once `gate` returns True."""
         with progress_lock:
             self._active = True
             self._gate = gate
@@ -220,10 +210,10 @@ class Request:
         if self._do(self._program.advance):
             self._end()
 
-    def _do(self, act: Callable[[], Any]) -> Any:
+    def _do(self, step: Callable[[], Any]) -> Any:
         """Run a step; any error aborts the operation."""
         try:
-            return act()
+            return step()
         except BaseException:
             self._broken = self._program.broken = True
             active_requests.remove(self)
@@ -233,14 +223,13 @@ class Request:
             raise
 
     def _ended(self) -> None:
-        """Last of all, as from here on the thread that waits for it may go on."""
-        self._active = False
-        if self._afterwards is not None:
-            self._afterwards()
+        self._active = False  # last of all: a thread that waits for it continues
+        if self._on_end is not None:
+            self._on_end()
 
     def fail(self, error: BaseException) -> None:
-        """Keep an error that broke this operation off in a helper thread, for the thread that waits for it."""
-        self._trouble = error
+        """Store the error that aborted this operation in a helper thread, to be raised by `Test` or `Wait`."""
+        self._error = error
 
     def _end(self) -> None:
         active_requests.remove(self)
@@ -252,12 +241,12 @@ class Request:
         finally:
             self._ended()
 
-    def when_over(self, act: Callable[[], object]) -> None:
-        """Have something done as soon as the operation, which is under way, is over."""
-        self._afterwards = act
+    def call_at_end(self, call: Callable[[], object]) -> None:
+        """Set a call to run when the active operation ends."""
+        self._on_end = call
 
     def lapse(self) -> None:
-        """Give back what the request holds, as its communicator is freed. All that is left to do with it is `Free`."""
+        """Release the program, as the communicator is freed. Only `Free` is valid then."""
         self.Free()
         self._freed, self._lapsed = False, True
         self._release = lambda *_: None
@@ -265,30 +254,23 @@ class Request:
     def Test(self, status: MPI.Status | None = None) -> bool:
         """True if the operation is complete; makes progress if not.
 
-        Raises
-        ------
-        InvalidArgument
-            If it was freed.
-        OutOfStep
-            If it was broken off, by Ctrl-C or an operation that raised: it never ends.
+        Raises InvalidArgument if it was freed, RanksDisagree if it was aborted: by Ctrl-C, or an operation that raised.
         """
         self._check("Test")
         if self._active:
             progress()
-        self._check("Test")  # another thread may have seen it break off
+        self._check("Test")  # another thread may have aborted it
         if self._active:
             return False
         self._report(status)
         return True
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Return when the operation is over. Raises what `Test` does."""
-        if (
-            self._persistent and len(active_requests) == 1 and self._leave()
-        ):  # nothing else to move: MPI may wait for us
+        """Return when the operation is complete. Raises as `Test` does."""
+        if self._persistent and len(active_requests) == 1 and self._deactivate_alone():  # may block in MPI
             program = self._program
             try:
-                if program.position == program.first:  # as `finish` does it, without the call
+                if program.position == program.first:  # as in `finish`, without the call
                     for call in program.rest:
                         call()
                 else:
@@ -298,8 +280,8 @@ class Request:
                 raise
             finally:
                 self._startable = not self._broken
-                if self._afterwards is not None:
-                    self._afterwards()
+                if self._on_end is not None:
+                    self._on_end()
             if status is not None:
                 self._report(status)
             return True
@@ -310,7 +292,6 @@ class Request:
         return True
 
     def _report(self, status: MPI.Status | None) -> None:
-        """Fill the status as MPI does for a collective: no message, nobody's, no error."""
         if status is not None:
             _clear(status)
 
@@ -325,17 +306,11 @@ class Request:
         return not self._active
 
     def Cancel(self) -> None:
-        """Refuse: collectives cannot be cancelled in MPI.
-
-        Raises
-        ------
-        InvalidArgument
-            Always.
-        """
+        """Raise InvalidArgument: collectives cannot be cancelled in MPI."""
         raise InvalidArgument(MPI.ERR_REQUEST, f"Cancel of {self!r}: collectives cannot be cancelled")
 
-    def _leave(self) -> bool:
-        """Take it away from what is under way, if it alone is, so that no other thread moves it any more."""
+    def _deactivate_alone(self) -> bool:
+        """Remove this request from the active ones if it is the only one: no other thread progresses it then."""
         _acquire()
         try:
             alone = self._active and len(active_requests) == 1
@@ -347,7 +322,7 @@ class Request:
             _release_lock()
 
     def Free(self) -> None:
-        """Give back what the request holds; it must not be under way and cannot be used again."""
+        """Release the request, which must not be active and cannot be used again."""
         self._check("Free")
         if self._active:
             raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
@@ -369,7 +344,7 @@ class Request:
     def Waitall(
         cls, requests: Sequence[Request | MPI.Request], statuses: list[MPI.Status] | None = None
     ) -> Literal[True]:
-        """Return when all of them are over. They may be of any kind, as for `wait_all`."""
+        """Return when all are complete; as for `wait_all`, of any kind."""
         while not cls.Testall(requests, statuses):
             pause()
         return True
@@ -387,14 +362,14 @@ class Request:
         return True
 
     def _check(self, verb: str) -> None:
-        if self._afterwards is not None:
-            with progress_lock:  # another thread that has ended it may still be at what comes afterwards
+        if self._on_end is not None:
+            with progress_lock:  # the thread that has ended it may still be in `_on_end`
                 pass
         if self._freed:
             raise InvalidArgument(MPI.ERR_REQUEST, f"{verb} of {self!r}")
-        if self._trouble is not None and verb != "Free":
-            trouble, self._trouble = self._trouble, None
-            raise trouble
+        if self._error is not None and verb != "Free":
+            error, self._error = self._error, None
+            raise error
         if self._broken and verb != "Free":
             raise RanksDisagree(MPI.ERR_REQUEST, f"{verb} of {self!r}")
 
@@ -405,7 +380,7 @@ class Request:
 
 
 def _clear(status: MPI.Status) -> None:
-    """Make it the status of an operation that is no message."""
+    """Fill a status as MPI does for a collective: no message, no source, no error."""
     status.Set_source(MPI.ANY_SOURCE)
     status.Set_tag(MPI.ANY_TAG)
     status.Set_error(MPI.SUCCESS)
@@ -414,13 +389,7 @@ def _clear(status: MPI.Status) -> None:
 
 
 def wait_all(requests: Iterable[Request | MPI.Request]) -> None:
-    """Return when all of them are over. They may be of any kind, mpi4py's own among them, in any order.
-
-    Raises
-    ------
-    InvalidArgument
-        If one of them was freed.
-    """
+    """Return when all requests are complete: Chorus's and mpi4py's, in any order. Raises if one of them was freed."""
     pending = list(requests)
     while not test_all(pending):
         pause()
@@ -429,12 +398,11 @@ def wait_all(requests: Iterable[Request | MPI.Request]) -> None:
 def test_all(requests: Sequence[Request | MPI.Request]) -> bool:
     """True if all requests are complete; makes progress if not."""
     progress()
-    over = [request.Test() for request in requests]  # each of them: a test is also what moves MPI's own
-    return all(over)
+    return all([request.Test() for request in requests])  # every one: tests also progress MPI's own
 
 
 def start_all(requests: Iterable[Request]) -> None:
-    """Start persistent requests, all of them or, if one cannot start, none."""
+    """Start persistent requests; none if one of them cannot start."""
     several = list(requests)
     for request in several:
         if not request._startable:

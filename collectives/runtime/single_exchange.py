@@ -12,22 +12,16 @@ from collectives.schedule.steps import Recv, RecvReduce, Send, Side, numbers
 
 
 class SingleExchange(NamedTuple):
-    """One rank's part of a short call with one peer, in runs of elements (first, count); a count of 0 is none.
+    """One rank's part of a call that exchanges messages with one peer; runs are (first element, count).
 
     Attributes
     ----------
-    peer : int
-        With whom messages are exchanged.
-    out : (int, int)
-        What is sent, out of the memory that the call brings.
-    into : (int, int)
-        Where what comes goes, in the memory that it fills.
-    mine : int or None
-        The first element of one's own that is combined with it; None if it is only put there.
-    side : "left" or "right"
-        On which side of one's own what comes stands.
-    copy : (int, int, int)
-        What is one's own and stays: from where, to where, how many.
+    out, into
+        Run of the input that is sent, and of the result that is received; a count of 0 is none.
+    mine, side
+        First element of the own operand, and the side of it on which the received one stands; None without reduction.
+    copy
+        Source, destination and count of the own elements that are copied.
     """
 
     peer: int
@@ -39,26 +33,26 @@ class SingleExchange(NamedTuple):
 
 
 def as_single_exchange(task: Task) -> SingleExchange | None:
-    """The task as a single exchange; None if it is more."""
+    """The task as a single exchange; None if it is not one."""
     rounds = [steps for steps in task.schedule if steps]
     steps = list(chain.from_iterable(rounds))
     sends = [step for step in steps if isinstance(step, Send)]
-    comes = [step for step in steps if isinstance(step, (Recv, RecvReduce))]
-    if len(rounds) != 1 or len(sends) > 1 or len(comes) > 1 or len(sends) + len(comes) < len(steps):
+    receives = [step for step in steps if isinstance(step, (Recv, RecvReduce))]
+    if len(rounds) != 1 or len(sends) > 1 or len(receives) > 1 or len(sends) + len(receives) < len(steps):
         return None
-    if len({step.peer for step in (*sends, *comes)}) != 1 or not all(step.chunks for step in (*sends, *comes)):
+    if len({step.peer for step in (*sends, *receives)}) != 1 or not all(step.chunks for step in (*sends, *receives)):
         return None
-    written = {chunk for step in comes for chunk in numbers(step.chunks)}
-    stays = [chunk for chunk in sorted(task.target) if chunk in task.source and chunk not in written]
-    moves = [chunk for chunk in stays if task.source[chunk] != task.target[chunk]]
-    summed = [step for step in comes if isinstance(step, RecvReduce)]
+    written = {chunk for step in receives for chunk in numbers(step.chunks)}
+    unchanged = [chunk for chunk in sorted(task.target) if chunk in task.source and chunk not in written]
+    copied = [chunk for chunk in unchanged if task.source[chunk] != task.target[chunk]]
+    summed = [step for step in receives if isinstance(step, RecvReduce)]
     out = _run(task.source, _chunks(sends))
-    into = _run(task.target, _chunks(comes))
+    into = _run(task.target, _chunks(receives))
     mine = _run(task.source, _chunks(summed))
-    origin, goal = _run(task.source, moves), _run(task.target, moves)
+    origin, goal = _run(task.source, copied), _run(task.target, copied)
     if out is None or into is None or mine is None or origin is None or goal is None:
         return None
-    peer = next(step.peer for step in (*sends, *comes))
+    peer = next(step.peer for step in (*sends, *receives))
     first = mine[0] if summed else None
     side: Side = summed[0].side if summed else "right"
     return SingleExchange(peer, out, into, first, side, (origin[0], goal[0], origin[1]))
@@ -69,11 +63,9 @@ def _chunks(steps: Iterable[Send | Recv | RecvReduce]) -> list[int]:
 
 
 def _run(places: Mapping[int, MemorySpan], chunks: Iterable[int]) -> tuple[int, int] | None:
-    """The chunks as one run (first element, count); None if they are several, or not all there."""
+    """The chunks as one run (first element, count); None if there are several runs, or chunks are missing."""
     found = [places.get(chunk) for chunk in chunks]
     whole = joined(place for place in found if place is not None)
-    if None in found:
-        return None
-    if len(whole) > 1:
+    if None in found or len(whole) > 1:
         return None
     return (whole[0].start, whole[0].stop - whole[0].start) if whole else (0, 0)
