@@ -28,7 +28,8 @@ from collectives.runtime.persistent_agreement import common
 from collectives.runtime.planner import Planner
 from collectives.runtime.program_cache import UNCACHEABLE, CallKey
 from collectives.runtime.program_end import close_all, open_communicators
-from collectives.runtime.requests import Request, active_requests, progress_until, with_progress_thread
+from collectives.runtime.progress import active_requests, progress_until, with_progress_thread
+from collectives.runtime.requests import Request
 from collectives.selection.select import Selection, Selector
 from collectives.selection.timing_file import broadcast_table
 from collectives.selection.timing_table import BLOCKING, AlgorithmChoice, Form, TimingTable
@@ -111,18 +112,6 @@ class Communicator(CollectiveMethods):
     _checker: DesyncChecker | None = None
     _run_cached: Callable[..., CallKey | tuple[()]] = staticmethod(_uncached)
 
-    def __new__(  # noqa: D102 (the class has it)
-        cls,
-        comm: MPI.Intracomm | None = None,
-        *,
-        debug: bool | None = None,
-        cuda_aware: bool | None = None,
-        shared: bool = True,
-        nodes: Sequence[int] | None = None,
-        tuning: Tuning = True,
-    ) -> Self:
-        return super().__new__(cls, comm)
-
     def __init__(
         self,
         comm: MPI.Intracomm | None = None,
@@ -151,7 +140,7 @@ class Communicator(CollectiveMethods):
             self._report_refusals(self._checker)
         self._rank, self._size = plain.Get_rank(), plain.Get_size()
         table = broadcast_table(self._planner.comm, tuning)
-        native = table is not None and not self._planner.aware and self._threads
+        native = table is not None and not self._planner.transports.aware and self._threads
         self._chooser = AlgorithmChooser(Selector(self._size, self._planner.nodes, table), native)
         self._number = next(_numbers)
         open_communicators[self._number] = self
@@ -170,7 +159,7 @@ class Communicator(CollectiveMethods):
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
             planner.cache.check_in_step()
-            planner.consume_tag()
+            planner.transports.consume_tag()
             progress_until(self._checker.check("blocking", call, choice))
         planner.run(call, choice, key, *arguments)
 
@@ -184,7 +173,7 @@ class Communicator(CollectiveMethods):
         """Create a persistent request."""
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "persistent")
         if self._checker is not None:
-            planner.consume_tag()
+            planner.transports.consume_tag()
             progress_until(self._checker.check("persistent", call, choice))
         memory = planner.visibility(call)
         if memory.shared:
@@ -206,7 +195,7 @@ class Communicator(CollectiveMethods):
                     return method(*args, **keywords)
                 except Exception as error:
                     if self._planner is not None and not checker.reported:
-                        self._planner.consume_tag()  # as on the other ranks, which make the call
+                        self._planner.transports.consume_tag()  # as on the other ranks, which make the call
                         delivered = checker.refuse(form, name.lower(), error)
                         if form != "non-blocking":
                             progress_until(delivered)
@@ -226,7 +215,7 @@ class Communicator(CollectiveMethods):
             raise InvalidArgument(MPI.ERR_COUNT, "recvcounts: MPI.IN_PLACE needs them")
         count = vector(recvbuf, "recvbuf", writable=True).count  # raises before the other ranks wait for it
         if self._checker is not None:
-            planner.consume_tag()
+            planner.transports.consume_tag()
             exchange = Call("reduce_scatter", (0,), BYTE)
             progress_until(self._checker.check("asking for recvcounts", exchange, AlgorithmChoice("auto"), last=False))
         return self._accompany(partial(planner.comm.allgather, count))
@@ -309,7 +298,7 @@ class Communicator(CollectiveMethods):
                 raise type(refusal)(refusal.Get_error_class(), f"{refusal} on rank {rank}")
         assert not isinstance(request, InvalidInput)
         lengths, element = request
-        return planner.allocate(prod(lengths) * element.itemsize).view(element).reshape(lengths)
+        return planner.transports.allocate(prod(lengths) * element.itemsize).view(element).reshape(lengths)
 
     def zeros(self, shape: Any, dtype: Any = float) -> np.ndarray:
         """Like `empty`, filled with zeros."""

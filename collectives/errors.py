@@ -22,12 +22,8 @@ __all__ = [
 class InvalidInput(MPI.Exception):
     """Invalid call, raised before anything is sent.
 
-    Parameters
-    ----------
-    error_class
-        An MPI error class: ``MPI.ERR_ROOT``, ``MPI.ERR_COUNT``, ``MPI.ERR_TYPE``, ``MPI.ERR_OP``, ...
-    message
-        Names the argument, what was expected and what was found; it is what ``str`` gives.
+    `error_class` is an MPI error class such as ``MPI.ERR_ROOT``; `message` names the argument, and what was expected
+    and found.
     """
 
     def __init__(self, error_class: int, message: str) -> None:

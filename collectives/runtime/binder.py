@@ -8,23 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.runtime.program import LANDING, SCRATCH, ElementArray, Program, ReduceKernel, Stream, Task
-from collectives.schedule.chunks import MemorySpan, aligned, even, joined, split
-from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Side, Step, numbers
+from collectives.runtime.chunk_locations import MESSAGE_WINDOW, ChunkLocations, RoundShape, overlap
+from collectives.runtime.program import LANDING, ElementArray, Program, ReduceKernel, Stream, Task
+from collectives.schedule.chunks import MemorySpan, aligned, joined, split
+from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, Side, Step
 from collectives.transport.wire import ExchangeSupport, Iovec, Wire
 from collectives.types import Wait
-
-LANDING_SLOTS = 3
-"""Receive buffers per reduced message: one segment arrives while another is reduced."""
-
-MESSAGE_WINDOW = 2
-"""Segments of one message in flight over a network. More would fill its queues and delay TCP acknowledgements."""
 
 EAGER_BYTES = 4096
 """Bytes up to which any MPI sends eagerly, without waiting for the receiver."""
@@ -58,8 +52,9 @@ def bind(
     halves = None if swap is None else swap.split(source.array, target.array)
     if halves is not None:
         binder.calls, binder.tests = [], []
-        for half in filter(None, halves):
-            binder.emit(half)
+        for half in halves:
+            if half is not None:
+                binder.emit(half)
     program = Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, stream)
     program.swap = swap
     program.begins = tuple(binder.begins) if halves is None else tuple(binder.begins[:1])
@@ -83,21 +78,8 @@ class _Action(NamedTuple):
     following: Any = None
 
 
-class _RoundShape(NamedTuple):
-    """Treatment of the messages that a round reduces.
-
-    `in_place`: reduce from the sender's memory; otherwise receive into `landing` elements of landing memory first, in
-    `slots` per message. `changing`: destinations of the results.
-    """
-
-    in_place: bool
-    slots: list[int]
-    landing: int
-    changing: list[MemorySpan]
-
-
 class _ProgramBinder:
-    """Emits the calls of one program, and tracks the current location of every chunk."""
+    """Emits the calls of one program."""
 
     def __init__(
         self,
@@ -108,46 +90,16 @@ class _ProgramBinder:
         stream: Stream | None,
     ) -> None:
         self.task, self.wire, self.reduce_kernel, self.stream = task, wire, reduce_kernel, stream
+        self.chunks = ChunkLocations(task, wire, asynchronous=stream is not None)
         self.working = stream is not None  # earlier work on the stream must end before messages start
         self.calls: list[Callable[[], object]] = []
         self.tests: list[Callable[[], bool] | None] = []
-        self.location: dict[int, MemorySpan] = dict(task.source)
-        self.written = _written(task.schedule)
         self.exchanges: list[list[Any]] = []
         self.begins: list[tuple[int, int]] = []
-        self.scratch: dict[int, MemorySpan] = {}
-        room = 0
-        for chunk in sorted(self.written.difference(task.target)):
-            self.scratch[chunk] = MemorySpan(SCRATCH, room, room + self._length(chunk))
-            room += self._length(chunk)
-        self.shapes: list[_RoundShape] = []
-        for steps in task.schedule:
-            self.shapes.append(self._shape(steps))
-            self._move_locations(steps)
-        self.location = dict(task.source)
-        landing = max((shape.landing for shape in self.shapes), default=0)
+        lengths = self.chunks.scratch_length, self.chunks.landing_length
         dtype = memories[0].array.dtype
-        self.memories = [*memories, *(ElementArray.allocate(count, dtype, stream or np) for count in (room, landing))]
-        self.nbytes = (room + landing) * task.itemsize
-
-    # -------------------------------------------------------------------------------- locations
-
-    def _length(self, chunk: int) -> int:
-        return self.task.lengths[chunk % len(self.task.lengths)]
-
-    def _locations(self, chunks: Chunks) -> list[MemorySpan]:
-        return [self.location[chunk] for chunk in numbers(chunks)]
-
-    def _destinations(self, chunks: Chunks) -> list[MemorySpan]:
-        """Locations that the chunks are written to."""
-        target = self.task.target
-        return [target[chunk] if chunk in target else self.scratch[chunk] for chunk in numbers(chunks)]
-
-    def _write(self, chunks: Chunks) -> list[MemorySpan]:
-        """Set the locations of written chunks to their destinations, and return these."""
-        destinations = self._destinations(chunks)
-        self.location.update(zip(numbers(chunks), destinations, strict=True))
-        return destinations
+        self.memories = [*memories, *(ElementArray.allocate(count, dtype, stream or np) for count in lengths)]
+        self.nbytes = sum(lengths) * task.itemsize
 
     def _array(self, place: MemorySpan) -> Any:
         return self.memories[place.memory].array[place.start : place.stop]
@@ -156,73 +108,6 @@ class _ProgramBinder:
         size = self.task.itemsize
         address = self.memories[place.memory].address + place.start * size
         return Iovec(address, (place.stop - place.start) * size)
-
-    def _segment_counts(self, step: Send | Recv | RecvReduce) -> Sequence[int]:
-        """Elements in each segment of a message; none for an empty one."""
-        elements = sum(map(self._length, numbers(step.chunks)))
-        if not elements:
-            return () if step.chunks else (0,)
-        split_size = self.wire.split_size(step.peer, elements * self.task.itemsize)
-        limit = self.task.segment if split_size is None else split_size
-        part = max(1, limit // self.task.itemsize) if limit else elements
-        return even(elements, -(-elements // part))
-
-    def _move_locations(self, steps: Sequence[Step]) -> None:
-        """Update the locations of the chunks written by a round."""
-        for step in steps:
-            if not isinstance(step, Send):
-                self._write(step.chunks if isinstance(step, (Recv, RecvReduce)) else step.target)
-
-    def _shape(self, steps: Sequence[Step]) -> _RoundShape:
-        """Treatment of a round's reductions, with chunks at their locations before it.
-
-        Segments of the first message share a few landing slots, unless its sender sends another message in the round,
-        which would overtake them. Messages of further peers get a slot per segment: they must not wait for the first
-        peer, whose sends may depend on theirs.
-        """
-        arrivals = [step for step in steps if isinstance(step, RecvReduce)]
-        changing = joined(destination for step in arrivals for destination in self._destinations(step.chunks))
-        if self._reduces_in_place(steps, arrivals, changing):
-            return _RoundShape(True, [0] * len(arrivals), 0, changing)
-        cuts = [self._segment_counts(step) for step in arrivals]
-        slots = [len(parts) for parts in cuts]
-        senders = [step.peer for step in steps if isinstance(step, (Recv, RecvReduce))]
-        if slots and senders.count(arrivals[0].peer) == 1 and self._is_segmented(arrivals[0]):
-            slots[0] = min(slots[0], LANDING_SLOTS)
-        room = sum(count * max(parts, default=0) for count, parts in zip(slots, cuts, strict=True))
-        return _RoundShape(False, slots, room, changing)
-
-    def _is_segmented(self, step: Step) -> bool:
-        """True if a network message is reduced in segments while later segments are in flight."""
-        if not isinstance(step, RecvReduce) or len(self._segment_counts(step)) < 2:
-            return False
-        return self.wire.split_size(step.peer, self._bytes(step.chunks)) is None
-
-    def _reduces_in_place(
-        self, steps: Sequence[Step], arrivals: Sequence[RecvReduce], changing: list[MemorySpan]
-    ) -> bool:
-        """True if all messages of a round are reduced directly from the sender's memory while waiting for them.
-
-        Not if another step must take effect first, nor if the results overwrite memory that may still be sent.
-        """
-        first = next((index for index, step in enumerate(steps) if isinstance(step, (Reduce, Copy))), len(steps))
-        if self.stream is not None or any(isinstance(step, RecvReduce) for step in steps[first:]):
-            return False
-        if any(self.wire.split_size(step.peer, self._bytes(step.chunks)) is None for step in arrivals):
-            return False
-        if len(arrivals) > 1 and any(len(self._segment_counts(step)) > 1 for step in arrivals):
-            return False  # segments of several messages would have to alternate
-        sent: list[int] = []
-        for step in steps:
-            if isinstance(step, Send):
-                leaves = self.wire.completes_locally(step.peer, self._bytes(step.chunks), sent.count(step.peer))
-                if not leaves and _overlap(self._locations(step.chunks), changing):
-                    return False
-                sent.append(step.peer)
-        return True
-
-    def _bytes(self, chunks: Chunks) -> int:
-        return sum(map(self._length, numbers(chunks))) * self.task.itemsize
 
     # -------------------------------------------------------------------------------- emitting calls
 
@@ -270,17 +155,17 @@ class _ProgramBinder:
 
     def rounds(self) -> None:
         """Emit all rounds. Unchanged chunks are copied to their target while the first messages are in flight."""
-        kept = [c for c in sorted(self.task.target) if c in self.location and c not in self.written]
-        copies = self._copies([self.location[c] for c in kept], [self.task.target[c] for c in kept])
-        for index, (steps, shape) in enumerate(zip(self.task.schedule, self.shapes, strict=True)):
+        unchanged = self.chunks.unchanged()
+        copies = self._copies([self.task.source[c] for c in unchanged], [self.task.target[c] for c in unchanged])
+        for index, (steps, shape) in enumerate(zip(self.task.schedule, self.chunks.shapes, strict=True)):
             if steps:
                 self.begins.append((index, len(self.calls)))
-                (self._windowed_round if self._is_windowed(steps) else self._round)(steps, shape, copies)
+                (self._windowed_round if self.chunks.is_windowed(steps) else self._round)(steps, shape, copies)
                 copies = []
         for copy in copies:
             self.emit_local(copy)
 
-    def _round(self, steps: Sequence[Step], shape: _RoundShape, meanwhile: Iterable[Callable[[], object]]) -> None:
+    def _round(self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]) -> None:
         """Emit a round whose messages all start at once; segments are reduced in order of arrival."""
         sends = [sent for step in steps if isinstance(step, Send) for sent in self._sends(step, shape.changing)]
         receives = [
@@ -301,15 +186,15 @@ class _ProgramBinder:
         for call in meanwhile:
             self.emit_local(call)
         pending = {id(message): message for message in messages}
-        if not any(self._is_segmented(step) for step in steps):
+        if not any(self.chunks.is_segmented(step) for step in steps):
             self._wait_pending(pending, messages)  # a single wait is cheapest, and streams need it
         changing = joined(place for action in actions for place in action.onto)
-        leaving = [sent for sent in sends if _overlap(sent.places, changing)]
+        leaving = [sent for sent in sends if overlap(sent.places, changing)]
         for action in actions:
             if action.message is None:
                 self._wait_pending(pending, messages)
             else:
-                overwritten = [sent.message for sent in leaving if _overlap(sent.places, action.onto)]
+                overwritten = [sent.message for sent in leaving if overlap(sent.places, action.onto)]
                 self._wait_pending(pending, [action.message, *overwritten])
             for call in action.calls:
                 self.emit_local(call)
@@ -317,88 +202,78 @@ class _ProgramBinder:
                 self.start([action.following])
         self._wait_pending(pending, messages)
 
-    def _is_windowed(self, steps: Sequence[Step]) -> bool:
-        """True if a round consists of network messages of distinct chunks, some of them in many segments."""
-        messages = [step for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
-        if len(messages) < len(steps) or all(len(self._segment_counts(step)) <= MESSAGE_WINDOW for step in messages):
-            return False
-        if any(self.wire.split_size(step.peer, self._bytes(step.chunks)) is not None for step in messages):
-            return False
-        streams_used = {(step.peer, isinstance(step, Send)) for step in messages}
-        changing = [chunk for step in messages if isinstance(step, RecvReduce) for chunk in numbers(step.chunks)]
-        leaving = {chunk for step in messages if isinstance(step, Send) for chunk in numbers(step.chunks)}
-        apart = len(set(changing)) == len(changing) and leaving.isdisjoint(changing)
-        return apart and len(streams_used) == len(messages)
-
     def _windowed_round(
-        self, steps: Sequence[Step], shape: _RoundShape, meanwhile: Iterable[Callable[[], object]]
+        self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]
     ) -> None:
         """Emit a round whose messages advance segment by segment: each completed receive allows the next send.
 
         Free of deadlock, as rounds are aligned: no rank is ahead of a peer by more than the window.
         """
-        sends = [step for step in steps if isinstance(step, Send)]
-        leave = [[(sent.message, []) for sent in self._sends(step, shape.changing)] for step in sends]
-        come = [[(message, []) for message in self._receives(step)] for step in steps if isinstance(step, Recv)]
-        slots, actions = shape.slots, self._actions(steps, shape)
-        land = [
+        sends = [
+            _without_calls(sent.message for sent in self._sends(step, shape.changing))
+            for step in steps
+            if isinstance(step, Send)
+        ]
+        receives = [_without_calls(self._receives(step)) for step in steps if isinstance(step, Recv)]
+        actions = self._actions(steps, shape)
+        reductions = [
             [(action.message, action.calls) for action in actions if action.step == index]
             for index, step in enumerate(steps)
             if isinstance(step, RecvReduce)
         ]
-        ahead = [*map(len, come), *slots, *(MESSAGE_WINDOW for _ in leave)]
-        streams = [*come, *land, *leave]
-        self.start([message for parts, few in zip(streams, ahead) for message, _ in parts[:few]])
+        streams = [*receives, *reductions, *sends]
+        windows = [*map(len, receives), *shape.slots, *(MESSAGE_WINDOW for _ in sends)]
+        self.start([message for parts, window in zip(streams, windows) for message, _ in parts[:window]])
         for call in meanwhile:
             self.emit_local(call)
         for index in range(max(map(len, streams))):
-            for parts, few in zip(streams, ahead):
+            for parts, window in zip(streams, windows):
                 if index < len(parts):
                     message, calls = parts[index]
                     self.wait([message])
                     for call in calls:
                         self.emit_local(call)
-                    self.start([message for message, _ in parts[index + few : index + few + 1]])
+                    self.start([message for message, _ in parts[index + window : index + window + 1]])
 
     def _wait_pending(self, pending: dict[int, Any], messages: Iterable[Any]) -> None:
         """Append waits for the messages that are still pending."""
         self.wait([pending.pop(id(message)) for message in messages if id(message) in pending])
 
     def _sends(self, step: Send, changing: list[MemorySpan]) -> Iterator[_SendBinding]:
-        for rows in split(aligned(self._locations(step.chunks)), self._segment_counts(step)):
+        for rows in split(aligned(self.chunks.locations(step.chunks)), self.chunks.segment_counts(step)):
             places = [place for (place,) in rows]
-            stable = not _overlap(places, changing)
+            stable = not overlap(places, changing)
             yield _SendBinding(self.wire.send(step.peer, list(map(self._iovec, places)), stable), places)
 
     def _receives(self, step: Recv) -> Iterator[Any]:
-        for rows in split(aligned(self._write(step.chunks)), self._segment_counts(step)):
+        for rows in split(aligned(self.chunks.write(step.chunks)), self.chunks.segment_counts(step)):
             yield self.wire.receive(step.peer, [self._iovec(place) for (place,) in rows])
 
-    def _actions(self, steps: Sequence[Step], shape: _RoundShape) -> list[_Action]:
+    def _actions(self, steps: Sequence[Step], shape: RoundShape) -> list[_Action]:
         """Local work of a round in the order in which it must take effect."""
         actions: list[_Action] = []
         landing, room = 0, iter(shape.slots)
         for index, step in enumerate(steps):
             if isinstance(step, RecvReduce):
-                cuts, slots = self._segment_counts(step), next(room)
+                cuts, slots = self.chunks.segment_counts(step), next(room)
                 if shape.in_place:
                     actions.extend(_Action(index, part, [], []) for part in self._in_place_reductions(step, cuts))
                     continue
                 actions.extend(self._arrivals(index, step, cuts, slots, landing))
                 landing += slots * max(cuts, default=0)
             elif isinstance(step, Reduce):
-                sources, locations = self._locations(step.source), self._locations(step.target)
-                destinations = self._write(step.target)
+                sources, locations = self.chunks.locations(step.source), self.chunks.locations(step.target)
+                destinations = self.chunks.write(step.target)
                 rows = aligned(sources, locations, destinations)
-                actions.append(_Action(index, None, [self._reduction(*row, step.side) for row in rows], destinations))
+                actions.append(_Action(index, None, [self._reduction(row, step.side) for row in rows], destinations))
             elif isinstance(step, Copy):
-                sources, destinations = self._locations(step.source), self._write(step.target)
+                sources, destinations = self.chunks.locations(step.source), self.chunks.write(step.target)
                 actions.append(_Action(index, None, self._copies(sources, destinations), destinations))
         return actions
 
     def _arrivals(self, number: int, step: RecvReduce, cuts: Sequence[int], slots: int, landing: int) -> list[_Action]:
         """Segments of one message: each is received into a landing slot and reduced from there."""
-        locations, destinations = self._locations(step.chunks), self._write(step.chunks)
+        locations, destinations = self.chunks.locations(step.chunks), self.chunks.write(step.chunks)
         actions: list[_Action] = []
         for index, rows in enumerate(split(aligned(locations, destinations), cuts)):
             start = landing + index % slots * max(cuts)
@@ -406,7 +281,7 @@ class _ProgramBinder:
             calls = []
             for location, destination in rows:
                 landed = MemorySpan(LANDING, start, start + location.stop - location.start)
-                calls.append(self._reduction(landed, location, destination, step.side))
+                calls.append(self._reduction((landed, location, destination), step.side))
                 start = landed.stop
             onto = [destination for _, destination in rows]
             message = self.wire.receive(step.peer, [self._iovec(slot)] if cuts[index] else [])
@@ -420,23 +295,23 @@ class _ProgramBinder:
         """Segments of a message that are reduced from the sender's memory."""
         if self.reduce_kernel is None:
             raise ValueError(_NO_OPERATION)
-        locations, destinations = self._locations(step.chunks), self._write(step.chunks)
+        locations, destinations = self.chunks.locations(step.chunks), self.chunks.write(step.chunks)
         bind, left = self.reduce_kernel.bind, step.side == "left"
 
-        def combine(incoming: Any, mine: Any, out: Any) -> Callable[[], object]:
-            return bind(incoming, mine, out) if left else bind(mine, incoming, out)
+        def combine(incoming: Any, own: Any, out: Any) -> Callable[[], object]:
+            return bind(incoming, own, out) if left else bind(own, incoming, out)
 
         for rows in split(aligned(locations, destinations), cuts):
             arrays = [(self._array(location), self._array(destination)) for location, destination in rows]
             yield self.wire.combine(step.peer, arrays, combine)
 
-    def _reduction(
-        self, incoming: MemorySpan, mine: MemorySpan, destination: MemorySpan, side: Side
-    ) -> Callable[[], object]:
+    def _reduction(self, row: tuple[MemorySpan, ...], side: Side) -> Callable[[], object]:
+        """Reduction of an incoming operand and the own one, into a destination."""
         if self.reduce_kernel is None:
             raise ValueError(_NO_OPERATION)
-        left, right = (incoming, mine) if side == "left" else (mine, incoming)
-        return self.reduce_kernel.bind(self._array(left), self._array(right), self._array(destination))
+        incoming, own, out = map(self._array, row)
+        left, right = (incoming, own) if side == "left" else (own, incoming)
+        return self.reduce_kernel.bind(left, right, out)
 
     def _copies(self, sources: Iterable[MemorySpan], destinations: Iterable[MemorySpan]) -> list[Callable[[], object]]:
         return [
@@ -446,20 +321,9 @@ class _ProgramBinder:
         ]
 
 
+def _without_calls(messages: Iterable[Any]) -> list[tuple[Any, list[Callable[[], object]]]]:
+    return [(message, []) for message in messages]
+
+
 def _copy(destination: Any, source: Any) -> None:
     destination[...] = source
-
-
-def _written(schedule: Schedule) -> set[int]:
-    """Chunks that any step writes."""
-    chunks: set[int] = set()
-    for step in chain.from_iterable(schedule):
-        if isinstance(step, (Recv, RecvReduce)):
-            chunks.update(numbers(step.chunks))
-        elif isinstance(step, (Reduce, Copy)):
-            chunks.update(numbers(step.target))
-    return chunks
-
-
-def _overlap(one: Iterable[MemorySpan], other: Iterable[MemorySpan]) -> bool:
-    return any(a.memory == b.memory and a.start < b.stop and b.start < a.stop for a in one for b in other)

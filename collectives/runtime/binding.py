@@ -16,7 +16,7 @@ from collectives.buffers.staging import DeviceMemory, device_of, stage
 from collectives.errors import InvalidArgument
 from collectives.runtime.binder import bind
 from collectives.runtime.call import Blocks, Call, staged
-from collectives.runtime.ops import on_device
+from collectives.runtime.ops import Combiner, on_device
 from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, ReduceKernel, Task
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
@@ -188,21 +188,17 @@ def bind_call(
     return program
 
 
-class _RawBuffer:
-    """A reduction of elements that only MPI can describe, on arrays of their bytes."""
-
-    def __init__(self, reduce_kernel: ReduceKernel) -> None:
-        self._kernel = reduce_kernel
-
-    def bind(self, left: Any, right: Any, out: Any) -> Callable[[], object]:
-        return self._kernel.bind(left.view(np.uint8), right.view(np.uint8), out.view(np.uint8))
-
-
 def reduce_kernel(call: Call) -> ReduceKernel | None:
-    """The call's reduction, on the arrays of the program."""
-    if call.combine is not None and call.unit.type is np.void and call.unit.names is None:  # bfloat16 is of kind V too
-        return _RawBuffer(call.combine)
-    return call.combine
+    """The call's reduction, on the arrays of the program: those of raw bytes where only MPI can describe elements."""
+    kernel = call.combine
+    if kernel is None or call.unit.type is not np.void or call.unit.names is not None:  # bfloat16 is of kind V too
+        return kernel
+    bind = kernel.bind
+
+    def bind_bytes(left: Any, right: Any, out: Any) -> Callable[[], object]:
+        return bind(left.view(np.uint8), right.view(np.uint8), out.view(np.uint8))
+
+    return Combiner(bind_bytes, kernel.commutative)
 
 
 def needs_staging(call: Call) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.algorithms.catalog import build, find
+from collectives.buffers.staging import DeviceMemory, lasting
 from collectives.runtime.binder import bind
+from collectives.runtime.binding import bind_call
 from collectives.runtime.call import Call
 from collectives.runtime.program import TARGET, ElementArray, Program, Task
 from collectives.schedule.chunks import MemorySpan
@@ -58,3 +61,39 @@ def bind_count_exchange(
     memory = ElementArray(known, MPI.Get_address(known))
     task = Task(schedule, (1,) * count, sent, places, known.itemsize)
     return CountExchange(known, bind(task, memory, memory, wire))
+
+
+def bind_after_exchange(
+    call: Call,
+    choice: AlgorithmChoice,
+    rank: int,
+    size: int,
+    wire: Wire,
+    device: DeviceMemory | None,
+    first: Sequence[Callable[[], object]],
+    nodes: Nodes | None,
+) -> Program:
+    """Program that exchanges counts at its first start and is bound once they are known."""
+    source = lasting(call.source)  # the user may free the datatypes before binding
+    target = source if call.target is call.source else lasting(call.target)
+    call = call._replace(source=source, target=target)
+    exchange = bind_count_exchange(call, choice, rank, size, wire, nodes)
+    bound: list[Program] = []
+
+    def start_exchange() -> None:
+        if not bound:
+            exchange.load(call)
+            exchange.program.start()
+
+    def finish_exchange() -> None:
+        if not bound:
+            exchange.program.finish()
+
+    def start() -> None:
+        if not bound:
+            bound.append(bind_call(exchange.with_counts(call), choice, rank, size, wire, device, first, nodes))
+        bound[0].start()
+
+    calls = start_exchange, finish_exchange, start, lambda: bound[0].finish()
+    tests = None, lambda: bool(bound) or exchange.program.advance(), None, lambda: bound[0].advance()
+    return Program(calls, tests, wire, exchange.known.nbytes, exchange, device)

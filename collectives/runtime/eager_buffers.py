@@ -10,7 +10,7 @@ from collectives.buffers import memory
 from collectives.runtime.binding import buffer_spans, span
 from collectives.runtime.call import Call
 from collectives.runtime.program import Program
-from collectives.runtime.requests import run_program
+from collectives.runtime.progress import run_program
 from collectives.transport import compiled_exchange
 
 SLOT = 4096

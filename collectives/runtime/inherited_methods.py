@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 
 from collectives.runtime.point_to_point import PointToPoint
-from collectives.runtime.requests import active_requests, progress_until, with_progress_thread
+from collectives.runtime.progress import active_requests, progress_until, with_progress_thread
 
 Result = TypeVar("Result")
 

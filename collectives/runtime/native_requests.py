@@ -19,9 +19,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.runtime import requests
 from collectives.runtime.program import Program
-from collectives.runtime.requests import Request, active_requests, progress_lock
+from collectives.runtime.progress import active_requests, progress_count, progress_lock
+from collectives.runtime.requests import Request
 
 LONGEST_SLEEP = 1e-3
 """Seconds between two checks of the helper thread while the program makes progress itself, or nothing progresses."""
@@ -109,15 +109,15 @@ def _start_helper() -> None:
 
 def _run_helper() -> None:
     global _helper
-    pause, idle, seen = LONGEST_SLEEP, 0, requests.progress_count()
+    pause, idle, seen = LONGEST_SLEEP, 0, progress_count()
     while idle < IDLE_CHECKS:
         time.sleep(pause)
         if _ending.is_set():
             return
         pause = LONGEST_SLEEP if pause > LONGEST_SLEEP / 2 else 2 * pause
         idle = 0 if active_requests else idle + 1
-        if requests.progress_count() != seen:  # the program makes progress itself
-            seen, pause = requests.progress_count(), LONGEST_SLEEP
+        if progress_count() != seen:  # the program makes progress itself
+            seen, pause = progress_count(), LONGEST_SLEEP
         elif active_requests and _progressed():
             pause = SHORTEST_SLEEP
         if idle >= IDLE_CHECKS:

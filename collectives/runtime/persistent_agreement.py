@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from collectives.runtime.binding import buffer_spans
 from collectives.runtime.call import Call, staged
-from collectives.runtime.requests import progress_until
+from collectives.runtime.progress import progress_until
 from collectives.selection.select import forwards_data
 from collectives.transport.mailbox import CHANNELS, NodeMemory
 

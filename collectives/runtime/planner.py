@@ -6,16 +6,16 @@ Small blocking calls are copied through eager buffers; larger ones are bound to 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.algorithms.catalog import build
-from collectives.buffers.staging import DeviceMemory, lasting
+from collectives.buffers.staging import DeviceMemory
 from collectives.runtime import native
 from collectives.runtime.binder import bind
 from collectives.runtime.binding import (
@@ -32,65 +32,33 @@ from collectives.runtime.binding import (
 )
 from collectives.runtime.call import Call
 from collectives.runtime.call_marks import call_mark
-from collectives.runtime.count_exchange import CountExchange, bind_count_exchange, needs_counts
+from collectives.runtime.count_exchange import (
+    CountExchange,
+    bind_after_exchange,
+    bind_count_exchange,
+    needs_counts,
+)
 from collectives.runtime.eager_buffers import EagerBuffers, fits_eager_buffers, longest
+from collectives.runtime.idle_programs import IdlePrograms
 from collectives.runtime.native_requests import new_request
 from collectives.runtime.persistent_agreement import ChannelAllocator, MemoryVisibility, agree_on_memory
 from collectives.runtime.program import ElementArray, Program
-from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache, compile_exchange
-from collectives.runtime.requests import Request, progress_lock, run_program
-from collectives.runtime.single_exchange import as_single_exchange
-from collectives.schedule.steps import Recv, RecvReduce, Send
-from collectives.schedule.topology import Nodes, numbered
+from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache
+from collectives.runtime.progress import progress_lock, run_program
+from collectives.runtime.requests import Request
+from collectives.runtime.single_exchange import as_single_exchange, compile_exchange, single_messages
+from collectives.runtime.transports import BLOCKING_CHANNEL, Transports
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
-from collectives.transport.device import cuda_aware
 from collectives.transport.fused_exchange import CompiledExchange
-from collectives.transport.mailbox import MailboxEdge, NodeMemory
-from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
-from collectives.transport.reduced import reduced
-from collectives.transport.shared_heap import SharedHeap
-from collectives.transport.shm import NodeAwareTransport, SharedMemoryTransport
+from collectives.transport.mpi_transport import ImmediateTransport
 from collectives.transport.wire import Wire
-
-BLOCKING_CHANNEL = 0
-"""Channel of the node's mailboxes for blocking calls."""
-
-BLOCKING_TAG = 0
-"""Tag of blocking calls, of which a communicator runs one at a time; every other call has its own."""
-
-
-def _neighbours(comm: MPI.Intracomm, nodes: Nodes | None) -> MPI.Intracomm:
-    """Ranks that share memory with this one and are on the same node by `nodes`."""
-    sharing = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
-    if nodes is None:
-        return sharing
-    together = MPI.Intracomm(sharing.Split(nodes[comm.Get_rank()]))
-    sharing.Free()
-    return together
 
 
 class Planner:
-    """Programs of one communicator, over a private duplicate of the MPI communicator.
+    """Programs of one communicator, over a private duplicate of the MPI communicator, freed by `free`.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        Used for nothing else, so that its messages never match the user's. Freed by `free`.
-    aware : bool or None
-        True if messages may be in device memory; effective if set on all ranks. None queries the MPI.
-    shared : bool
-        Ranks of one node use shared memory. Not with device memory: no rank knows where its peers' messages are, and
-        both ends of a message must use the same transport.
-    nodes : sequence of int, optional
-        Node of every rank, the same on all ranks; by default determined by MPI. Ranks on different nodes share no
-        memory, even if they could.
-
-    Attributes
-    ----------
-    nodes : tuple of int or None
-        Node of every rank; None if all are on one.
-    cache : ProgramCache
-        Programs of blocking calls.
+    The duplicate is used for nothing else, so that its messages never match the user's. `transports` is created from
+    the other arguments; `cache` holds the programs of blocking calls.
     """
 
     def __init__(
@@ -101,36 +69,17 @@ class Planner:
         nodes: Sequence[int] | None = None,
     ) -> None:
         self.comm = comm
-        named = None if nodes is None else numbered(nodes)
-        neighbours = _neighbours(comm, named)
-        self.nodes = named if nodes is not None else numbered(comm.allgather(neighbours.bcast(comm.Get_rank())))
-        self.aware = bool(reduced(comm, cuda_aware() if aware is None else aware, MPI.LAND))
-        shares = shared and not self.aware
-        self.heap = SharedHeap(comm, neighbours if shares else None)
-        self.node = NodeMemory(neighbours, comm.Get_rank(), self.heap) if shares else None
-        if self.node is None:
-            neighbours.Free()
-        self._edges: dict[int, dict[int, MailboxEdge]] = defaultdict(dict)
+        self.transports = Transports(comm, aware, shared, nodes)
+        self.node, self.nodes = self.transports.node, self.transports.nodes
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.cache = ProgramCache(self.rank)
         self._has_orphans = False  # aborted calls may leave unmatched messages
         self._orphans: list[Request] = []  # aborted requests: keep alive the memory that late messages are written to
-        self._idle: dict[Hashable, list[Program]] = {}
+        self._idle = IdlePrograms(MAX_PROGRAMS)
         self._count_exchanges: dict[Hashable, CountExchange] = {}
-        self._live: weakref.WeakSet[Request] = weakref.WeakSet()  # `requests.active_requests` holds the active ones
+        self._live: weakref.WeakSet[Request] = weakref.WeakSet()  # `progress.active_requests` holds the active ones
         self._finalized: deque[tuple[Program, int | None]] = deque()  # appended by finalizers at any moment
         self._channels = ChannelAllocator(comm)
-        self._idle_count = self._calls = self._inits = 0
-        most = comm.Get_attr(MPI.TAG_UB)
-        self._tags = (32767 if most is None else int(most)) // 2
-
-    def allocate(self, nbytes: int) -> np.ndarray:
-        """Shared memory: see `SharedHeap.allocate`. Collective."""
-        array = self.heap.allocate(nbytes)
-        for edges in self._edges.values():
-            for edge in edges.values():
-                edge.look()
-        return array
 
     def visibility(self, call: Call) -> MemoryVisibility:
         """Memory properties of a call to be bound, on all ranks. Collective."""
@@ -152,16 +101,23 @@ class Planner:
         self.cache.check_in_step()
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
-        if needs_staging(call):
-            self._run_staged(call, choice)
-            return
-        small = self._is_eager(call, choice)
-        key = program_key(call, choice, not small)
-        entry = self.cache.bound.get(key)
         check_no_overlap(call)
+        device = None
+        if needs_staging(call):
+            call, device = self._on_device(call, choice)
+            if device is None:  # staged anew in every call
+                program = self._bind(call, choice, "blocking")
+                self._run_or_poison(program)
+                program.free()
+                return
+        small = device is None and self._is_eager(call, choice)
+        key = program_key(call, choice, not small, device)
+        entry = self.cache.bound.get(key)
         if entry is None:
-            entry = self._bind_eager(call, choice) if small else self._bind(call, choice, "blocking")
+            entry = self._bind_eager(call, choice) if small else self._bind(call, choice, "blocking", device)
             self.cache.add(key, entry)
+        if isinstance(entry, Program) and entry.stream is not None:
+            entry.stream.follow(*owners(call))
         try:
             if isinstance(entry, EagerBuffers):
                 entry.run(call)
@@ -179,32 +135,12 @@ class Planner:
         """Compile a call that is a single exchange; None for all others."""
         if choice.algorithm == NATIVE:
             return None
-        short = as_single_exchange(call_task(call, choice, self.rank, self.size, self.nodes))
-        if short is None:
+        exchange = as_single_exchange(call_task(call, choice, self.rank, self.size, self.nodes))
+        if exchange is None:
             return None
-        return compile_exchange(short, call, s, r, program, self._edges[BLOCKING_CHANNEL].get(short.peer))
-
-    def _run_staged(self, call: Call, choice: AlgorithmChoice) -> None:
-        """Run a blocking call on data that is not dense host memory."""
-        check_no_overlap(call)
-        call, device = self._on_device(call, choice)
-        if device is None:
-            program = self._bind(call, choice, "blocking")
-            self._run_or_poison(program)
-            program.free()
-            return
-        key = program_key(call, choice, True, device)
-        entry = self.cache.bound.get(key)
-        if entry is None:
-            entry = self._bind(call, choice, "blocking", device)
-            self.cache.add(key, entry)
-        assert isinstance(entry, Program) and entry.stream is not None
-        try:
-            entry.stream.follow(*owners(call))
-            self._run_or_poison(entry)
-        except BaseException:
-            self.cache.evict(key)
-            raise
+        return compile_exchange(
+            exchange, call, s, r, program, self.transports.edges[BLOCKING_CHANNEL].get(exchange.peer)
+        )
 
     def _run_or_poison(self, program: Program) -> None:
         try:
@@ -215,7 +151,7 @@ class Planner:
 
     def _on_device(self, call: Call, choice: AlgorithmChoice) -> tuple[Call, DeviceMemory | None]:
         """The call to bind, and its device if no staging is needed."""
-        return (as_device_call(call) if self.aware and choice.algorithm != NATIVE else None) or (call, None)
+        return (as_device_call(call) if self.transports.aware and choice.algorithm != NATIVE else None) or (call, None)
 
     def begin(self, call: Call, choice: AlgorithmChoice, gate: Callable[[], bool] | None) -> Request:
         """Start a non-blocking call."""
@@ -227,35 +163,26 @@ class Planner:
         device = None
         if needs_staging(call):
             call, device = self._on_device(call, choice)
-        unlike = needs_counts(call, choice) or (needs_staging(call) and device is None)
-        key = None if unlike else program_key(call, choice, True, device)
-        idle = self._idle.get(key)
-        if idle:
-            program = idle.pop()
-            self._idle_count -= 1
-            if not idle:
-                del self._idle[key]
-        else:
+        reusable = not needs_counts(call, choice) and (device is not None or not needs_staging(call))
+        key = program_key(call, choice, True, device) if reusable else None
+        program = None if key is None else self._idle.take(key)
+        if program is None:
             check_no_overlap(call)
             program = self._bind(call, choice, "nonblocking", device)
         if program.stream is not None:
             program.stream.follow(*owners(call))
-        self._calls += 1  # after validation only: tags are numbered alike on all ranks
+        tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
         if isinstance(program.wire, ImmediateTransport):
-            program.wire.tag = 1 + self._calls % (self._tags - 1)
+            program.wire.tag = tag
         request = new_request(call.collective, program, partial(self._recycle, key), call)
         self._live.add(request)
         request.begin(gate)
         return request
 
-    def consume_tag(self) -> None:
-        """Consume the tag of a non-blocking call: another rank may have started one by mistake."""
-        self._calls += 1
-
     def init(self, call: Call, choice: AlgorithmChoice, shared: bool = False) -> Request:
         """Create a persistent request; `shared`: all ranks have their buffers in shared memory."""
         check_no_overlap(call)
-        self._inits += 1
+        self.transports.consume_persistent_tag()
         call, device = self._on_device(call, choice)
         first = [] if device is None else [partial(device.follow, *owners(call))]
         channel = None if self.node is None or choice.algorithm == NATIVE else self._take_channel()
@@ -297,25 +224,20 @@ class Planner:
     def free(self) -> None:
         """Free programs, idle requests, shared memory and the private communicator, without waiting for other ranks."""
         self.cache.free()
-        for program in [program for programs in self._idle.values() for program in programs]:
-            program.free()
-        for lengths in self._count_exchanges.values():
-            lengths.program.free()
+        self._idle.free()
+        for exchange in self._count_exchanges.values():
+            exchange.program.free()
         with progress_lock:
-            lent = tuple(self._live)
-        for request in lent:
+            live = tuple(self._live)
+        for request in live:
             if not request.active:
                 request.lapse()
         self._free_finalized()
-        self._idle.clear()
         self._count_exchanges.clear()
         self._live.clear()
-        self.heap.free()
-        if self.node is not None:
-            self.node.free()
-        if not (
-            self._has_orphans or self.cache.broken
-        ):  # MPI may reuse its context id: the next owner would match orphaned messages
+        self.transports.free()
+        # MPI may reuse a freed context id: the next owner would match orphaned messages.
+        if not (self._has_orphans or self.cache.broken):
             self.comm.Free()
 
     @property
@@ -328,26 +250,15 @@ class Planner:
 
     def _wire(
         self,
+        call: Call,
+        choice: AlgorithmChoice,
         form: Form,
-        mark: int,
         channel: int | None = BLOCKING_CHANNEL,
         itemsize: int = 1,
         shared: bool = False,
     ) -> Wire:
-        """Transport of one program: MPI with a tag, and a channel of the node's mailboxes for peers of the node.
-
-        Messages are split between elements: an element larger than a cell needs reads from peer memory, or MPI.
-        """
-        if form == "nonblocking":
-            return ImmediateTransport(self.comm)
-        tag = self._tags + self._inits % self._tags if form == "persistent" else BLOCKING_TAG
-        far = PersistentTransport(self.comm, tag)
-        if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
-            return far
         compiles = form == "persistent" or self.cache.compiles
-        return NodeAwareTransport(
-            SharedMemoryTransport(self.node, channel, self._edges[channel], compiles, shared, mark), far
-        )
+        return self.transports.wire(form, call_mark(call, choice), channel, itemsize, shared, compiles)
 
     def _bind(
         self,
@@ -360,9 +271,10 @@ class Planner:
         shared: bool = False,
     ) -> Program:
         if needs_counts(call, choice):
-            return self._bind_later(call, choice, self._wire(form, call_mark(call, choice), channel), device, first)
+            wire = self._wire(call, choice, form, channel)
+            return bind_after_exchange(call, choice, self.rank, self.size, wire, device, first, self.nodes)
         if choice.algorithm != NATIVE:
-            wire = self._wire(form, call_mark(call, choice), channel, call.unit.itemsize, shared)
+            wire = self._wire(call, choice, form, channel, call.unit.itemsize, shared)
             return bind_call(call, choice, self.rank, self.size, wire, device, first, self.nodes)
         ends = buffer_ends(call, None)
         steps = [*first, *ends.first], ends.last
@@ -370,53 +282,19 @@ class Planner:
         program.keep(ends.keep)
         return program
 
-    def _bind_later(
-        self,
-        call: Call,
-        choice: AlgorithmChoice,
-        wire: Wire,
-        device: DeviceMemory | None,
-        first: Sequence[Callable[[], object]],
-    ) -> Program:
-        """Program that exchanges counts at its first start and is bound once they are known."""
-        source = lasting(call.source)  # the user may free the datatypes before binding
-        target = source if call.target is call.source else lasting(call.target)
-        call = call._replace(source=source, target=target)
-        lengths = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
-        later: list[Program] = []
-
-        def ask() -> None:
-            if not later:
-                lengths.load(call)
-                lengths.program.start()
-
-        def begin() -> None:
-            if not later:
-                now = lengths.with_counts(call)
-                later.append(bind_call(now, choice, self.rank, self.size, wire, device, first, self.nodes))
-            later[0].start()
-
-        def await_lengths() -> None:
-            if not later:
-                lengths.program.finish()
-
-        calls = ask, await_lengths, begin, lambda: later[0].finish()
-        tests = None, lambda: bool(later) or lengths.program.advance(), None, lambda: later[0].advance()
-        return Program(calls, tests, wire, lengths.known.nbytes, lengths, device)
-
     def _exchange_counts(self, call: Call, choice: AlgorithmChoice) -> Call:
         """Exchange the counts of a blocking call. Collective."""
         key = call.collective, choice.algorithm, call.root
-        lengths = self._count_exchanges.pop(key, None)  # put back after success only: messages may be active
-        if lengths is None:
-            wire = self._wire("blocking", call_mark(call, choice._replace(segments=1)))
-            lengths = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
-        lengths.load(call)
-        self._run_or_poison(lengths.program)
-        self._count_exchanges[key] = lengths
+        exchange = self._count_exchanges.pop(key, None)  # put back after success only: messages may be active
+        if exchange is None:
+            wire = self._wire(call, choice._replace(segments=1), "blocking")
+            exchange = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
+        exchange.load(call)
+        self._run_or_poison(exchange.program)
+        self._count_exchanges[key] = exchange
         if len(self._count_exchanges) > MAX_PROGRAMS:
             self._count_exchanges.pop(next(iter(self._count_exchanges))).program.free()
-        return lengths.with_counts(call)
+        return exchange.with_counts(call)
 
     def _is_eager(self, call: Call, choice: AlgorithmChoice) -> bool:
         """True if the call is small, or a single exchange, and can use eager buffers."""
@@ -431,13 +309,8 @@ class Planner:
             return False
         algorithm, segments = choice
         rounds = build(call.collective, algorithm, self.rank, self.size, call.root, segments, self.nodes)
-        steps = [step for steps in rounds for step in steps]
-        if sum(map(bool, rounds)) > 1:
-            return False
-        kinds = [isinstance(step, Send) for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
-        if not all(self.node.reaches(step.peer) for step in steps if isinstance(step, (Send, Recv, RecvReduce))):
-            return False
-        return len(kinds) == len(steps) and kinds.count(True) <= 1 and kinds.count(False) <= 1
+        messages = single_messages(rounds)
+        return messages is not None and all(self.node.reaches(step.peer) for step in messages)
 
     def _bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
         spans = buffer_spans(call)
@@ -447,7 +320,7 @@ class Planner:
             program = native.program(self.comm, call, "blocking", source.array, target.array)
         else:
             schedule = call_task(call, choice, self.rank, self.size, self.nodes)
-            wire = self._wire("blocking", call_mark(call, choice), itemsize=call.unit.itemsize)
+            wire = self._wire(call, choice, "blocking", itemsize=call.unit.itemsize)
             program = bind(schedule, source, target, wire, reduce_kernel(call))
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), changes_target(call))
 
@@ -461,14 +334,7 @@ class Planner:
         if key is None:
             program.free()
             return
-        self._idle.setdefault(key, []).append(program)
-        self._idle_count += 1
-        if self._idle_count > MAX_PROGRAMS:
-            oldest = next(iter(self._idle))
-            self._idle[oldest].pop().free()
-            self._idle_count -= 1
-            if not self._idle[oldest]:
-                del self._idle[oldest]
+        self._idle.add(key, program)
 
     def _release(self, channel: int | None, request: Request, program: Program) -> None:
         with progress_lock:
@@ -476,40 +342,12 @@ class Planner:
         self._free_program(program, channel)
 
 
-class ProgramKey(NamedTuple):
-    """Properties that two calls must share to use one program; addresses are None for eager buffers."""
-
-    collective: str
-    v_form: bool
-    choice: AlgorithmChoice
-    lengths: tuple[int, ...]
-    unit: np.dtype[Any]
-    root: int
-    op: Hashable
-    separate_output: bool
-    send_blocks: tuple[tuple[int, int], ...]
-    recv_blocks: tuple[tuple[int, int], ...]
-    same_buffer: bool
-    device: int | None
-    source: int | None
-    target: int | None
-
-
-def program_key(call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None) -> ProgramKey:
-    """Key of a call's program, with the addresses of its buffers if it is bound to them."""
+def program_key(call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None) -> Hashable:
+    """Key that the calls of one program share; with the addresses of their buffers if it is bound to them."""
     source, target = call.source, call.target
-    return ProgramKey(
-        call.collective,
-        call.v_form,
-        choice,
-        call.lengths,
-        call.unit,
-        call.root,
-        call.op,
-        call.separate_output,
-        tuple(call.send_blocks.items()),
-        tuple(call.recv_blocks.items()),
-        source is target,
+    return (
+        (call.collective, call.v_form, choice, call.lengths, call.unit, call.root, call.op, call.separate_output),
+        (tuple(call.send_blocks.items()), tuple(call.recv_blocks.items()), source is target),
         None if device is None else device.number,
         source.address if addresses and source is not None else None,
         target.address if addresses and target is not None else None,

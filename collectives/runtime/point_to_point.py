@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Self
 
 from mpi4py import MPI
 
-from collectives.runtime.requests import active_requests, progress_until
+from collectives.runtime.progress import active_requests, progress_until
 
 _SENDS = {"Send": "Isend", "Ssend": "Issend", "Rsend": "Irsend", "send": "isend", "ssend": "issend"}
 _PROBES = {"Probe": "Iprobe", "Mprobe": "Improbe", "probe": "iprobe", "mprobe": "improbe"}
@@ -22,6 +22,10 @@ _PROBES = {"Probe": "Iprobe", "Mprobe": "Improbe", "probe": "iprobe", "mprobe": 
 
 class PointToPoint(MPI.Intracomm):
     """An Intracomm whose blocking sends, receives and probes progress collectives. Arguments are mpi4py's."""
+
+    def __new__(cls, comm: MPI.Intracomm | None = None, **_: Any) -> Self:
+        """Pass on no keywords of `Communicator`."""
+        return super().__new__(cls, comm)
 
     def Recv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None

@@ -14,15 +14,11 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import RanksDisagree
-from collectives.runtime.call import Call
 from collectives.runtime.eager_buffers import SLOT, EagerBuffers, longest, program_of
 from collectives.runtime.program import Program
-from collectives.runtime.requests import active_requests, run_program
-from collectives.runtime.single_exchange import SingleExchange
+from collectives.runtime.progress import active_requests, run_program
 from collectives.transport import compiled_exchange
-from collectives.transport.fused_exchange import CompiledExchange, compile_swap
-from collectives.transport.mailbox import MailboxEdge
-from collectives.transport.wire import Iovec
+from collectives.transport.fused_exchange import CompiledExchange
 
 MAX_PROGRAMS = 256
 """Cached programs, of blocking and of non-blocking calls each."""
@@ -42,15 +38,15 @@ _ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
 
 
 class CallKey(NamedTuple):
-    """Keys of a blocking call in the cache.
+    """Keys of a blocking call in the cache: of the call, then also of its arrays.
 
     Attributes
     ----------
-    call : tuple
+    call
         Collective, id of the operation, root, algorithm, segments.
-    shape : tuple
+    shape
         `call`, and shape and dtype of the arrays: key of programs that copy from and to the arrays.
-    address : tuple or None
+    address
         `shape`, and addresses and strides of the arrays: key of programs bound to them. None for small arrays.
     """
 
@@ -63,27 +59,21 @@ UNCACHEABLE = CallKey((), (), None)
 """Key of calls whose arguments cannot be looked up, such as lists; compared by identity."""
 
 
-class ProgramOrigin(NamedTuple):
-    """Program of a cached call and its key in `ProgramCache.bound`."""
-
-    program: Program
-    key: Hashable
-
-
 class CachedCall(NamedTuple):
     """A blocking call ready to run with arrays of known shape.
 
     Attributes
     ----------
-    swap : callable or None
+    swap
         ``swap(sendbuf, recvbuf)`` runs the whole call directly between the arrays, if it is a single exchange.
-    calls : tuple of callables
+    calls
         The program's calls.
-    load, store : numpy.ndarray or None
+    load, store
         Eager buffers in the arrays' shape, to copy into before and out of after the calls.
-    finish : callable or None
+    finish
         Last reduction, writing to the user's array instead of the eager buffer; it replaces the last call and `store`.
-    origin : ProgramOrigin
+    program, key
+        The program and its key in `ProgramCache.bound`.
     """
 
     swap: Callable[[Any, Any], None] | None
@@ -91,14 +81,11 @@ class CachedCall(NamedTuple):
     load: np.ndarray | None
     store: np.ndarray | None
     finish: Callable[[np.ndarray], object] | None
-    origin: ProgramOrigin
+    program: Program
+    key: Hashable
 
 
 _DONE, _NO = compiled_exchange.DONE, compiled_exchange.NO
-
-_UFUNCS = {op.handle: ufunc for op, ufunc in ((MPI.SUM, np.add), (MPI.PROD, np.multiply), (MPI.MAX, np.maximum),
-                                              (MPI.MIN, np.minimum))}  # fmt: skip
-"""Operations that can be compiled."""
 
 _CONSTANTS = {id(op): op for op in vars(MPI).values() if isinstance(op, MPI.Op)}
 """MPI's predefined operations by id. Held here, so that no other object gets their ids; ids of others are reused."""
@@ -124,24 +111,19 @@ def _one_array_key(
 
 
 class ProgramCache:
-    """Programs of the blocking calls of one rank on one communicator.
-
-    Parameters
-    ----------
-    rank : int
-        Used in error messages.
+    """Programs of the blocking calls of one rank, given for error messages, on one communicator.
 
     Attributes
     ----------
-    bound : dict of Program or EagerBuffers
+    bound
         Programs, the oldest first, by the properties that calls of one program share.
-    by_shape, by_address : dict of CachedCall
+    by_shape, by_address
         Ready calls by `CallKey.shape` and by `CallKey.address`.
-    compiled : dict of CompiledExchange
+    compiled
         Short calls that are one compiled function, looked up first.
-    nbytes : int
+    nbytes
         Scratch memory of all programs.
-    broken : str or None
+    broken
         Error that aborted a blocking call. Its messages may still arrive, so that no later call can be trusted.
     """
 
@@ -176,8 +158,7 @@ class ProgramCache:
                     s = r = sendbuf if sends else recvbuf
                     other = recvbuf if sends else sendbuf
                     kind = type(other)  # not the object itself: MPI.IN_PLACE equals an integer, which is no buffer
-                    key = name, id(op), root, algorithm, segments, s.nbytes, s.dtype, sends, kind
-                    fused = self.compiled.get(key)
+                    fused = self.compiled.get((name, id(op), root, algorithm, segments, s.nbytes, s.dtype, sends, kind))
                 if fused is not None:
                     result = fused[0](s, r, fused[1], fused[2])
             except TypeError:  # unhashable arguments, or arrays of another kind than it was compiled for
@@ -223,7 +204,7 @@ class ProgramCache:
                 return UNCACHEABLE
             if cached is None:
                 return key_of_one
-        swap, calls, load, store, finish, origin = cached
+        swap, calls, load, store, finish, program, key = cached
         try:
             if swap is not None and not active_requests:
                 swap(sendbuf, recvbuf)
@@ -232,13 +213,13 @@ class ProgramCache:
             if load is not None:
                 load[...] = sendbuf if type(sendbuf) is _ndarray else recvbuf
             if active_requests:
-                run_program(origin.program)
+                run_program(program)
                 finish = None
             else:
                 for call in calls:
                     call()
         except BaseException as error:
-            self.evict(origin.key)
+            self.evict(key)
             self.poison(error)
             raise
         if finish is not None:
@@ -254,12 +235,7 @@ class ProgramCache:
     ) -> None:
         """Add a call to the cache, by the key and arguments of `run_cached`.
 
-        Parameters
-        ----------
-        bound : Hashable
-            Key of its program in `bound`.
-        compile_call : callable (source, target, program) -> CompiledExchange or None
-            Compiles the call for such arrays, if possible. Used only where compiling is worthwhile.
+        `bound` is the key of its program in `bound`; `compile_call` compiles the call for such arrays, if possible.
         """
         entry = self.bound.get(bound)
         if key is UNCACHEABLE or entry is None or len(self.by_shape) + len(self.by_address) >= 4 * MAX_PROGRAMS:
@@ -268,8 +244,7 @@ class ProgramCache:
             return  # user-defined, or a copy of a predefined one: after its end another object may get its id
         if not isinstance(entry, EagerBuffers):
             if key.address is not None:  # bound to addresses, so it cannot be found by shape
-                origin = ProgramOrigin(entry, bound)
-                self.by_address[key.address] = CachedCall(None, entry.calls, None, None, None, origin)
+                self.by_address[key.address] = CachedCall(None, entry.calls, None, None, None, entry, bound)
             return
         if any(type(array) is _ndarray and not array.flags.c_contiguous for array in (sendbuf, recvbuf)):
             return
@@ -284,7 +259,7 @@ class ProgramCache:
         calls, finish = program.calls, _final_reduction(program.calls, store)
         if finish is not None:
             calls = calls[:-1]
-        self.by_shape[key.shape] = CachedCall(swap, calls, load, store, finish, ProgramOrigin(program, bound))
+        self.by_shape[key.shape] = CachedCall(swap, calls, load, store, finish, program, bound)
 
     def _compile(
         self, call: tuple[Any, ...], sendbuf: Any, recvbuf: Any, program: Program, compile_call: Compile
@@ -326,7 +301,7 @@ class ProgramCache:
         program = program_of(self.bound.pop(key))
         self.nbytes -= program.nbytes
         for calls in (self.by_shape, self.by_address):
-            for known in [known for known, cached in calls.items() if cached.origin.program is program]:
+            for known in [known for known, cached in calls.items() if cached.program is program]:
                 del calls[known]
         for known in [known for known, its in self._compiled_from.items() if its is program]:
             del self.compiled[known], self._compiled_from[known]
@@ -347,9 +322,9 @@ class ProgramCache:
         """Raise RanksDisagree after a blocking call that was aborted."""
         if self.broken is not None:
             message = (
-                f"a blocking call was broken off on rank {self._rank} by {self.broken}; what comes now may be of it"
+                f"a blocking call was broken off on rank {self._rank} by {self.broken}; its messages may still arrive"
             )
-            raise RanksDisagree(MPI.ERR_OTHER, f"{message}: go on with a new Communicator")
+            raise RanksDisagree(MPI.ERR_OTHER, f"{message}: use a new Communicator")
 
     def free(self) -> None:
         """Free all programs."""
@@ -357,54 +332,6 @@ class ProgramCache:
             program_of(entry).free()
         self.bound.clear()
         self._clear()
-
-
-def compile_exchange(
-    short: SingleExchange, call: Call, s: np.ndarray, r: np.ndarray, program: Program, edge: MailboxEdge | None
-) -> CompiledExchange | None:
-    """Compile a single exchange between arrays like these; None if it cannot be compiled."""
-    dtype = s.dtype
-    units, rest = divmod(dtype.itemsize, call.unit.itemsize)
-    counted = (*short.out, *short.into, short.mine or 0, *short.copy)
-    reduces = short.mine is not None
-    operation = _UFUNCS.get(call.operation.handle) if reduces and call.operation is not None else None
-    if edge is None or dtype not in compiled_exchange.DTYPES or rest or any(number % units for number in counted):
-        return None
-    if reduces and (operation is None or call.unit != dtype):
-        return None
-    out, count, into, length, mine, origin, home, copied = (number // units for number in counted)
-    if max(count, length) * dtype.itemsize > edge.cell:
-        return None  # sent in segments
-    numbers = {
-        compiled_exchange.SEND_BYTES: s.nbytes,
-        compiled_exchange.RECV_BYTES: r.nbytes,
-        compiled_exchange.OUT: out,
-        compiled_exchange.OUT_COUNT: count,
-        compiled_exchange.INTO: into,
-        compiled_exchange.INTO_COUNT: length,
-        compiled_exchange.MINE: mine,
-        compiled_exchange.OPERATION: compiled_exchange.OPERATIONS.index(operation),
-        compiled_exchange.MINE_FIRST: int(short.side == "right"),
-        compiled_exchange.FROM: origin,
-        compiled_exchange.TO: home,
-        compiled_exchange.COPIED: copied,
-        compiled_exchange.ONE: int(_address(s) == _address(r)),
-    }
-    spare = np.empty(length, dtype)
-    message = program.wire.receive(short.peer, [Iovec(_address(spare), spare.nbytes)])
-
-    def exchange(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-        message.start()
-        message.wait()
-        result = recvbuf[into : into + length]
-        if operation is None:
-            result[...] = spare
-        else:
-            own = sendbuf[mine : mine + length]
-            left, right = (own, spare) if short.side == "right" else (spare, own)
-            operation(left, right, out=result)
-
-    return compile_swap(edge, dtype, numbers, exchange, getattr(program.wire, "mark", 0))
 
 
 def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:

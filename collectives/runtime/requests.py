@@ -1,101 +1,19 @@
-"""Requests, and the progress of all active ones while any of them waits."""
+"""Requests of non-blocking and persistent collectives, and functions on lists of them."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.program import Program
+from collectives.runtime.progress import active_requests, progress, progress_lock, progress_until
 from collectives.transport.wire import pause
 
-Result = TypeVar("Result")
-
-active_requests: list[Request] = []
-"""Active requests of this process; changed only while holding `progress_lock`."""
-
-progress_lock = threading.RLock()
-"""Held while active requests progress, which any thread may do for all others.
-
-No thread waits for another rank while it holds this lock."""
-
 _acquire, _release_lock = progress_lock.acquire, progress_lock.release  # half the time of a with statement
-
-_progress_count = 0
-
-
-def progress_count() -> int:
-    """Number of times that `progress` was called."""
-    return _progress_count
-
-
-def progress() -> None:
-    """Progress all active requests without blocking."""
-    global _progress_count
-    with progress_lock:
-        _progress_count += 1
-        for request in tuple(active_requests):
-            request._advance()
-
-
-def progress_until(done: Callable[[], bool]) -> None:
-    """Make progress until `done` returns True, yielding the CPU in between."""
-    while not done():
-        progress()
-        if done():
-            return
-        pause()
-
-
-def run_program(program: Program) -> None:
-    """Run to the end, with progress of all active requests.
-
-    These may belong to the same communicator, and another thread may progress them: state that they share with this
-    program, such as messages queued for room, is changed only while holding `progress_lock`. Without active requests no
-    other thread can start one on this communicator before the program has ended.
-    """
-    if not active_requests:
-        program.run()
-    elif program.waits_in_mpi:
-        with_progress_thread(program.run)
-    else:
-        with progress_lock:
-            program.start()
-        progress_until(partial(_locked, program.advance))
-
-
-def _locked(call: Callable[[], bool]) -> bool:
-    with progress_lock:
-        return call()
-
-
-def with_progress_thread(call: Callable[[], Result]) -> Result:
-    """Make a call that blocks in MPI while a thread progresses active requests. Needs a thread-safe MPI."""
-    over, errors = threading.Event(), []
-
-    def progress_active() -> None:
-        try:
-            while active_requests and not over.is_set():
-                progress()
-                pause()
-        except BaseException as error:  # of a reduction, say: raised in the calling thread
-            errors.append(error)
-
-    thread = threading.Thread(target=progress_active, name="chorus-progress", daemon=True)
-    thread.start()
-    try:
-        result = call()
-    finally:
-        over.set()
-        thread.join()
-    for error in errors:
-        raise error
-    return result
 
 
 class Request:

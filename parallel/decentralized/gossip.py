@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.requests import progress_until
+from collectives.runtime.progress import progress_until
 from parallel.data_parallel.run_context import RunContext
 from parallel.decentralized.averaging_style import AveragingStyle, ReplicaSums
 from parallel.decentralized.push_sum import PushSumMass

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.requests import active_requests, progress
+from collectives.runtime.progress import active_requests, progress
 from collectives.transport.wire import pause
 from parallel.nn.operator import ArraySpec
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action

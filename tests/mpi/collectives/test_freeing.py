@@ -150,9 +150,7 @@ def test_what_is_under_way_comes_to_its_end(world, settings, way):
             assert (sum_ == factor * size).all()
         bound.Wait()
         assert (total == 2 * size).all()
-        assert comm._number not in open_communicators, (
-            "nothing is under way, and yet not all was given back"
-        )
+        assert comm._number not in open_communicators, "nothing is under way, and yet not all was given back"
         for request in (bound, idle):
             assert request.Test() and request.Wait()
             with pytest.raises(InvalidArgument, match="Start of <persistent request of allreduce, of a freed comm"):

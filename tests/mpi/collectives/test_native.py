@@ -151,7 +151,7 @@ def test_others_go_on_while_it_waits_inside_mpi(comm):
 def test_a_fault_in_what_goes_on_meanwhile_is_told(comm):
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE or comm.Get_size() == 1:
         pytest.skip("nothing goes on meanwhile")
-    from collectives.runtime.requests import active_requests, with_progress_thread
+    from collectives.runtime.progress import active_requests, with_progress_thread
 
     class Faulty:
         program, active = SimpleNamespace(position=0), True

@@ -135,7 +135,7 @@ def test_what_a_cycle_holds_comes_back(own):
     del ring
     gc.collect()
     kept = [own.empty(500) for _ in range(20)]
-    gaps = own._planner.heap._gaps
+    gaps = own._planner.transports.heap._gaps
     assert len(gaps) == 1 and all(a.size for a in kept)
     runs = gaps[0]._runs
     assert runs == sorted(runs) and all(low < high for low, high in runs)
@@ -143,7 +143,7 @@ def test_what_a_cycle_holds_comes_back(own):
 
 def test_a_thousand_allocations_leak_nothing(own):
     def state():
-        return len(os.listdir("/proc/self/fd")), len(own._planner.heap._mine)
+        return len(os.listdir("/proc/self/fd")), len(own._planner.transports.heap._mine)
 
     own.empty(1000)
     before = state()
@@ -165,7 +165,7 @@ def test_nothing_is_mapped_after_the_end(world):
     before = mapped()
     comm = Communicator(world)
     array, other = comm.empty(300_000), comm.empty(300_000)
-    if comm.Get_size() > 1 and comm._planner.heap.shows(array.ctypes.data, array.nbytes):
+    if comm.Get_size() > 1 and comm._planner.transports.heap.shows(array.ctypes.data, array.nbytes):
         assert mapped() > before
     comm.Allreduce(array, other)
     comm.Iallreduce(array, other).Wait()
@@ -248,7 +248,7 @@ def test_where_there_is_little_segments_are_not_generous(own, monkeypatch):
 
 def test_who_asks_for_nothing_pays_nothing(own):
     own.empty(10 << 20 if own.Get_rank() == 0 else 0, "u1")
-    whole = sum(segment.memory.size for segment in own._planner.heap._mine)
+    whole = sum(segment.memory.size for segment in own._planner.transports.heap._mine)
     assert whole == (10 << 20 if own.Get_rank() == 0 else shared_heap.PAGE)
 
 
@@ -306,7 +306,7 @@ def test_where_memory_cannot_be_shared_all_works(own, monkeypatch, poorer, reads
         mine, total = own.full(n, 1.0), own.empty(n)
         own.Allreduce(mine, total)
         assert (total == own.Get_size()).all()
-        assert own._planner.heap.shows(mine.ctypes.data, mine.nbytes) == shows
+        assert own._planner.transports.heap.shows(mine.ctypes.data, mine.nbytes) == shows
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="a system without memfd")
@@ -436,7 +436,12 @@ def test_what_all_see_is_not_cut_if_all_know(own, plain, in_place):
     """A single array of another kind, and the messages of all ranks are cut alike."""
     rank, size, node = own.Get_rank(), own.Get_size(), own._planner.node
     mine, total = own.full(100_000, 1.0, "f"), own.full(100_000, 1.0, "f")
-    shared = size > 1 and node is not None and node.reads and own._planner.heap.shows(total.ctypes.data, total.nbytes)
+    shared = (
+        size > 1
+        and node is not None
+        and node.reads
+        and own._planner.transports.heap.shows(total.ctypes.data, total.nbytes)
+    )
     seen = own.allreduce(shared, MPI.LAND) and plain == "none"
     if plain == "all" or (plain == "rank 0's" and rank == 0):
         total = total.copy()

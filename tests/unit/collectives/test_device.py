@@ -19,7 +19,7 @@ from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.buffers import staging
 from collectives.buffers.arguments import vector
-from collectives.runtime import binding, planner
+from collectives.runtime import binding, transports
 from collectives.runtime import call as calls
 from collectives.runtime.collective_declarations import DECLARATIONS
 from collectives.selection.select import AlgorithmChoice
@@ -335,7 +335,7 @@ def test_a_later_call_follows_the_stream_of_its_own_time(gpu):
             assert (y._seen() == turn + 1).all()
     bound.Free()
     programs = comm._planner
-    assert len(programs.cache.bound) == 1 and sum(map(len, programs._idle.values())) == 1
+    assert len(programs.cache.bound) == 1 and len(programs._idle) == 1
     comm.Free()
 
 
@@ -359,16 +359,17 @@ def test_new_communicators_inherit_the_setting():
     for setting in (True, False, None):
         comm = alone(setting)
         others = [comm.Dup(), comm.Split(0), comm.Clone(), comm.Split_type(MPI.COMM_TYPE_SHARED)]
-        assert [other._planner.aware for other in others] == [device.cuda_aware() if setting is None else setting] * 4
+        expected = device.cuda_aware() if setting is None else setting
+        assert [other._planner.transports.aware for other in others] == [expected] * 4
         for made in (*others, comm):
             made.Free()
 
 
 def test_by_default_the_mpi_decides(monkeypatch):
     for answer in (True, False):
-        monkeypatch.setattr(planner, "cuda_aware", lambda answer=answer: answer)
+        monkeypatch.setattr(transports, "cuda_aware", lambda answer=answer: answer)
         comm = alone()
-        assert comm._planner.aware is answer
+        assert comm._planner.transports.aware is answer
         comm.Free()
 
 

@@ -8,7 +8,8 @@ from mpi4py import MPI
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.native_requests import new_request
 from collectives.runtime.program import Program
-from collectives.runtime.requests import Request, active_requests
+from collectives.runtime.progress import active_requests
+from collectives.runtime.requests import Request
 
 pytestmark = pytest.mark.timeout(30)
 

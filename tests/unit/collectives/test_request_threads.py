@@ -7,7 +7,8 @@ import pytest
 
 from collectives.errors import RanksDisagree
 from collectives.runtime.program import Program
-from collectives.runtime.requests import Request, active_requests, progress
+from collectives.runtime.progress import active_requests, progress
+from collectives.runtime.requests import Request
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -1,0 +1,163 @@
+"""Locations of a task's chunks, and treatment of the messages of each round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from collectives.runtime.program import SCRATCH, Task
+from collectives.schedule.chunks import MemorySpan, even, joined
+from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Send, Step, numbers
+from collectives.transport.wire import Wire
+
+LANDING_SLOTS = 3
+"""Receive buffers per reduced message: one segment arrives while another is reduced."""
+
+MESSAGE_WINDOW = 2
+"""Segments of one message in flight over a network. More would fill its queues and delay TCP acknowledgements."""
+
+
+class RoundShape(NamedTuple):
+    """Treatment of the messages that a round reduces.
+
+    `in_place`: reduce from the sender's memory; otherwise receive into `landing` elements of landing memory first, in
+    `slots` per message. `changing`: destinations of the results.
+    """
+
+    in_place: bool
+    slots: list[int]
+    landing: int
+    changing: list[MemorySpan]
+
+
+class ChunkLocations:
+    """Current location of every chunk of a task, from its source to its target or scratch memory.
+
+    `asynchronous`: local work runs on a stream. `shapes`: treatment of each round; `scratch_length` and
+    `landing_length`: elements of the two memories.
+    """
+
+    def __init__(self, task: Task, wire: Wire, asynchronous: bool) -> None:
+        self._task, self._wire, self._asynchronous = task, wire, asynchronous
+        self._location: dict[int, MemorySpan] = dict(task.source)
+        self._written = {c for step in chain.from_iterable(task.schedule) for c in numbers(_written(step))}
+        self._scratch: dict[int, MemorySpan] = {}
+        self.scratch_length = 0
+        for chunk in sorted(self._written.difference(task.target)):
+            start = self.scratch_length
+            self.scratch_length += self._length(chunk)
+            self._scratch[chunk] = MemorySpan(SCRATCH, start, self.scratch_length)
+        self.shapes: list[RoundShape] = []
+        for steps in task.schedule:
+            self.shapes.append(self._shape(steps))
+            for step in steps:
+                self.write(_written(step))
+        self._location = dict(task.source)
+        self.landing_length = max((shape.landing for shape in self.shapes), default=0)
+
+    def unchanged(self) -> list[int]:
+        """Chunks of the target that no step writes."""
+        return [c for c in sorted(self._task.target) if c in self._location and c not in self._written]
+
+    def _length(self, chunk: int) -> int:
+        return self._task.lengths[chunk % len(self._task.lengths)]
+
+    def locations(self, chunks: Chunks) -> list[MemorySpan]:
+        return [self._location[chunk] for chunk in numbers(chunks)]
+
+    def destinations(self, chunks: Chunks) -> list[MemorySpan]:
+        """Locations that the chunks are written to."""
+        target = self._task.target
+        return [target[chunk] if chunk in target else self._scratch[chunk] for chunk in numbers(chunks)]
+
+    def write(self, chunks: Chunks) -> list[MemorySpan]:
+        """Set the locations of written chunks to their destinations, and return these."""
+        destinations = self.destinations(chunks)
+        self._location.update(zip(numbers(chunks), destinations, strict=True))
+        return destinations
+
+    def nbytes(self, chunks: Chunks) -> int:
+        return sum(map(self._length, numbers(chunks))) * self._task.itemsize
+
+    def segment_counts(self, step: Send | Recv | RecvReduce) -> Sequence[int]:
+        """Elements in each segment of a message; none for an empty one."""
+        elements = sum(map(self._length, numbers(step.chunks)))
+        if not elements:
+            return () if step.chunks else (0,)
+        split_size = self._wire.split_size(step.peer, elements * self._task.itemsize)
+        limit = self._task.segment if split_size is None else split_size
+        part = max(1, limit // self._task.itemsize) if limit else elements
+        return even(elements, -(-elements // part))
+
+    def _shape(self, steps: Sequence[Step]) -> RoundShape:
+        """Treatment of a round's reductions, with chunks at their locations before it.
+
+        Segments of the first message share a few landing slots, unless its sender sends another message in the round,
+        which would overtake them. Messages of further peers get a slot per segment: they must not wait for the first
+        peer, whose sends may depend on theirs.
+        """
+        arrivals = [step for step in steps if isinstance(step, RecvReduce)]
+        changing = joined(destination for step in arrivals for destination in self.destinations(step.chunks))
+        if self._reduces_in_place(steps, arrivals, changing):
+            return RoundShape(True, [0] * len(arrivals), 0, changing)
+        cuts = [self.segment_counts(step) for step in arrivals]
+        slots = [len(parts) for parts in cuts]
+        senders = [step.peer for step in steps if isinstance(step, (Recv, RecvReduce))]
+        if slots and senders.count(arrivals[0].peer) == 1 and self.is_segmented(arrivals[0]):
+            slots[0] = min(slots[0], LANDING_SLOTS)
+        room = sum(count * max(parts, default=0) for count, parts in zip(slots, cuts, strict=True))
+        return RoundShape(False, slots, room, changing)
+
+    def is_segmented(self, step: Step) -> bool:
+        """True if a network message is reduced in segments while later segments are in flight."""
+        if not isinstance(step, RecvReduce) or len(self.segment_counts(step)) < 2:
+            return False
+        return self._wire.split_size(step.peer, self.nbytes(step.chunks)) is None
+
+    def _reduces_in_place(
+        self, steps: Sequence[Step], arrivals: Sequence[RecvReduce], changing: list[MemorySpan]
+    ) -> bool:
+        """True if all messages of a round are reduced directly from the sender's memory while waiting for them.
+
+        Not if another step must take effect first, nor if the results overwrite memory that may still be sent.
+        """
+        first = next((index for index, step in enumerate(steps) if isinstance(step, (Reduce, Copy))), len(steps))
+        if self._asynchronous or any(isinstance(step, RecvReduce) for step in steps[first:]):
+            return False
+        if any(self._wire.split_size(step.peer, self.nbytes(step.chunks)) is None for step in arrivals):
+            return False
+        if len(arrivals) > 1 and any(len(self.segment_counts(step)) > 1 for step in arrivals):
+            return False  # segments of several messages would have to alternate
+        sent: list[int] = []
+        for step in steps:
+            if isinstance(step, Send):
+                leaves = self._wire.completes_locally(step.peer, self.nbytes(step.chunks), sent.count(step.peer))
+                if not leaves and overlap(self.locations(step.chunks), changing):
+                    return False
+                sent.append(step.peer)
+        return True
+
+    def is_windowed(self, steps: Sequence[Step]) -> bool:
+        """True if a round consists of network messages of distinct chunks, some of them in many segments."""
+        messages = [step for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
+        if len(messages) < len(steps) or all(len(self.segment_counts(step)) <= MESSAGE_WINDOW for step in messages):
+            return False
+        if any(self._wire.split_size(step.peer, self.nbytes(step.chunks)) is not None for step in messages):
+            return False
+        streams_used = {(step.peer, isinstance(step, Send)) for step in messages}
+        changing = [chunk for step in messages if isinstance(step, RecvReduce) for chunk in numbers(step.chunks)]
+        leaving = {chunk for step in messages if isinstance(step, Send) for chunk in numbers(step.chunks)}
+        apart = len(set(changing)) == len(changing) and leaving.isdisjoint(changing)
+        return apart and len(streams_used) == len(messages)
+
+
+def _written(step: Step) -> Chunks:
+    """Chunks that a step writes."""
+    if isinstance(step, Send):
+        return ()
+    return step.chunks if isinstance(step, (Recv, RecvReduce)) else step.target
+
+
+def overlap(one: Iterable[MemorySpan], other: Iterable[MemorySpan]) -> bool:
+    return any(a.memory == b.memory and a.start < b.stop and b.start < a.stop for a in one for b in other)

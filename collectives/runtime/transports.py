@@ -1,0 +1,106 @@
+"""Transports of one communicator: shared memory for peers of the node, MPI for all others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.schedule.topology import Nodes, numbered
+from collectives.selection.timing_table import Form
+from collectives.transport.device import cuda_aware
+from collectives.transport.mailbox import MailboxEdge, NodeMemory
+from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
+from collectives.transport.reduced import reduced
+from collectives.transport.shared_heap import SharedHeap
+from collectives.transport.shm import NodeAwareTransport, SharedMemoryTransport
+from collectives.transport.wire import Wire
+
+BLOCKING_CHANNEL = 0
+"""Channel of the node's mailboxes for blocking calls."""
+
+BLOCKING_TAG = 0
+"""Tag of blocking calls, of which a communicator runs one at a time; every other call has its own."""
+
+
+class Transports:
+    """Transports of the programs of one communicator. Creation is collective.
+
+    Ranks of one node share memory if `shared`, but not with device memory (`aware`, by default if MPI supports it, on
+    all ranks): no rank knows where its peers' messages are, and both ends of a message must use the same transport.
+    `nodes`, the node of every rank, is by default determined by MPI; afterwards it is None if all are on one.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, aware: bool | None, shared: bool, nodes: Sequence[int] | None) -> None:
+        self._comm = comm
+        named = None if nodes is None else numbered(nodes)
+        neighbours = _neighbours(comm, named)
+        self.nodes = named if nodes is not None else numbered(comm.allgather(neighbours.bcast(comm.Get_rank())))
+        self.aware = bool(reduced(comm, cuda_aware() if aware is None else aware, MPI.LAND))
+        shares = shared and not self.aware
+        self.heap = SharedHeap(comm, neighbours if shares else None)
+        self.node = NodeMemory(neighbours, comm.Get_rank(), self.heap) if shares else None
+        if self.node is None:
+            neighbours.Free()
+        self.edges: dict[int, dict[int, MailboxEdge]] = defaultdict(dict)
+        self._nonblocking_calls = self._persistent_requests = 0
+        largest_tag = comm.Get_attr(MPI.TAG_UB)
+        self._tags = (32767 if largest_tag is None else int(largest_tag)) // 2
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Shared memory: see `SharedHeap.allocate`. Collective."""
+        array = self.heap.allocate(nbytes)
+        for edges in self.edges.values():
+            for edge in edges.values():
+                edge.look()
+        return array
+
+    def consume_tag(self) -> int:
+        """Tag of the next non-blocking call; all ranks number these calls alike."""
+        self._nonblocking_calls += 1
+        return 1 + self._nonblocking_calls % (self._tags - 1)
+
+    def consume_persistent_tag(self) -> None:
+        """Advance the tag of `wire` for the next persistent request."""
+        self._persistent_requests += 1
+
+    def wire(
+        self,
+        form: Form,
+        mark: int,
+        channel: int | None = BLOCKING_CHANNEL,
+        itemsize: int = 1,
+        shared: bool = False,
+        compiles: bool = True,
+    ) -> Wire:
+        """Transport of one program: MPI with a tag, and a channel of the node's mailboxes for peers of the node.
+
+        Messages are split between elements: an element larger than a cell needs reads from peer memory, or MPI.
+        """
+        if form == "nonblocking":
+            return ImmediateTransport(self._comm)
+        tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else BLOCKING_TAG
+        far = PersistentTransport(self._comm, tag)
+        if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
+            return far
+        return NodeAwareTransport(
+            SharedMemoryTransport(self.node, channel, self.edges[channel], compiles, shared, mark), far
+        )
+
+    def free(self) -> None:
+        """Free shared memory; programs must have been freed before."""
+        self.heap.free()
+        if self.node is not None:
+            self.node.free()
+
+
+def _neighbours(comm: MPI.Intracomm, nodes: Nodes | None) -> MPI.Intracomm:
+    """Ranks that share memory with this one and are on the same node by `nodes`."""
+    sharing = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
+    if nodes is None:
+        return sharing
+    same_node = MPI.Intracomm(sharing.Split(nodes[comm.Get_rank()]))
+    sharing.Free()
+    return same_node
