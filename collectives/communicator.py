@@ -17,14 +17,13 @@ from mpi4py import MPI
 
 from collectives.buffers.arguments import shape_and_dtype, vector
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, NotCopied
+from collectives.runtime.agreement import agree_on_nodes, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.call import BYTE, Call, is_in_place
 from collectives.runtime.collective_declarations import DECLARATIONS
 from collectives.runtime.collective_forms import FORMS, method_name
 from collectives.runtime.collective_methods import CollectiveMethods
 from collectives.runtime.desync_check import DesyncChecker, is_wanted
-from collectives.runtime.node_agreement import agree_on_nodes
-from collectives.runtime.persistent_agreement import common
 from collectives.runtime.planner import Planner
 from collectives.runtime.program_cache import UNCACHEABLE, CallKey
 from collectives.runtime.program_end import close_all, open_communicators
@@ -292,10 +291,7 @@ class Communicator(CollectiveMethods):
         except InvalidInput as error:
             request = error
         progress_until(planner.comm.Ibarrier().Test)  # peers may first need the active operations of this rank
-        errors = planner.comm.allgather(request if isinstance(request, InvalidInput) else None)
-        for rank, refusal in enumerate(errors):
-            if refusal is not None:
-                raise type(refusal)(refusal.Get_error_class(), f"{refusal} on rank {rank}")
+        gather_or_raise(planner.comm, request if isinstance(request, InvalidInput) else None)
         assert not isinstance(request, InvalidInput)
         lengths, element = request
         return planner.transports.allocate(prod(lengths) * element.itemsize).view(element).reshape(lengths)

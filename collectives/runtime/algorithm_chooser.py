@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, InvalidType
 from collectives.runtime import native
+from collectives.runtime.agreement import UNKNOWN, MemoryVisibility
 from collectives.runtime.call import Call
 from collectives.runtime.ops import is_commutative
-from collectives.runtime.persistent_agreement import UNKNOWN, MemoryVisibility
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection import select
 from collectives.selection.queries import catalog_name, has_local_counts

@@ -41,7 +41,7 @@ class ChunkLocations:
     def __init__(self, task: Task, wire: Wire, asynchronous: bool) -> None:
         self._task, self._wire, self._asynchronous = task, wire, asynchronous
         self._location: dict[int, MemorySpan] = dict(task.source)
-        self._written = {c for step in chain.from_iterable(task.schedule) for c in numbers(_written(step))}
+        self._written = {c for step in chain.from_iterable(task.schedule) for c in numbers(written(step))}
         self._scratch: dict[int, MemorySpan] = {}
         self.scratch_length = 0
         for chunk in sorted(self._written.difference(task.target)):
@@ -52,7 +52,7 @@ class ChunkLocations:
         for steps in task.schedule:
             self.shapes.append(self._shape(steps))
             for step in steps:
-                self.write(_written(step))
+                self.write(written(step))
         self._location = dict(task.source)
         self.landing_length = max((shape.landing for shape in self.shapes), default=0)
 
@@ -152,7 +152,7 @@ class ChunkLocations:
         return apart and len(streams_used) == len(messages)
 
 
-def _written(step: Step) -> Chunks:
+def written(step: Step) -> Chunks:
     """Chunks that a step writes."""
     if isinstance(step, Send):
         return ()

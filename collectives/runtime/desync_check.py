@@ -17,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
+from collectives.runtime.agreement import gather_or_raise
 from collectives.runtime.call import Call
 from collectives.runtime.call_marks import PREDEFINED
 from collectives.selection.timing_table import AlgorithmChoice
@@ -35,13 +36,11 @@ def is_wanted(comm: MPI.Intracomm, debug: bool | None, variable: str) -> bool:
 
     Collective; raises on all ranks if the variable is invalid on one. Launchers may not pass it on to all machines.
     """
-    wanted = _SWITCH.get(variable.strip().lower()) if debug is None else bool(debug)
-    by_rank = comm.allgather(variable if wanted is None else wanted)
-    for rank, other in enumerate(by_rank):
-        if isinstance(other, str):
-            message = f"CHORUS_DEBUG: expected 1, true, yes or on, or 0, false, no, off or nothing, found {other!r}"
-            raise InvalidArgument(MPI.ERR_ARG, f"{message} on rank {rank}")
-    return any(by_rank)
+    wanted: bool | InvalidArgument | None = _SWITCH.get(variable.strip().lower()) if debug is None else bool(debug)
+    if wanted is None:
+        message = f"CHORUS_DEBUG: expected 1, true, yes or on, or 0, false, no, off or nothing, found {variable!r}"
+        wanted = InvalidArgument(MPI.ERR_ARG, message)
+    return any(gather_or_raise(comm, wanted))
 
 
 def caller() -> str:

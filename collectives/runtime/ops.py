@@ -99,7 +99,7 @@ def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | No
     if not isinstance(op, MPI.Op):
         raise InvalidType(MPI.ERR_OP, f"op: expected an MPI.Op, found {op!r}")
     if op == MPI.OP_NULL:
-        raise InvalidArgument(MPI.ERR_OP, "op: expected an operation, found MPI.OP_NULL (never created, or freed)")
+        raise InvalidArgument(MPI.ERR_OP, "op: MPI.OP_NULL (never made, or freed)")
     handle = op.handle
     if handle in _SELECTIONS:
         return Combiner(partial(_select, _SELECTIONS[handle]), False)

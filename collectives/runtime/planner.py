@@ -17,6 +17,7 @@ from mpi4py import MPI
 from collectives.algorithms.catalog import build
 from collectives.buffers.staging import DeviceMemory
 from collectives.runtime import native
+from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory
 from collectives.runtime.binder import bind
 from collectives.runtime.binding import (
     as_device_call,
@@ -41,7 +42,6 @@ from collectives.runtime.count_exchange import (
 from collectives.runtime.eager_buffers import EagerBuffers, fits_eager_buffers, longest
 from collectives.runtime.idle_programs import IdlePrograms
 from collectives.runtime.native_requests import new_request
-from collectives.runtime.persistent_agreement import ChannelAllocator, MemoryVisibility, agree_on_memory
 from collectives.runtime.program import ElementArray, Program
 from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache
 from collectives.runtime.progress import progress_lock, run_program
@@ -61,13 +61,7 @@ class Planner:
     the other arguments; `cache` holds the programs of blocking calls.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        aware: bool | None = None,
-        shared: bool = True,
-        nodes: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, aware: bool | None, shared: bool, nodes: Sequence[int] | None) -> None:
         self.comm = comm
         self.transports = Transports(comm, aware, shared, nodes)
         self.node, self.nodes = self.transports.node, self.transports.nodes

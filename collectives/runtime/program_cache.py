@@ -138,8 +138,6 @@ class ProgramCache:
         self.nbytes = 0
         self.broken: str | None = None
 
-    # -------------------------------------------------------------------------------- lookup
-
     def run_cached(
         self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
     ) -> CallKey | tuple[()]:
@@ -287,8 +285,6 @@ class ProgramCache:
         """True if short calls are frequent enough to be compiled, and numba is available."""
         return self._repeats >= COMPILE_AFTER and compiled_exchange.available()
 
-    # -------------------------------------------------------------------------------- programs
-
     def add(self, key: Hashable, entry: Program | EagerBuffers) -> None:
         """Add a program; free the oldest ones beyond the limits."""
         self.bound[key] = entry
@@ -324,7 +320,7 @@ class ProgramCache:
             message = (
                 f"a blocking call was broken off on rank {self._rank} by {self.broken}; its messages may still arrive"
             )
-            raise RanksDisagree(MPI.ERR_OTHER, f"{message}: use a new Communicator")
+            raise RanksDisagree(MPI.ERR_OTHER, f"{message}: go on with a new Communicator")
 
     def free(self) -> None:
         """Free all programs."""

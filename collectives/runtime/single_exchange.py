@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -17,14 +17,6 @@ from collectives.transport import compiled_exchange
 from collectives.transport.fused_exchange import CompiledExchange, compile_swap
 from collectives.transport.mailbox import MailboxEdge
 from collectives.transport.wire import Iovec
-
-_UFUNCS = {
-    MPI.SUM.handle: np.add,
-    MPI.PROD.handle: np.multiply,
-    MPI.MAX.handle: np.maximum,
-    MPI.MIN.handle: np.minimum,
-}
-"""Operations that can be compiled."""
 
 
 class SingleExchange(NamedTuple):
@@ -102,10 +94,10 @@ def compile_exchange(
     units, rest = divmod(dtype.itemsize, call.unit.itemsize)
     counted = (*single.out, *single.into, single.mine or 0, *single.copy)
     reduces = single.mine is not None
-    operation = _UFUNCS.get(call.operation.handle) if reduces and call.operation is not None else None
+    operation: Any = call.combine.ufunc if reduces and call.combine is not None else None
     if edge is None or dtype not in compiled_exchange.DTYPES or rest or any(number % units for number in counted):
         return None
-    if reduces and (operation is None or call.unit != dtype):
+    if operation not in compiled_exchange.OPERATIONS or (reduces and (operation is None or call.unit != dtype)):
         return None
     out, count, into, length, mine, origin, home, copied = (number // units for number in counted)
     if max(count, length) * dtype.itemsize > edge.cell:

@@ -118,7 +118,7 @@ def test_free_in_lower_case_gives_everything_back(world):
 
 def test_the_mpi_s_own_communicators_are_not_freed(world):
     ours = Communicator(world)
-    with pytest.raises(ValueError, match=r"MPI's own; close\(\) gives back"):
+    with pytest.raises(ValueError, match=r"MPI's own: close\(\) releases"):
         ours.Free()
     works(ours)
     ours.close()

@@ -1,26 +1,57 @@
-"""Agreement when binding a persistent request: channel, and whether buffers are in shared memory."""
+"""Agreement of all ranks: errors of arguments, node numbers; channel and memory of a persistent request."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from operator import index
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives.errors import InvalidArgument, InvalidInput, InvalidType
 from collectives.runtime.binding import buffer_spans
 from collectives.runtime.call import Call, staged
 from collectives.runtime.progress import progress_until
 from collectives.selection.select import forwards_data
 from collectives.transport.mailbox import CHANNELS, NodeMemory
 
+Value = TypeVar("Value")
+
+
+def gather_or_raise(comm: MPI.Intracomm, value: Value | InvalidInput) -> list[Value]:
+    """Values of all ranks; raises on all ranks if one of them is an error. Collective."""
+    values: list[Value] = []
+    for rank, other in enumerate(comm.allgather(value)):
+        if isinstance(other, InvalidInput):
+            raise type(other)(other.Get_error_class(), f"{other} on rank {rank}")
+        values.append(other)
+    return values
+
 
 def common(comm: MPI.Intracomm, bits: int) -> int:
     """Bits that all ranks have set. Collective."""
     mine, common_bits = np.array([bits]), np.zeros(1, np.int64)
-    progress_until(
-        comm.Iallreduce(mine, common_bits, MPI.BAND).Test
-    )  # others may wait for active requests of this rank
+    # Other ranks may wait for active requests of this one.
+    progress_until(comm.Iallreduce(mine, common_bits, MPI.BAND).Test)
     return int(common_bits[0])
+
+
+def agree_on_nodes(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Node numbers as given, or None; raises on all ranks if they differ or are invalid. Collective."""
+    given: tuple[int, ...] | InvalidType | None
+    try:
+        given = None if nodes is None else tuple(index(node) for node in nodes)
+    except TypeError:
+        given = InvalidType(MPI.ERR_ARG, f"nodes: expected the number of every rank's node, found {nodes!r}")
+    by_rank = gather_or_raise(comm, given)
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        if other != first:
+            raise InvalidArgument(MPI.ERR_ARG, f"nodes: {first} on rank 0, but {other} on rank {rank}")
+    if first is not None and len(first) != len(by_rank):
+        raise InvalidArgument(MPI.ERR_ARG, f"nodes: expected a number for each of {len(by_rank)} ranks, found {first}")
+    return first
 
 
 class MemoryVisibility(NamedTuple):
