@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4py import MPI
 
@@ -22,16 +22,13 @@ from collectives.errors import InvalidArgument
 from collectives.runtime.native_requests import end_helper
 from collectives.transport.memories import free_buried
 
-if TYPE_CHECKING:
-    from collectives.communicator import Communicator
-
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
 
 PERIOD = 0.01
 """Seconds between two checks of these threads."""
 
-open_communicators: dict[int, Communicator] = {}
+open_communicators: dict[int, Any] = {}
 """Communicators that hold resources, by order of creation."""
 
 _set_in_mpi4py = getattr(MPI, "_set_abort_status")  # noqa: B009 (mpi4py's stubs do not have it)
