@@ -31,7 +31,7 @@ def _skips(size: int) -> tuple[int, ...]:
 
 
 def _base(place: int, skips: tuple[int, ...]) -> int:
-    """The smallest skip on the way from the root to a place by ever smaller skips: whose block comes first there."""
+    """The last skip on the way from the root to a place by ever smaller skips: its block arrives there first."""
     last = len(skips) - 2
     for index in range(last - 1, -1, -1):
         if skips[index] == place:

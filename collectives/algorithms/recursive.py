@@ -6,7 +6,7 @@ Exchanging groups are adjacent in rank order, so the algorithm suits non-commuta
 Allreduce on 5 ranks, a letter per rank::
 
     fold        1 -> 0
-    distance 1  (ab,c)  (d,e)       0 = a b,  2 = c,  3 = d,  4 = e  play as 0 1 2 3
+    distance 1  (ab,c)  (d,e)       0 = a b,  2 = c,  3 = d,  4 = e  act as 0 1 2 3
     distance 2  (abc,de) (abc,de)
     unfold      0 -> 1
 

@@ -1,9 +1,8 @@
 """Cost functions of messages and reductions, for simulated time.
 
-A cost is a function from bytes to seconds: a `LinearCost` is alpha + bytes * beta, a `PiecewiseCost` goes through
-what was measured.
-Through memory that ranks share it is the ranks themselves who move the bytes, so one that sends and receives at once
-needs longer for either: the cost is then `SharedCardCost`. All functions here take numbers or arrays of them.
+A cost is a function from bytes to seconds: a `LinearCost` is alpha + bytes * beta, a `PiecewiseCost` interpolates
+measurements. In shared memory the ranks themselves move the bytes, so a rank that sends and receives at once needs
+longer for either: the cost is then `SharedCardCost`. All functions here take numbers or arrays of them.
 
 >>> inside, between, adding = LinearCost(1.0, 0.5), LinearCost(8.0, 2.0), LinearCost(0, 0.25)
 >>> network = ClusteredNetwork((0, 0, 1), inside=inside, between=between, adding=adding)
@@ -34,26 +33,16 @@ class LinearCost(NamedTuple):
     beta: float
 
     def __call__(self, nbytes: Any, both: Any = False) -> Any:
-        """Seconds for so many bytes."""
         return self.alpha + nbytes * self.beta
 
 
 class PiecewiseCost(NamedTuple):
-    """Straight from one measured length to the next, and on beyond the last; below the first all cost the same.
+    """Linear between measured lengths and beyond the last; constant below the first."""
 
-    Attributes
-    ----------
-    lengths : tuple of float
-        Bytes, ascending.
-    seconds : tuple of float
-        What each of these lengths took.
-    """
-
-    lengths: tuple[float, ...]
-    seconds: tuple[float, ...]
+    lengths: tuple[float, ...]  # bytes, ascending
+    seconds: tuple[float, ...]  # of each length
 
     def __call__(self, nbytes: Any, both: Any = False) -> Any:
-        """Seconds for so many bytes."""
         known = np.interp(nbytes, self.lengths, self.seconds)
         if len(self.lengths) < 2:
             return known
@@ -68,7 +57,6 @@ class SharedCardCost(NamedTuple):
     both: EdgeCost
 
     def __call__(self, nbytes: Any, both: Any = False) -> Any:
-        """Seconds for so many bytes."""
         return np.where(both, self.both(nbytes, both), self.alone(nbytes, both))
 
 
@@ -77,11 +65,11 @@ class CostFunctions(Protocol):
 
     @property
     def cards(self) -> Sequence[int] | None:
-        """The node of every rank, where the ranks of a node share one card to all others; None if nobody shares.
+        """The node of every rank, if the ranks of a node share one network card; else None.
 
-        Messages that leave a node in the same round, or come to it, get equal shares of the card, of which there are
-        as many as ranks that send or as ranks that receive, whichever is less: a rank does one after another. A message
-        of n bytes that has one share of k costs what one of k n bytes would by itself.
+        Messages that leave or reach a node in the same round get equal shares of its card. There are as many shares as
+        ranks that send or as ranks that receive, whichever is less, since a rank sends one message after another. A
+        message of n bytes with one of k shares costs as much as one of k n bytes alone.
         """
         ...
 
@@ -103,46 +91,31 @@ class UniformNetwork(NamedTuple):
 
     @property
     def cards(self) -> None:
-        """Nobody shares a card."""
+        """None: no card is shared."""
 
     def message(self, source: Any, target: Any, nbytes: Any, both: Any = False) -> Any:
-        """The same for all ranks."""
         return self.alpha + nbytes * self.beta
 
     def combine(self, nbytes: Any, both: Any = False) -> Any:
-        """The same for all ranks."""
         return nbytes * self.gamma
 
 
 class ClusteredNetwork(NamedTuple):
-    """Ranks on nodes: one cost within a node, another between nodes.
+    """Ranks on nodes: one cost within a node, another between nodes."""
 
-    Attributes
-    ----------
-    nodes : tuple of int
-        The node of every rank.
-    inside, between, adding : Cost
-        Seconds for a message within a node, for one between nodes, and to combine.
-    shared : bool
-        Whether all ranks of a node share one card to the others.
-    """
-
-    nodes: tuple[int, ...]
-    inside: EdgeCost
+    nodes: tuple[int, ...]  # of every rank
+    inside: EdgeCost  # a message within a node
     between: EdgeCost
-    adding: EdgeCost
-    shared: bool = True
+    adding: EdgeCost  # combining
+    shared: bool = True  # all ranks of a node share one network card
 
     @property
     def cards(self) -> tuple[int, ...] | None:
-        """The nodes, if they share."""
         return self.nodes if self.shared else None
 
     def message(self, source: Any, target: Any, nbytes: Any, both: Any = False) -> Any:
-        """By the wire that the two ranks share."""
         nodes = np.asarray(self.nodes)
         return np.where(nodes[source] == nodes[target], self.inside(nbytes, both), self.between(nbytes, both))
 
     def combine(self, nbytes: Any, both: Any = False) -> Any:
-        """The same for all ranks."""
         return self.adding(nbytes, both)

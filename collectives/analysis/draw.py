@@ -13,7 +13,7 @@ IDLE = "·"
 LEGEND = """\
 →3 [0-4]     sends chunks 0 to 4 to rank 3
 ←1 [2]       receives chunk 2 from rank 1
-←1 [2] +     receives it and combines: what comes in stands on the left of what is there
+←1 [2] +     receives it and combines: the incoming operand is on the left
 + ←1 [2]     the same, on the right
 [2] = [7]    copies chunk 7 to chunk 2; [2] = [7] + [2] combines them
 [2']         a spare copy of chunk 2
@@ -55,7 +55,7 @@ def step(it: Step, count: int) -> str:
             return f"{mine} = {' + '.join(both)}"
         case Copy(source, target):
             return f"{chunks(target, count)} = {chunks(source, count)}"
-    raise TypeError(f"{it!r} is no step")
+    raise TypeError(f"expected a step, found {it!r}")
 
 
 def _sided(incoming: str, side: str) -> str:
@@ -65,14 +65,8 @@ def _sided(incoming: str, side: str) -> str:
 def table(schedules: Sequence[Schedule], count: int, width: int = 0) -> str:
     """Rounds downwards, ranks across, every step a line in its cell.
 
-    Parameters
-    ----------
-    schedules : sequence of Schedule
-        One per rank.
-    count : int
-        Chunks that the data has; numbers beyond are spare copies.
-    width : int
-        Columns of text: ranks that do not fit follow below. 0 for no limit.
+    The data has `count` chunks; numbers beyond are spare copies. Ranks that do not fit in `width` columns of text
+    follow below; 0 for no limit.
 
     >>> from collectives.algorithms.catalog import build_all
     >>> print(table(build_all("broadcast", "mst", 3), 3))

@@ -1,10 +1,10 @@
-"""Schedules of very many ranks on the clock: played round by round, all ranks at once, as arrays.
+"""Simulated time of schedules of very many ranks: round by round, all ranks at once, as arrays.
 
-`walk.price` lets every message find its own time, which costs microseconds each. Here the ranks' rounds are aligned:
-what is sent in a rank's k-th round is received in the other's k-th, if empty rounds are put where a rank is ahead. Then
-a round needs nothing but the times at which the ranks come to it. Messages that share no port all start at once, when
-the later of their two ranks is there; the others queue for their ports as in `walk.price`. Both give the same times to
-the last bit, for the same network whose messages cost something.
+`simulate.price` schedules every message by itself, which costs microseconds each. Here the ranks' rounds are aligned:
+what is sent in a rank's k-th round is received in the other's k-th, with empty rounds where a rank is ahead. Then a
+round depends only on the times at which the ranks come to it. Messages that share no port all start when the later of
+their two ranks is there; the others queue for their ports as in `simulate.price`. Both give the same times to the last
+bit, for the same network whose messages cost something.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.analysis.cost_functions import CostFunctions
-from collectives.analysis.prove import ScheduleError
+from collectives.analysis.matching import ScheduleError
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Round, Send
 
@@ -48,47 +48,24 @@ class _VectorParts(NamedTuple):
 class _RoundState(NamedTuple):
     """One round of all ranks.
 
-    Attributes
-    ----------
-    source, target, place : arrays of int
-        Each message's ranks, and its position in its sender's round.
-    messages : slice
-        Where these messages stand among all of the crowd's.
-    crowded : array of int
-        Which of them share a port with another.
-    both : array of bool
-        Whether one of the message's ranks also does the other thing in the round.
-    adding : list of (ranks, slice, array of bool)
-        The first that each rank combines, the second, and so on; where these stand among all that is combined; which of
-        them have come while their rank was sending.
+    `adding` has an entry for the first operand that each rank combines, for the second, and so on: the ranks, the
+    position among all operands, and which of them arrived while their rank was sending.
     """
 
-    source: Integers
+    source: Integers  # sender of each message
     target: Integers
-    place: Integers
-    messages: slice
-    crowded: Integers
-    both: NDArray[np.bool_]
+    place: Integers  # position in the sender's round
+    messages: slice  # position of these messages among those of all rounds
+    crowded: Integers  # messages that share a port with another
+    both: NDArray[np.bool_]  # one of the message's ranks both sends and receives in the round
     adding: list[tuple[Integers, slice, NDArray[np.bool_]]]
 
 
 class VectorSimulator:
     """The schedules of all ranks as arrays, to be priced again and again.
 
-    Parameters
-    ----------
-    schedules : iterable of iterables of rounds
-        One per rank, in order; generators will do, and are not kept.
-
-    Attributes
-    ----------
-    size, messages : int
-        Ranks; messages of all of them.
-
-    Raises
-    ------
-    ScheduleError
-        If a message has no partner, or rounds cannot be aligned.
+    `schedules` has an iterable of rounds per rank, in order; generators will do. ScheduleError if a
+    message has no partner, or rounds cannot be aligned.
     """
 
     def __init__(self, schedules: Iterable[Iterable[Round]]) -> None:
@@ -115,9 +92,8 @@ class VectorSimulator:
         self._moments = list(_moments(sent, added_up, self.size))
 
     def price(self, layout: ChunkLayout, itemsize: int, network: CostFunctions) -> Times:
-        """Completion time of each rank in seconds from a common start; arguments as for `prove.price`."""
-        elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
-        weights = itemsize * self._sent.weigh(self.messages, elements)
+        """Completion time of each rank in seconds from a common start; arguments as for `simulate.price`."""
+        elements, weights = self._weights(layout, itemsize)
         added = itemsize * self._added.weigh(self._sums, elements)
         nodes = None if network.cards is None else np.asarray(network.cards)
         clock = np.zeros(self.size)
@@ -138,10 +114,13 @@ class VectorSimulator:
 
     def volume(self, layout: ChunkLayout, itemsize: int) -> int:
         """Bytes that the busiest rank sends or receives, whichever is more."""
-        elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
-        weights = itemsize * self._sent.weigh(self.messages, elements)
-        both = [np.bincount(ranks, weights, self.size) for ranks in self._ends]
-        return int(np.max(both, initial=0))
+        _, weights = self._weights(layout, itemsize)
+        return int(np.max([np.bincount(ranks, weights, self.size) for ranks in self._ends], initial=0))
+
+    def _weights(self, layout: ChunkLayout, itemsize: int) -> tuple[Integers, Integers]:
+        """Running sums of the chunks' lengths, and bytes of each message."""
+        sums = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+        return sums, itemsize * self._sent.weigh(self.messages, sums)
 
 
 def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
@@ -170,13 +149,15 @@ def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
         if (number == before).all():
             break
         if number.max(initial=0) > len(rounds) + span:
-            raise ScheduleError("a rank takes in two rounds what another sends in one: only `walk.price` can play that")
+            raise ScheduleError(
+                "a rank takes in two rounds what another sends in one: only `simulate.price` can do that"
+            )
     for steps, column in ((sends, sender), (receives, receiver), (sums, adder)):
         steps[:, 0] = number[column]
 
 
 class _RankColumn:
-    """Steps of one kind as they are met: numbers for each, and the ranges of its chunks."""
+    """Steps of one kind in the order of appending: four numbers for each, and the ranges of its chunks."""
 
     def __init__(self) -> None:
         self._steps, self._parts = array("q"), array("q")

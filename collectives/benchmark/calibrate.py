@@ -1,8 +1,8 @@
 """Calibration of message costs on pairs of ranks, and the model's prediction for a collective.
 
-Three collectives of two ranks tell all: a broadcast is one message, an allgather in place a message each way, and an
-allreduce by recursive doubling a message each way that is combined; a reduction is one message that is combined. They
-run in the memory that is raced, and as the race does it: new data before every call, the slowest rank's time counts.
+Four collectives of two ranks suffice: a broadcast is one message, a reduction one that is combined, an allgather in
+place a message each way, and an allreduce by recursive doubling one each way that is combined. They run in the memory
+that is raced, and as in the race: new data before every call, the slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mpi4py import MPI
 
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, EdgeCost, LinearCost, PiecewiseCost, SharedCardCost
-from collectives.analysis.prove import price
+from collectives.analysis.simulate import price
 from collectives.benchmark import chorus_side
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers
+from collectives.benchmark.predictions import layout_of
 from collectives.benchmark.timing import Contestant, make_call, race
-from collectives.schedule.chunks import ChunkLayout, even
-from collectives.schedule.semantics import after, before, vector
+from collectives.schedule.semantics import after, before
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Schedule, numbers
 
 LENGTHS = (8, 1 << 10, 1 << 13, *(1 << power for power in range(15, 40)))
 """Bytes of the messages that are timed, up to the longest that the race can have."""
 
 SWEEPS = 3
-"""How often all lengths are timed. The fastest sweep's median counts: what disturbs a machine only ever adds."""
+"""Sweeps over all lengths. The fastest sweep's median counts: a disturbance only adds time."""
 
 PROBES: dict[str, tuple[str, str, int, bool]] = {
     "alone": ("broadcast", "mst", 1, False),
@@ -36,7 +36,7 @@ PROBES: dict[str, tuple[str, str, int, bool]] = {
     "both ways": ("allgather", "circulant", 2, True),
     "both ways and combined": ("allreduce", "recursive_doubling", 1, False),
 }
-"""What is timed on two ranks: collective, algorithm, vectors per message, whether in place."""
+"""Probes of two ranks: collective, algorithm, vectors per message, whether in place."""
 
 
 class CalibratedCosts(NamedTuple):
@@ -66,28 +66,22 @@ def calibrate(
 ) -> CalibratedCosts:
     """Time messages within nodes and between them; all pairs of a kind run at once. Collective, equal on all ranks.
 
-    Parameters
-    ----------
-    plain, comm
-        The MPI's communicator and ours, over the same ranks.
-    memory, mode
-        In which the arrays lie, and how the probes are called, for either may decide which way messages take.
-    largest
-        Bytes of the longest message to time.
-    seconds
-        Time per length, probe and sweep; there are `SWEEPS` sweeps.
-    tick
-        Called after every length.
+    `memory` and `mode` may decide the transport of messages. `largest` is the longest message in bytes, `seconds` the
+    time per length, probe and sweep; `tick` is called after every length.
     """
+
+    def probe(two_plain: MPI.Intracomm, two: MPI.Intracomm, length: int) -> dict[str, float]:
+        return _probe(two_plain, two, memory, mode, length, seconds)
+
     nodes = chorus_side.nodes(comm)
     rank, node = plain.Get_rank(), nodes[plain.Get_rank()]
-    place = nodes[:rank].count(node)
-    inside = _curves(plain, comm, (node, place // 2), (memory, mode), largest, seconds, tick)
+    place, at = nodes[:rank].count(node), lengths(largest)
+    inside = _curves(plain, comm, (node, place // 2), at, probe, tick)
     between: tuple[EdgeCost, EdgeCost] = (LinearCost(0.0, 0.0), LinearCost(0.0, 0.0))
     if len(set(nodes)) > 1:
         pair = (node // 2, -1) if place == 0 else (-1 - rank, 0)
-        between = _curves(plain, comm, pair, (memory, mode), largest, seconds, tick)
-    copy = _copies(plain, lengths(largest))
+        between = _curves(plain, comm, pair, at, probe, tick)
+    copy = _copies(plain, at)
     adding = inside[1] if any(nodes.count(node) > 1 for node in nodes) else between[1]
     return CalibratedCosts(ClusteredNetwork(tuple(nodes), inside[0], between[0], adding), copy)
 
@@ -96,38 +90,35 @@ def _curves(
     plain: MPI.Intracomm,
     comm: MPI.Intracomm,
     pair: tuple[int, int],
-    form: tuple[str, str],
-    largest: int,
-    seconds: float,
+    at: Sequence[int],
+    probe: Callable[[MPI.Intracomm, MPI.Intracomm, int], dict[str, float]],
     tick: Callable[[], object],
 ) -> tuple[EdgeCost, EdgeCost]:
     """(message, combining) from the ranks that name the same pair."""
     names = {name: color for color, name in enumerate(sorted(set(plain.allgather(pair))))}
     two: Any = comm.Split(names[pair], plain.Get_rank())
     mine = MPI.Intracomm(plain.Split(names[pair], plain.Get_rank()))
-    at = lengths(largest)
-    sweeps = []  # several, so that what disturbs the machine for a while disturbs one of them
+    sweeps = []  # several, so that a disturbance of the machine affects one of them only
     for _ in range(SWEEPS):
         sweep: list[Any] = []
         for length in at:
-            sweep.append(_probe(mine, two, *form, length, seconds) if mine.Get_size() == 2 else None)
+            sweep.append(probe(mine, two, length) if mine.Get_size() == 2 else None)
             tick()
         sweeps.append(sweep)
     mine.Free()
     two.Free()
-    everyone = [sweep for those in plain.allgather(sweeps) for sweep in those if sweep[0] is not None]
+    measured = [sweep for those in plain.allgather(sweeps) for sweep in those if sweep[0] is not None]
     times = {
-        probe: np.min([[one[probe] for one in sweep] for sweep in everyone] or [[0.0] * len(at)], axis=0)
-        for probe in PROBES
+        name: np.min([[one[name] for one in sweep] for sweep in measured] or [[0.0] * len(at)], axis=0)
+        for name in PROBES
     }
-    curves = {probe: PiecewiseCost(tuple(at), tuple(values.tolist())) for probe, values in times.items()}
 
-    def added(probe: str) -> PiecewiseCost:
-        """Extra cost of combining, at least zero."""
-        more = times[f"{probe} and combined"] - times[probe]
-        return PiecewiseCost(tuple(at), tuple(np.maximum(more, 0.0).tolist()))
+    def curve(seconds: Any) -> PiecewiseCost:
+        return PiecewiseCost(tuple(at), tuple(seconds.tolist()))
 
-    return SharedCardCost(curves["alone"], curves["both ways"]), SharedCardCost(added("alone"), added("both ways"))
+    ways = ("alone", "both ways")
+    added = (np.maximum(times[f"{way} and combined"] - times[way], 0.0) for way in ways)
+    return SharedCardCost(*(curve(times[way]) for way in ways)), SharedCardCost(*map(curve, added))
 
 
 def _probe(
@@ -173,24 +164,13 @@ def predicted_us(
     segments: int = 1,
     in_place: bool = False,
 ) -> float:
-    """Microseconds that the model expects of a call with root 0.
+    """Microseconds that the model expects of a call with root 0 on an array of `nbytes` in all.
 
-    Parameters
-    ----------
-    costs
-        What messages cost.
-    collective, algorithm, segments
-        As in the catalogue.
-    size, nbytes
-        Ranks; bytes of the whole array, as the benchmark counts them.
-    in_place
-        Whether ranks have their own blocks where they belong, so that none are copied there.
+    `in_place`: ranks have their own blocks at their places, so that none are copied there.
     """
-    nodes = costs.network.nodes
     blocks = catalog.blocks(collective, algorithm, size)
-    held = nbytes * blocks // vector(collective, size, blocks)
-    layout = ChunkLayout.packed(even(held, blocks * segments))
-    schedules = catalog.build_all(collective, algorithm, size, 0, segments, nodes)
+    layout = layout_of(collective, algorithm, size, nbytes, segments)
+    schedules = catalog.build_all(collective, algorithm, size, 0, segments, costs.network.nodes)
     finish = price(schedules, layout, 1, costs.network).finish
     kept = [0] * size
     if not in_place and collective != "broadcast":
@@ -199,7 +179,7 @@ def predicted_us(
 
 
 def _kept(collective: str, schedule: Schedule, rank: int, size: int, segments: int, blocks: int) -> tuple[range, ...]:
-    """Chunks that a rank brings and takes as they are, which a call out of place copies."""
+    """Chunks that are input and output of a rank unchanged, which a call out of place copies."""
     brought = set(before(collective, rank, size, 0, segments, blocks))
     taken = after(collective, rank, size, 0, segments, blocks)
     written = {

@@ -1,4 +1,4 @@
-"""All that the benchmark knows of the library: its communicator, algorithms, model and choices."""
+"""The library as the benchmark uses it: communicator, algorithms, model and choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def known_collectives() -> list[str]:
 def _algorithms(collective: str) -> list[str]:
     for name in (collective, even(collective)):
         try:
-            return [each for each in collectives.algorithms(name) if each != NATIVE]  # whom we race anyway
+            return [each for each in collectives.algorithms(name) if each != NATIVE]  # it takes part anyway
         except (ValueError, KeyError):
             continue
     return []
@@ -37,13 +37,7 @@ def even(collective: str) -> str:
 
 
 def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
-    """Algorithm names for one collective: ``all`` becomes ``auto`` and every known one.
-
-    Raises
-    ------
-    ValueError
-        If the collective has no such algorithm.
-    """
+    """Algorithm names for one collective: ``all`` becomes ``auto`` and every known one; ValueError for unknown ones."""
     known = ["auto", *_algorithms(collective)]
     chosen: list[str] = []
     for name in wanted:
@@ -55,19 +49,19 @@ def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
 
 def keywords(algorithm: str, segments: int | None) -> dict[str, Any]:
     """Keyword arguments beyond mpi4py's own; none for ``auto``."""
-    said: dict[str, Any] = {} if algorithm == "auto" else {"algorithm": algorithm}
-    return said if segments is None else said | {"segments": segments}
+    chosen: dict[str, Any] = {} if algorithm == "auto" else {"algorithm": algorithm}
+    return chosen if segments is None else chosen | {"segments": segments}
 
 
 def choice(
     comm: MPI.Intracomm, collective: str, nbytes: int, form: str, memory: str, in_place: bool
 ) -> tuple[str, int]:
     """Choice of ``auto``: algorithm and number of segments."""
-    said = {"form": form, "symmetric": memory == "symmetric", "in_place": in_place}
+    call = {"form": form, "symmetric": memory == "symmetric", "in_place": in_place}
     try:
-        chosen = comm.choice(collective, nbytes, **said)  # type: ignore[attr-defined]
+        chosen = comm.choice(collective, nbytes, **call)  # type: ignore[attr-defined]
     except (ValueError, KeyError):
-        chosen = comm.choice(even(collective), nbytes, **said)  # type: ignore[attr-defined]
+        chosen = comm.choice(even(collective), nbytes, **call)  # type: ignore[attr-defined]
     return chosen.algorithm, chosen.segments
 
 

@@ -1,4 +1,4 @@
-"""Encoded collectives of many ranks, played in one process: the same code, with messages that are copies.
+"""Encoded collectives of many ranks in one process: the code of the ranks, with messages that are copies.
 
 ranks = [TwoShot(comm, count, codec) for comm in played(64)]
 play([made.allreduce(x, out) for made, x, out in ...])
@@ -21,23 +21,21 @@ Move = Callable[[dict[int, Any]], None]
 
 
 class InProcessRequest:
-    """A collective that has been begun when every rank has started its own; then it is over at once."""
+    """A collective that completes as soon as every rank has started its request."""
 
     def __init__(self, start: Callable[[InProcessRequest], None]):
         self._start = start
         self.over = False
 
     def Start(self) -> None:
-        """Begin."""
         self.over = False
         self._start(self)
 
     def Test(self) -> bool:
-        """True if the operation is complete."""
         return self.over
 
     def Free(self) -> None:
-        """Nothing is held."""
+        """No-op."""
 
 
 class _InProcessHub:
@@ -48,7 +46,7 @@ class _InProcessHub:
         self.calls: dict[int, dict[int, tuple[InProcessRequest, Any]]] = {}
 
     def enter(self, number: int, rank: int, request: InProcessRequest, message: Any, move: Move) -> None:
-        """The call of a rank; the last rank's moves the messages of all."""
+        """Register the call of a rank; that of the last rank moves the messages of all."""
         call = self.calls.setdefault(number, {})
         call[rank] = request, message
         if len(call) == self.size:
@@ -81,42 +79,35 @@ class InProcessComm:
 
     nodes = None
 
-    def __init__(self, room: _InProcessHub, rank: int):
-        self._room, self._rank, self._numbers = room, rank, count()
+    def __init__(self, hub: _InProcessHub, rank: int):
+        self._hub, self._rank, self._numbers = hub, rank, count()
 
     def Get_rank(self) -> int:
-        """Rank."""
         return self._rank
 
     def Get_size(self) -> int:
-        """Number of ranks."""
-        return self._room.size
+        return self._hub.size
 
     def empty(self, shape: Any, dtype: Any) -> np.ndarray:
-        """Memory that nobody shares."""
         return np.empty(shape, dtype)
 
     def Alltoallv_init(self, sent: Any, received: Any) -> InProcessRequest:
-        """Bound."""
         return self._request((sent, received), _all_to_all)
 
     def _request(self, message: Any, move: Move) -> InProcessRequest:
         return InProcessRequest(
-            lambda request: self._room.enter(next(self._numbers), self._rank, request, message, move)
+            lambda request: self._hub.enter(next(self._numbers), self._rank, request, message, move)
         )
 
     def Iallreduce(self, sent: Any, received: np.ndarray, op: MPI.Op) -> InProcessRequest:
-        """Begun, in place."""
         (request := self._request(received, partial(_in_place, op))).Start()
         return request
 
     def Ialltoallv(self, sent: Any, received: Any) -> InProcessRequest:
-        """Begun."""
         (request := self.Alltoallv_init(sent, received)).Start()
         return request
 
     def Allgatherv_init(self, sent: Any, received: Any) -> InProcessRequest:
-        """Bound, in place."""
         wire, sizes, places, kind = received
         size = self.Get_size()
         mine = [wire, [sizes[self._rank]] * size, [places[self._rank]] * size, kind]
@@ -125,27 +116,16 @@ class InProcessComm:
 
 def played(size: int) -> list[Any]:
     """The communicators of so many ranks."""
-    room = _InProcessHub(size)
-    return [InProcessComm(room, rank) for rank in range(size)]
+    hub = _InProcessHub(size)
+    return [InProcessComm(hub, rank) for rank in range(size)]
 
 
 def play(motions: Sequence[Motion]) -> None:
-    """All ranks' motions to their ends, in turns.
-
-    Raises
-    ------
-    RuntimeError
-        If a rank waits for what others have not begun: motions of ranks have as many turns, and start the same calls.
-    """
-    going = list(motions)
-    while going:
-        turns = [next(motion, None) for motion in going]
+    """Run all ranks' motions to their ends, in turns; all must have as many turns and start the same calls."""
+    while True:
+        turns = [next(motion, None) for motion in motions]
         if all(requests is None for requests in turns):
             return
-        late = [
-            rank
-            for rank, requests in enumerate(turns)
-            if requests is None or not all(request.Test() for request in requests)
-        ]
-        if late:
+        done = [requests is not None and all(request.Test() for request in requests) for requests in turns]
+        if late := [rank for rank, complete in enumerate(done) if not complete]:
             raise RuntimeError(f"ranks {late} wait for messages that nobody has sent")

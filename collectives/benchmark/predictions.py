@@ -13,35 +13,25 @@ from collectives.schedule.semantics import vector
 from collectives.schedule.topology import regular
 
 FEW_ROUNDS, LARGEST = 6, 1 << 17
-"""Ranks up to which a schedule is played that has at most so many times log2 p rounds."""
+"""Ranks up to which a schedule with at most so many times log2 p rounds is simulated."""
 
 MESSAGES = 1 << 17
-"""Ranks times rounds up to which any schedule is played."""
+"""Ranks times rounds up to which any schedule is simulated."""
 
 CHUNKS = 1 << 18
-"""Chunks of all ranks together up to which a schedule is played: an alltoall has p^2."""
+"""Chunks of all ranks together up to which a schedule is simulated: an alltoall has p^2."""
 
 SAMPLE = 64
-"""Ranks, at least, on which it is seen what nodes mean to an algorithm that is priced by formula."""
+"""Least number of ranks in the simulation that calibrates a formula for nodes."""
 
 
 class CostPrediction(NamedTuple):
-    """A cluster of equal nodes.
+    """Costs of a cluster of equal nodes."""
 
-    Attributes
-    ----------
-    per_node : int
-        Ranks on a node; the last node may have fewer.
-    node, network : Line
-        A message within a node; one between nodes, whose card all ranks of a node share.
-    gamma : float
-        Seconds to combine a byte.
-    """
-
-    per_node: int
-    node: LinearCost
-    network: LinearCost
-    gamma: float
+    per_node: int  # ranks on a node; the last node may have fewer
+    node: LinearCost  # a message within a node
+    network: LinearCost  # a message between nodes, whose card all ranks of a node share
+    gamma: float  # seconds to combine a byte
 
     def of(self, size: int) -> ClusteredNetwork:
         """The network of so many ranks."""
@@ -49,28 +39,16 @@ class CostPrediction(NamedTuple):
 
 
 class PredictionRow(NamedTuple):
-    """One algorithm at one size: what it does, how long it takes, and whether it was played or worked out by formula.
-
-    Attributes
-    ----------
-    rounds : int
-        Messages that wait for one another.
-    volume : int
-        Bytes that the busiest rank sends or receives, whichever is more.
-    seconds, bound : float
-        What the model says; and what no algorithm can beat.
-    played : bool
-        Whether every rank was played on the clock.
-    """
+    """Prediction for one algorithm at one size."""
 
     algorithm: str
     size: int
     nbytes: int
-    rounds: int
-    volume: int
+    rounds: int  # messages that wait for one another
+    volume: int  # bytes that the busiest rank sends or receives, whichever is more
     seconds: float
-    bound: float
-    played: bool
+    bound: float  # seconds that no algorithm can beat
+    played: bool  # simulated, rather than calculated by formula
 
 
 def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> ChunkLayout:
@@ -89,23 +67,23 @@ def playable(collective: str, name: str, size: int, nodes: int = 1) -> bool:
 
 
 @lru_cache(maxsize=32)
-def crowd(collective: str, name: str, size: int, per_node: int) -> VectorSimulator:
+def _simulator(collective: str, name: str, size: int, per_node: int) -> VectorSimulator:
     """All ranks of an algorithm, the root being rank 0."""
     nodes = regular(size, per_node) if size > per_node else None
     return VectorSimulator(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))
 
 
 def played(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
-    """Seconds by the clock."""
-    everyone = crowd(collective, name, size, model.per_node)
-    return float(everyone.price(layout_of(collective, name, size, nbytes), 1, model.of(size)).max())
+    """Seconds by simulation."""
+    simulator = _simulator(collective, name, size, model.per_node)
+    return float(simulator.price(layout_of(collective, name, size, nbytes), 1, model.of(size)).max())
 
 
 def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
     """Seconds by the catalogue's formula, with the costs of the network.
 
-    What messages within nodes save, and what a shared card costs, is seen on a sample of nodes: there alpha and beta
-    are played apart, and each factor of the formula is weighed by what the clock says.
+    Savings of messages within nodes, and the cost of a shared card, come from a simulation of a few nodes, for alpha
+    and beta separately: each factor of the formula is scaled by the ratio of simulation to formula.
     """
     entry = catalog.find(collective, name)
     if size <= model.per_node:
@@ -122,7 +100,7 @@ def _without(model: CostPrediction, cost: str) -> CostPrediction:
 
 @lru_cache(maxsize=256)
 def _weight(collective: str, name: str, model: CostPrediction) -> float:
-    """By how much the clock differs from the formula with the costs of the network."""
+    """Ratio of the simulated time to the formula with the costs of the network."""
     size, nbytes = max(SAMPLE, 4 * model.per_node), 1 << 20
     expected = catalog.find(collective, name).seconds(size, nbytes, *model.network, 0.0)
     return played(collective, name, size, nbytes, model) / float(expected) if expected else 1.0

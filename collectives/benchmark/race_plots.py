@@ -16,13 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogLocator,
-    NullFormatter,
-    NullLocator,
-)
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from collectives.benchmark.result_rows import Report, Row
 from collectives.benchmark.size_arguments import format_size
@@ -84,8 +78,8 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
             look: dict[str, Any] = {"color": NATIVE, "lw": 2, "marker": ".", "ms": 7, "label": label, "zorder": 3}
             times.plot(*zip(*natives, strict=True), dash, **look)
     for i, (name, line) in enumerate(lines.items()):
-        look = {"color": SEVERAL[i % len(SEVERAL)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5}
-        look["lw"] = 2.2 if " auto" in name else 1.4
+        width = 2.2 if " auto" in name else 1.4
+        look = {"color": SEVERAL[i % len(SEVERAL)], "marker": MARKERS[i % len(MARKERS)], "ms": 4.5, "lw": width}
         at = [max(1, row["bytes"]) for row in line]
         times.plot(at, [row["ours_us"] for row in line], label=name, zorder=4 if " auto" in name else 2, **look)
         against = [(max(1, row["bytes"]), row["ratio"]) for row in line if row["ratio"] is not None]
@@ -123,15 +117,11 @@ def plot_race(path: str | Path, report: Report) -> None:
         figure = plt.figure(figsize=(max(7.0, 5.4 * across), 5.2 * down + 0.5), layout="constrained")
         grid = figure.add_gridspec(2 * down, across, height_ratios=[3, 1.25] * down)
         for i, collective in enumerate(collectives):
-            row, column = divmod(i, across)
-            times = figure.add_subplot(grid[2 * row, column])
-            ratios = figure.add_subplot(grid[2 * row + 1, column], sharex=times)
-            _race(
-                times,
-                ratios,
-                collective,
-                [r for r in report["rows"] if r["collective"] == collective and r["bytes"]],
-            )
+            down_to, column = divmod(i, across)
+            times = figure.add_subplot(grid[2 * down_to, column])
+            ratios = figure.add_subplot(grid[2 * down_to + 1, column], sharex=times)
+            rows = [row for row in report["rows"] if row["collective"] == collective and row["bytes"]]
+            _race(times, ratios, collective, rows)
             if column == 0:
                 times.set_ylabel("median latency (slowest rank)")
                 ratios.set_ylabel("ours / native")
@@ -143,7 +133,7 @@ def plot_race(path: str | Path, report: Report) -> None:
 
 
 def _scale(axis: Axes, rows: list[Any], along: str) -> None:
-    """Time of each algorithm along `along`, "size" (ranks) or "nbytes"; hollow where it is by formula."""
+    """Time of each algorithm along `along`, "size" (ranks) or "nbytes"; hollow if calculated by formula."""
     for i, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
         line = [row for row in rows if row.algorithm == name]
         at, times = [getattr(row, along) for row in line], [row.seconds * 1e6 for row in line]
@@ -161,17 +151,7 @@ def _scale(axis: Axes, rows: list[Any], along: str) -> None:
 
 
 def plot_scale(path: str | Path, title: str, costs: str, across: list[Any], along: list[Any]) -> None:
-    """Plot predictions: time against ranks, and time against size.
-
-    Parameters
-    ----------
-    path
-        Of the picture.
-    title, costs
-        What is priced, and with which costs.
-    across, along
-        Rows of `model`, at several rank counts of one size, and at several sizes of one rank count.
-    """
+    """Plot predictions: time against ranks (rows `across`, of one size), and time against size (rows `along`)."""
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(12.5, 5.6), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -234,17 +214,14 @@ def _winners(axis: Axes, collective: str, entries: dict[TimingKey, Rows], colour
     for y, rows in enumerate(entries.values()):
         for (nbytes, row), (left, right) in zip(rows.items(), _cells(list(rows)), strict=True):
             best = _winner(row)
-            axis.add_patch(
-                Rectangle((left, y - 0.5), right - left, 1, facecolor=colours[best.algorithm], edgecolor="white")
-            )
+            color = colours[best.algorithm]
+            axis.add_patch(Rectangle((left, y - 0.5), right - left, 1, facecolor=color, edgecolor="white"))
             native = row.get(AlgorithmChoice(MPI_S_OWN))
             ratio = "" if native is None or best.algorithm == MPI_S_OWN else f"{row[best] / native:.2f}"
             cut = f"x{best.segments}" if best.segments > 1 else ""
             text = "\n".join(line for line in (ratio, cut) if line)
-            light = sum(to_rgb(colours[best.algorithm])) > 1.5
-            axis.text(
-                _octave(nbytes), y, text, ha="center", va="center", fontsize=7.5, color="black" if light else "white"
-            )
+            ink = "black" if sum(to_rgb(color)) > 1.5 else "white"
+            axis.text(_octave(nbytes), y, text, ha="center", va="center", fontsize=7.5, color=ink)
     low, high = _octave(sizes[0]) - 1.5, _octave(sizes[-1]) + 1.5
     axis.set_xlim(low, high)
     axis.set_ylim(-0.5, len(entries) - 0.5)
@@ -259,7 +236,7 @@ def _octave(nbytes: int) -> float:
 
 
 def _cells(sizes: list[int]) -> list[tuple[float, float]]:
-    """From where to where each size's cell reaches on a logarithmic axis: half way to its neighbours."""
+    """Ends of each size's cell on a logarithmic axis: half way to its neighbours."""
     at = [_octave(nbytes) for nbytes in sizes]
     middles = [(low + high) / 2 for low, high in pairwise(at)]
     return list(zip([at[0] - 1.5, *middles], [*middles, at[-1] + 1.5], strict=True))

@@ -16,7 +16,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def write(path: Path | None, report: dict[str, Any]) -> None:
-    """Write all results, if asked for."""
+    """Write all results as JSON, unless there is no path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")

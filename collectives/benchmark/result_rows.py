@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 from collectives.benchmark.cases import CASES
@@ -66,33 +63,20 @@ def make_row(
     }
 
 
-def cores() -> int:
-    """Processor cores of this machine (a rank that its MPI has pinned may itself use fewer)."""
-    return os.cpu_count() or 1
-
-
 def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:
     """Content of the JSON file."""
     return {"mpi": mpi_name(), "ranks": ranks, "machine": machine(), **extra, "rows": rows}
 
 
-def write_report(path: str | Path, report: Report) -> None:
-    """Write a report as JSON."""
-    Path(path).write_text(json.dumps(report, indent=1) + "\n")
-
-
 def merge(reports: list[Report]) -> Report:
     """Medians over several launches of the same measurement; the ratio is the median of the launches' ratios.
 
-    Raises
-    ------
-    ValueError
-        If the launches differ in MPI library, ranks or machine.
+    ValueError if the launches differ in MPI library, ranks or machine.
     """
     for field in ("mpi", "ranks", "machine"):
-        seen = {str(report[field]) for report in reports}
-        if len(seen) > 1:
-            raise ValueError(f"launches to merge differ in {field!r}: {' and '.join(sorted(seen))}")
+        values = {str(report[field]) for report in reports}
+        if len(values) > 1:
+            raise ValueError(f"launches to merge differ in {field!r}: {' and '.join(sorted(values))}")
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for report in reports:
         for row in report["rows"]:
@@ -104,10 +88,9 @@ def _merged(rows: list[Row]) -> Row:
     merged = dict(rows[0])
     for field in merged:
         values = [row[field] for row in rows if row.get(field) is not None]
-        if field == "wrong" or field == "native_wrong":
-            merged[field] = sum(values) if values else None
-        elif field.endswith(("_us", "_gbs")) or field == "ratio":
-            merged[field] = statistics.median(values) if values else None
+        if field.endswith(("_us", "_gbs", "wrong")) or field == "ratio":
+            merge_values = sum if field.endswith("wrong") else statistics.median
+            merged[field] = merge_values(values) if values else None
     ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
     spread = {"ratio_min": min(ratios), "ratio_max": max(ratios)} if ratios else {}
     return merged | spread | {"launches": len(rows), "iterations": sum(row["iterations"] for row in rows)}

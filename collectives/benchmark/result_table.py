@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from collectives.benchmark.result_rows import Report, Row, cores
+from collectives.benchmark.result_rows import Report, Row
 
 
 def _number(value: Any) -> str:
@@ -64,17 +65,9 @@ def _line(cells: list[str], columns: list[Column]) -> str:
 
 
 class TableStyle(NamedTuple):
-    """Columns and title of a table.
+    """Columns and title of a table. Several memories or modes get a column, one is named in the title."""
 
-    Attributes
-    ----------
-    full : bool
-        Whether with the columns that OSU shows under -f.
-    memories, modes : sequence of str
-        All that occur; where there are several, rows say which is theirs.
-    """
-
-    full: bool = False
+    full: bool = False  # with the columns that OSU shows under -f
     memories: Sequence[str] = ()
     modes: Sequence[str] = ()
 
@@ -123,9 +116,8 @@ def verdict(rows: list[Row]) -> str | None:
 
 
 def preamble(report: Report) -> list[str]:
-    """Comment lines that say where the figures come from."""
+    """Comment lines with the origin of the figures."""
     lines = [f"# MPI: {report['mpi']}; ranks: {report['ranks']}; {report['machine']}"]
-    if report["ranks"] > cores():
-        note = f"{report['ranks']} ranks share {cores()} cores, so these times measure the scheduler as well"
-        lines.append(f"# {note}")
+    if report["ranks"] > (cores := os.cpu_count() or 1):
+        lines.append(f"# {report['ranks']} ranks share {cores} cores, so these times measure the scheduler as well")
     return lines

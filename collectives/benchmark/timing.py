@@ -1,4 +1,4 @@
-"""The stopwatch: contestants take turns in random order; a call's latency is the slowest rank's time."""
+"""Timing of a race: contestants take turns in random order; a call's latency is the slowest rank's time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEWEST = 5  # timed calls, however slow they are
 
 @dataclass
 class Contestant:
-    """Something that performs the collective: a name, its own view of the buffers, and the call itself."""
+    """One way to perform the collective: a name, its buffers, and the call itself."""
 
     name: str
     buffers: CaseBuffers
@@ -122,25 +122,20 @@ def race(
     seconds: float = 1.0,
     seed: int = 1,
 ) -> list[Timing]:
-    """Time all contestants against each other within one run.
+    """Time all contestants against each other within one run; timings are in their order, equal on all ranks.
 
     Parameters
     ----------
     comm
-        The plain communicator: its native barrier precedes every call, and it agrees on iteration counts.
+        The plain communicator: its native barrier precedes every call, and ranks agree on iteration counts over it.
     contestants
-        At least one; all ranks give the same ones in the same order.
+        At least one; the same ones in the same order on all ranks.
     iterations, warmup
         Timed and untimed calls per contestant, at most.
     seconds
         Time per contestant after which fewer iterations are made (never fewer than five).
     seed
-        Of the random order; equal on all ranks.
-
-    Returns
-    -------
-    list of Timing
-        In the order of `contestants`; equal on all ranks.
+        Seed of the random order; equal on all ranks.
     """
     order = random.Random(seed)
     budget = seconds * len(contestants)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from mpi4py import MPI
 
 from collectives.analysis import draw
-from collectives.analysis.prove import SimulatedEvent
+from collectives.analysis.simulate import SimulatedEvent
 from collectives.schedule.steps import Schedule
 
 Entry: TypeAlias = dict[str, Any]
@@ -23,7 +23,7 @@ PINGS = 50
 
 
 def span(rank: int, node: int, name: str, kind: str, start: float, end: float, **more: Any) -> Entry:
-    """Something that took time, from `start` to `end` in seconds."""
+    """A complete event from `start` to `end` in seconds."""
     first, last = round(1e9 * start), round(1e9 * end)  # whole nanoseconds, so that what is nested stays so
     times = {"ts": first / 1e3, "dur": (last - first) / 1e3}
     return {"name": name, "cat": kind, "ph": "X", "pid": node, "tid": rank, **times, "args": more}
@@ -56,20 +56,9 @@ def of_calls(
 ) -> list[Entry]:
     """One rank's run of a program: the whole, its rounds, and within them its calls.
 
-    Parameters
-    ----------
-    title
-        What was run.
-    rank, node
-        Whose it is.
-    schedule, count
-        The rank's rounds, and the chunks of the vector, to say what the rounds do.
-    begins
-        Where in the program the rounds begin, as in `Program.begins`.
-    kinds
-        What each call does.
-    times
-        When each call began, and when the last one ended: one more than calls.
+    `begins` are the positions of the rounds in the program, as in `Program.begins`; `kinds` describe the calls; `times`
+    are the beginnings of the calls, and the end of the last one. `schedule` and `count`, the chunks of the vector,
+    label the rounds.
     """
     entries = [span(rank, node, title, "collective", times[0], times[-1])]
     stops = (*(at for _, at in begins[1:]), len(kinds))
@@ -81,7 +70,7 @@ def of_calls(
 
 
 LANES = (" sends", " receives", " combines")
-"""What a rank of the model can do at once: it has a port each way, and an adder."""
+"""Concurrent activities of a simulated rank: a port each way, and an adder."""
 
 
 def of_model(events: Iterable[SimulatedEvent], nodes: Sequence[int]) -> list[Entry]:

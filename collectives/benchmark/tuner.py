@@ -13,6 +13,7 @@ from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import UniformNetwork
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements
+from collectives.benchmark.chorus_side import even
 from collectives.benchmark.measure import enter
 from collectives.benchmark.timing import race
 from collectives.schedule.topology import Nodes
@@ -24,18 +25,18 @@ PINGS = (8, 4096, 65536, 1 << 20, 1 << 22)
 """Sizes of the ping-pong, in bytes."""
 
 FAR_BEHIND = 3.0
-"""How many times the winner's time loses by far."""
+"""Multiple of the winner's time that counts as far behind."""
 
 LONG = 1 << 16
-"""Bytes from which it may pay to pipeline."""
+"""Bytes from which pipelining may pay."""
 
 MOST_SEGMENTS = 64
 
 SMALL = 8
-"""Ranks up to which algorithms may well come to the same schedules."""
+"""Ranks up to which algorithms may well have the same schedules."""
 
 
-# ------------------------------------------------------------------------------------------ the wires
+# ------------------------------------------------------------------------------------------ transport costs
 
 
 def fit(times: dict[int, float]) -> tuple[float, float]:
@@ -53,7 +54,7 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def ping_pong(comm: Communicator, seconds: float) -> dict[int, float]:
-    """Seconds of one message of each size between two ranks, over our own wire; the median of a few dozen."""
+    """Seconds of one message of each size between two ranks, over our own transport; median of a few dozen."""
     found = {}
     for nbytes in PINGS:
         data = np.zeros(nbytes, np.uint8)
@@ -91,11 +92,10 @@ def pairs(nodes: Nodes | None, size: int) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for rank in range(1, size):
         found.setdefault("shared" if where[rank] == where[0] else "network", (0, rank))
-    if "shared" not in found:
-        for rank in range(1, size):
-            if where[rank] in where[1:rank]:
-                found["shared"] = (1 + where[1:rank].index(where[rank]), rank)
-                break
+    if "shared" not in found:  # no neighbour of rank 0: the first other two ranks on one node
+        later = ((where.index(where[rank], 1), rank) for rank in range(1, size))
+        if pair := next(((first, rank) for first, rank in later if first < rank), None):
+            found["shared"] = pair
     return found
 
 
@@ -126,17 +126,12 @@ class TunerSetting(NamedTuple):
     nbytes: int
 
 
-def base(collective: str) -> str:
-    """The catalogue's name: a v-form runs the algorithms of its even form."""
-    return collective if collective in catalog.CATALOG else collective.removesuffix("v")
-
-
 def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, costs: Costs) -> list[AlgorithmChoice]:
-    """Every algorithm that `auto` may take, in segments where they may pay, and the MPI's own."""
+    """Every algorithm that `auto` may choose, in segments where they may pay, and the MPI's own."""
     wire = uniform_network(nodes, costs)
     private = collective in ("scatterv", "gatherv", "alltoallv")
     found: list[AlgorithmChoice] = []
-    for name, entry in catalog.CATALOG[base(collective)].items():
+    for name, entry in catalog.CATALOG[even(collective)].items():
         if not entry.alike or (entry.placed and wire is not None):
             continue
         found.append(AlgorithmChoice(name))
@@ -146,15 +141,15 @@ def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, cos
             found += [AlgorithmChoice(name, segments) for segments in (4, 16)]
             continue
         powers = [1 << power for power in range(MOST_SEGMENTS.bit_length())]
-        best = min(powers, key=lambda k: formula(base(collective), name, size, nbytes, k, wire or costs.network))
+        best = min(powers, key=lambda k: formula(even(collective), name, size, nbytes, k, wire or costs.network))
         found += [AlgorithmChoice(name, segments) for segments in {best, max(1, best // 4), 4} if segments > 1]
-    return [*_different(base(collective), sorted(set(found)), size, nodes), AlgorithmChoice(NATIVE)]
+    return [*_different(even(collective), sorted(set(found)), size, nodes), AlgorithmChoice(NATIVE)]
 
 
 def _different(
     collective: str, choices: list[AlgorithmChoice], size: int, nodes: Nodes | None
 ) -> list[AlgorithmChoice]:
-    """The first of those that are the same schedules: on two ranks most algorithms are."""
+    """The choices with different schedules, the first of equal ones: on two ranks most are equal."""
     if size > SMALL:
         return choices
     seen: dict[object, AlgorithmChoice] = {}
@@ -171,17 +166,17 @@ def contest(
     choices: Iterable[AlgorithmChoice],
     limits: dict[str, Any],
 ) -> tuple[int, dict[AlgorithmChoice, float], dict[AlgorithmChoice, str]]:
-    """Race the choices: (bytes, seconds of each that took part and was right, why others did not)."""
+    """Race the choices: (bytes, seconds of each that took part and was right, reasons of the others)."""
     collective, form, dtype, nbytes = setting
     case, kind = CASES[collective], DTYPES[dtype]
     count = 0 if collective == "barrier" else elements(case, nbytes, kind.itemsize, plain.Get_size())
     buffers = CaseBuffers(case, plain, count, kind, "plain")
     running, absent = {}, {}
     for choice in choices:
-        said: dict[str, Any] = {"algorithm": choice.algorithm}
+        keywords: dict[str, Any] = {"algorithm": choice.algorithm}
         if choice.algorithm != NATIVE:
-            said["segments"] = choice.segments
-        entry = enter(plain, comm, str(choice), said, buffers, case.method, form)
+            keywords["segments"] = choice.segments
+        entry = enter(plain, comm, str(choice), keywords, buffers, form)
         if isinstance(entry, str):
             absent[choice] = entry
         else:
@@ -218,9 +213,9 @@ class TunerCandidates:
 
 
 def say_row(setting: TunerSetting, nbytes: int, row: Row) -> str:
-    """One line about a row: the winner, and how the MPI's own compares."""
+    """Text of a row: the winner, and the time of the MPI's own."""
     if not row:
-        return f"{setting.collective:<16}{nbytes:>12}  nobody took part"
+        return f"{setting.collective:<16}{nbytes:>12}  no candidate took part"
     best = min(row, key=row.__getitem__)
     native = row.get(AlgorithmChoice(NATIVE))
     against = "" if native is None or best.algorithm == NATIVE else f"  native {native * 1e6:.1f} us"

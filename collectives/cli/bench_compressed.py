@@ -1,11 +1,11 @@
-"""Race sums of encoded vectors against plain ones, and say how wrong they are.
+"""Race sums of encoded vectors against plain ones, and measure their errors.
 
 chorus bench compressed -n 4
 chorus bench compressed -n 4 --sizes 1M,16M --specs int8_g128,int4_g32 --ways two_shot,ring
 
 All contestants take turns in one run: the MPI's own allreduce, ours, and every way with every encoding. `error` is the
-norm of what is wrong over the norm of the sum; `forecast` is what the library expected before it ran, and "auto" would
-encode where that is below what it expects of a plain sum.
+norm of the error over the norm of the sum; `forecast` is the time expected before the run, and "auto" encodes where it
+is below the time expected of a plain sum.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from collectives import Communicator
 from collectives.benchmark.reports import quartiles, write
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.cli import launcher
+from collectives.cli.arguments import names_of, shareable, specs
 from collectives.cli.launcher import say
-from collectives.cli.spec_arguments import shareable, specs
 from collectives.compressed import (
     HierarchicalAllreduce,
     QuantCodec,
@@ -47,27 +48,14 @@ SHARED = "shared_scale"
 PLAIN = ("native", "plain")
 
 
-def ways(text: str) -> list[str]:
-    """Names of ways."""
-    names = text.split(",")
-    if unknown := set(names) - {*WAYS, SHARED}:
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join([*WAYS, SHARED])}; found {', '.join(unknown)}")
-    return names
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = launcher.LauncherParser(__doc__)
-    add = parser.add_argument
+    add, ways = parser.add_argument, (*WAYS, SHARED)
     add("--sizes", type=parse_sizes, default=parse_sizes("1M,16M"), metavar="BYTES", help="of float32 (default 1M,16M)")
     add("--specs", type=specs, default="int8_g256,int4_g256", metavar="NAMES", help="default int8_g256,int4_g256")
-    add(
-        "--ways",
-        type=ways,
-        default="segmented",
-        metavar="NAMES",
-        help=f"{', '.join([*WAYS, SHARED])} (default segmented)",
-    )
+    names = f"{', '.join(ways)} (default segmented)"
+    add("--ways", type=names_of("way", ways), default="segmented", metavar="NAMES", help=names)
     add("--turns", type=launcher.at_least(1, int), default=15, metavar="N", help="of each (default 15)")
     add("--json", type=Path, metavar="FILE", help="write all results")
     args = parser.parse_args(argv)
@@ -81,26 +69,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 Sum = Callable[[np.ndarray, np.ndarray], object]
 
 
-def _summed(made: Any, x: np.ndarray, out: np.ndarray) -> None:
-    run(made.allreduce(x, out))
+def _sum(encoded: Any, x: np.ndarray, out: np.ndarray) -> None:
+    run(encoded.allreduce(x, out))
 
 
 def contestants(comm: Communicator, count: int, args: argparse.Namespace) -> tuple[dict[str, Sum], list[Any]]:
     """Contestants by name, and the objects to close afterwards."""
-    found: dict[str, Sum] = {
-        "native": lambda x, out: MPI.COMM_WORLD.Allreduce(x, out),
-        "plain": lambda x, out: comm.Allreduce(x, out),
-    }
-    bound = []
-    for way in args.ways:
-        for name, spec in args.specs.items():
-            if way == SHARED:
-                made: Any = SharedScale(comm, count, spec.bits, getattr(spec.granularity, "size", count) or 1)
-            else:
-                made = WAYS[way](comm, count, QuantCodec(spec))
-            bound.append(made)
-
-            found[f"{way} {name}"] = partial(_summed, made)
+    found: dict[str, Sum] = {"native": MPI.COMM_WORLD.Allreduce, "plain": comm.Allreduce}
+    bound: list[Any] = []
+    for way, (name, spec) in product(args.ways, args.specs.items()):
+        if way == SHARED:
+            bound.append(SharedScale(comm, count, spec.bits, getattr(spec.granularity, "size", count) or 1))
+        else:
+            bound.append(WAYS[way](comm, count, QuantCodec(spec)))
+        found[f"{way} {name}"] = partial(_sum, bound[-1])
     return found, bound
 
 

@@ -15,22 +15,28 @@ TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "Gbit/s": 1e9 / 8, "Mbit/s": 1e6 / 8}
 
 
+def _quantity(text: str, units: dict[str, float]) -> tuple[float, float | None] | None:
+    """A number, and the factor of its unit if there is one; None if the text is neither."""
+    match = re.fullmatch(rf"([\d.]+(?:e[+-]?\d+)?)\s*({'|'.join(units)}|)", text.strip())
+    return match and (float(match[1]), units.get(match[2]))
+
+
 def seconds(text: str) -> float:
     """A time such as 5us, 0.2ms or 2e-6 (seconds)."""
-    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*(s|ms|us|ns|)", text.strip())
-    if not match:
+    found = _quantity(text, TIMES)
+    if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write it as 5us, 0.2ms or 2e-6 (seconds)")
-    return float(match[1]) * TIMES[match[2] or "s"]
+    return found[0] * (found[1] or 1.0)
 
 
 def per_byte(text: str) -> float:
     """Seconds a byte, from a rate such as 12.5GB/s or 10Gbit/s, or as a number of seconds."""
-    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*(GB/s|MB/s|Gbit/s|Mbit/s|)", text.strip())
-    if not match or not float(match[1]):
+    found = _quantity(text, RATES)
+    if not found or not found[0]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no rate; write it as 12.5GB/s, 10Gbit/s or 8e-11 (seconds a byte)"
         )
-    return float(match[1]) if not match[2] else 1 / (float(match[1]) * RATES[match[2]])
+    return 1 / (found[0] * found[1]) if found[1] else found[0]
 
 
 def ranks(text: str) -> int:
@@ -66,24 +72,24 @@ def model(arguments: argparse.Namespace) -> CostPrediction:
     if tuned is None and default_path().exists():
         tuned = read(default_path())
     known = BUILT_IN if tuned is None else tuned.costs
-    said = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma
+    given = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma
     default = *known.shared[:2], *known.network[:2], known.shared.gamma
-    node_alpha, node_beta, alpha, beta, gamma = (d if s is None else s for s, d in zip(said, default, strict=True))
+    node_alpha, node_beta, alpha, beta, gamma = (d if g is None else g for g, d in zip(given, default, strict=True))
     return CostPrediction(arguments.per_node, LinearCost(node_alpha, node_beta), LinearCost(alpha, beta), gamma)
 
 
-def tell(model: CostPrediction) -> str:
-    """The costs for people."""
+def describe(model: CostPrediction) -> str:
+    """The costs as text."""
 
     def rate(per_byte: float) -> str:
         return f"{1e-9 / per_byte:.3g} GB/s" if per_byte else "any rate"
 
     wires = (("within nodes", model.node), ("a node's card", model.network))
-    told = [f"{where}: {time(wire.alpha)} a message, {rate(wire.beta)}" for where, wire in wires]
-    return "; ".join([*told, f"combining: {rate(model.gamma)}"])
+    parts = [f"{where}: {time(wire.alpha)} a message, {rate(wire.beta)}" for where, wire in wires]
+    return "; ".join([*parts, f"combining: {rate(model.gamma)}"])
 
 
 def time(value: float) -> str:
-    """Seconds for people."""
+    """Seconds as text."""
     unit = next((unit for unit in ("s", "ms") if value >= TIMES[unit]), "us")
     return f"{value / TIMES[unit]:.4g} {unit}"

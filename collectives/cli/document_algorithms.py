@@ -17,23 +17,12 @@ from pathlib import Path
 from collectives import Communicator, algorithms
 from collectives.algorithms.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
 from collectives.analysis import draw
+from collectives.benchmark.cases import CASES
 from collectives.cli.launcher import ProgramParser
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import NATIVE
 
-METHODS = {
-    "barrier": ("Barrier",),
-    "broadcast": ("Bcast",),
-    "reduce": ("Reduce",),
-    "scatter": ("Scatter", "Scatterv"),
-    "gather": ("Gather", "Gatherv"),
-    "allgather": ("Allgather", "Allgatherv"),
-    "reduce_scatter": ("Reduce_scatter_block", "Reduce_scatter"),
-    "allreduce": ("Allreduce",),
-    "alltoall": ("Alltoall", "Alltoallv"),
-    "scan": ("Scan",),
-    "exscan": ("Exscan",),
-}
+METHODS = {name: [CASES[form].method for form in (name, f"{name}v") if form in CASES] for name in CATALOG}
 """Communicator methods of each collective of the catalogue."""
 
 SMALL, DRAWN = 3, 5
@@ -82,11 +71,7 @@ are concurrent; local work follows them. Algorithms that use the topology are dr
 
 
 def pretty(formula: str) -> str:
-    """Formula of the catalogue in mathematical notation.
-
-    >>> pretty("2*(p-1)/p")
-    '2(p−1)/p'
-    """
+    """Formula of the catalogue in mathematical notation: ``2(p−1)/p`` for ``2*(p-1)/p``."""
     return formula.replace("*", "").replace("-", "−").replace("+", " + ")
 
 
@@ -105,12 +90,8 @@ def times(formula: str, unit: str) -> str:
 
 def cost(entry: Algorithm) -> str:
     """Cost of an algorithm in alpha, beta and gamma."""
-    terms = (
-        times(entry.rounds, "α"),
-        times(entry.beta or entry.volume, "n β"),
-        times(entry.gamma or entry.combined, "n γ"),
-    )
-    return at_most(entry, " + ".join(filter(None, terms)))
+    factors = {"α": entry.rounds, "n β": entry.beta or entry.volume, "n γ": entry.gamma or entry.combined}
+    return at_most(entry, " + ".join(filter(None, (times(formula, unit) for unit, formula in factors.items()))))
 
 
 def at_most(entry: Algorithm, formula: str) -> str:
@@ -142,13 +123,12 @@ def first_line(described: object) -> str:
 
 def rows(heads: list[str], lines: list[list[str]]) -> str:
     """A Markdown table without the columns that are empty."""
-    kept = [column for column in range(len(heads)) if any(line[column] for line in lines)]
-    table = [[row[column] for column in kept] for row in [heads, ["---"] * len(heads), *lines]]
+    used = [column for column in range(len(heads)) if any(line[column] for line in lines)]
+    table = [[row[column] for column in used] for row in [heads, ["---"] * len(heads), *lines]]
     return "".join(f"| {' | '.join(row)} |\n" for row in table)
 
 
 def fenced(text: str) -> str:
-    """Fenced block of text."""
     return f"```text\n{text}\n```\n"
 
 

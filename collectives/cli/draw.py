@@ -15,11 +15,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from collectives.algorithms.catalog import CATALOG, blocks, build_all, find
+from collectives.algorithms.catalog import CATALOG, Algorithm, blocks, build_all, find
 from collectives.analysis import draw
-from collectives.analysis.prove import match
+from collectives.analysis.matching import match
+from collectives.cli.arguments import missing_matplotlib
 from collectives.cli.launcher import ProgramParser
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Copy, Recv, Reduce, Schedule, Send
@@ -87,13 +88,9 @@ def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int, n
         _write(axis, labels, columns, crowd)
         _local(axis, schedules, count, columns)
     figure.suptitle(title, fontweight="bold", fontsize=11)
-    kinds = [(MOVES, "a message"), (ADDS, "a message that is combined with what is there")]
-    used = {arrow.adds for arrow in messages}
-    handles = [
-        Line2D([], [], color=color, lw=1.6, label=label)
-        for adds, (color, label) in enumerate(kinds)
-        if bool(adds) in used
-    ]
+    kinds = {False: (MOVES, "a message"), True: (ADDS, "a message that is combined with the data of its receiver")}
+    used = [kinds[adds] for adds in sorted({arrow.adds for arrow in messages})]
+    handles = [Line2D([], [], color=color, lw=1.6, label=label) for color, label in used]
     if longest:
         meaning = "numbers are chunks" if crowd == 1 else "2: 0-6 are chunks 0 to 6 from rank 2"
         handles.append(Line2D([], [], lw=0, label=meaning))
@@ -103,20 +100,16 @@ def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int, n
 
 
 def _labels(messages: dict[Arrow, str]) -> dict[tuple[int, int], list[tuple[str, str]]]:
-    """(text, colour) of what arrives, by (rank, round); the sender is named where several arrive at once."""
+    """(text, colour) of the arriving chunks, by (rank, round); the sender is named where several arrive at once."""
     arriving: dict[tuple[int, int], list[tuple[Arrow, str]]] = defaultdict(list)
     for arrow, chunks in messages.items():
         arriving[arrow.target, arrow.arrives].append((arrow, chunks))
-    return {
-        place: [
-            (
-                f"{arrow.source}: {chunks}" if chunks and len(several) > 1 else chunks,
-                ADDS if arrow.adds else MOVES,
-            )
-            for arrow, chunks in sorted(several, key=lambda pair: pair[0].source)
-        ]
-        for place, several in arriving.items()
-    }
+    labels = {}
+    for place, several in arriving.items():
+        several.sort(key=lambda pair: pair[0].source)
+        named = [f"{arrow.source}: {chunks}" if chunks and len(several) > 1 else chunks for arrow, chunks in several]
+        labels[place] = list(zip(named, [ADDS if arrow.adds else MOVES for arrow, _ in several]))
+    return labels
 
 
 def _lines(axis: Axes, size: int, columns: range, across: int, nodes: Nodes | None) -> None:
@@ -148,19 +141,8 @@ def _messages(axis: Axes, messages: dict[Arrow, str], columns: range) -> None:
     for arrow in messages:
         if arrow.leaves in columns or arrow.arrives in columns:
             tail, head = (arrow.leaves + TAIL, arrow.source), (arrow.arrives + HEAD, arrow.target)
-            axis.add_patch(
-                FancyArrowPatch(
-                    tail,
-                    head,
-                    arrowstyle="-|>",
-                    mutation_scale=9,
-                    color=ADDS if arrow.adds else MOVES,
-                    lw=1.1,
-                    shrinkA=0,
-                    shrinkB=0,
-                    zorder=2,
-                )
-            )
+            look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0, "zorder": 2}
+            axis.add_patch(FancyArrowPatch(tail, head, color=ADDS if arrow.adds else MOVES, lw=1.1, **look))
 
 
 def _write(axis: Axes, labels: dict[tuple[int, int], list[tuple[str, str]]], columns: range, crowd: int) -> None:
@@ -169,17 +151,10 @@ def _write(axis: Axes, labels: dict[tuple[int, int], list[tuple[str, str]]], col
         if column not in columns:
             continue
         for index, (text, color) in enumerate(texts):
-            axis.text(
-                column + HEAD + 0.03,
-                target + (index - (len(texts) - 1) / 2) * 0.85 / max(2, crowd),
-                text,
-                ha="left",
-                va="center",
-                fontsize=8 if crowd < 3 else 7,
-                color=color,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.85},
-                zorder=3,
-            )
+            y = target + (index - (len(texts) - 1) / 2) * 0.85 / max(2, crowd)
+            box: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.85}
+            size = 8 if crowd < 3 else 7
+            axis.text(column + HEAD + 0.03, y, text, va="center", fontsize=size, color=color, bbox=box, zorder=3)
 
 
 def _local(axis: Axes, schedules: Sequence[Schedule], count: int, columns: range) -> None:
@@ -189,15 +164,7 @@ def _local(axis: Axes, schedules: Sequence[Schedule], count: int, columns: range
             steps = schedule[column] if column < len(schedule) else ()
             work = [draw.step(step, count) for step in steps if isinstance(step, (Reduce, Copy))]
             if work:
-                axis.text(
-                    column + HEAD,
-                    rank + 0.3,
-                    "\n".join(work),
-                    ha="center",
-                    va="center",
-                    fontsize=6,
-                    color=INK,
-                )
+                axis.text(column + HEAD, rank + 0.3, "\n".join(work), ha="center", va="center", fontsize=6, color=INK)
 
 
 def output(text: str) -> Path:
@@ -211,29 +178,24 @@ def output(text: str) -> Path:
 
 
 def placement(arguments: argparse.Namespace) -> Nodes | None:
-    """The node of every rank, if the options name nodes.
-
-    Raises
-    ------
-    ValueError
-        If they name them wrong.
-    """
-    size, per_node, said = arguments.ranks, arguments.per_node, arguments.nodes
-    if per_node is not None and said is not None:
-        raise ValueError("--nodes and --per-node both say which ranks share a node: give one of them")
+    """The node of every rank, if the options name nodes; ValueError if they are wrong."""
+    size, per_node = arguments.ranks, arguments.per_node
+    if per_node is not None and arguments.nodes is not None:
+        raise ValueError("--nodes and --per-node exclude each other: give one of them")
     if per_node is not None:
         if per_node < 1:
             raise ValueError(f"--per-node must be at least 1, found {per_node}")
         return numbered(regular(size, per_node))
-    if said is None:
+    if arguments.nodes is None:
         return None
-    names = said.split(",")
+    names = arguments.nodes.split(",")
     if len(names) != size:
         raise ValueError(f"--nodes must name the node of each of {size} ranks, found {len(names)} names")
     return numbered(names)
 
 
-def main() -> int:
+def parse() -> tuple[argparse.Namespace, Algorithm, Nodes | None]:
+    """The command line, its algorithm, and the placement."""
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--collective", required=True, choices=list(CATALOG), metavar="NAME", help=", ".join(CATALOG))
@@ -245,10 +207,9 @@ def main() -> int:
     add("--nodes", metavar="A,A,B,...", help="the node of every rank, by any names")
     add("-o", "--output", type=output, metavar="FILE", help="draw a picture, .png, .svg or .pdf")
     arguments = parser.parse_args()
-    collective, name = arguments.collective, arguments.algorithm
-    size, root, segments = arguments.ranks, arguments.root, arguments.segments
+    collective, size, root, segments = (getattr(arguments, n) for n in ("collective", "ranks", "root", "segments"))
     try:
-        entry = find(collective, name)
+        entry = find(collective, arguments.algorithm)
     except ValueError as error:
         parser.error(str(error))
     if size < 1:
@@ -259,25 +220,29 @@ def main() -> int:
         parser.error(f"--root: {collective} has no root")
     if not 0 <= (root or 0) < size:
         parser.error(f"--root must be a rank from 0 to {size - 1}, found {root}")
-
+    if arguments.output and (fault := missing_matplotlib()):
+        parser.error(fault)
     try:
-        nodes = placement(arguments)
+        return arguments, entry, placement(arguments)
     except ValueError as error:
         parser.error(str(error))
-    schedules = build_all(collective, name, size, root or 0, segments, nodes)
+
+
+def main() -> int:
+    arguments, entry, nodes = parse()
+    collective, name, size = arguments.collective, arguments.algorithm, arguments.ranks
+    root, segments = arguments.root or 0, arguments.segments
+    schedules = build_all(collective, name, size, root, segments, nodes)
     count = blocks(collective, name, size) * segments
     title = f"{collective}, {name}, {size} ranks"
-    title += f", root {root or 0}" if MEANINGS[collective].rooted else ""
+    title += f", root {root}" if MEANINGS[collective].rooted else ""
     title += f", {segments} segments" if segments > 1 else ""
     title += f", {1 + max(nodes)} nodes" if nodes else ""
     if arguments.output is None:
         print(f"{title}\n{entry.idea}\n")
         print(draw.table(schedules, count, shutil.get_terminal_size((0, 0)).columns))
         return 0
-    try:
-        picture(arguments.output, title, schedules, count, nodes)
-    except ImportError as error:
-        parser.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+    picture(arguments.output, title, schedules, count, nodes)
     print(f"{arguments.output} written")
     return 0
 

@@ -19,14 +19,9 @@ while IFS= read -r line; do last=$line; done
 
 
 class ExitNotice:
-    """Context manager that prints a message on standard error if this process is killed within it.
+    """Context manager that prints a message if this process is killed within it, unless it is not `enabled`.
 
-    Parameters
-    ----------
-    enabled : bool
-        False prints nothing.
-    stream : text file, optional
-        Output instead of standard error, which a launcher that is killed itself may no longer forward.
+    The output is `stream`, else standard error, which a launcher that is killed itself may no longer forward.
     """
 
     def __init__(self, enabled: bool = True, stream: TextIO | None = None):

@@ -1,7 +1,7 @@
 """Bandwidth of CuPy arrays: mpiexec -n 2 python scripts/gpu_bandwidth.py [--sizes 64K:64M] [--direct].
 
-Each size is done in three ways: from NumPy arrays, from CuPy arrays through host memory, and, if the MPI is CUDA-aware
-or --direct says so, from CuPy arrays as they are. Times are medians of the slowest rank; results are checked once.
+Each size is measured for NumPy arrays, for CuPy arrays staged in host memory, and, if the MPI is CUDA-aware or with
+--direct, for CuPy arrays passed to MPI. Times are medians of the slowest rank; results are checked once.
 """
 
 from __future__ import annotations

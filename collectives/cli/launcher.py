@@ -62,7 +62,6 @@ def at_least(low: float, kind: type) -> Any:
 
 
 def world_size() -> int:
-    """Number of ranks of `MPI.COMM_WORLD`."""
     return MPI.COMM_WORLD.Get_size()
 
 
@@ -96,7 +95,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def print_when(condition: Callable[[], bool]) -> None:
-    """Let `say` print on the rank where the condition holds, instead of rank 0."""
+    """Set the rank on which `say` prints: the one where the condition holds, instead of rank 0."""
     global _prints
     _prints = condition
 
@@ -162,13 +161,13 @@ class Lines(tqdm):
     """Progress in whole lines, for a file or a pipe."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, **options: Any):
-        self._clock, self._words = clock, ""
+        self._clock, self._postfix = clock, ""
         self._last = self._began = clock()
         super().__init__(leave=False, mininterval=0, miniters=1, **options)
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
         """Set the text of the next lines."""
-        self._words = s and f", {s}"
+        self._postfix = s and f", {s}"
 
     def update(self, n: float | None = 1) -> bool | None:
         """Advance by `n`; print a line if the last one is `PLAIN` seconds old."""
@@ -178,7 +177,7 @@ class Lines(tqdm):
             self._last = now
             share = f" ({self.n / self.total:.0%})" if self.total else ""
             took = self.format_interval(now - self._began)
-            print(f"{self.desc}: {self.unit} {self.n} of {self.total}{share}{self._words}, {took}", file=self.fp)
+            print(f"{self.desc}: {self.unit} {self.n} of {self.total}{share}{self._postfix}, {took}", file=self.fp)
             self.fp.flush()
         return None
 

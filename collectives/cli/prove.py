@@ -2,9 +2,9 @@
 
     chorus prove collectives --max-size 64
 
-Runs in one process. Roots are all of them up to 16 ranks and a sample above; up to 16 ranks every schedule is also
-proved when it is pipelined over 2 and 3 segments, and those that look at which ranks share a node on many placements,
-with equal and unequal nodes, in order and interleaved. Ends with a status other than 0 at the first fault.
+Runs in one process. Up to 16 ranks all roots are tried, and above a sample. Up to 16 ranks every schedule is also
+proved when it is pipelined over 2 and 3 segments, and those that depend on the placement on many of them, with equal
+and unequal nodes, in order and interleaved. Ends with a status other than 0 at the first fault.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import sys
 import time
 from collections import Counter
 from fractions import Fraction
-from typing import TypeAlias
+from itertools import product
+from typing import NamedTuple, TypeAlias
 
 from tqdm import tqdm
 
 from collectives.algorithms import catalog
-from collectives.analysis.prove import Proof, ScheduleError, prove
+from collectives.analysis.matching import ScheduleError
+from collectives.analysis.prove import Proof, prove
 from collectives.cli.launcher import ProgramParser
 from collectives.schedule import semantics
 from collectives.schedule.topology import Nodes, numbered
 
 SEGMENTS = (1, 2, 3)
-"""Into how many segments the data is cut in the proofs of few ranks."""
+"""Numbers of segments in the proofs of few ranks."""
 
 
 def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
@@ -75,18 +77,68 @@ def costs(vector: int, proof: Proof) -> Costs:
 def check_costs(collective: str, name: str, size: int, done: Costs, segments: int = 1, nodes: int = 1) -> None:
     """Compare the costs at the worst root with the catalogue and the lower bounds."""
     entry, bound = catalog.find(collective, name), catalog.BOUNDS[collective]
-    for what, value, formula, least in zip(
-        ("rounds", "volume", "combined"),
-        done,
-        (entry.rounds, entry.volume, entry.combined),
-        bound,
-        strict=True,
-    ):
-        says = catalog.evaluate(formula, size, segments, nodes)
-        if value > says or (entry.exact and value < says):
-            raise ScheduleError(f"{what} {value} where the catalogue says {formula} = {says}")
-        if size > 1 and value < catalog.evaluate(least, size):
-            raise ScheduleError(f"{what} {value} is below the lower bound {least} = {catalog.evaluate(least, size)}")
+    formulas, names = (entry.rounds, entry.volume, entry.combined), ("rounds", "volume", "combined")
+    for what, value, formula, least in zip(names, done, formulas, bound, strict=True):
+        expected, lowest = catalog.evaluate(formula, size, segments, nodes), catalog.evaluate(least, size)
+        if value > expected or (entry.exact and value < expected):
+            raise ScheduleError(f"{what}: the catalogue expects {formula} = {expected}, found {value}")
+        if size > 1 and value < lowest:
+            raise ScheduleError(f"{what}: expected at least {least} = {lowest}, the lower bound, found {value}")
+
+
+class ProvedAlgorithm(NamedTuple):
+    """Result for one algorithm: number of proved schedules, and costs at the largest number of ranks."""
+
+    collective: str
+    name: str
+    schedules: int
+    costs: Costs
+
+    def line(self, size: int) -> str:
+        """Row of the table."""
+        bounds = [catalog.evaluate(formula, size) for formula in catalog.BOUNDS[self.collective]]
+        rounds, volume, combined = (
+            f"{float(value):.4g} ({float(bound):.4g})" for value, bound in zip(self.costs, bounds, strict=True)
+        )
+        ordered = catalog.find(self.collective, self.name).ordered and semantics.MEANINGS[self.collective].reduces
+        order = "kept" if ordered else ""
+        return f"{self.collective:<16}{self.name:<20}{rounds:>14}{volume:>18}{combined:>18}  {order}".rstrip()
+
+
+def prove_algorithm(collective: str, name: str, max_size: int) -> ProvedAlgorithm:
+    """Prove an algorithm for all numbers of ranks; ScheduleError at the first fault."""
+    entry = catalog.find(collective, name)
+    ordered = alike = True  # so far, where it must be
+    proved = 0
+    where = ""
+    try:
+        for size in range(1, max_size + 1):
+            blocks = catalog.blocks(collective, name, size)
+            vector = semantics.vector(collective, size, blocks)
+            for nodes, segments in product(placements(size) if entry.placed else [None], SEGMENTS):
+                if segments > 1 and (size > 16 or nodes is not None or collective == "barrier"):
+                    continue
+                most: Costs = (Fraction(0),) * 3
+                for root in roots(collective, size, nodes):
+                    where = f"{collective} {name}, {size} ranks, root {root}, {segments} segments"
+                    where += f", nodes {nodes}" if nodes else ""
+                    schedules = catalog.build_all(collective, name, size, root, segments, nodes)
+                    proof = prove(collective, schedules, root, segments, blocks)
+                    ordered &= proof.ordered or not entry.keeps_order(nodes)
+                    alike &= proof.alike
+                    proved += 1
+                    most = tuple(map(max, most, costs(vector * segments, proof)))
+                if nodes is None and segments == 1:
+                    worst = most
+                if (segments == 1 or entry.cuts) and nodes_alike(nodes) and size > 1:
+                    check_costs(collective, name, size, most, segments, nodes_alike(nodes))
+    except ScheduleError as fault:
+        raise ScheduleError(f"{where}: {fault}") from fault
+    if not ordered:
+        raise ScheduleError(f"{collective} {name} does not keep rank order, but the catalogue states it")
+    if alike < entry.alike:
+        raise ScheduleError(f"{collective} {name} gives ranks different bits, but the catalogue states equal ones")
+    return ProvedAlgorithm(collective, name, proved, worst)
 
 
 def main() -> int:
@@ -98,56 +150,17 @@ def main() -> int:
         parser.error("--max-size must be at least 1")
     collectives = arguments.collective or list(catalog.CATALOG)
     entries = [(collective, name) for collective in collectives for name in catalog.names(collective)]
-    began, proved, rows = time.perf_counter(), 0, []
-    for collective, name in tqdm(entries, desc="proving", unit="algorithm", disable=None):
-        ordered = alike = True  # so far, where it must be
-        entry = catalog.find(collective, name)
-        for size in range(1, arguments.max_size + 1):
-            blocks = catalog.blocks(collective, name, size)
-            vector = semantics.vector(collective, size, blocks)
-            cases = [
-                (nodes, segments) for nodes in (placements(size) if entry.placed else [None]) for segments in SEGMENTS
-            ]
-            try:
-                for nodes, segments in cases:
-                    if segments > 1 and (size > 16 or nodes is not None or collective == "barrier"):
-                        continue
-                    most: Costs = (Fraction(0),) * 3
-                    for root in roots(collective, size, nodes):
-                        where = f"{collective} {name}, {size} ranks, root {root}, {segments} segments"
-                        where += f", nodes {nodes}" if nodes else ""
-                        schedules = catalog.build_all(collective, name, size, root, segments, nodes)
-                        proof = prove(collective, schedules, root, segments, blocks)
-                        ordered &= proof.ordered or not entry.keeps_order(nodes)
-                        alike &= proof.alike
-                        proved += 1
-                        most = tuple(map(max, most, costs(vector * segments, proof)))
-                    if nodes is None and segments == 1:
-                        worst = most
-                    if (segments == 1 or entry.cuts) and nodes_alike(nodes) and size > 1:
-                        check_costs(collective, name, size, most, segments, nodes_alike(nodes))
-            except ScheduleError as fault:
-                print(f"{where}: {fault}", file=sys.stderr)
-                return 1
-        if not ordered:
-            print(f"{collective} {name} does not keep rank order, but the catalogue says so", file=sys.stderr)
-            return 1
-        if alike < entry.alike:
-            print(f"{collective} {name} gives ranks other bits, but the catalogue says the same", file=sys.stderr)
-            return 1
-        rows.append((collective, name, entry.ordered, worst))
-
-    size = arguments.max_size
+    began, size = time.perf_counter(), arguments.max_size
+    todo = tqdm(entries, desc="proving", unit="algorithm", disable=None)
+    try:
+        rows = [prove_algorithm(collective, name, size) for collective, name in todo]
+    except ScheduleError as fault:
+        print(fault, file=sys.stderr)
+        return 1
     print(f"At {size} ranks, in rounds and in vectors of n bytes (of the busiest rank); bounds in brackets:\n")
     print(f"{'collective':<16}{'algorithm':<20}{'rounds':>14}{'volume':>18}{'combined':>18}  rank order")
-    for collective, name, ordered, worst in rows:
-        bounds = [catalog.evaluate(formula, size) for formula in catalog.BOUNDS[collective]]
-        rounds, volume, combined = (
-            f"{float(value):.4g} ({float(bound):.4g})" for value, bound in zip(worst, bounds, strict=True)
-        )
-        order = "kept" if ordered and semantics.MEANINGS[collective].reduces else ""
-        print(f"{collective:<16}{name:<20}{rounds:>14}{volume:>18}{combined:>18}  {order}".rstrip())
-    seconds = time.perf_counter() - began
+    print(*(row.line(size) for row in rows), sep="\n")
+    proved, seconds = sum(row.schedules for row in rows), time.perf_counter() - began
     print(f"\nproved {proved} schedules of {len(entries)} algorithms for 1 to {size} ranks in {seconds:.0f} s")
     return 0
 

@@ -4,7 +4,7 @@
     chorus simulate --collective allreduce --ranks 4096 --per-node 8 --bytes 1M --plot out/scale.png
 
 Times are those of the alpha-beta-gamma model: a message of n bytes takes alpha + n beta, to combine n bytes takes
-n gamma; ranks of a node share its card. Rows marked "formula" have too many messages to play all ranks.
+n gamma; ranks of a node share its card. Rows marked "formula" have too many messages to simulate all ranks.
 The root is rank 0. Pictures need matplotlib (the extra "plot").
 """
 
@@ -22,6 +22,7 @@ from collectives.benchmark import predictions as paper
 from collectives.benchmark.predictions import CostPrediction, PredictionRow
 from collectives.benchmark.size_arguments import format_size, parse_size, parse_sizes
 from collectives.cli import cost_arguments
+from collectives.cli.arguments import missing_matplotlib
 from collectives.cli.cost_arguments import time
 from collectives.cli.launcher import ProgramParser
 
@@ -81,10 +82,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--algorithm: {arguments.collective} has no {', '.join(unknown)}; known: {', '.join(known)}")
     arguments.algorithm = wanted
     if arguments.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            parser.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
+        if fault := missing_matplotlib():
+            parser.error(fault)
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)
     return arguments
 
@@ -95,8 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     collective, ranks, names = arguments.collective, arguments.ranks, arguments.algorithm
     model = cost_arguments.model(arguments)
     title = f"{collective}, {ranks} ranks on {-(-ranks // model.per_node)} nodes, {format_size(arguments.bytes)} bytes"
-    told = cost_arguments.tell(model)
-    print(f"# {title}\n# {told}")
+    costs = cost_arguments.describe(model)
+    print(f"# {title}\n# {costs}")
     print("\n".join(table(sweep(collective, [(ranks, arguments.bytes)], names, model))))
     if arguments.plot:
         from collectives.benchmark.race_plots import plot_scale
@@ -104,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         counts, sizes = rank_counts(arguments.up_to), arguments.sizes
         across = sweep(collective, [(count, arguments.bytes) for count in counts], names, model)
         along = sweep(collective, [(ranks, nbytes) for nbytes in sizes], names, model)
-        plot_scale(arguments.plot, f"{collective}, {model.per_node} ranks on a node", told, across, along)
+        plot_scale(arguments.plot, f"{collective}, {model.per_node} ranks on a node", costs, across, along)
         print(f"{arguments.plot} written")
     return 0
 

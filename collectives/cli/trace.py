@@ -3,8 +3,8 @@
     mpiexec -n 4 python scripts/trace.py --collective allreduce --algorithm ring --bytes 1M -o out/trace.json
     python scripts/trace.py --model --ranks 16 --per-node 4 --collective allreduce --algorithm ring -o out/model.json
 
-The first runs the call and records when each step of the program began and ended on every rank, on a clock that all
-ranks share up to half a message's round trip. The second, with --model, records what the alpha-beta-gamma clock plays.
+The first runs the call and records the beginning and end of each step of the program on every rank, on a clock that all
+ranks share up to half a message's round trip. The second, with --model, records a simulation by the cost model.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from mpi4py import MPI
 
 from collectives.algorithms import catalog
-from collectives.analysis.prove import price
+from collectives.analysis.simulate import price
 from collectives.benchmark import chorus_side, traces
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements
 from collectives.benchmark.predictions import layout_of
@@ -39,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
     add("--memory", choices=list(MEMORIES), default="plain", help="where the arrays lie (default plain)")
     add("-o", "--output", type=Path, default=Path("out/trace.json"), metavar="FILE", help="default out/trace.json")
-    add("--model", action="store_true", help="run nothing: play the ranks on the clock, with these costs")
+    add("--model", action="store_true", help="run nothing: simulate the ranks with these costs")
     add("--ranks", type=cost_arguments.ranks, default=8, metavar="P", help="ranks of the model (default 8)")
     cost_arguments.add_options(parser)
     arguments = parser.parse_args(argv)
@@ -52,8 +52,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def played(arguments: argparse.Namespace) -> list[traces.Entry]:
-    """The call on the clock of the model."""
+def simulated(arguments: argparse.Namespace) -> list[traces.Entry]:
+    """The simulated call."""
     collective, name, size, segments = (getattr(arguments, n) for n in ("collective", "algorithm", "ranks", "segments"))
     model = cost_arguments.model(arguments)
     nodes = regular(size, model.per_node)
@@ -64,7 +64,7 @@ def played(arguments: argparse.Namespace) -> list[traces.Entry]:
 
 
 def timed(calls: tuple[Callable[[], object], ...]) -> list[float]:
-    """Do the calls; when each began, and when the last one ended."""
+    """Do the calls; times at which each began, and at which the last one ended."""
     clock = time.perf_counter
     times = []
     for call in calls:
@@ -75,15 +75,14 @@ def timed(calls: tuple[Callable[[], object], ...]) -> list[float]:
 
 
 def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces.Entry] | None:
-    """The call, run: on rank 0 the entries of all ranks, None on others."""
+    """Run and record the call: on rank 0 the entries of all ranks, None on others."""
     comm = chorus_side.communicator(plain)
     rank, size, nodes = plain.Get_rank(), plain.Get_size(), chorus_side.nodes(comm)
     collective, name, segments = arguments.collective, arguments.algorithm, arguments.segments
     case, kind = CASES[collective], DTYPES["float32"]
     n = 0 if collective == "barrier" else elements(case, arguments.bytes, kind.itemsize, size)
     buffers = CaseBuffers(case, comm, n, kind, arguments.memory)
-    keywords: dict[str, Any] = {"algorithm": name, "segments": segments}
-    request = getattr(comm, case.method + "_init")(*buffers.args, **keywords)
+    request = getattr(comm, case.method + "_init")(*buffers.args, algorithm=name, segments=segments)
     program = request.program
     for _ in range(WARMUP):
         buffers.advance()
@@ -104,15 +103,15 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
     title = f"{collective}, {name}, {format_size(n * kind.itemsize)} bytes"
     mine = traces.of_calls(title, rank, nodes[rank], schedule, count, program.begins, kinds, aligned)
     request.Free()
-    everyone = plain.gather(mine)
-    return None if everyone is None else [*traces.names(nodes), *(entry for entries in everyone for entry in entries)]
+    entries = plain.gather(mine)
+    return None if entries is None else [*traces.names(nodes), *chain.from_iterable(entries)]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Record and write."""
     arguments, plain = parse(argv), MPI.COMM_WORLD
     if arguments.model:
-        entries = played(arguments) if plain.Get_rank() == 0 else None
+        entries = simulated(arguments) if plain.Get_rank() == 0 else None
     else:
         entries = recorded(arguments, plain)
     if entries is not None:

@@ -1,11 +1,11 @@
-"""Measure which algorithm is the fastest here, for every collective and size, and keep it for `auto` to go by.
+"""Measure which algorithm is the fastest here, for every collective and size, and store the times for `auto`.
 
 chorus tune -n 2 --plot winners.png
 chorus tune -n 4 --collective allreduce,broadcast --sizes 8:16M:4
 chorus tune --show
 
 Each number of ranks, and each way to place them on nodes, is measured by a launch of its own; all share one
-file per machine and MPI. What an interrupted launch has measured is kept.
+file per machine and MPI. An interrupted launch keeps its measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
 from collectives.benchmark.tuner import TunerCandidates, TunerSetting, candidates, contest, measure_costs, say_row
 from collectives.cli import launcher
-from collectives.cli.bench import collective_list, dtype_list, words
+from collectives.cli.arguments import missing_matplotlib, names_of
+from collectives.cli.bench import collective_list
 from collectives.selection import timing_file
 from collectives.selection.timing_file import DamagedTable, TableError
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Rows, TimingKey, TimingTable, shape
@@ -31,65 +32,35 @@ from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Rows, Ti
 EVEN = [name for name in CASES if not name.endswith("v")]
 
 
-def form_list(text: str) -> list[str]:
-    """Forms from the command line."""
-    for name in words(text):
-        if name not in MODES:
-            raise argparse.ArgumentTypeError(f"unknown form {name!r}; known: {', '.join(MODES)}")
-    return words(text)
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = launcher.LauncherParser(__doc__)
-    add = parser.add_argument
-    add(
-        "--collective",
-        type=collective_list,
-        default=EVEN,
-        metavar="NAME,...",
-        help="names, or all (default: even ones)",
-    )
+    add, count, seconds = parser.add_argument, launcher.at_least(1, int), launcher.at_least(0, float)
+    names = "names, or all (default: even ones)"
+    add("--collective", type=collective_list, default=EVEN, metavar="NAME,...", help=names)
     add("--sizes", type=parse_sizes, default="8:32M:8", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:32M:8)")
-    add("--form", type=form_list, default="blocking", metavar="NAME,...", help=f"of {', '.join(MODES)}")
-    add("--dtype", type=dtype_list, default="float32", metavar="NAME", help=f"one of {', '.join(DTYPES)}")
-    add(
-        "--seconds",
-        type=launcher.at_least(0, float),
-        default=0.1,
-        metavar="S",
-        help="per candidate and row (default 0.1)",
-    )
-    add(
-        "--iterations",
-        type=launcher.at_least(1, int),
-        default=500,
-        metavar="N",
-        help="timed calls, at most (default 500)",
-    )
+    forms, dtypes = names_of("form", MODES), names_of("dtype", DTYPES)
+    add("--form", type=forms, default="blocking", metavar="NAME,...", help=f"of {', '.join(MODES)}")
+    add("--dtype", type=dtypes, default="float32", metavar="NAME", help=f"one of {', '.join(DTYPES)}")
+    add("--seconds", type=seconds, default=0.1, metavar="S", help="per candidate and row (default 0.1)")
+    add("--iterations", type=count, default=500, metavar="N", help="timed calls, at most (default 500)")
     add("--table", metavar="FILE", help="instead of the one in the cache directory")
     add("--plot", metavar="FILE", help="draw the winners by size and ranks, of the whole table (PNG, SVG, PDF)")
     add("--show", action="store_true", help="measure nothing: print the table")
-    add("--dry-run", action="store_true", help="measure nothing: say what would be measured")
+    add("--dry-run", action="store_true", help="measure nothing: print the candidates of each row")
     args = parser.parse_args(argv)
     args.table = Path(args.table) if args.table else timing_file.default_path()
     if len(args.dtype) != 1:
         parser.error("argument --dtype: one, since a table holds times of one only")
-    if args.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            parser.error("argument --plot: matplotlib is not installed; pip install 'chorus-mpi[plot]'")
+    if args.plot and (fault := missing_matplotlib()):
+        parser.error(f"argument --plot: {fault}")
     return args
 
 
 def known(path: Path) -> tuple[TimingTable, str | None]:
     """Existing table and a remark about it; a damaged one is replaced.
 
-    Raises
-    ------
-    TableError
-        If the file is whole, but not for us to change: of a newer version, or of another machine.
+    TableError if the file must not be changed: it is of a newer version, or of another machine.
     """
     try:
         return timing_file.read(path), None
@@ -109,7 +80,7 @@ def settings(args: argparse.Namespace) -> Iterator[TunerSetting]:
 
 
 def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Counter[str], int]:
-    """Measure all rows, writing each as it comes: the table, who won how often, and how many results were wrong."""
+    """Measure all rows, writing each at once: the table, wins by algorithm, and the number of wrong results."""
     plain = MPI.COMM_WORLD
     rank, size = plain.Get_rank(), plain.Get_size()
     with Communicator(plain, tuning=False) as comm:
@@ -167,13 +138,13 @@ def main() -> int:
     """Measure, show or draw; 1 if a result was wrong or the table could not be used."""
     args = parse()
     plain = MPI.COMM_WORLD
-    told: tuple[TimingTable | None, str | None] = (None, None)
+    existing: tuple[TimingTable | None, str | None] = (None, None)
     if plain.Get_rank() == 0:
         try:
-            told = known(args.table)
+            existing = known(args.table)
         except (OSError, TableError) as error:
-            told = None, f"{error}; move it away, or choose another with --table"
-    table, message = plain.bcast(told)
+            existing = None, f"{error}; move it away, or choose another with --table"
+    table, message = plain.bcast(existing)
     if message:
         launcher.say(f"# {message}")
     if table is None:

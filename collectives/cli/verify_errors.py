@@ -3,11 +3,10 @@
 python scripts/verify_errors.py
 python scripts/verify_errors.py --ranks 2,4,8,16,32,64 --specs int8_g128,int4_g128 --elements 1M
 
-eps is the relative error of encoding a vector of normal noise once. A sum of p of them is wrong by so many eps; the
-laws say sqrt(2) in two shots and, while p eps^2 is small, sqrt((p+1)/2) around a ring. Integers of one scale are held
-against another: each of p terms is wrong by step/sqrt(12), in steps of the scale that all ranks share. Every rank runs
-the code that it would run with others; only messages are copies. The exit code is 1 if a sum is more than a tenth off
-its law.
+eps is the relative error of encoding a vector of normal noise once. The error of a sum of p of them is given in eps;
+theory predicts sqrt(2) in two shots and, while p eps^2 is small, sqrt((p+1)/2) around a ring. The error of integers of
+one scale is given in steps of the shared scale: each of p terms is wrong by step/sqrt(12). Every rank runs the code of
+a real run; only messages are copies. The exit code is 1 if a sum is more than a tenth off its law.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import numpy as np
 
 from collectives.benchmark.in_process import play, played
 from collectives.benchmark.size_arguments import parse_size
+from collectives.cli.arguments import rank_counts, shareable, specs
 from collectives.cli.launcher import ProgramParser
-from collectives.cli.spec_arguments import shareable, specs
 from collectives.compressed import Codec, FlatAllreduce, QuantCodec, RingAllreduce, SharedScale, TwoShotAllreduce
 
 
@@ -44,42 +43,46 @@ LAWS: dict[str, tuple[type[FlatAllreduce], Callable[[int, float], float]]] = {
     "two_shot": (TwoShotAllreduce, in_two_shots),
     "ring": (RingAllreduce, around_a_ring),
 }
-"""What sums, and the error of a sum of so many terms over that of encoding once, eps."""
+"""Algorithm, and its law: the error of a sum of so many terms, in eps."""
 
 TOLERANCE = 0.1
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The norm of what is wrong over that of what is right."""
+    """Norm of the error over the norm of the expected values."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def noise(rank: int, count: int) -> np.ndarray:
-    """A rank's term."""
+    """Input of a rank."""
     return np.random.default_rng(rank).standard_normal(count).astype(np.float32)
 
 
 def once(codec: Codec, x: np.ndarray) -> float:
-    """eps."""
+    """Relative error of encoding once, eps."""
     wire, out = np.empty(codec.nbytes(len(x)), np.uint8), np.empty_like(x)
     codec.encode(x, wire)
     codec.decode(wire, out)
     return relative(out, x)
 
 
-def error(way: type[FlatAllreduce], ranks: int, codec: Callable[[int], Codec], count: int) -> float:
-    """The relative error of a sum; the codec is made of a rank's number."""
+def inputs(ranks: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """The inputs of all ranks, and their sum."""
     terms = [noise(rank, count) for rank in range(ranks)]
-    total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
-    made = [way(comm, count, codec(comm.Get_rank())) for comm in played(ranks)]
-    play([each.allreduce(x, x) for each, x in zip(made, terms)])
+    return terms, np.asarray(np.sum(terms, axis=0, dtype=np.float64))
+
+
+def error(way: type[FlatAllreduce], ranks: int, codec: Callable[[int], Codec], count: int) -> float:
+    """Relative error of a sum; the codec is made of a rank's number."""
+    terms, total = inputs(ranks, count)
+    sums = [way(comm, count, codec(comm.Get_rank())) for comm in played(ranks)]
+    play([each.allreduce(x, x) for each, x in zip(sums, terms)])
     return float(np.max([relative(found, total) for found in terms]))
 
 
 def in_steps(ranks: int, bits: int, group: int, count: int) -> float:
     """The error of a sum of integers of one scale, as root mean square, in steps of the scale."""
-    terms = [noise(rank, count) for rank in range(ranks)]
-    total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
+    terms, total = inputs(ranks, count)
     peaks = np.maximum.reduceat(np.max(np.abs(terms), axis=0), np.arange(0, count, group))
     made = [SharedScale(comm, count, bits, group) for comm in played(ranks)]
     play([each.allreduce(x, x) for each, x in zip(made, terms)])
@@ -92,14 +95,6 @@ def of_integers(ranks: int) -> float:
     return math.sqrt(ranks / 12)
 
 
-def numbers(text: str) -> list[int]:
-    """Numbers with commas, 1 or more each."""
-    found = [int(part) for part in text.split(",") if part.isdigit()]
-    if len(found) != text.count(",") + 1 or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"expected numbers of ranks, as in 2,8,64; found {text!r}")
-    return found
-
-
 def elements(text: str) -> int:
     """A size, 1 or more."""
     if not (found := parse_size(text)):
@@ -108,10 +103,10 @@ def elements(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Print the tables and return the exit code."""
     parser = ProgramParser(__doc__)
     add = parser.add_argument
-    add("--ranks", type=numbers, default="2,3,4,8,16,32,64", metavar="NUMBERS", help="default 2,3,4,8,16,32,64")
+    add("--ranks", type=rank_counts, default="2,3,4,8,16,32,64", metavar="NUMBERS", help="default 2,3,4,8,16,32,64")
     add("--specs", type=specs, default="int8_g128,int4_g128", metavar="NAMES", help="default int8_g128,int4_g128")
     add("--elements", type=elements, default="64K", metavar="N", help="of a vector (default 64K)")
     args = parser.parse_args(argv)

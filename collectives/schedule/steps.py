@@ -37,8 +37,8 @@ class Recv(NamedTuple):
 class RecvReduce(NamedTuple):
     """Receive one message from `peer` and combine it with the chunks.
 
-    `side` is where the incoming operand stands: ``"left"`` gives ``incoming op mine``, ``"right"`` gives
-    ``mine op incoming``. Only operations that do not commute can tell the two apart.
+    `side` is the side of the incoming operand: ``"left"`` gives ``incoming op mine``, ``"right"`` gives
+    ``mine op incoming``. The two differ only for operations that do not commute.
     """
 
     peer: int
@@ -47,7 +47,7 @@ class RecvReduce(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Combine the chunks `source` into the chunks `target` of the same rank; `source` stands on `side`."""
+    """Combine the chunks `source` into the chunks `target` of the same rank; `source` is the operand on `side`."""
 
     source: Chunks
     target: Chunks

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import UniformNetwork
-from collectives.analysis.prove import price
+from collectives.analysis.simulate import price
 from collectives.errors import InvalidArgument
 from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector

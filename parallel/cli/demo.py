@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.benchmark import result_table
-from collectives.benchmark.measure import measure
+from collectives.benchmark.measure import RaceOptions, measure
 from collectives.benchmark.result_rows import Report, make_report
 from collectives.benchmark.size_arguments import format_size
 from collectives.cli import launcher
@@ -109,11 +109,10 @@ def race(plain: MPI.Intracomm, comm: MPI.Intracomm, seconds: float) -> Report:
         say(line)
     say(f"{'collective':16}{'bytes':>8}{'Chorus':>12}{'the MPI':>12}   {'Chorus / the MPI':19}  chosen algorithm")
     cases = list(product(RACE, RACE_SIZES))
+    options = RaceOptions(limits={"seconds": seconds})
     with launcher.progress(len(cases), "racing", "race") as bar:
         for collective, nbytes in cases:
-            rows, absent = measure(
-                plain, comm, collective=collective, algorithms=["auto"], nbytes=nbytes, seconds=seconds
-            )
+            rows, absent = measure(plain, comm, collective, ["auto"], nbytes, options=options)
             if "auto" in absent:
                 raise RuntimeError(f"{collective} of {nbytes} bytes failed: {absent['auto']}")
             for row in rows:

@@ -24,7 +24,7 @@ import quant
 from collectives.algorithms.catalog import CATALOG, build_all
 from collectives.algorithms.catalog import blocks as blocks_of
 from collectives.analysis.cost_functions import UniformNetwork
-from collectives.analysis.prove import price
+from collectives.analysis.simulate import price
 from collectives.cli.document_algorithms import page
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import MEANINGS, vector

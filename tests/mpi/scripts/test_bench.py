@@ -5,7 +5,7 @@ import pytest
 from collectives.benchmark import chorus_side
 from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES
-from collectives.benchmark.measure import measure
+from collectives.benchmark.measure import RaceOptions, measure
 
 FEW = {"iterations": 3, "warmup": 2, "seconds": 0.0}
 
@@ -30,9 +30,9 @@ def forms():
 def test_every_form(world, comm, collective, mode, in_place, against):
     if collective not in chorus_side.known_collectives():
         pytest.skip(f"the library has no {collective} yet")
-    form = {"collective": collective, "modes": [mode], "in_place": in_place, "against": against}
+    options = RaceOptions(modes=[mode], in_place=in_place, against=against, limits=FEW)
     for nbytes in (0, 1000):
-        rows, absent = measure(world, comm, algorithms=["auto"], nbytes=nbytes, **form, **FEW)
+        rows, absent = measure(world, comm, collective, ["auto"], nbytes, options=options)
         assert absent == {}
         assert [row["wrong"] for row in rows] == [0]
         assert rows[0]["iterations"] == 3
@@ -40,9 +40,8 @@ def test_every_form(world, comm, collective, mode, in_place, against):
 
 def test_several_modes_make_one_race(world, comm):
     modes = ["blocking", "nonblocking"]
-    rows, absent = measure(
-        world, comm, collective="allreduce", algorithms=["ring", "census"], nbytes=1000, modes=modes, **FEW
-    )
+    options = RaceOptions(modes=modes, limits=FEW)
+    rows, absent = measure(world, comm, "allreduce", ["ring", "census"], 1000, options=options)
     assert absent == {}
     assert [(row["mode"], row["algorithm"]) for row in rows] == [(m, a) for m in modes for a in ("ring", "census")]
     assert len({(row["mode"], row["native_us"]) for row in rows}) == 2
@@ -51,9 +50,8 @@ def test_several_modes_make_one_race(world, comm):
 @pytest.mark.parametrize("collective", ["allreduce", "gather", "scatterv", "broadcast"])
 def test_both_memories_make_one_race(world, comm, collective):
     memories = ["plain", "symmetric"]
-    rows, absent = measure(
-        world, comm, collective=collective, algorithms=["auto"], nbytes=1000, memories=memories, **FEW
-    )
+    options = RaceOptions(memories=memories, limits=FEW)
+    rows, absent = measure(world, comm, collective, ["auto"], 1000, options=options)
     assert absent == {}
     assert [(row["memory"], row["wrong"]) for row in rows] == [("plain", 0), ("symmetric", 0)]
 
@@ -63,22 +61,20 @@ def test_messages_are_timed_for_the_model(world, comm):
     costs = calibrate(world, comm, "plain", "blocking", 5000, 0.0, lambda: ticks.append(1))
     assert len(ticks) >= SWEEPS * len(lengths(5000))
     assert world.allgather(costs) == [costs] * world.Get_size()
-    rows, _ = measure(
-        world, comm, collective="allreduce", algorithms=["auto"], nbytes=64, costs={("plain", "blocking"): costs}, **FEW
-    )
+    options = RaceOptions(costs={("plain", "blocking"): costs}, limits=FEW)
+    rows, _ = measure(world, comm, "allreduce", ["auto"], 64, options=options)
     assert rows[0]["predicted_us"] > 0  # on one rank too: it copies
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype(world, comm, dtype):
-    form = {"collective": "allreduce", "algorithms": ["auto"], "dtype": dtype}
-    (row,), _ = measure(world, comm, nbytes=100, **form, **FEW)
+    (row,), _ = measure(world, comm, "allreduce", ["auto"], 100, dtype, RaceOptions(limits=FEW))
     assert row["wrong"] == 0
 
 
 def test_ranks_agree_on_the_rows(world, comm):
-    limits = {"iterations": 50, "seconds": 0.01}
-    rows, _ = measure(world, comm, collective="allreduce", algorithms=["auto"], nbytes=64, **limits)
+    options = RaceOptions(limits={"iterations": 50, "seconds": 0.01})
+    rows, _ = measure(world, comm, "allreduce", ["auto"], 64, options=options)
     assert world.allgather(rows) == [rows] * world.Get_size()
 
 
@@ -91,5 +87,5 @@ def test_a_wrong_result_is_counted(world, comm):
             if self.Get_rank() == self.Get_size() - 1:
                 recvbuf[-1] += 1
 
-    rows, _ = measure(world, Careless(world), collective="allreduce", algorithms=["auto"], nbytes=64, **FEW)
+    rows, _ = measure(world, Careless(world), "allreduce", ["auto"], 64, options=RaceOptions(limits=FEW))
     assert rows[0]["wrong"] == 5  # one element, at each of two warm-up and three timed calls

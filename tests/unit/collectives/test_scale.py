@@ -13,7 +13,8 @@ from collectives.analysis.cost_functions import (
     SharedCardCost,
     UniformNetwork,
 )
-from collectives.analysis.prove import ScheduleError, price
+from collectives.analysis.matching import ScheduleError
+from collectives.analysis.simulate import price
 from collectives.analysis.simulate_large import VectorSimulator
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import MEANINGS

@@ -8,7 +8,9 @@ import pytest
 
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost, UniformNetwork
-from collectives.analysis.prove import ScheduleError, SimulatedEvent, match, price, prove
+from collectives.analysis.matching import ScheduleError, match
+from collectives.analysis.prove import prove
+from collectives.analysis.simulate import SimulatedEvent, price
 from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.steps import NOTHING, Copy, Recv, RecvReduce, Reduce, Send, freeze, one, span

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost
-from collectives.benchmark import result_rows, result_table, size_arguments, timing
+from collectives.benchmark import reports, result_rows, result_table, size_arguments, timing
 from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
-from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements, parts
+from collectives.benchmark.cases import CASES, DTYPES, ROOT, CaseBuffers, elements
+from collectives.schedule.chunks import even
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -84,8 +85,7 @@ def test_sizes_become_whole_and_equal_blocks(name, size):
 
 def result(name, gives, rank, size, n):
     """What MPI defines, from every rank's input: the slow and obvious form."""
-    counts = parts(n, size)
-    cuts = [0, *accumulate(counts)]
+    cuts = [0, *accumulate(even(n, size))]
     mine = slice(cuts[rank], cuts[rank + 1])
     at_root = rank == ROOT
     match name.removesuffix("v"):
@@ -141,7 +141,7 @@ def make_row(**labels):
 
 
 def test_json_holds_what_readers_expect(tmp_path):
-    result_rows.write_report(tmp_path / "a.json", result_rows.make_report(4, [make_row()]))
+    reports.write(tmp_path / "a.json", result_rows.make_report(4, [make_row()]))
     report = json.loads((tmp_path / "a.json").read_text())
     assert set(report) >= {"mpi", "ranks", "machine", "rows"}
     expected = {

@@ -15,7 +15,7 @@ from collectives.compressed.compression_model import CompressionForecast
         (["--specs", "int8_row"], "a vector has no channels"),
         (["--specs", "int8,nf4", "--ways", "shared_scale"], "found nf4"),
         (["--specs", "int8_g32_zero", "--ways", "shared_scale"], "found int8_g32_zero"),
-        (["--ways", "two_shot,three_shot"], "found three_shot"),
+        (["--ways", "two_shot,three_shot"], "three_shot"),
         (["--turns", "0"], "below 1"),
         (["--sizes", "x"], "--sizes"),
     ],

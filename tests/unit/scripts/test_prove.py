@@ -77,19 +77,19 @@ FAULTS = {
     "deadlock": ("barrier", Algorithm(stuck, "q"), "barrier planted, 2 ranks, root 0, 1 segments: deadlock: rank 0"),
     "rounds": (
         "allreduce", Algorithm(ring.allreduce, "p-1", "2*(p-1)/p", "(p-1)/p"),
-        "rounds 2 where the catalogue says p-1 = 1",
+        "rounds: the catalogue expects p-1 = 1, found 2",
     ),
     "volume": (
         "allreduce", Algorithm(ring.allreduce, "2*(p-1)", "(p-1)/p", "(p-1)/p"),
-        "volume 1 where the catalogue says (p-1)/p = 1/2",
+        "volume: the catalogue expects (p-1)/p = 1/2, found 1",
     ),
     "combined": (
         "allreduce", Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "p"),
-        "combined 1/2 where the catalogue says p = 2",
+        "combined: the catalogue expects p = 2, found 1/2",
     ),
     "order": (
         "allreduce", Algorithm(ring.allreduce, "2*(p-1)", "2*(p-1)/p", "(p-1)/p", ordered=True),
-        "allreduce planted does not keep rank order, but the catalogue says so",
+        "allreduce planted does not keep rank order, but the catalogue states it",
     ),
 }  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_costs_below_the_bound_are_a_fault(prove, monkeypatch):
     monkeypatch.setitem(catalog.BOUNDS, "broadcast", LowerBound("q", "2"))
     status, _, errors = prove("--max-size", "3", "--collective", "broadcast")
     assert status == 1
-    assert "volume 1 is below the lower bound 2 = 2" in errors
+    assert "volume: expected at least 2 = 2, the lower bound, found 1" in errors
 
 
 def test_without_a_fault_the_same_call_ends_with_zero(prove):

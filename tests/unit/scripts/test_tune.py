@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+from collectives.benchmark.timing import MODES
 from collectives.cli import tune
+from collectives.cli.arguments import names_of
 from collectives.selection import timing_file
 from collectives.selection.cost_model import BUILT_IN
 from collectives.selection.timing_file import TableError, to_json, write
@@ -45,7 +47,7 @@ def test_two_dtypes_do_not_fit_one_table(capsys):
         arguments("--dtype", "float32,float64")
     assert "argument --dtype: one" in capsys.readouterr().err
     with pytest.raises(argparse.ArgumentTypeError, match="unknown form 'lazy'"):
-        tune.form_list("lazy")
+        names_of("form", MODES)("lazy")
 
 
 def test_a_damaged_table_is_begun_anew_but_no_other_is_touched(tmp_path):

@@ -122,4 +122,4 @@ def test_what_makes_no_sense_is_told(capsys, argv, said):
 def test_numbers_of_ranks(text, capsys):
     with pytest.raises(SystemExit):
         verify_errors.main(["--ranks", text])
-    assert "expected numbers of ranks" in capsys.readouterr().err
+    assert "expected numbers" in capsys.readouterr().err

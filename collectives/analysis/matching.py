@@ -1,0 +1,126 @@
+"""Messages of a schedule: which send meets which receive, and in which order rounds begin and end.
+
+Messages match as in MPI, in order per pair of ranks, and sends wait for their receivers: what is free of deadlock here
+is free of it in any MPI.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, Schedule, Send, Step, numbers, show
+
+
+class ScheduleError(Exception):
+    """A wrong schedule: the fault, with its rank, round and step."""
+
+
+class ScheduleLocation(NamedTuple):
+    """A step of one rank's schedule."""
+
+    rank: int
+    round: int
+    step: int
+
+    def of(self, step: Step) -> str:
+        """The location and its step as text."""
+        return f"rank {self.rank}, round {self.round}, step {self.step}: {describe(step)}"
+
+
+def describe(step: Step) -> str:
+    """A step as text."""
+    match step:
+        case Send(peer, chunks):
+            return f"Send of chunks {show(chunks)} to rank {peer}"
+        case Recv(peer, chunks):
+            return f"Recv of chunks {show(chunks)} from rank {peer}"
+        case RecvReduce(peer, chunks, side):
+            return f"RecvReduce of chunks {show(chunks)} from rank {peer} on the {side}"
+        case Reduce(source, target, side):
+            return f"Reduce of chunks {show(source)} into {show(target)} on the {side}"
+        case Copy(source, target):
+            return f"Copy of chunks {show(source)} to {show(target)}"
+
+
+def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, ScheduleLocation]:
+    """For every receive the send that it meets: the k-th from a rank meets the k-th to it.
+
+    ScheduleError if a message has no partner, goes to its own rank or to none, or is not as long as its partner.
+    """
+    sends: dict[tuple[int, int], deque[tuple[ScheduleLocation, Send]]] = defaultdict(deque)
+    receives: list[tuple[ScheduleLocation, Recv | RecvReduce]] = []
+    for rank, schedule in enumerate(schedules):
+        for index, steps in enumerate(schedule):
+            for position, step in enumerate(steps):
+                if not isinstance(step, (Send, Recv, RecvReduce)):
+                    continue
+                spot = ScheduleLocation(rank, index, position)
+                if step.peer == rank or not 0 <= step.peer < len(schedules):
+                    raise ScheduleError(f"{spot.of(step)}: no such peer among {len(schedules)} ranks")
+                if isinstance(step, Send):
+                    sends[rank, step.peer].append((spot, step))
+                else:
+                    receives.append((spot, step))
+    partners: dict[ScheduleLocation, ScheduleLocation] = {}
+    for spot, step in receives:
+        queue = sends[step.peer, spot.rank]
+        if not queue:
+            raise ScheduleError(f"{spot.of(step)}: deadlock, rank {step.peer} never sends this message")
+        source, send = queue.popleft()
+        if send.chunks != step.chunks and _lengths(send.chunks, count) != _lengths(step.chunks, count):
+            raise ScheduleError(f"{spot.of(step)}: does not fit {source.of(send)}")
+        partners[spot] = source
+    for queue in sends.values():
+        for spot, send in queue:
+            raise ScheduleError(f"{spot.of(send)}: deadlock, the message is never received")
+    return partners
+
+
+def _lengths(chunks: Chunks, count: int) -> list[int]:
+    """Chunk numbers modulo the number of chunks, which determine the lengths of scratch chunks too."""
+    return [chunk % count for chunk in numbers(chunks)]
+
+
+def causal_order(
+    schedules: Sequence[Schedule], partners: Mapping[ScheduleLocation, ScheduleLocation]
+) -> Iterator[tuple[str, int, int]]:
+    """("begin" or "end", rank, round) in an order that respects cause: a round ends when all its partners began.
+
+    ScheduleError if ranks wait for one another in a circle.
+    """
+    needs: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for receive, send in partners.items():
+        needs[receive.rank, receive.round].append((send.rank, send.round))
+        needs[send.rank, send.round].append((receive.rank, receive.round))
+    current = [0] * len(schedules)
+
+    def late(rank: int) -> tuple[int, int] | None:
+        """The first peer that has not reached the round that `rank` waits for, and this round."""
+        return next((need for need in needs[rank, current[rank]] if current[need[0]] < need[1]), None)
+
+    waiting: dict[int, list[int]] = defaultdict(list)
+    ready = deque(range(len(schedules)))
+    yield from (("begin", rank, 0) for rank, schedule in enumerate(schedules) if schedule)
+    while ready:
+        rank = ready.popleft()
+        while current[rank] < len(schedules[rank]):
+            if (need := late(rank)) is not None:
+                waiting[need[0]].append(rank)
+                break
+            yield "end", rank, current[rank]
+            current[rank] += 1
+            if current[rank] < len(schedules[rank]):
+                yield "begin", rank, current[rank]
+            ready.extend(waiting.pop(rank, ()))
+    reports = []
+    for rank, schedule in enumerate(schedules):
+        if current[rank] < len(schedule) and (need := late(rank)) is not None:
+            steps = ", ".join(map(describe, schedule[current[rank]]))
+            reports.append(
+                f"rank {rank}, round {current[rank]} ({steps}) waits for round {need[1]} of rank {need[0]}, "
+                f"which is in round {current[need[0]]}"
+            )
+    if reports:
+        raise ScheduleError("deadlock: " + "; ".join(reports))

@@ -1,0 +1,188 @@
+"""Simulated time of a schedule: start and end of every message and reduction.
+
+A message costs alpha + bytes * beta on its edge, combining costs bytes * gamma.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+from typing import NamedTuple
+
+from collectives.analysis.cost_functions import CostFunctions
+from collectives.analysis.matching import ScheduleLocation, causal_order, match
+from collectives.schedule.chunks import ChunkLayout
+from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Schedule, Send
+
+
+class SimulatedEvent(NamedTuple):
+    """One message or one combination: `kind` is "message" or "combine"; times in seconds."""
+
+    kind: str
+    source: int
+    target: int
+    round: int
+    chunks: Chunks
+    bytes: float
+    start: float
+    end: float
+
+
+class SimulatedTime(NamedTuple):
+    """Completion time of each rank (seconds from a common start), and all events."""
+
+    finish: tuple[float, ...]
+    trace: tuple[SimulatedEvent, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time until the last rank is done."""
+        return max(self.finish)
+
+
+def price(
+    schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, network: CostFunctions, trace: bool = False
+) -> SimulatedTime:
+    """Simulate all ranks: full duplex, one port out and one port in per rank.
+
+    A message starts when both its ranks have reached its round and its two ports are free; of several that could, the
+    one that is listed first. What a round combines is combined when its messages have arrived. ScheduleError if the
+    ranks come to a standstill.
+
+    Parameters
+    ----------
+    schedules : sequence of Schedule
+        One per rank.
+    layout : ChunkLayout
+        Lengths of the chunks, in elements of `itemsize` bytes.
+    network : CostFunctions
+        Costs per edge, and which ranks share a card.
+    trace : bool
+        Record every message and combination.
+    """
+    run = _Simulation(schedules, layout, network, _weigher(layout, itemsize), [] if trace else None)
+    for rank in range(len(schedules)):
+        run.begin(rank)
+    run.finished = list(run.clock)
+    while run.ready:
+        run.deliver()
+    if any(run.open_messages):
+        deque(causal_order(schedules, run.partners), maxlen=0)  # raises the error that names the ranks that wait
+    return SimulatedTime(tuple(run.clock), tuple(sorted(run.events or (), key=lambda event: event.start)))
+
+
+class _Simulation:
+    """State of all ranks while they are simulated."""
+
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        layout: ChunkLayout,
+        network: CostFunctions,
+        weigh: Callable[[Chunks], int],
+        events: list[SimulatedEvent] | None,
+    ) -> None:
+        size = len(schedules)
+        self.schedules, self.network, self.weigh, self.events = schedules, network, weigh, events
+        self.partners = match(schedules, len(layout.lengths))
+        self.meets = {send: receive for receive, send in self.partners.items()} | self.partners
+        self.sharers = _sharers(self.partners, network.cards)
+        ends = self.partners.values(), self.partners
+        self.sends, self.receives = ({(spot.rank, spot.round) for spot in spots} for spots in ends)
+        self.clock = [0.0] * size  # of each rank: when its last round ended
+        self.finished = [0.0] * size  # when the messages of the current round have ended
+        self.out, self.into = [0.0] * size, [0.0] * size  # when its ports are free again
+        self.current = [-1] * size  # the round that it is in
+        self.open_messages = [0] * size  # of that round
+        self.ready: list[tuple[float, int, int, ScheduleLocation]] = []  # sends: earliest start, step, rank, place
+
+    def begin(self, rank: int) -> None:
+        """Advance to the next round that has messages, and queue those whose other rank has reached their round."""
+        clock, current, schedule = self.clock, self.current, self.schedules[rank]
+        while current[rank] + 1 < len(schedule):
+            current[rank] += 1
+            index, steps = current[rank], schedule[current[rank]]
+            messages = [i for i, step in enumerate(steps) if isinstance(step, (Send, Recv, RecvReduce))]
+            self.open_messages[rank] = len(messages)
+            for position in messages:
+                spot = ScheduleLocation(rank, index, position)
+                other = self.meets[spot]
+                if current[other.rank] == other.round:
+                    send = spot if isinstance(steps[position], Send) else other
+                    heappush(self.ready, (max(clock[rank], clock[other.rank]), send.step, send.rank, send))
+            if messages:
+                return
+            self.combine(rank)
+
+    def combine(self, rank: int) -> None:
+        """Combine the operands of the round in order."""
+        index = self.current[rank]
+        for step in self.schedules[rank][index]:
+            if isinstance(step, (RecvReduce, Reduce)):
+                chunks = step.chunks if isinstance(step, RecvReduce) else step.source
+                weight, start = self.weigh(chunks), self.clock[rank]
+                both = isinstance(step, RecvReduce) and (rank, index) in self.sends
+                self.clock[rank] += self.network.combine(weight, both)
+                if self.events is not None:
+                    times = start, self.clock[rank]
+                    self.events.append(SimulatedEvent("combine", rank, rank, index, chunks, weight, *times))
+
+    def deliver(self) -> None:
+        """Simulate the first message that is ready; put it back if its ports are busy."""
+        earliest, place, rank, send = heappop(self.ready)
+        receive = self.meets[send]
+        start = max(earliest, self.out[rank], self.into[receive.rank])
+        if start > earliest:
+            heappush(self.ready, (start, place, rank, send))
+            return
+        chunks = self.schedules[rank][send.round][send.step].chunks  # type: ignore[union-attr]
+        weight = self.weigh(chunks)
+        both = (rank, send.round) in self.receives or (receive.rank, receive.round) in self.sends
+        flight = self.network.message(rank, receive.rank, weight * self.sharers.get(send, 1), both)
+        end = self.out[rank] = self.into[receive.rank] = start + flight
+        if self.events is not None:
+            self.events.append(SimulatedEvent("message", rank, receive.rank, send.round, chunks, weight, start, end))
+        for one in (rank, receive.rank):
+            self.finished[one] = max(self.finished[one], end)
+            self.open_messages[one] -= 1
+            if not self.open_messages[one]:
+                self.clock[one] = self.finished[one]
+                self.combine(one)
+                self.finished[one] = self.clock[one]
+                self.begin(one)
+
+
+def _sharers(
+    partners: Mapping[ScheduleLocation, ScheduleLocation], nodes: Sequence[int] | None
+) -> dict[ScheduleLocation, int]:
+    """Number of concurrent messages that share the card of each message between nodes, at its busier end."""
+    if nodes is None:
+        return {}
+    crossing = [(s, r) for r, s in partners.items() if nodes[s.rank] != nodes[r.rank]]
+    users: dict[tuple[int, int, bool], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
+
+    def cards(send: ScheduleLocation, receive: ScheduleLocation) -> list[tuple[int, int, bool]]:
+        """The cards of both ends: node, round, and whether data comes in."""
+        return [(nodes[send.rank], send.round, False), (nodes[receive.rank], receive.round, True)]
+
+    for send, receive in crossing:
+        for card in cards(send, receive):
+            senders, receivers = users[card]
+            senders.add(send.rank)
+            receivers.add(receive.rank)
+    flows = {card: min(len(senders), len(receivers)) for card, (senders, receivers) in users.items()}
+    return {send: max(flows[card] for card in cards(send, receive)) for send, receive in crossing}
+
+
+def _weigher(layout: ChunkLayout, itemsize: int) -> Callable[[Chunks], int]:
+    """A function from chunks to bytes, by running sums so that long ranges cost nothing."""
+    count = len(layout.lengths)
+    sums = [0, *accumulate(layout.lengths)]
+
+    def upto(chunk: int) -> int:
+        laps, chunk = divmod(chunk, count)
+        return laps * sums[-1] + sums[chunk]
+
+    return lambda chunks: itemsize * sum(upto(part.stop) - upto(part.start) for part in chunks)
