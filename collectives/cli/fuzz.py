@@ -1,4 +1,4 @@
-"""Fuzz our communicators: random sequences of calls, whose results must be those of the MPI's own, to the bit.
+"""Fuzz our communicators: random sequences of calls, whose results must equal those of the MPI's own, to the bit.
 
     python scripts/fuzz.py --ranks 1,2,3,4 --seeds 0:30
     python scripts/fuzz.py --ranks 3 --seeds 17 --threads 2
@@ -13,8 +13,6 @@ status 1 after a fault.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -22,13 +20,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.cli.arguments import numbers, rank_counts
 from collectives.cli.launcher import ProgramParser
-from collectives.conformance.launches import find_mpiexec, launched
+from collectives.conformance.launches import Launch, describe_end, find_mpiexec
 from collectives.fuzzing.sequences import Step, sequence
 
 
 class Fault(NamedTuple):
-    """A seed that failed, and what the ranks and mpiexec have to say of it."""
+    """A seed that failed, and the messages of the ranks and of mpiexec."""
 
     seed: int
     text: str
@@ -45,45 +44,32 @@ class Job(NamedTuple):
     limit: float
     control: bool = False
 
-    def run(self, seeds: list[int], kept: Iterable[Step] = ()) -> tuple[int, Fault | None]:
+    def run(self, seeds: list[int], only: Iterable[Step] = ()) -> tuple[int, Fault | None]:
         """Run seeds in one launch, up to the first fault: calls on all ranks, and the fault.
 
-        Parameters
-        ----------
-        kept
-            For one seed: the only steps to run; all, if there are none.
+        `only`: for one seed, the only steps to run; all, if there are none.
         """
-        steps = ",".join(f"{step.thread}.{step.number}" for step in kept)
+        steps = ",".join(f"{step.thread}.{step.number}" for step in only)
         words = [f"{seed}:{steps}" if steps else str(seed) for seed in seeds]
         with tempfile.TemporaryDirectory() as folder:
-            command = [
-                self.mpiexec,
-                "-n",
-                str(self.ranks),
-                sys.executable,
-                "-m",
-                "collectives.fuzzing.fuzz_rank",
-                folder,
-            ]
-            command += [str(self.limit), str(self.calls), str(self.threads), self.without]
-            command += ["yes" if self.control else "no", *words]
-            status, output = launched(command, 10 * self.limit + 60 * len(seeds))
+            options = [str(self.limit), str(self.calls), str(self.threads), self.without]
+            options += ["yes" if self.control else "no", *words]
+            launch = Launch(self.mpiexec, self.ranks, "collectives.fuzzing.fuzz_rank", Path(folder))
+            status, output = launch.run(options, 10 * self.limit + 60 * len(seeds))
             calls, seed = 0, seeds[0]
             texts: list[str] = []
             for rank in range(self.ranks):
-                file, stack = Path(folder, f"rank-{rank}"), Path(folder, f"stack-{rank}")
-                for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
+                for line in launch.lines(rank):
                     calls += line.get("calls", 0)
                     seed = max(seed, line["seed"])
                     if line.get("fault"):
                         texts.append(f"rank {rank} of {self.ranks}, {line['fault']}")
-                if stack.exists() and stack.stat().st_size:
-                    texts.append(f"rank {rank} of {self.ranks} stood in\n{stack.read_text()}")
+                if stack := launch.stack(rank):
+                    texts.append(f"rank {rank} of {self.ranks} stood in\n{stack}")
             if status == 0 and not texts:
                 return calls, None
             if not texts:
-                how = "did not end" if status is None else f"ended with status {status}"
-                texts.append(f"mpiexec {how}; its last lines:\n{output}")
+                texts.append(describe_end(status, output))
             return calls, Fault(seed, "\n".join(texts))
 
     def shrink(self, seed: int, seconds: float) -> tuple[list[Step], Fault | None]:
@@ -110,23 +96,11 @@ class Job(NamedTuple):
         return steps, last
 
 
-def numbers(text: str) -> list[int]:
-    """Numbers as in ``1,2,4``, or a range as in ``0:20``."""
-    first, colon, end = text.partition(":")
-    try:
-        found = list(range(int(first or 0), int(end))) if colon else [int(word) for word in text.split(",")]
-    except ValueError:
-        found = []
-    if not found:
-        raise argparse.ArgumentTypeError(f"expected numbers as in 1,2,4 or 0:20, found {text!r}")
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the seeds on all numbers of ranks; 1 after a fault."""
     parser = ProgramParser(__doc__)
     add = parser.add_argument
-    add("--ranks", type=numbers, default=[1, 2, 3, 4], metavar="LIST", help="numbers of ranks (default 1,2,3,4)")
+    add("--ranks", type=rank_counts, default=[1, 2, 3, 4], metavar="LIST", help="numbers of ranks (default 1,2,3,4)")
     add("--seeds", type=numbers, default=numbers("0:30"), metavar="LIST", help="as in 3,5 or 0:30 (default 0:30)")
     add("--threads", type=int, default=2, metavar="N", help="threads of each rank (default 2)")
     add("--calls", type=int, default=40, metavar="N", help="steps of each thread (default 40)")

@@ -11,15 +11,16 @@ with reasons, are the tables of scripts/conformance/files.py. Ends with status 1
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.cli.arguments import rank_counts
 from collectives.cli.launcher import ProgramParser
-from collectives.conformance.launches import find_mpiexec, launched
+from collectives.conformance.launches import Launch, describe_end, find_mpiexec
 from collectives.conformance.test_files import EXCLUDED, EXCLUDED_ARRAYS, FILES
 from collectives.conformance.test_sources import fetched
 
@@ -31,36 +32,34 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
-def collected(folder: str, ranks: int) -> tuple[dict[str, Outcome], bool]:
+def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
     """Read the ranks' files: the outcomes of tests that all ranks have ended, and whether all ended all tests.
 
-    If not, the outcomes hold the first test in which a rank ended or stood, too; what ranks did beyond it says nothing.
+    If not, the outcomes hold the first test in which a rank ended or stood, too, and none after it.
     """
     outcomes: dict[str, Outcome] = {}
     order: dict[str, int] = {}
-    stood: list[tuple[float, str, int]] = []
-    for rank in range(ranks):
-        file, place, position = Path(folder, f"rank-{rank}"), "the start", -1.0
-        for line in file.read_text().splitlines() if file.exists() else ():
-            said = json.loads(line)
-            kind, place = said.get("outcome"), said["test"]
+    unfinished: list[tuple[float, str, int]] = []
+    for rank in range(launch.ranks):
+        place, position = "the start", -1.0
+        for line in launch.lines(rank):
+            kind, place = line.get("outcome"), line["test"]
             position = order.setdefault(place, len(order))
             before = outcomes.get(place)
             if kind is None or kind == "end":
                 continue
             if before is None or (kind == "failed" and before.kind != "failed") or before.kind == "skipped":
-                outcomes[place] = Outcome(kind, f"rank {rank} of {ranks}:\n{said.get('text', '')}")
+                outcomes[place] = Outcome(kind, f"rank {rank} of {launch.ranks}:\n{line.get('text', '')}")
             place, position = "between tests", position + 0.5
         if place:
-            stood.append((position, place, rank))
-    if not stood:
+            unfinished.append((position, place, rank))
+    if not unfinished:
         return outcomes, True
-    position, first, _ = min(stood)
+    position, first, _ = min(unfinished)
     outcomes = {name: outcome for name, outcome in outcomes.items() if order[name] <= position}
     texts = [outcomes[first].text] if first in outcomes else []
-    for rank in [rank for _, place, rank in stood if place == first]:
-        stack = Path(folder, f"stack-{rank}")
-        texts.append(f"rank {rank} of {ranks} ended or stood in it:\n{stack.read_text() if stack.exists() else ''}")
+    for rank in [rank for _, place, rank in unfinished if place == first]:
+        texts.append(f"rank {rank} of {launch.ranks} ended or stood in it:\n{launch.stack(rank)}")
     if first in order:
         outcomes[first] = Outcome("failed", "\n".join(texts))
     return outcomes, False
@@ -75,24 +74,20 @@ def run(mpiexec: str, ranks: int, module: str, seconds: float, native: bool = Fa
     while True:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "known").write_text("\n".join(outcomes))
-            command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "collectives.conformance.test_rank"]
-            command += [str(fetched()), module, folder, str(seconds), *(["--native"] if native else [])]
-            status, words = launched(command, 10 * seconds)
-            found, ended = collected(folder, ranks)
+            launch = Launch(mpiexec, ranks, "collectives.conformance.test_rank", Path(folder))
+            status, output = launch.run([str(fetched()), module, str(seconds), *["--native"] * native], 10 * seconds)
+            found, ended = collected(launch)
         outcomes |= found
         if status == 0 and ended:
             return outcomes
         if ended or not found:
-            how = "did not end" if status is None else f"ended with status {status}"
-            outcomes[f"{module} (the launch)"] = Outcome("failed", f"mpiexec {how}; its last lines:\n{words}")
+            outcomes[f"{module} (the launch)"] = Outcome("failed", describe_end(status, output))
             return outcomes
 
 
 def cell(outcomes: dict[str, Outcome], also_natively: set[str]) -> str:
     """Counts of one file on so many ranks, for the table."""
-    count = dict.fromkeys(("passed", "failed", "native", "skipped", "excluded"), 0)
-    for name, (kind, _) in outcomes.items():
-        count["native" if name in also_natively else kind] += 1
+    count = Counter("native" if name in also_natively else kind for name, (kind, _) in outcomes.items())
     words = {"passed": "", "failed": " FAILED", "native": " failed, natively too", "skipped": " skipped"}
     words["excluded"] = " left out"
     return ", ".join(f"{count[kind]}{word}" for kind, word in words.items() if count[kind] or kind == "passed")
@@ -102,13 +97,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the files and print the table; 1 if a test fails that passes natively."""
     parser = ProgramParser(__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="test modules of mpi4py (default: all of the table)")
-    parser.add_argument("--ranks", default="1,2,3,4", metavar="LIST", help="numbers of ranks (default 1,2,3,4)")
+    ranks = "numbers of ranks (default 1,2,3,4)"
+    parser.add_argument("--ranks", type=rank_counts, default="1,2,3,4", metavar="LIST", help=ranks)
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="for each test (default 60)")
     args = parser.parse_args(argv)
-    try:
-        ranks = [int(word) for word in args.ranks.split(",")]
-    except ValueError:
-        parser.error(f"--ranks: expected numbers as in 1,2,4, found {args.ranks!r}")
     if (mpiexec := find_mpiexec()) is None:
         parser.error("there is no mpiexec: set MPIEXEC to one")
     files = [Path(name).stem for name in args.files] or list(FILES)
@@ -120,11 +112,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"mpi4py has no {', '.join(missing)}")
     for pattern, why in EXCLUDED_ARRAYS + EXCLUDED:
         print(f"left out: {pattern} ({why})")
-    told: dict[str, str] = {}
+    messages: dict[str, str] = {}
     faults = passed = 0
     began = time.perf_counter()
     for module in files:
-        for size in ranks:
+        for size in args.ranks:
             outcomes = run(mpiexec, size, module, args.limit)
             failed = {name for name, (kind, _) in outcomes.items() if kind == "failed"}
             natively: dict[str, Outcome] = run(mpiexec, size, module, args.limit, native=True) if failed else {}
@@ -132,11 +124,11 @@ def main(argv: list[str] | None = None) -> int:
             also.discard(f"{module} (the launch)")
             print(f"{module:22} {size} ranks  {cell(outcomes, also)}", flush=True)
             for name in sorted(failed - also):
-                told.setdefault(name, outcomes[name].text)
+                messages.setdefault(name, outcomes[name].text)
                 print(f"    {name}", flush=True)
             faults += len(failed - also)
             passed += sum(kind == "passed" for kind, _ in outcomes.values())
-    for name, text in told.items():
+    for name, text in messages.items():
         print(f"\n---- {name}, {text}")
     print(f"\n{passed} passed, {faults} failed ({time.perf_counter() - began:.0f} s)")
     return 1 if faults else 0

@@ -1,7 +1,8 @@
-"""A launch under mpiexec that ends in any case."""
+"""Launches under mpiexec that end in any case."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,22 +21,47 @@ def find_mpiexec() -> str | None:
     return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=places)
 
 
-def launched(command: list[str], limit: float) -> tuple[int | None, str]:
-    """Run a command in a process group of its own: its status, None past the limit, and its last lines."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
-    }
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            process.wait(limit)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            process.returncode = None
-        output.seek(0)
-        return process.returncode, "\n".join(output.read().splitlines()[-40:])
+class Launch(NamedTuple):
+    """A module run on all ranks, each of which writes lines of JSON to ``rank-N`` and stacks to ``stack-N``."""
+
+    mpiexec: str
+    ranks: int
+    module: str
+    folder: Path
+
+    def run(self, options: list[str], limit: float) -> tuple[int | None, str]:
+        """Run to the end, or to the limit in seconds: exit status, None past the limit, and the last lines printed."""
+        path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+        command = [self.mpiexec, "-n", str(self.ranks), sys.executable, "-m", self.module, str(self.folder), *options]
+        with tempfile.TemporaryFile("w+") as output:
+            process = subprocess.Popen(
+                command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+            status: int | None = None
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            output.seek(0)
+            return status, "\n".join(output.read().splitlines()[-40:])
+
+    def lines(self, rank: int) -> list[dict[str, Any]]:
+        """The lines that a rank has written."""
+        file = self.folder / f"rank-{rank}"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def stack(self, rank: int) -> str:
+        """The stacks that a rank has written."""
+        file = self.folder / f"stack-{rank}"
+        return file.read_text() if file.exists() else ""
+
+
+def describe_end(status: int | None, output: str) -> str:
+    """End of a launch as text."""
+    how = "did not end" if status is None else f"ended with status {status}"
+    return f"mpiexec {how}; its last lines:\n{output}"

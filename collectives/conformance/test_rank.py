@@ -1,6 +1,6 @@
 """One rank's side: run a test module of mpi4py with a `collectives.Communicator` in COMM_WORLD's place.
 
-    python -m collectives.conformance.test_rank TESTS MODULE FOLDER SECONDS [--native]
+    python -m collectives.conformance.test_rank FOLDER TESTS MODULE SECONDS [--native]
 
 Runs the tests that FOLDER/known does not name. Writes a line of JSON at the start and at the end of each test to
 FOLDER/rank-N. A test that takes longer than SECONDS ends the process with the stacks of its threads in FOLDER/stack-N.
@@ -45,19 +45,16 @@ class Results(unittest.TestResult):
         self.write(test=test.id(), outcome=self._outcome, text=self._text)
         super().stopTest(test)
 
-    def _fail(self, test: Case, error: Any) -> None:
-        if self._outcome != "failed":
-            self._outcome, self._text = "failed", self._exc_info_to_string(error, test)  # type: ignore[attr-defined]
-
     def addError(self, test: Case, err: Any) -> None:
-        self._fail(test, err)
+        if self._outcome != "failed":
+            self._outcome, self._text = "failed", self._exc_info_to_string(err, test)  # type: ignore[attr-defined]
 
     def addFailure(self, test: Case, err: Any) -> None:
-        self._fail(test, err)
+        self.addError(test, err)
 
     def addSubTest(self, test: Case, subtest: Any, err: Any) -> None:
         if err is not None:
-            self._fail(test, err)
+            self.addError(test, err)
 
     def addSkip(self, test: Case, reason: str) -> None:
         if self._outcome == "passed":
@@ -74,7 +71,7 @@ def flatten(suite: unittest.TestSuite) -> list[Any]:
 
 def main() -> None:
     """Run the module; outcomes go to the files."""
-    tests, module, folder, seconds, *options = sys.argv[1:]
+    folder, tests, module, seconds, *options = sys.argv[1:]
     sys.path.insert(0, tests)
     for library in ("cupy", "numba"):  # as mpi4py's own runner does it: no arrays of libraries that need a GPU
         sys.modules[library] = None  # type: ignore[assignment]

@@ -12,13 +12,7 @@ from pathlib import Path
 
 
 def fetched() -> Path:
-    """Folder with mpi4py's tests; downloaded with pip the first time and kept in the user's cache.
-
-    Raises
-    ------
-    RuntimeError
-        If pip cannot get the source distribution; the message ends with pip's last lines.
-    """
+    """Folder with mpi4py's tests; downloaded with pip the first time and stored in the user's cache."""
     release = version("mpi4py")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus"
     tests = cache / f"mpi4py-{release}" / "test"

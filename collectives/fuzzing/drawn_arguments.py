@@ -45,15 +45,7 @@ class DLPackOnly:
 class Arguments:
     """One rank's arguments of one call.
 
-    Parameters
-    ----------
-    step : Step
-    comm : MPI.Intracomm
-    seed : int
-    op : MPI.Op or None
-        The reduction, where there is one.
-    native : bool
-        Whether the call is the MPI's own, which may use all of a receive buffer where ours must not.
+    A `native` call, the MPI's own, may use all of a receive buffer where ours must not.
     """
 
     def __init__(self, step: Step, comm: Any, seed: int, op: MPI.Op | None, native: bool) -> None:
@@ -77,7 +69,6 @@ class Arguments:
         self.root = step.pick % self.size
         self.in_place = "in place" in step.flags
         self._wholes: list[tuple[np.ndarray, bool]] = []
-        self._untouched: list[tuple[np.ndarray, np.ndarray]] = []
         self._ignored: list[np.ndarray] = []
         self.positional: list[Any] = []
         self.keywords: dict[str, Any] = {} if op is None else {"op": op}
@@ -86,20 +77,20 @@ class Arguments:
 
     # -------------------------------------------------------------------------------- arrays
 
-    def _room(self, count: int, brought: bool) -> np.ndarray:
+    def _room(self, count: int, is_input: bool) -> np.ndarray:
         """Room for `count` elements of the data type, with guards around it."""
         count = count * self.extent
         shared = "shared" in self.step.flags and self.step.method not in ROOTED and self.dtype.names is None
         shared = shared and not self.native
         length = count + 2 * GUARD
         whole = self.comm.empty(length, self.dtype) if shared else np.zeros(length, self.dtype)
-        self._wholes.append((whole, brought))
+        self._wholes.append((whole, is_input))
         return whole[GUARD : GUARD + count]
 
     def refill(self) -> None:
-        """Fill all arrays anew: with what the rank brings, or with what no call gives."""
-        for whole, brought in self._wholes:
-            if not brought:
+        """Fill all arrays anew: inputs with random values, others with a value that no call produces."""
+        for whole, is_input in self._wholes:
+            if not is_input:
                 whole[...] = np.zeros(1, self.dtype) if self.dtype.names else np.asarray(77).astype(self.dtype)
             elif self.dtype.names:
                 whole["val"], whole["loc"] = self._own.integers(0, 5, (2, len(whole)))
@@ -179,9 +170,9 @@ class Arguments:
     def _reduce(self) -> None:
         self._rooted()
         if self.rank == self.root:
-            return self._allreduce()
-        self.positional = [self._spelled(self._room(self.step.n, True), self.step.n), None]
-        return None
+            self._allreduce()
+        else:
+            self.positional = [self._spelled(self._room(self.step.n, True), self.step.n), None]
 
     def _reduce_scatter_block(self) -> None:
         n, total = self.step.n, self.step.n * self.size
@@ -213,11 +204,10 @@ class Arguments:
 
     def _gather(self) -> None:
         self._rooted()
-        n = self.step.n
         if self.rank == self.root:
-            return self._allgather()
-        self.positional = [self._spelled(self._room(n, True), n), None]
-        return None
+            self._allgather()
+        else:
+            self.positional = [self._spelled(self._room(self.step.n, True), self.step.n), None]
 
     def _allgather(self) -> None:
         n = self.step.n
@@ -248,10 +238,10 @@ class Arguments:
     def _gatherv(self) -> None:
         self._rooted()
         if self.rank == self.root:
-            return self._allgatherv()
-        mine = int(self._lengths(self.size)[self.rank])
-        self.positional = [self._spelled(self._room(mine, True), mine), None]
-        return None
+            self._allgatherv()
+        else:
+            mine = int(self._lengths(self.size)[self.rank])
+            self.positional = [self._spelled(self._room(mine, True), mine), None]
 
     def _alltoallv(self) -> None:
         lengths = self._lengths(self.size, self.size)

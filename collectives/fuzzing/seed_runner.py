@@ -1,4 +1,4 @@
-"""Run a seed on all ranks, natively and on ours, and name the steps whose results differ."""
+"""Run a seed on all ranks, on the MPI's communicators and on ours, and find the first step whose results differ."""
 
 from __future__ import annotations
 
@@ -23,14 +23,8 @@ def run(
     """Run the steps of one seed; collective over `world`.
 
     The threads run one after the other on the MPI's own communicators, and together on ours. `begins` is called with
-    each step as it begins, in its thread. `control` puts the MPI's own in the place of ours.
-
-    Returns
-    -------
-    calls : int
-        Calls of ours that this rank made.
-    fault : str
-        The first difference, or the traceback of the first error of ours; empty if there is none.
+    each step as it begins, in its thread. `control` puts the MPI's own in the place of ours. Returns the number of our
+    calls on this rank, and the first difference or the traceback of our first error, empty if there is none.
     """
     threads = sorted({step.thread for step in steps})
     parts = [[step for step in steps if step.thread == thread] for thread in threads]
@@ -55,8 +49,8 @@ def run(
     others = [threading.Thread(target=play, args=both, daemon=True) for both in zip(players[1:], parts[1:])]
     for thread in others:
         thread.start()
-    for both in zip(players[:1], parts[:1]):
-        play(*both)
+    if players:
+        play(players[0], parts[0])
     while any(thread.is_alive() for thread in others) and not faults:
         others[0].join(0.05)
         others = [thread for thread in others if thread.is_alive()]

@@ -32,38 +32,20 @@ FORMS = ("blocking", "blocking", "blocking", "begun", "begun", "pending", "bound
 
 
 class Step(NamedTuple):
-    """One step of a thread's sequence.
-
-    Attributes
-    ----------
-    thread, number : int
-    kind : str
-        "call", "object", "complete", "restart", "exchange", or what is done to a communicator or an operation.
-    comm, pick : int
-        Which of the communicators there are, and any other choice among what is there: taken modulo the number.
-    method, form : str
-        A method of the communicator, and whether it is blocking, begun and waited for, left pending, bound, started
-        and freed, or kept to be started again.
-    dtype, datatype, op : str
-        Letter of the elements' type, derived type made of it ("" for none), and the reduction.
-    n : int
-        Elements of a rank, or of a block.
-    flags : frozenset of str
-        Spellings of arguments, and more: "in place", "shared", "algorithm" ...
-    """
+    """One step of a thread's sequence."""
 
     thread: int
     number: int
-    kind: str
-    comm: int = 0
-    pick: int = 0
-    method: str = ""
-    form: str = ""
-    dtype: str = ""
-    datatype: str = ""
+    kind: str  # "call", "object", "complete", "restart", "exchange", or an action on a communicator or an operation
+    comm: int = 0  # index of the communicator, modulo their number
+    pick: int = 0  # any other choice, modulo the number of possibilities
+    method: str = ""  # of the communicator
+    form: str = ""  # blocking, begun and waited for, left pending, bound, started and freed, or kept for restarts
+    dtype: str = ""  # letter of the elements' type
+    datatype: str = ""  # derived type made of it
     op: str = ""
-    n: int = 0
-    flags: frozenset[str] = frozenset()
+    n: int = 0  # elements of a rank, or of a block
+    flags: frozenset[str] = frozenset()  # spellings of arguments, and more: "in place", "shared", "algorithm" ...
 
     def __str__(self) -> str:
         words = [f"{self.thread}.{self.number}: {self.kind}", self.method, self.form, self.op, self.datatype]
@@ -72,39 +54,20 @@ class Step(NamedTuple):
         return " ".join(word for word in (*words, numbers, ", ".join(sorted(self.flags)), where) if word)
 
 
+# fmt: off
 OTHERS = {
-    "object": 12,
-    "complete": 8,
-    "restart": 5,
-    "exchange": 3,
-    "dup": 3,
-    "split": 3,
-    "clone": 1,
-    "create": 2,
-    "wrap": 2,
-    "copy": 2,
-    "free": 4,
-    "free out of order": 2,
-    "free op": 3,
-    "copied op": 2,
+    "object": 12, "complete": 8, "restart": 5, "exchange": 3, "dup": 3, "split": 3, "clone": 1, "create": 2, "wrap": 2,
+    "copy": 2, "free": 4, "free out of order": 2, "free op": 3, "copied op": 2,
 }
-"""Steps other than calls on arrays, with how often they come in a hundred."""
+"""Steps other than calls on arrays, with their frequency in a hundred."""
 
 SPELLINGS = {
-    "in place": 0.25,
-    "None for in place": 0.2,
-    "root as an array": 0.1,
-    "type given": 0.3,
-    "count given": 0.3,
-    "DLPack": 0.1,
-    "shared": 0.15,
-    "algorithm": 0.3,
-    "segments": 0.1,
-    "copied op": 0.15,
-    "type freed": 0.5,
+    "in place": 0.25, "None for in place": 0.2, "root as an array": 0.1, "type given": 0.3, "count given": 0.3,
+    "DLPack": 0.1, "shared": 0.15, "algorithm": 0.3, "segments": 0.1, "copied op": 0.15, "type freed": 0.5,
     "packed": 0.4,
 }
-"""Flags of calls, with how often each is set."""
+"""Flags of calls, with their frequency."""
+# fmt: on
 
 
 def draw(seed: int, thread: int, number: int) -> Step:

@@ -51,15 +51,9 @@ class DrawnCall:
 class Player:
     """A thread's communicators, operations, and calls under way, and the steps on them.
 
-    Steps may be left out: a step that needs something that is not there does without, in the same way on all ranks.
-
-    Parameters
-    ----------
-    base : MPI.Intracomm
-        A communicator of this thread's own; ours, or the MPI's, whose calls are all blocking.
-    seed : int
-    begins : callable, optional
-        Called with each step as it begins.
+    Steps may be left out: a step that needs a missing object does without it, in the same way on all ranks. `base` is a
+    communicator of this thread's own; ours, or the MPI's, whose calls are all blocking. `begins` is called with each
+    step as it begins.
     """
 
     def __init__(self, base: Any, seed: int, begins: Callable[[Step], object] = lambda step: None) -> None:
@@ -115,7 +109,7 @@ class Player:
             return {}
         name = step.method.lower()
         name = {"bcast": "broadcast", "reduce_scatter_block": "reduce_scatter"}.get(name, name)
-        base = name.removesuffix("v") if name.endswith("v") else name
+        base = name.removesuffix("v")
         able = [one for one in algorithms(name) if one != "native"]
         if step.op == "affine":
             able = [one for one in able if catalog.find(base, one).ordered]
@@ -124,11 +118,9 @@ class Player:
 
     def _call(self, step: Step, comm: Any) -> None:
         self.calls += 1
-        op = self._op(step)
-        arguments = Arguments(step, comm, self.seed, op, self.native)
+        arguments = Arguments(step, comm, self.seed, self._op(step), self.native)
         call = DrawnCall(step, comm, arguments)
         keywords = arguments.keywords | self._chosen(step)
-        early = "type freed" in step.flags
         method = getattr(comm, step.method)
         turns = 1 + step.pick % 3 if step.form == "bound" else 1
         if self.native or step.form == "blocking":
@@ -140,55 +132,46 @@ class Player:
             if step.form == "kept":
                 call.request = lambda: method(*arguments.positional, **keywords)
                 self.kept.append(call)
-                return
+            else:
+                self._free_type(call)
+            return
+        persistent = step.form in ("bound", "kept")
+        name = f"{step.method}_init" if persistent else f"I{step.method.lower()}"
+        call.request = getattr(comm, name)(*arguments.positional, **keywords)
+        if "type freed" in step.flags:
             self._free_type(call)
-        elif step.form in ("begun", "pending"):
-            begin = getattr(comm, f"I{step.method.lower()}")
-            call.request = begin(*arguments.positional, **keywords)
-            if arguments.derived and early:
-                arguments.datatype.Free()
-            if step.form == "pending":
-                self.pending.append(call)
-                return
+        if step.form == "pending":
+            self.pending.append(call)
+        elif not persistent:
             self._wait([call], step.pick)
         else:
-            call.request = getattr(comm, f"{step.method}_init")(*arguments.positional, **keywords)
-            if arguments.derived and early:
-                arguments.datatype.Free()
             for turn in range(turns):
                 if turn:
                     arguments.refill()
                 call.request.Start()
                 self._wait([call], step.pick // (turn + 1), ends=False)
-            if step.form == "kept":
-                self.kept.append(call)
-                return
-            call.request.Free()
-            self._free_type(call)
+            self.kept.append(call)
+            if step.form == "bound":
+                self._release(lambda other: other is call)
 
     def _free_type(self, call: DrawnCall) -> None:
         if call.arguments.derived and call.arguments.datatype != MPI.DATATYPE_NULL:
             call.arguments.datatype.Free()
 
     def _wait(self, calls: list[DrawnCall], pick: int, ends: bool = True) -> None:
-        """End the calls in one of the ways there are, and take the results."""
+        """Complete the calls in one of several ways, and record the results."""
         requests = [call.request for call in calls]
         way = pick % 6 if all(isinstance(request, MPI.Request) for request in requests) else pick % 3
         if way == 0:
             for request in requests:
                 request.Wait()
-        elif way == 1:
-            wait_all(requests)
-        elif way == 2:
-            while not test_all(requests):
-                pass
-        elif way == 3:
-            MPI.Request.Waitall(requests)
         elif way == 4:
             for _ in requests:
                 MPI.Request.Waitany(requests)
+        elif way in (1, 3):
+            (wait_all if way == 1 else MPI.Request.Waitall)(requests)
         else:
-            while not MPI.Request.Testall(requests):
+            while not (test_all if way == 2 else MPI.Request.Testall)(requests):
                 pass
         for call in calls:
             call.record(self.results)
@@ -196,12 +179,12 @@ class Player:
                 self._free_type(call)
 
     def _complete(self, step: Step, _: Any) -> None:
-        """End all calls under way, or some of them, in an order of this rank's own."""
+        """Complete all pending calls, or some of them, in an order of this rank's own."""
         if not self.pending:
             return
         chance = Random(f"{step.number} {self.rank}")
         calls = self.pending if step.kind != "complete" or step.pick % 2 else self.pending[::2]
-        self.pending = [call for call in self.pending if all(call is not one for one in calls)]
+        self.pending = [call for call in self.pending if call not in calls]
         chance.shuffle(calls)
         while calls:
             several = 1 + step.pick // 2 % len(calls)
@@ -237,6 +220,7 @@ class Player:
         rank, size = comm.Get_rank(), comm.Get_size()
         root, mine = step.pick % size, (step.number, rank, "x" * (step.pick % 7))
         self.calls += 1
+        pairs = [(mine, other) for other in range(size)]
         match step.method:
             case "barrier":
                 found = comm.barrier()
@@ -245,11 +229,11 @@ class Player:
             case "gather":
                 found = comm.gather(mine, root=root)
             case "scatter":
-                found = comm.scatter([(mine, other) for other in range(size)] if rank == root else None, root=root)
+                found = comm.scatter(pairs if rank == root else None, root=root)
             case "allgather":
                 found = comm.allgather(mine)
             case "alltoall":
-                found = comm.alltoall([(mine, other) for other in range(size)])
+                found = comm.alltoall(pairs)
             case "reduce":
                 found = comm.reduce(rank + step.number, op=MPI.SUM, root=root)
             case method:
@@ -267,10 +251,10 @@ class Player:
     # -------------------------------------------------------------------------------- communicators
 
     def _dup(self, step: Step, comm: Any) -> None:
-        self._made(comm, lambda: comm.Dup())
+        self._append(comm, comm.Dup)
 
     def _clone(self, step: Step, comm: Any) -> None:
-        self._made(comm, lambda: comm.Clone())
+        self._append(comm, comm.Clone)
 
     def _split(self, step: Step, comm: Any) -> None:
         def split() -> Any:
@@ -278,44 +262,42 @@ class Player:
             color = Random(f"{self.seed} {step.number} {rank}").choice((0, 0, 1, MPI.UNDEFINED))
             return comm.Split(color, -rank if step.pick % 2 else rank)
 
-        self._made(comm, split)
+        self._append(comm, split)
 
     def _create(self, step: Step, comm: Any) -> None:
         def create() -> Any:
-            everyone = comm.Get_group()
-            some = everyone.Incl(range(comm.Get_size() - step.pick % 2 or 1))
-            made = comm.Create(some)
-            some.Free()
-            everyone.Free()
-            return made
+            group = comm.Get_group()
+            part = group.Incl(range(comm.Get_size() - step.pick % 2 or 1))
+            created = comm.Create(part)
+            part.Free()
+            group.Free()
+            return created
 
-        self._made(comm, create)
+        self._append(comm, create)
 
     def _wrap(self, step: Step, comm: Any) -> None:
         """A communicator of ours over a new one of the MPI's."""
-        self._made(comm, lambda: MPI.Intracomm(comm).Dup() if self.native else self._wrapped(step, comm))
 
-    def _wrapped(self, step: Step, comm: Any) -> Communicator:
-        plain = MPI.Intracomm(comm).Dup()
-        nodes = [rank % 2 for rank in range(plain.Get_size())] if step.pick % 3 == 1 else None
-        return Communicator(plain, shared=step.pick % 5 > 0, nodes=nodes)
+        def wrap() -> Any:
+            plain = MPI.Intracomm(comm).Dup()
+            nodes = [rank % 2 for rank in range(plain.Get_size())] if step.pick % 3 == 1 else None
+            return plain if self.native else Communicator(plain, shared=step.pick % 5 > 0, nodes=nodes)
 
-    def _made(self, comm: Any, make: Callable[[], Any]) -> None:
+        self._append(comm, wrap)
+
+    def _append(self, comm: Any, make: Callable[[], Any]) -> None:
         if len(self.comms) < 5:
             self.comms.append(MPI.COMM_NULL if comm == MPI.COMM_NULL else make())
 
     def _copy(self, step: Step, comm: Any) -> None:
-        """A copy of the object, if there can be one, which then does the same."""
+        """A copy of the object, if it can be copied, must give the same results."""
         try:
             twin = copy.copy(comm)
         except (TypeError, ValueError):
             return
-        self._twin(step, twin)
-
-    def _twin(self, step: Step, comm: Any) -> None:
         total = np.empty(3)
-        comm.Allreduce(np.full(3, float(comm.Get_rank())), total)
-        if total[0] != sum(range(comm.Get_size())):
+        twin.Allreduce(np.full(3, float(twin.Get_rank())), total)
+        if total[0] != sum(range(twin.Get_size())):
             raise AssertionError(f"{step}: {total}")
 
     def _free(self, step: Step, _: Any, several: int = 1) -> None:
@@ -327,8 +309,7 @@ class Player:
         self._release(lambda call: any(call.comm is comm for comm in gone))
         if step.pick % 2:
             self._complete(step, None)
-        if several > 1:
-            Random(f"{step.number} {self.rank}").shuffle(gone)
+        Random(f"{step.number} {self.rank}").shuffle(gone)
         for comm in gone:
             if comm != MPI.COMM_NULL:
                 comm.Free()
@@ -339,7 +320,7 @@ class Player:
 
     # -------------------------------------------------------------------------------- operations
 
-    def _free_ops(self) -> None:
+    def _free_ops(self, *unused: Any) -> None:
         """Free all of the user's operations, after the calls that they are in."""
         if any(call.step.op in FUNCTIONS for call in self.pending):
             self._complete(Step(0, 0, "free op"), None)
@@ -348,8 +329,7 @@ class Player:
             op.Free()
         self.ops.clear()
 
-    def _free_op(self, step: Step, _: Any) -> None:
-        self._free_ops()
+    _free_op = _free_ops
 
     def _copied_op(self, step: Step, comm: Any) -> None:
         """A predefined operation in a short-lived object, twice, and then one of the user's, perhaps in its place."""

@@ -1,8 +1,11 @@
 """scripts/fuzz.py: sequences that are drawn step by step, and how they shrink."""
 
+from argparse import ArgumentTypeError
+
 import pytest
 
 from collectives.cli import fuzz
+from collectives.cli.arguments import numbers
 from collectives.fuzzing.sequences import FORMS, MOVING, OTHERS, REDUCING, sequence
 
 
@@ -29,9 +32,9 @@ def test_what_is_left_out():
 def test_a_seed_shrinks_to_the_steps_that_it_takes(monkeypatch, culprits):
     tried = []
 
-    def run(self, seeds, kept=()):
-        tried.append(len(kept))
-        there = {(step.thread, step.number) for step in kept}
+    def run(self, seeds, only=()):
+        tried.append(len(only))
+        there = {(step.thread, step.number) for step in only}
         return 0, fuzz.Fault(seeds[0], "wrong") if culprits <= there else None
 
     monkeypatch.setattr(fuzz.Job, "run", run)
@@ -41,6 +44,6 @@ def test_a_seed_shrinks_to_the_steps_that_it_takes(monkeypatch, culprits):
 
 
 def test_numbers_and_ranges_of_seeds():
-    assert fuzz.numbers("3,5") == [3, 5] and fuzz.numbers("2:5") == [2, 3, 4]
-    with pytest.raises(fuzz.argparse.ArgumentTypeError, match="expected numbers"):
-        fuzz.numbers("5:5")
+    assert numbers("3,5") == [3, 5] and numbers("2:5") == [2, 3, 4]
+    with pytest.raises(ArgumentTypeError, match="expected numbers"):
+        numbers("5:5")
