@@ -1,0 +1,6 @@
+"""Race our collectives against the MPI's own."""
+
+from parallel.cli.main import run
+
+if __name__ == "__main__":
+    run("collectives.cli.bench")
