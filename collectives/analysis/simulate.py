@@ -62,7 +62,7 @@ def price(
     trace : bool
         Record every message and combination.
     """
-    run = _Simulation(schedules, layout, network, _weigher(layout, itemsize), [] if trace else None)
+    run = _ScheduleRun(schedules, layout, network, _weigher(layout, itemsize), [] if trace else None)
     for rank in range(len(schedules)):
         run.begin(rank)
     run.finished = list(run.clock)
@@ -73,7 +73,7 @@ def price(
     return SimulatedTime(tuple(run.clock), tuple(sorted(run.events or (), key=lambda event: event.start)))
 
 
-class _Simulation:
+class _ScheduleRun:
     """State of all ranks while they are simulated."""
 
     def __init__(
