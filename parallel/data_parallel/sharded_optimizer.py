@@ -18,7 +18,8 @@ from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
 from parallel.nn.flat_params import Span
 from parallel.nn.kernels.storage import narrow
-from parallel.optim.optimizers import Optimizer, OptimizerSpan, block_squares, clip_factor
+from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.optim.optimizers import Optimizer, block_squares, clip_factor
 from parallel.runtime.consistency_check import NOTHING, StepFailed
 from quant.types import Array
 

@@ -1,7 +1,7 @@
 """Flat parameter vector: all parameters one after another, each at the start of a block.
 
 The vector is the same for every layout. Shards, buckets and units are spans of whole blocks, and no block holds two
-tensors, so a sum of squares made block by block has the same bits however the vector is divided.
+tensors, so sums per block have the same bits however the vector is divided.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class Span(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
+    def intersection(self, other: Span) -> Span:
+        """Common elements; an empty span if there are none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
 
 class ParamSpan(NamedTuple):
     """Parameter, its span of the vector, and its offset."""
@@ -39,22 +44,22 @@ class ParamSpan(NamedTuple):
         """Elements of the tensor, without padding."""
         return self.parameter.size
 
+    @property
+    def unpadded(self) -> Span:
+        """Elements of the vector that the tensor fills."""
+        return Span(self.span.start, self.span.start + self.size)
+
 
 class FlatParams:
-    """The vector of a model's parameters.
-
-    Parameters
-    ----------
-    model : Operator
-        Its parameters are named here. The items of a `Sequential` are its units; any other operator is one unit.
+    """Flat vector of a model's parameters, which are named here.
 
     Attributes
     ----------
-    places : tuple of Place
-        In order of units, and within a unit in order of attributes.
+    places : tuple of ParamSpan
+        In order of units (the items of a `Sequential`), and within a unit in order of attributes.
     span : Span
-        From the first element to behind the last, filling included.
-    by_name : dict of str to Place
+        All elements, padding included.
+    by_name : dict of str to ParamSpan
     """
 
     def __init__(self, model: Operator):
@@ -76,9 +81,7 @@ class FlatParams:
         return self.span.size
 
     def part(self, places: Iterable[ParamSpan]) -> FlatParams:
-        """Neighbouring parameters as a vector of their own, whose first element is the first of them; spans are
-        unchanged.
-        """
+        """Neighbouring parameters as a vector of their own, with unchanged spans."""
         part = object.__new__(FlatParams)
         part._hold(places)
         return part
@@ -102,11 +105,11 @@ class FlatParams:
         """Write initial values of a span (default: all) into `vector`, which has the span's length."""
         span = self.span if span is None else span
         vector[...] = 0
-        for parameter, place in self.places:
-            start, stop = max(span.start, place.start), min(span.stop, place.start + parameter.size)
-            if start < stop:
-                values = parameter.first(seed).reshape(-1)[start - place.start : stop - place.start]
-                vector[start - span.start : stop - span.start] = values
+        for place in self.places:
+            here = place.unpadded.intersection(span)
+            if here.size:
+                values = place.parameter.first(seed).reshape(-1)[here.start - place.span.start :][: here.size]
+                vector[here.start - span.start :][: here.size] = values
 
 
 def shards(span: Span, ranks: int) -> tuple[Span, ...]:
@@ -123,26 +126,11 @@ def shards(span: Span, ranks: int) -> tuple[Span, ...]:
 def buckets(
     places: Sequence[ParamSpan], nbytes: int, first: int, itemsize: int = 4
 ) -> tuple[tuple[ParamSpan, ...], ...]:
-    """Neighbouring parameters joined into buckets, in reverse order: the order in which a backward pass completes
-    them.
+    """Neighbouring parameters joined into buckets, in reverse order: as a backward pass completes them.
 
-    Parameters
-    ----------
-    places : sequence of Place
-        Neighbours.
-    nbytes : int
-        A bucket is closed when it holds at least so many bytes (Li et al., "PyTorch Distributed", VLDB 2020,
-        section 3.2).
-    first : int
-        The same for the bucket that is complete first: a small one lets communication begin early. What is left in
-        the end and has fewer joins the bucket before it, as an exchange costs something however little it moves.
-    itemsize : int
-        Bytes of an element.
-
-    Returns
-    -------
-    tuple of tuple of Place
-        Each bucket in ascending order of places.
+    A bucket is closed when it has `nbytes` (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2), the first one
+    when it has `first` bytes: a small one lets communication begin early. A smaller remainder joins the last bucket, as
+    each exchange has a fixed cost.
     """
     done: list[tuple[ParamSpan, ...]] = []
     open_: list[ParamSpan] = []

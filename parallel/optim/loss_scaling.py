@@ -1,7 +1,7 @@
-"""The loss is multiplied so that small gradients survive in float16: as far up as they do not overflow.
+"""Loss scaling: the loss is multiplied so that small gradients survive in float16, as far as they do not overflow.
 
-Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. All ranks decide alike when they are told alike
-whether the gradient was finite.
+Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. All ranks pass the same
+`finite`, and so have the same scale.
 
 >>> scale = LossScale(value=8.0, interval=2)
 >>> for finite in (True, True, False, False):
@@ -21,27 +21,22 @@ from parallel.runtime.validation import expect_mapping
 
 @dataclass
 class LossScale:
-    """The factor, and the rule by which it changes.
+    """Loss scale and the rule by which it changes. ValueError for settings out of range.
 
     Parameters
     ----------
     value : float
-        The first factor. Powers of two cost no digits.
+        Initial factor. Powers of two are exact.
     growth, backoff : float
-        What it is multiplied with after `interval` finite gradients in a row, and after one that is not.
+        Multiply the factor after `interval` finite gradients in a row, and after one that is not finite.
     interval : int
     floor, ceiling : float
-        It does not leave these bounds.
+        Bounds of the factor.
     patience : int
-        How many steps in a row may be left out with the factor at its floor, before that is an error.
+        Steps in a row that may be skipped with the factor at its floor, before that is an error.
     good, skipped, stuck : int
-        Finite gradients in a row since the last change, others in a row until now, and of these the ones at the floor:
-        where a life goes on.
-
-    Raises
-    ------
-    ValueError
-        For settings out of range.
+        State of a restored run: finite gradients in a row since the last change, skipped steps in a row, and those of
+        them at the floor.
     """
 
     value: float = 65536.0
@@ -73,16 +68,13 @@ class LossScale:
 
     @classmethod
     def fixed(cls, value: float = 1.0) -> LossScale:
-        """One that never changes: for storage that has float32's range."""
+        """Constant factor, for storage with the range of float32."""
         return cls(value, growth=1.0, backoff=1.0, floor=min(1.0, value), ceiling=max(1.0, value))
 
     def update(self, finite: bool) -> None:
-        """Take note of a step: the gradient was finite and applied, or the step was left out.
+        """Adapt to a step whose gradient was finite and applied, or not finite and skipped.
 
-        Raises
-        ------
-        FloatingPointError
-            If more steps in a row than `patience` were left out with the factor at its floor: it can do no more.
+        FloatingPointError after more than `patience` skipped steps in a row at the floor.
         """
         if not finite:
             self.stuck += self.value == self.floor
@@ -99,17 +91,11 @@ class LossScale:
             self.value, self.good = min(self.value * self.growth, self.ceiling), 0
 
     def state(self) -> dict[str, Any]:
-        """All of it, as a checkpoint keeps it."""
+        """All fields, for a checkpoint."""
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
-
-        Raises
-        ------
-        ValueError
-            If it is no such state; nothing was changed.
-        """
+        """Restore a `state`; ValueError if it is none, and nothing is changed."""
         kinds = {field.name: (int,) if field.type == "int" else (int, float) for field in fields(self)}
         if set(expect_mapping(state, "loss scale")) != set(kinds):
             raise ValueError(f"state: expected {', '.join(sorted(kinds))}, found {', '.join(sorted(state))}")

@@ -1,4 +1,4 @@
-"""Learning rates that change: plain functions from the number of updates made before, to the rate of the next.
+"""Learning-rate schedules: functions from the number of earlier updates to the rate of the next.
 
 >>> warm = LRSchedule("warm_up_cosine", rate=1.0, warm_up=2, steps=6)
 >>> [round(warm(step), 3) for step in range(7)]
@@ -16,23 +16,22 @@ from typing import Any
 
 
 def constant(step: int, *, rate: float) -> float:
-    """Always the same."""
     return rate
 
 
 def linear_warm_up(step: int, *, rate: float, warm_up: int) -> float:
-    """In `warm_up` equal steps up to `rate`, the first of which is made at once; then constant (Goyal et al. 2017)."""
+    """`warm_up` equal increments to `rate`, the first at step 0; then constant (Goyal et al. 2017)."""
     return rate * min(1.0, (step + 1) / warm_up) if warm_up else rate
 
 
 def cosine(step: int, *, rate: float, steps: int, floor: float = 0.0) -> float:
-    """Half a cosine from `rate` at step 0 down to `floor` at `steps`, and floor from there on (Loshchilov and Hutter,
-    "SGDR", ICLR 2017, equation 5)."""
+    """Half a cosine from `rate` at step 0 to `floor` at `steps`; then constant (Loshchilov and Hutter, "SGDR", ICLR
+    2017, equation 5)."""
     return floor + 0.5 * (rate - floor) * (1.0 + math.cos(math.pi * min(step, steps) / steps)) if steps else floor
 
 
 def warm_up_cosine(step: int, *, rate: float, warm_up: int, steps: int, floor: float = 0.0) -> float:
-    """A linear warm-up, then a cosine over what is left of `steps`."""
+    """`linear_warm_up`, then `cosine` over the remaining steps."""
     if step < warm_up:
         return linear_warm_up(step, rate=rate, warm_up=warm_up)
     return cosine(step - warm_up, rate=rate, steps=steps - warm_up, floor=floor)
@@ -44,18 +43,14 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 
 
 class LRSchedule:
-    """One of `SCHEDULES` with its settings: a function that a checkpoint can describe.
+    """Learning-rate schedule that a checkpoint can describe: one of `SCHEDULES` with its settings.
 
     Parameters
     ----------
     name : str
     **settings
-        The function's: ``rate`` and ``floor`` are rates, ``warm_up`` and ``steps`` numbers of updates.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name, or settings that are missing, unknown or out of range.
+        Those of the function: ``rate`` and ``floor`` are rates, ``warm_up`` and ``steps`` numbers of updates.
+        ValueError if they are missing, unknown or out of range.
     """
 
     def __init__(self, name: str, **settings: float):
@@ -83,25 +78,19 @@ class LRSchedule:
         return hash((self.name, *sorted(self.settings.items())))
 
     def __repr__(self) -> str:
-        return f"Schedule({self.name!r}, {', '.join(f'{key}={value}' for key, value in self.settings.items())})"
+        return f"LRSchedule({self.name!r}, {', '.join(f'{key}={value}' for key, value in self.settings.items())})"
 
     def describe(self) -> dict[str, Any]:
-        """Name and settings: what `LRSchedule` takes."""
+        """Keyword arguments of `LRSchedule`."""
         return {"name": self.name, **self.settings}
 
 
 Rate = float | Callable[[int], float]
-"""A learning rate, or a function of the number of updates made before."""
+"""Learning rate, or a function of the number of earlier updates."""
 
 
 def rate_at(rate: Rate, step: int) -> float:
-    """The rate of the update before which `step` were made.
-
-    Raises
-    ------
-    ValueError
-        If the step is negative, or the rate negative or not finite.
-    """
+    """Rate of the update after `step` earlier ones; ValueError if the rate is negative or not finite."""
     if step < 0:
         raise ValueError(f"step: expected the number of updates made before, found {step}")
     value = float(rate(step)) if callable(rate) else float(rate)
@@ -111,7 +100,7 @@ def rate_at(rate: Rate, step: int) -> float:
 
 
 def describe(rate: Rate) -> Any:
-    """A rate as a checkpoint keeps it: a number, a `LRSchedule`'s description, or the name of a user's function."""
+    """Rate for a checkpoint: a number, the description of an `LRSchedule`, or the name of another function."""
     if isinstance(rate, LRSchedule):
         return rate.describe()
     return getattr(rate, "__qualname__", type(rate).__qualname__) if callable(rate) else rate

@@ -1,12 +1,8 @@
 """Optimizers on the spans of the flat vector that a rank owns. Imports no MPI.
 
-An optimiser walks over its pieces in portions that fit into the cache: gradient, state and weights of a portion are
-read once and written once, and half-precision weights are rounded from the master while it is still in the cache. No
-element's update depends on where pieces or portions begin, so any division of the vector gives the same bits. What
-concerns many elements, a norm, is made of float64 sums of the squares of every block, gathered from all ranks and added
-up in the order of the vector.
-
-Parameters with ``decay=False`` (biases and gains) are left out of weight decay.
+Spans are updated in portions that fit the cache. No element's update depends on where spans or portions begin, so every
+division of the vector gives the same bits; norms are float64 sums of squares per block, gathered from all ranks and
+added in the order of the vector. Parameters with ``decay=False`` (biases and gains) have no weight decay.
 
 >>> import numpy as np
 >>> from parallel.nn.flat_params import BLOCK, ParamSpan, Span
@@ -22,128 +18,37 @@ Parameters with ``decay=False`` (biases and gains) are left out of weight decay.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.nn.flat_params import BLOCK, ParamSpan, Span
+from parallel.nn.flat_params import BLOCK, ParamSpan
 from parallel.optim.kernels import kernels
+from parallel.optim.kernels.reference_updates import Scalars
 from parallel.optim.lr_schedules import Rate, describe, rate_at
+from parallel.optim.optimizer_span import ElementRun, OptimizerSpan
 from quant.types import Array
 
 Gather = Callable[[np.ndarray], np.ndarray]
-"""From one float64 for each block of this rank's pieces, in their order, to one for each block of the whole vector, in
-its order: the same on all ranks."""
+"""Block sums of all ranks, in the order of the vector, from those of this rank's spans; the same on all ranks."""
 
 PORTION = {"host": 1 << 14, "device": 1 << 24}
-"""Elements at a time. On a host seven float32 vectors of them fit into half a megabyte of cache; to a GPU every call
-costs more than its memory traffic if it is small."""
-
-
-class ElementRun(NamedTuple):
-    """Neighbouring elements of a piece that are treated alike: from `start` to `stop`, counted from its beginning."""
-
-    start: int
-    stop: int
-    decays: bool
-    place: ParamSpan
-
-
-@dataclass(eq=False)
-class OptimizerSpan:
-    """A span of the flat vector that this rank updates, and what lies there.
-
-    Parameters
-    ----------
-    span : Span
-    weights : array, shape (span.size,), float32 or float64
-        The master: the weights themselves, or the float32 that half-precision weights are rounded from.
-    gradient : array like weights
-        Sum over samples, not yet divided by anything; only read. Zero in the filling between tensors.
-    state : dict of arrays like weights
-        As `Optimizer.fresh` makes them.
-    places : iterable of ParamSpan
-        At least those that the span touches; the others are forgotten.
-    stored : array, shape (span.size,), of a half type, optional
-        The weights as operators see them; written along with the master.
-
-    Raises
-    ------
-    ValueError
-        If shapes, types or the span do not fit.
-    """
-
-    span: Span
-    weights: Array
-    gradient: Array
-    state: dict[str, Array]
-    places: Iterable[ParamSpan]
-    stored: Array | None = None
-    runs: tuple[ElementRun, ...] = field(init=False, repr=False)
-    tensors: tuple[ElementRun, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        start, stop = self.span
-        if start % BLOCK or stop % BLOCK or stop < start:
-            raise ValueError(f"span: expected whole blocks of {BLOCK} elements, found {start} to {stop}")
-        if self.weights.dtype not in (np.float32, np.float64):
-            raise ValueError(f"weights: expected float32 or float64, found {self.weights.dtype}")
-        for name, vector in {"weights": self.weights, "gradient": self.gradient, **self.state}.items():
-            if vector.shape != (self.span.size,) or vector.dtype != self.weights.dtype:
-                expected = f"{self.weights.dtype} of shape ({self.span.size},)"
-                raise ValueError(f"{name}: expected {expected}, found {vector.dtype} of shape {vector.shape}")
-        if self.stored is not None and self.stored.shape != (self.span.size,):
-            raise ValueError(f"stored: expected shape ({self.span.size},), found {self.stored.shape}")
-        self.places = tuple(p for p in self.places if max(p.span.start, start) < min(p.span.stop, stop))
-        self.tensors = tuple(
-            ElementRun(
-                max(place.span.start, start) - start, min(place.span.stop, stop) - start, place.parameter.decay, place
-            )
-            for place in self.places
-        )
-        if sum(run.stop - run.start for run in self.tensors) != self.span.size:
-            raise ValueError(f"places: expected tensors that fill {start} to {stop} exactly, found {self.places}")
-        self.runs = tuple(_joined(self.tensors))
-
-
-def _joined(tensors: Iterable[ElementRun]) -> Iterator[ElementRun]:
-    """Neighbours that decay alike, as one run."""
-    last: ElementRun | None = None
-    for run in tensors:
-        if last is not None and last.decays == run.decays and last.stop == run.start:
-            last = last._replace(stop=run.stop)
-        else:
-            if last is not None:
-                yield last
-            last = run
-    if last is not None:
-        yield last
+"""Elements per kernel call. Seven float32 vectors of the host's portion fit into half a megabyte of cache; on a GPU a
+small call costs more than its memory traffic."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Optimizer:
-    """Base class: learning rate, weight decay, and the loop over spans.
+    """Base class: learning rate (a number or a schedule), weight decay, and the loop over spans.
 
-    Parameters
-    ----------
-    rate : float or callable
-        The learning rate, or a schedule: from the number of updates made before, to the rate of this one.
-    decay : float
-        Weight decay, of parameters that have ``decay=True``.
-
-    Raises
-    ------
-    ValueError
-        For hyperparameters out of range.
+    Decay applies to parameters that have ``decay=True``. ValueError for hyperparameters out of range.
     """
 
     rate: Rate
     decay: float = 0.0
     _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
-
-    STATES: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if not callable(self.rate):
@@ -152,40 +57,35 @@ class Optimizer:
 
     def states(self) -> tuple[str, ...]:
         """Names of the state vectors."""
-        return self.STATES
+        return ()
 
     def fresh(self, weights: Array) -> dict[str, Array]:
-        """The state of a piece before the first update: zeros like its master weights, where these are."""
+        """State vectors before the first update: zeros like the weights."""
         return {name: np.zeros_like(weights) for name in self.states()}
 
     def describe(self) -> dict[str, Any]:
-        """Name and hyperparameters, as a checkpoint keeps them."""
+        """Name and hyperparameters, for a checkpoint."""
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return {"name": NAMES.get(type(self), type(self).__name__), **settings, "rate": describe(self.rate)}
 
     def update(self, pieces: Sequence[OptimizerSpan], step: int, scale: float, gather: Gather | None = None) -> None:
-        """Make one step: change weights, state and stored weights of these pieces.
+        """Make one step: update weights, state and stored weights of this rank's spans.
 
         Parameters
         ----------
         pieces : sequence of OptimizerSpan
-            Of this rank; there may be none, and empty ones.
+            May be empty, as may be each of them.
         step : int
-            Updates made before this one.
+            Number of earlier updates.
         scale : float
-            What the gradients are multiplied with: 1 / (global count x loss scale) x clip factor. It must be finite:
-            a step whose gradient is not is left out by not calling this.
+            Factor of the gradients: 1 / (global count x loss scale) x clip factor. Must be finite: do not call this for
+            a step whose gradient is not. ValueError otherwise; nothing is changed.
         gather : callable
-            Collective: all ranks update together. Only LAMB asks.
-
-        Raises
-        ------
-        ValueError
-            If `step` is negative, or `scale` or the rate is not finite; nothing was changed.
+            Collective; only LAMB needs it.
         """
         rate = rate_at(self.rate, step)
         _check("scale", scale, math.isfinite(scale), "a finite number (leave out a step whose gradient is not)")
-        with np.errstate(over="ignore", invalid="ignore"):  # the next loss is no finite number, which all ranks find
+        with np.errstate(over="ignore", invalid="ignore"):  # the next loss is not finite, as all ranks will find
             self._update(pieces, step, float(scale), rate, gather)
 
     def _update(
@@ -194,19 +94,25 @@ class Optimizer:
         for piece in pieces:
             spare = self._workspace(piece.weights)
             for run in piece.runs:
-                decay = self.decay if run.decays else 0.0
+                scalars = self._scalars(step, scale, rate, run)
                 for part in _portions(run, spare):
-                    self._portion(piece, part, spare, step, scale, rate, decay)
+                    self._portion(piece, part, spare, scalars)
                     _store(piece, part)
 
-    def _portion(
-        self, piece: OptimizerSpan, part: slice, spare: Array, step: int, scale: float, rate: float, decay: float
-    ) -> None:
-        """Update the weights and the state of a few elements."""
+    def _portion(self, piece: OptimizerSpan, part: slice, spare: Array, scalars: Scalars) -> None:
+        """Update weights and state of a few elements."""
         raise NotImplementedError
 
+    def _scalars(self, step: int, scale: float, rate: float, run: ElementRun) -> Scalars:
+        """Arguments of the kernels: floats, as another type would have numba compile anew."""
+        return tuple(map(float, (scale, rate, self.decay if run.decays else 0.0, *self._hyperparameters(step))))
+
+    def _hyperparameters(self, step: int) -> Scalars:
+        """The scalars after scale, rate and decay."""
+        return ()
+
     def _workspace(self, like: Array) -> Array:
-        """Two rows of a portion each, made once for every kind of array."""
+        """Two rows of a portion each, made once per kind of array."""
         key = type(like), like.dtype.str
         if key not in self._spare:
             portion = PORTION["host" if isinstance(like, np.ndarray) else "device"]
@@ -231,15 +137,9 @@ def _check(name: str, value: Any, good: bool, expected: str) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum and Nesterov's look ahead (Sutskever et al., ICML 2013).
+    """Stochastic gradient descent, with momentum and Nesterov's look-ahead (Sutskever et al., ICML 2013).
 
-    The velocity holds gradients, not steps, so that a change of rate takes effect at once.
-
-    Parameters
-    ----------
-    momentum : float
-        Without it there is no state.
-    nesterov : bool
+    The velocity sums gradients, not steps, so a change of rate acts at once. Without momentum there is no state.
     """
 
     momentum: float = 0.0
@@ -248,40 +148,33 @@ class SGD(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check("momentum", self.momentum, 0 <= self.momentum < 1, "0 <= momentum < 1")
-        _check(
-            "nesterov", self.nesterov, not self.nesterov or self.momentum > 0, "momentum, where nesterov is asked for"
-        )
+        good = not self.nesterov or self.momentum > 0
+        _check("nesterov", self.nesterov, good, "momentum, where nesterov is asked for")
 
     def states(self) -> tuple[str, ...]:
-        """The velocity, if there is momentum."""
         return ("velocity",) if self.momentum else ()
 
-    def _portion(self, piece, part, spare, step, scale, rate, decay):
+    def _hyperparameters(self, step):
+        return (self.momentum,) if self.momentum else ()
+
+    def _portion(self, piece, part, spare, scalars):
         use, weights, gradient = kernels(piece.weights), piece.weights[part], piece.gradient[part]
         if self.momentum:
-            velocity = piece.state["velocity"][part]
-            use.momentum(weights, gradient, velocity, spare, scale, rate, self.momentum, self.nesterov, decay)
+            use.momentum(weights, gradient, piece.state["velocity"][part], spare, scalars, self.nesterov)
         else:
-            use.sgd(weights, gradient, spare, scale, rate, decay)
+            use.sgd(weights, gradient, spare, scalars)
 
 
 @dataclass(kw_only=True, eq=False)
 class Adam(Optimizer):
     """Adaptive moments (Kingma and Ba, ICLR 2015, algorithm 1); decay is added to the gradient.
 
-    Parameters
-    ----------
-    beta1, beta2 : float
-        Decay of the two moments.
-    eps : float
-        Added to the root of the second.
+    `beta1` and `beta2` are the decay of the moments, `eps` is added to the root of the second.
     """
 
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-
-    STATES: ClassVar[tuple[str, ...]] = ("m", "v")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -289,15 +182,17 @@ class Adam(Optimizer):
         _check("beta2", self.beta2, 0 <= self.beta2 < 1, "0 <= beta2 < 1")
         _check("eps", self.eps, 1e-30 <= self.eps < math.inf, "a number from 1e-30 on")  # not 0 in float32
 
-    def _corrections(self, step: int) -> tuple[float, float]:
-        """Bias corrections of the two moments."""
-        return 1.0 - self.beta1 ** (step + 1), 1.0 - self.beta2 ** (step + 1)
+    def states(self) -> tuple[str, ...]:
+        return ("m", "v")
 
-    def _portion(self, piece, part, spare, step, scale, rate, decay):
+    def _hyperparameters(self, step):
+        corrections = (1.0 - beta ** (step + 1) for beta in (self.beta1, self.beta2))
+        return self.beta1, self.beta2, self.eps, *corrections
+
+    def _portion(self, piece, part, spare, scalars):
         kernel = getattr(kernels(piece.weights), NAMES[type(self)])
-        vectors = piece.weights[part], piece.gradient[part], piece.state["m"][part], piece.state["v"][part]
-        numbers = scale, rate, self.beta1, self.beta2, self.eps, decay, *self._corrections(step)
-        kernel(*vectors, spare, *numbers)
+        m, v = piece.state["m"][part], piece.state["v"][part]
+        kernel(piece.weights[part], piece.gradient[part], m, v, spare, scalars)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -309,15 +204,10 @@ class AdamW(Adam):
 
 @dataclass(kw_only=True, eq=False)
 class LAMB(Adam):
-    """Adam's direction, as long as the tensor's weights (You et al., ICLR 2020, algorithm 2).
+    """Adam's direction, scaled to the norm of the tensor's weights (You et al., ICLR 2020, algorithm 2).
 
-    With u = m^ / (sqrt(v^) + eps) + decay w, w -= rate phi(|w|) / |u| u; where |w| or |u| is zero the rate is taken as
-    it is, so that a tensor can leave zero. Norms are over whole tensors.
-
-    Parameters
-    ----------
-    low, high : float
-        phi(z) = min(max(z, low), high).
+    With u = m^ / (sqrt(v^) + eps) + decay w, w -= rate phi(|w|) / |u| u, where phi(z) = min(max(z, low), high). Where
+    |w| or |u| is zero the factor is 1, so that a tensor can leave zero. Norms are over whole tensors.
     """
 
     eps: float = 1e-6
@@ -333,24 +223,23 @@ class LAMB(Adam):
         if gather is None:
             raise ValueError("gather: LAMB needs the block sums of all ranks, found None")
         weights, directions = [np.zeros(0)], [np.zeros(0)]
-        corrections = self._corrections(step)
         for piece in pieces:
             use, spare, m, v = self._of(piece)
             weights.append(block_squares(piece.weights))
             for run in piece.tensors:
-                decay = self.decay if run.decays else 0.0
+                scalars = self._scalars(step, scale, rate, run)
                 for part in _portions(run, spare):
-                    use.lamb_moments(piece.gradient[part], m[part], v[part], spare, scale, self.beta1, self.beta2)
-                    u = use.lamb_direction(piece.weights[part], m[part], v[part], spare, self.eps, decay, *corrections)
+                    use.lamb_moments(piece.gradient[part], m[part], v[part], spare, scalars)
+                    u = use.lamb_direction(piece.weights[part], m[part], v[part], spare, scalars)
                     directions.append(block_squares(u))
         of_weights, of_directions = gather(np.concatenate(weights)), gather(np.concatenate(directions))
         for piece in pieces:
             use, spare, m, v = self._of(piece)
             for run in piece.tensors:
-                own = rate * self._trust(run.place, of_weights, of_directions)
-                decay = self.decay if run.decays else 0.0
+                trust = self._trust(run.place, of_weights, of_directions)
+                scalars = self._scalars(step, scale, rate * trust, run)
                 for part in _portions(run, spare):
-                    use.lamb(piece.weights[part], m[part], v[part], spare, own, self.eps, decay, *corrections)
+                    use.lamb(piece.weights[part], m[part], v[part], spare, scalars)
                     _store(piece, part)
 
     def _of(self, piece: OptimizerSpan) -> tuple[Any, Array, Array, Array]:
@@ -365,30 +254,23 @@ class LAMB(Adam):
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "lamb": LAMB}
-"""By the name that a checkpoint and a command line use."""
+"""By name in checkpoints and on command lines."""
 
 NAMES = {optimizer: name for name, optimizer in OPTIMIZERS.items()}
 
 
 def block_squares(vector: Array) -> np.ndarray:
-    """The sum of the squares of each block of 256 elements, on the host.
+    """Sum of squares per block of 256 elements, on the host: float64, shape (len(vector) / 256,).
 
-    Parameters
-    ----------
-    vector : array of float32 or float64, whole blocks
-
-    Returns
-    -------
-    float64 array, shape (len(vector) / 256,)
-        Every block is added up by the same tree, wherever it lies; inf or NaN where the block has one (or, in float64,
-        where squares exceed 1e308).
+    `vector` has whole blocks of float32 or float64. Each block is added by the same tree, wherever it lies; inf or NaN
+    where the block has one (or, in float64, where squares exceed 1e308).
     """
     if vector.ndim != 1 or len(vector) % BLOCK:
         raise ValueError(f"vector: expected one dimension and whole blocks of {BLOCK}, found shape {vector.shape}")
     step = PORTION["host" if isinstance(vector, np.ndarray) else "device"]
     sums = np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
     spare = np.empty_like(vector, shape=min(step, len(vector)), dtype=np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):  # who reads the sums decides what that means
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, len(vector), step):
             x = vector[start : start + step]
             kernels(vector).squares(x, BLOCK, spare, sums[start // BLOCK : (start + len(x)) // BLOCK])
@@ -396,20 +278,14 @@ def block_squares(vector: Array) -> np.ndarray:
 
 
 def total(sums: np.ndarray) -> float:
-    """The sum of block sums, always in the same order."""
+    """Sum of block sums, always in the same order."""
     return float(np.add.reduce(np.ascontiguousarray(sums, np.float64)))
 
 
 class GradClip(NamedTuple):
-    """Gradient norm and clip factor of a step.
+    """Norm of a step's scaled gradient (inf or NaN: leave the step out), and the factor of `scale` that clips it.
 
-    Attributes
-    ----------
-    norm : float
-        Of the gradient after scaling; inf or NaN if the step must be left out.
-    factor : float
-        What to multiply `scale` with so that the norm is at most the limit: 1 where it is already. 0 if the norm is
-        not finite.
+    The factor is 1 for a norm up to the limit, and 0 if the norm is not finite.
     """
 
     norm: float
@@ -417,19 +293,11 @@ class GradClip(NamedTuple):
 
 
 def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> GradClip:
-    """Clipping by the global norm (Pascanu et al., ICML 2013), from the block sums of the whole vector.
+    """Clipping by the global norm (Pascanu et al., ICML 2013).
 
-    Parameters
-    ----------
-    squares : float64 array
-        As `block_squares` makes them, of the gradient before scaling, of all blocks of all ranks in order.
-    scale : float
-        1 / (global count x loss scale).
-    limit : float or None
-        None for no clipping.
+    `squares` are the `block_squares` of the unscaled gradient of all ranks, `scale` is 1 / (global count x loss scale);
+    without a `limit` nothing is clipped.
 
-    Examples
-    --------
     >>> clip_factor(np.array([9.0, 16.0]), 1.0, 2.5)
     GradClip(norm=5.0, factor=0.5)
     """

@@ -1,4 +1,4 @@
-"""Mixed precision: types of storage and computation, and their bytes.
+"""Mixed precision: dtypes of storage and computation, and their bytes.
 
 >>> PRECISIONS["bf16"].bytes_per_parameter(states=2)
 {'weights': 2, 'gradients': 4, 'master': 4, 'optimizer': 8}
@@ -15,16 +15,11 @@ from parallel.optim.loss_scaling import LossScale
 
 
 class Precision(NamedTuple):
-    """A recipe (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
+    """Mixed-precision recipe (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
 
-    Attributes
-    ----------
-    storage : dtype
-        Of weights and activations, as operators see them.
-    wide : dtype
-        Of gradients as they are added up, the optimiser's state and, where `storage` is narrower, its master weights.
-    scaled : bool
-        Whether the loss is scaled dynamically: float16 has no room for small gradients; bfloat16 has float32's range.
+    `storage` is the dtype of weights and activations, `wide` that of summed gradients, optimizer state and master
+    weights (if `storage` is narrower). `scaled` means dynamic loss scaling: small gradients underflow in float16, not
+    in bfloat16.
     """
 
     storage: np.dtype
@@ -33,7 +28,7 @@ class Precision(NamedTuple):
 
     @property
     def master(self) -> bool:
-        """True if the optimizer keeps master weights of its own."""
+        """True if the optimizer keeps separate master weights."""
         return self.storage != self.wide
 
     def loss_scale(self) -> LossScale:
@@ -41,10 +36,10 @@ class Precision(NamedTuple):
         return LossScale() if self.scaled else LossScale.fixed()
 
     def bytes_per_parameter(self, states: int) -> dict[str, int]:
-        """Bytes per parameter by kind, for an optimizer with so many state vectors, unsharded.
+        """Bytes per parameter by kind, for an optimizer with `states` state vectors, unsharded.
 
-        18 in all for Adam with half storage: gradients are kept in float32 only. Recipes that keep half gradients have
-        16, and those that keep both 20.
+        18 in all for Adam with half storage, as gradients are kept in float32 only (16 with half gradients, 20 with
+        both).
         """
         return {
             "weights": self.storage.itemsize,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallel.data.sampler import Batch
 from parallel.engine.memory_ledger import MemoryLedger
-from parallel.optim.optimizers import OptimizerSpan
+from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.parameter_server.event_order import EventOrder, create, file_of, read
 from parallel.parameter_server.message_bus import MessageBus
 from parallel.parameter_server.server_context import ServerContext

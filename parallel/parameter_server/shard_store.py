@@ -17,7 +17,8 @@ from parallel.data_parallel.grad_norm import AllBlocks, blocks_of
 from parallel.nn.flat_params import BLOCK, Span
 from parallel.nn.kernels.storage import narrow
 from parallel.optim.lr_schedules import rate_at
-from parallel.optim.optimizers import Optimizer, OptimizerSpan, block_squares, clip_factor
+from parallel.optim.optimizer_span import OptimizerSpan
+from parallel.optim.optimizers import Optimizer, block_squares, clip_factor
 from parallel.parameter_server.key_assignment import ServerKey
 from parallel.parameter_server.messages import ServerMessage
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool

@@ -18,7 +18,7 @@ from parallel.engine.memory_ledger import MemoryLedger, predict_activations
 from parallel.engine.microbatch_pass import MicrobatchPass
 from parallel.nn.flat_params import Span
 from parallel.nn.operator import ArraySpec, PassMode
-from parallel.optim.optimizers import OptimizerSpan
+from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.parameter_server.gradient_sink import ServerGradients
 from parallel.parameter_server.key_assignment import keys_of_unit
 from parallel.parameter_server.message_bus import MessageBus

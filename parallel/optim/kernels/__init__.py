@@ -1,8 +1,4 @@
-"""The arithmetic of optimisers on plain vectors: one function an idea, in NumPy or CuPy, and compiled where it can be.
-
-`kernels(x)` is the module whose functions suit an array: `reference` for any, `compiled` for host arrays where numba is
-installed. Both give the same bits.
-"""
+"""Optimizer updates of plain vectors: `reference_updates` for NumPy and CuPy, `compiled_updates` with the same bits."""
 
 from __future__ import annotations
 
@@ -15,11 +11,11 @@ import numpy as np
 
 from parallel.optim.kernels import reference_updates
 
-__all__ = ["kernels", "reference"]
+__all__ = ["kernels"]
 
 
 def kernels(x: Any) -> ModuleType:
-    """The module with the fastest `sgd`, `momentum`, `adam`, `adamw`, `lamb...` and `squares` for arrays like `x`."""
+    """Fastest module of updates for arrays like `x`: compiled for host arrays if numba is installed."""
     return _host() if isinstance(x, np.ndarray) else reference_updates
 
 

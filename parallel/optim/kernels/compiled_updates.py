@@ -1,9 +1,9 @@
-"""Optimizer updates of `reference_updates` in one pass over memory, compiled by numba for host arrays.
+"""Updates of `reference_updates` in one pass over memory, compiled by numba for host arrays.
 
-Operation by operation, and with every rounding, as the reference has it: nothing is reordered or fused, so the bits are
-the same. The numbers are joined in float64 and rounded once to the vectors' type. `spare` is not needed.
+Operations and roundings are those of the reference, without reordering or fusing: the bits are the same. Only LAMB's
+direction needs `spare`.
 """
-# What numba makes of these functions has other types than Python sees.
+# Numba infers other types than Python annotations could express.
 
 from __future__ import annotations
 
@@ -17,44 +17,33 @@ loop = compiler(error_model="numpy")
 
 
 @loop
-def sgd(weights, gradient, spare, scale, rate, decay):
-    """See `reference_updates.sgd`."""
+def sgd(weights, gradient, spare, scalars):
     real = weights.dtype.type
-    scale, rate, decay_ = real(scale), real(rate), real(decay)
-    if decay == 0:
-        for i in range(weights.size):
-            weights[i] -= rate * (scale * gradient[i])
-    else:
-        for i in range(weights.size):
-            weights[i] -= rate * (scale * gradient[i] + decay_ * weights[i])
+    scale, rate, decay = real(scalars[0]), real(scalars[1]), real(scalars[2])
+    for i in range(weights.size):
+        g = scale * gradient[i]
+        if scalars[2] != 0:
+            g += decay * weights[i]
+        weights[i] -= rate * g
 
 
 @loop
-def momentum(weights, gradient, velocity, spare, scale, rate, beta, nesterov, decay):
-    """See `reference_updates.momentum`."""
+def momentum(weights, gradient, velocity, spare, scalars, nesterov):
     real = weights.dtype.type
-    scale, rate, beta, decay_ = real(scale), real(rate), real(beta), real(decay)
-    if nesterov:
-        for i in range(weights.size):
-            g = scale * gradient[i]
-            if decay != 0:
-                g += decay_ * weights[i]
-            u = beta * velocity[i] + g
-            velocity[i] = u
-            weights[i] -= rate * (g + beta * u)
-    else:
-        for i in range(weights.size):
-            g = scale * gradient[i]
-            if decay != 0:
-                g += decay_ * weights[i]
-            u = beta * velocity[i] + g
-            velocity[i] = u
-            weights[i] -= rate * u
+    scale, rate, decay, beta = real(scalars[0]), real(scalars[1]), real(scalars[2]), real(scalars[3])
+    for i in range(weights.size):
+        g = scale * gradient[i]
+        if scalars[2] != 0:
+            g += decay * weights[i]
+        u = beta * velocity[i] + g
+        velocity[i] = u
+        weights[i] -= rate * (g + beta * u if nesterov else u)
 
 
 @loop
-def _adam(weights, gradient, m, v, scale, rate, beta1, beta2, eps, coupled, keep, correction1, correction2):
-    """Body of adam and adamw: `coupled` decay is added to the gradient; weights are multiplied with `keep`, maybe 1."""
+def _adam(weights, gradient, m, v, scalars, coupled, keep):
+    """Body of adam and adamw: `coupled` decay is added to the gradient; weights are multiplied by `keep`, maybe 1."""
+    scale, rate, _, beta1, beta2, eps, correction1, correction2 = scalars
     real = weights.dtype.type
     gain1, gain2, root = real(1.0 - beta1), real(1.0 - beta2), real(1.0 / math.sqrt(correction2))
     scale, pace, eps, decay, factor = real(scale), real(rate / correction1), real(eps), real(coupled), real(keep)
@@ -70,21 +59,18 @@ def _adam(weights, gradient, m, v, scale, rate, beta1, beta2, eps, coupled, keep
 
 
 @loop
-def adam(weights, gradient, m, v, spare, scale, rate, beta1, beta2, eps, decay, correction1, correction2):
-    """See `reference_updates.adam`."""
-    _adam(weights, gradient, m, v, scale, rate, beta1, beta2, eps, decay, 1.0, correction1, correction2)
+def adam(weights, gradient, m, v, spare, scalars):
+    _adam(weights, gradient, m, v, scalars, scalars[2], 1.0)
 
 
 @loop
-def adamw(weights, gradient, m, v, spare, scale, rate, beta1, beta2, eps, decay, correction1, correction2):
-    """See `reference_updates.adamw`."""
-    keep = 1.0 - rate * decay
-    _adam(weights, gradient, m, v, scale, rate, beta1, beta2, eps, 0.0, keep, correction1, correction2)
+def adamw(weights, gradient, m, v, spare, scalars):
+    _adam(weights, gradient, m, v, scalars, 0.0, 1.0 - scalars[1] * scalars[2])
 
 
 @loop
-def lamb_moments(gradient, m, v, spare, scale, beta1, beta2):
-    """See `reference_updates.lamb_moments`."""
+def lamb_moments(gradient, m, v, spare, scalars):
+    scale, _, _, beta1, beta2, _, _, _ = scalars
     real = m.dtype.type
     scale, gain1, gain2 = real(scale), real(1.0 - beta1), real(1.0 - beta2)
     for i in range(m.size):
@@ -94,32 +80,29 @@ def lamb_moments(gradient, m, v, spare, scale, beta1, beta2):
 
 
 @loop
-def lamb_direction(weights, m, v, spare, eps, decay, correction1, correction2):
-    """See `reference_updates.lamb_direction`."""
+def lamb_direction(weights, m, v, spare, scalars):
+    _, _, decay, _, _, eps, correction1, correction2 = scalars
     real = weights.dtype.type
-    heal, root, eps, decay_ = real(1.0 / correction1), real(1.0 / math.sqrt(correction2)), real(eps), real(decay)
+    heal, root, eps = real(1.0 / correction1), real(1.0 / math.sqrt(correction2)), real(eps)
     u = spare[0, : weights.size]
     for i in range(weights.size):
         u[i] = heal * (m[i] / (root * np.sqrt(v[i]) + eps))
     if decay != 0:
         for i in range(weights.size):
-            u[i] += decay_ * weights[i]
+            u[i] += real(decay) * weights[i]
     return u
 
 
 @loop
-def lamb(weights, m, v, spare, rate, eps, decay, correction1, correction2):
-    """See `reference_updates.lamb`."""
-    real = weights.dtype.type
-    rate = real(rate)
-    u = lamb_direction(weights, m, v, spare, eps, decay, correction1, correction2)
+def lamb(weights, m, v, spare, scalars):
+    rate = weights.dtype.type(scalars[1])
+    u = lamb_direction(weights, m, v, spare, scalars)
     for i in range(weights.size):
         weights[i] -= rate * u[i]
 
 
 @loop
 def squares(x, block, spare, out):
-    """See `reference_updates.squares`."""
     for number in range(out.size):
         width = block // 2
         start = number * block
