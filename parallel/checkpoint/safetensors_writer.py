@@ -1,8 +1,7 @@
-"""A safetensors file written tensor after tensor, so that no more than one of them is in memory.
+"""Writer of safetensors files, one tensor at a time in memory; the `safetensors` package reads them.
 
-The format (https://github.com/huggingface/safetensors): eight bytes that say how long the header is, the header, which
-is JSON and says where every tensor lies, and the tensors, row by row, one after another. What is written here, the
-`safetensors` package opens; reading is left to it.
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, the header, which is
+JSON with the place of every tensor, and the tensors, row by row.
 """
 
 from __future__ import annotations
@@ -18,36 +17,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CODES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "U8": "|u1"}
-"""How the format calls element types, and what they are in NumPy."""
+"""NumPy dtypes by their names in the format."""
 CODE_OF = {np.dtype(name): code for code, name in CODES.items()}
 
 
 class TensorEntry(NamedTuple):
-    """Type, shape and byte range of a tensor in a file."""
+    """Shape and dtype of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsWriter:
-    """A new file.
-
-    Parameters
-    ----------
-    path : Path
-        Must not exist.
-    entries : mapping of name -> Entry
-        All tensors, in the order in which they will come.
-
-    Attributes
-    ----------
-    size : int
-        Bytes written so far.
+    """New file at `path`, with tensors added in the order of `entries`; `size` counts the bytes written.
 
     Examples
     --------
@@ -78,12 +64,12 @@ class SafetensorsWriter:
         self._write(len(text).to_bytes(8, "little") + text)
 
     def add(self, values: np.ndarray) -> None:
-        """The next tensor's elements, of the type that was announced, in any shape."""
+        """Write the next tensor, of its entry's dtype and any shape."""
         self._write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what was written, as `sha256sum` prints it."""
+        """SHA-256 of the written bytes, as `sha256sum` prints it."""
         return self._hash.hexdigest()
 
     def _write(self, data: Any) -> None:
@@ -94,7 +80,7 @@ class SafetensorsWriter:
             data = data[self._file.write(data) :]
 
     def close(self, sync: bool = True) -> None:
-        """Close the file; with `sync`, not before it is on the disk."""
+        """Close the file; with `sync`, after flushing it to the disk."""
         try:
             if sync:
                 os.fsync(self._file.fileno())
@@ -115,12 +101,7 @@ def digest_of(path: Path) -> tuple[int, str]:
 class SafetensorsReader:
     """Reader of a file by the `safetensors` package; `entries` lists its tensors.
 
-    Raises
-    ------
-    ImportError
-        Without the package.
-    ValueError
-        If it is no such file, or of an element type that has no meaning here.
+    ImportError without the package, ValueError for another file or an element type that is not in `CODES`.
     """
 
     def __init__(self, path: Path):
@@ -140,7 +121,7 @@ class SafetensorsReader:
             self.entries[name] = TensorEntry(tuple(found.get_shape()), np.dtype(CODES[found.get_dtype()]))
 
     def read(self, name: str, start: int, size: int) -> np.ndarray:
-        """Some elements of a flattened tensor; no more rows than these lie in are read."""
+        """Elements of a flattened tensor; only the rows with these elements are read."""
         shape = self.entries[name].shape
         if not shape:
             return self._file.get_tensor(name).reshape(-1)[start : start + size]

@@ -1,8 +1,8 @@
-"""Folders of checkpoints in a directory: their names, one that is being written, and which may be removed.
+"""Folders of checkpoints in a directory: names, folders being written, removal.
 
-Only what this package has made is ever removed: a folder that bears one of its names, is no link, and holds nothing but
-a checkpoint's files. While a folder is being written or removed it is locked, so that a process that writes into the
-same directory leaves it alone; the lock ends with the process.
+Only folders of this package are removed: those with one of its names that are no links and hold only a checkpoint's
+files. A folder is locked while it is written or removed, so that other processes leave it alone; the lock ends with the
+process.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class NotRemoved(CheckpointError):
 
 
 def name_of(step: int) -> str:
-    """Name of the checkpoint after so many steps."""
+    """Folder name of the checkpoint after `step` steps."""
     return f"step-{step:09d}"
 
 
 def step_of(path: Path) -> int:
-    """Steps that were made when a checkpoint was written, by its name."""
+    """Number of steps in a checkpoint's name."""
     match = NAME.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path}: a checkpoint is called {name_of(0)} or the like")
@@ -48,7 +48,7 @@ def step_of(path: Path) -> int:
 
 
 def all_in(directory: Path) -> list[Path]:
-    """Folders in a directory that have a checkpoint's name, or links to such, oldest first."""
+    """Folders with a checkpoint's name, or links to them, oldest first."""
     found = directory.iterdir() if directory.is_dir() else iter(())
     return sorted((path for path in found if NAME.fullmatch(path.name) and os.path.isdir(path)), key=step_of)
 
@@ -57,10 +57,7 @@ def all_in(directory: Path) -> list[Path]:
 def unfinished(target: Path) -> Iterator[Path]:
     """New folder for the files of `target`, locked until the end of the context; an exception removes it.
 
-    Raises
-    ------
-    OSError
-        If `target` exists, or a folder cannot be made beside it.
+    OSError if `target` exists, or a folder cannot be made beside it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(target):
@@ -69,30 +66,30 @@ def unfinished(target: Path) -> Iterator[Path]:
         folder = _hidden(target)
         folder.mkdir()
         with _locked(folder, without=True) as locked:
-            if locked:  # else another process that clears up has come first
+            if locked:  # else another process is removing it
                 try:
                     yield folder
                 except Exception:
-                    shutil.rmtree(folder, ignore_errors=True)  # a full disk should have the room again
+                    shutil.rmtree(folder, ignore_errors=True)  # free the space on a full disk
                     raise
                 return
-    raise OSError(f"{target.parent}: no new folder lasts, another process removes each")
+    raise OSError(f"{target.parent}: another process removes each new folder")
 
 
 def clear_unfinished(directory: Path) -> None:
-    """Remove what processes that have ended left unfinished; what cannot be removed stays."""
+    """Remove unfinished folders of processes that have ended, where possible."""
     for path in directory.iterdir():
         if UNFINISHED.fullmatch(path.name) and _is_ours(path):
             with _locked(path, without=False) as locked:
                 if locked:
-                    shutil.rmtree(path, ignore_errors=True)  # it costs room on the disk, and no more
+                    shutil.rmtree(path, ignore_errors=True)  # otherwise it only costs space
 
 
 def remove_old(directory: Path, keep: int) -> None:
     """Remove all checkpoints but the newest; each loses its name before its files. Links and other folders stay."""
     for old in [path for path in all_in(directory) if _is_ours(path) and _has_state(path)][:-keep]:
         hidden = _hidden(old)
-        with _locked(old, without=True), contextlib.suppress(FileNotFoundError):  # another process removes it as well
+        with _locked(old, without=True), contextlib.suppress(FileNotFoundError):  # another process removes it too
             old.rename(hidden)
             shutil.rmtree(hidden)
 
@@ -121,12 +118,8 @@ def _has_state(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path, without: bool) -> Iterator[bool]:
-    """Hold a folder alone; False if another process holds it, or it cannot be opened.
-
-    Parameters
-    ----------
-    without : bool
-        The answer on a file system that has no locks.
+    """Lock a folder: False if another process holds it, or it cannot be opened; `without` on file systems without
+    locks.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

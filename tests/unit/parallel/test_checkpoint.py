@@ -16,7 +16,7 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
-from parallel.checkpoint import checkpoint_files, safetensors_writer
+from parallel.checkpoint import checkpoint_files, safetensors_writer, state_file
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, name_of, save
 
 SELF = MPI.COMM_SELF
@@ -239,7 +239,7 @@ def fuse():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files stay open, as in a crash
 def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
     """Whatever is done to files, the process may end before it: the old checkpoint is there, or the new one."""
-    written, fsync = safetensors_writer.SafetensorsWriter._write, checkpoint_files.os.fsync
+    written, fsync = safetensors_writer.SafetensorsWriter._write, state_file.os.fsync
 
     def write(writer, data):
         fuse.burn()
@@ -252,7 +252,7 @@ def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
         fsync(descriptor)
 
     monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "_write", write)
-    monkeypatch.setattr(checkpoint_files.os, "fsync", synced)
+    monkeypatch.setattr(state_file.os, "fsync", synced)
     outcomes = []
     for moment in range(1000):
         folder = tmp_path / str(moment)
@@ -315,7 +315,7 @@ def edit(path, old, new):
 
 def reseal(path, **other):
     state = json.loads((path / "state.json").read_text()) | other
-    (path / "state.json").write_text(json.dumps(state | {"sha256": checkpoint_files._seal(state)}))
+    (path / "state.json").write_text(json.dumps(state | {"sha256": state_file.seal(state)}))
 
 
 def replace_by_a_foreign_file(path):
@@ -333,10 +333,10 @@ DAMAGES = {
     "half a state": (lambda path: edit(path, '"sha256"', ""), "state.json is damaged"),
     "an edited state": (lambda path: edit(path, '"step": 1', '"step": 2'), "state.json is damaged: its checksum"),
     "another format": (lambda path: edit(path, "checkpoint 1", "checkpoint 9"), "its format is 'chorus checkpoint 9'"),
-    "foreign state": (lambda path: (path / "state.json").write_text("[1]"), "none of ours"),
+    "foreign state": (lambda path: (path / "state.json").write_text("[1]"), "not a checkpoint's"),
     "a deep state": (lambda path: (path / "state.json").write_text("[" * 100000), "state.json is damaged"),
-    "a state without facts": (lambda path: reseal(path, facts=None), "none of ours: facts is None"),
-    "a state without a step": (lambda path: reseal(path, step="one"), "none of ours: step is 'one'"),
+    "a state without facts": (lambda path: reseal(path, facts=None), "not a checkpoint's: facts is None"),
+    "a state without a step": (lambda path: reseal(path, step="one"), "not a checkpoint's: step is 'one'"),
     "no folder": (shutil.rmtree, "no such folder"),
 }
 
