@@ -1,6 +1,6 @@
-"""Built-in data sets without downloads, and users' own files: learning tasks by name or path.
+"""Learning tasks by name or path: built-in data without downloads, and users' files.
 
-Data follow from the name, the seed and the files on disk, so all ranks have the same data without communication.
+Data depend only on the name, the seed and files on disk, so all ranks have the same without communication.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ HELD_OUT = 10
 
 @dataclass(frozen=True)
 class ArrayDataset:
-    """Samples in two arrays along the first axis.
-
-    `y` has integer classes (negative: none) or float targets.
-    """
+    """Samples along the first axis of two arrays; `y` has integer classes (negative: none) or float targets."""
 
     x: np.ndarray
     y: np.ndarray
@@ -46,15 +43,9 @@ class ArrayDataset:
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Windows of a byte sequence; targets are the inputs shifted by one byte.
+    """Windows of `length` bytes of a text, `stride` apart; targets are the inputs shifted by one byte.
 
-    Attributes
-    ----------
-    text : array of uint8
-    length : int
-        Bytes of context; a window has one more.
-    stride : int
-        Distance of windows; 0 stands for `length`, so each byte but the first is a target once per epoch.
+    Stride 0 stands for `length`: each byte but the first is a target once per epoch.
     """
 
     text: np.ndarray
@@ -82,13 +73,10 @@ class TokenWindows:
 
 @dataclass(frozen=True)
 class LearningTask:
-    """Training and test data with their shapes.
+    """Training and test data (disjoint) with their shapes.
 
     Attributes
     ----------
-    name : str
-    train, test : Dataset
-        Disjoint.
     kind : {"classes", "bytes", "values"}
         y holds a class per sample, the next byte at each position, or float32 values.
     inputs : tuple of int
@@ -110,7 +98,7 @@ def digits(seed: int = 0, length: int = 0) -> LearningTask:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install 'chorus-mpi[train]'") from error
+        raise ImportError("the data set digits needs scikit-learn: pip install 'chorus-mpi[train]'") from error
     images, labels = load_digits(return_X_y=True)
     x, y = (images / 16).astype(np.float32).reshape(-1, 8, 8), labels.astype(np.int64)
     return _classes("digits", *_split(ArrayDataset(x, y), seed, 5))
@@ -141,10 +129,10 @@ LONGEST = 1 << 12
 
 
 def copy(seed: int = 0, length: int = 64) -> LearningTask:
-    """Sequences that repeat their first half; targets exist only there. 4096 samples, 512 for the test.
+    """Sequences that repeat their first half, for the test 512 of 4608: length / 2 random bytes, a zero, the same
+    bytes.
 
-    A sequence has `length` + 1 positions: half of `length` random bytes, a zero, the same bytes. y is x shifted by one,
-    and -1 where it cannot be predicted.
+    y is x shifted by one, and -1 where it cannot be predicted.
     """
     half = length // 2
     if half < 1 or length % 2 or length > LONGEST:
@@ -158,10 +146,9 @@ def copy(seed: int = 0, length: int = 64) -> LearningTask:
 
 
 def pydoc(seed: int = 0, length: int = 128) -> LearningTask:
-    """Documentation of Python's standard library as bytes: docstrings, comments and reference topics.
+    """Documentation of Python's standard library as bytes; a tenth of the modules and topics is for the test.
 
-    A tenth of the modules and topics, by a checksum of their names, is for the test. Repeated paragraphs are kept once,
-    so only short phrases occur in both texts.
+    Repeated paragraphs are kept once, so only short phrases occur in both texts.
     """
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for name, text in library():
@@ -172,10 +159,7 @@ def pydoc(seed: int = 0, length: int = 128) -> LearningTask:
 
 @lru_cache(maxsize=1)
 def library() -> tuple[tuple[str, str], ...]:
-    """(name, text) of every documented module and topic of the standard library, by name.
-
-    Sources are read, not imported, without tests and installed packages. About 3 MB, made in two seconds and cached.
-    """
+    """(name, text) of every documented module and topic of the standard library: 3 MB from sources in two seconds."""
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
@@ -202,7 +186,7 @@ PHRASE = 60
 """Longest paragraph in characters that may occur repeatedly."""
 
 OUTSIDE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-"""Folders of the library that are skipped; topics are imported from `pydoc_data`."""
+"""Skipped folders of the library."""
 
 LITERAL = re.compile(
     r'"""(?P<long>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""'
@@ -211,7 +195,7 @@ LITERAL = re.compile(
     r"|#(?P<comment>[^\n]*(?:\n[ \t]*#[^\n]*)*)",
     re.DOTALL,
 )
-"""Parts of a Python source that may contain quotes or hashes: long strings, short strings, runs of comments."""
+"""Long strings, short strings, and runs of comments of a Python source."""
 
 PREFIX = re.compile(r"\s*[rRuU]?")
 
@@ -235,11 +219,11 @@ def documentation(source: str) -> Iterator[str]:
 def from_npz(path: Path, seed: int = 0, length: int = 0) -> LearningTask:
     """Task of a user's arrays `x` and `y`, with `x_test` and `y_test`, or else a tenth for the test.
 
-    Floats become float32, integers int64: in x for embeddings, in y classes, one per sample. ValueError if the file is
-    no archive, or arrays are missing, of unequal lengths, not of numbers, or empty.
+    Floats become float32, integers int64: in x for embeddings, in y classes, one per sample.
     """
     held = _arrays(path)
-    names = {"x", "y"} | ({"x_test", "y_test"} & set(held) and {"x_test", "y_test"})
+    tests = {"x_test", "y_test"}
+    names = {"x", "y"} | (tests if tests & set(held) else set())
     if missing := sorted(names - set(held)):
         raise ValueError(f"{path}: {', '.join(missing)} missing; found {', '.join(sorted(held)) or 'no arrays'}")
     whole = _pair(path, held["x"], held["y"], "")
@@ -313,16 +297,9 @@ TASKS: dict[str, Callable[[int, int], LearningTask]] = {
 
 
 def load(source: str, *, seed: int = 0, length: int = 128) -> LearningTask:
-    """Task by name, or of a file: arrays for paths that end in .npz, else text.
+    """Task by name (a key of `TASKS`), or of a file: arrays for paths that end in .npz, else text.
 
-    Parameters
-    ----------
-    source : str
-        A key of `TASKS`, or a path.
-    seed : int
-        Seed of the split and of generated data.
-    length : int
-        Places of a sequence, in tasks that have sequences.
+    `seed` is that of the split and of generated data, `length` that of sequences in tasks that have them.
     """
     if source in TASKS:
         return TASKS[source](seed, length)

@@ -1,8 +1,7 @@
 """Sampler: one seeded order for all ranks, cut into global batches and micro-batches.
 
-The order of an epoch and the numbers of its micro-batches do not depend on ranks. A layout assigns the numbers
-(`contiguous`, `interleaved`), or ranks draw them as they become ready (`WorkQueue`): each step has the same samples in
-any case, each exactly once per epoch.
+Neither depends on the number of ranks. A layout assigns micro-batches by number (`contiguous`, `interleaved`), or ranks
+draw them as they become ready (`WorkQueue`).
 """
 
 from __future__ import annotations
@@ -26,23 +25,16 @@ class Dataset(Protocol):
     """Indexed samples in memory."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(x, y) of the samples at `indices`: new arrays."""
 
 
 class Batch(NamedTuple):
-    """Micro-batch.
+    """Micro-batch: samples along the first axis of x and y, and their numbers in the data set (int64).
 
-    Attributes
-    ----------
-    number : int
-        In its step, counted over all ranks: where its gradient stands in the canonical order.
-    x, y : array
-        Inputs and targets, sample by sample along the first axis.
-    samples : array of int64, shape (batch,)
-        The samples' numbers in the data set.
+    `number` counts the step's micro-batches over all ranks: the position of its gradient in the canonical order.
     """
 
     number: int
@@ -52,19 +44,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
-    """Batch (or tuple like one) with inputs and targets as arrays of `xp`.
-
-    Parameters
-    ----------
-    some : Batch or sequence of four
-    at : int
-        Which of the rank's micro-batches it is, for errors.
-
-    Raises
-    ------
-    ValueError
-        If it is something else; it says what was expected and found.
-    """
+    """Validated batch of a tuple of four, with inputs and targets as arrays of `xp`; `at` is its index, for errors."""
     parts = tuple(some) if isinstance(some, tuple | list) else ()
     if len(parts) != len(Batch._fields):
         found = f"a {type(some).__name__} of {len(parts)}" if isinstance(some, tuple | list) else type(some).__name__
@@ -86,16 +66,7 @@ def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
 
 
 class StepBatches(NamedTuple):
-    """Micro-batches of one step.
-
-    Attributes
-    ----------
-    epoch, number : int
-        Which step of which epoch, both from 0.
-    parts : tuple of arrays of int64
-        Samples of micro-batch 0, 1, ...; together the global batch, which is shorter in an epoch's last step if the
-        count does not divide, as may then be the last part.
-    """
+    """Step `number` of an epoch: samples of each micro-batch (int64). The last step and its last part may be short."""
 
     epoch: int
     number: int
@@ -113,13 +84,7 @@ class StepBatches(NamedTuple):
 
 
 class OnDemandSampler(Sequence[Batch]):
-    """Micro-batches of a step by number, made when taken: for ranks that draw their work.
-
-    Parameters
-    ----------
-    step : Step
-    data : Dataset
-    """
+    """Micro-batches of a step by number, made when taken: for ranks that draw their work."""
 
     def __init__(self, step: StepBatches, data: Dataset):
         self._step, self._data = step, data
@@ -136,8 +101,8 @@ class OnDemandSampler(Sequence[Batch]):
 class Sampler:
     """Sampler without replacement, ordered by seed and epoch, with a position that can be saved.
 
-    Equal on all ranks, without a word between them. The order comes from NumPy's `default_rng([seed, epoch])`; that of
-    the epoch in use is kept, 8 bytes a sample.
+    Equal on all ranks without communication. The order is that of NumPy's `default_rng([seed, epoch])`; one epoch's is
+    kept, 8 bytes per sample.
 
     Parameters
     ----------
@@ -146,17 +111,17 @@ class Sampler:
     global_batch : int
         Samples of a step, over all ranks.
     micro_batch : int, optional
-        Samples that go through the model at once; by default all of the step's.
+        Samples per pass through the model; default: all of the step's.
     seed : int
     shuffle : bool
-        False keeps the data set's own order, as for evaluation.
+        False keeps the data set's order.
 
     Attributes
     ----------
     epoch, step : int
-        The position: the step that comes next.
+        Position: the next step.
     steps_per_epoch : int
-        The last of them may be short. 0 if there are no samples.
+        The last may be short. 0 if there are no samples.
 
     Examples
     --------
@@ -203,12 +168,8 @@ class Sampler:
         cuts = range(0, len(chosen), self.micro_batch)
         return StepBatches(epoch, step, tuple(chosen[cut : cut + self.micro_batch] for cut in cuts))
 
-    def micro_batches(self, step: int, epoch: int | None = None) -> list[np.ndarray]:
-        """Micro-batches of one step, by default of the current epoch."""
-        return list(self.at(self.epoch if epoch is None else epoch, step).parts)
-
     def sizes(self, steps: int) -> list[tuple[int, ...]]:
-        """Samples of each micro-batch, for every kind of step in so many steps from an epoch's start.
+        """Samples of each micro-batch, for each distinct step among the first `steps` of an epoch.
 
         >>> Sampler(5, global_batch=4, micro_batch=2).sizes(3), Sampler(5, global_batch=4, micro_batch=2).sizes(1)
         ([(2, 2), (1,)], [(2, 2)])
@@ -223,10 +184,7 @@ class Sampler:
             yield self.at(epoch, step)
 
     def ahead(self) -> Iterator[StepBatches]:
-        """Endless steps from the position on, epoch after epoch; none without samples.
-
-        The position stays where it is until `done`, however far somebody who prefetches has looked ahead.
-        """
+        """Endless steps from the position on; none without samples. Only `done` moves the position."""
         epoch, start = self.epoch, self.step
         while self.count:
             yield from self.steps(epoch, start)
@@ -243,14 +201,9 @@ class Sampler:
         return {"epoch": self.epoch, "step": self.step} | self._fixed()
 
     def load(self, position: dict[str, int]) -> None:
-        """Restore a saved position.
+        """Restore a saved position; the micro-batch may differ, since it does not affect the order.
 
-        The micro-batch may differ, since it does not touch the order.
-
-        Raises
-        ------
-        ValueError
-            If the position is of another count, global batch or seed, or is none; the sampler is as before.
+        ValueError for a position of another count, global batch or seed, or none; the sampler is unchanged.
         """
         try:
             known = expect_mapping(position, "position")
@@ -294,19 +247,11 @@ def interleaved(count: int, rank: int, size: int) -> range:
 
 
 def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
-    """Items of `source`, up to `depth` of them made in advance by a thread.
+    """Items of `source`, up to `depth` of them made in advance by a thread; depth 0 uses no thread.
 
-    Exceptions of the source are raised here, in place of the item. The thread starts with the first item that is
-    asked for, and has ended when the iteration has: after the last item, an exception, Ctrl-C, or an early
-    `close` (which Python does by itself when nobody holds the iterator any more). A source that is a generator is then
-    closed as well.
-
-    Parameters
-    ----------
-    source : iterable
-        Used in the thread alone from now on, where it may not call MPI.
-    depth : int
-        0 makes every item when it is asked for, without a thread.
+    Exceptions of the source are raised here, in place of the item. The thread starts with the first item and ends with
+    the iteration: after the last item, an exception, Ctrl-C, or `close` (which Python calls when the iterator is
+    collected). A generator is then closed. The source must not call MPI, and belongs to the thread.
     """
     if depth < 0:
         raise ValueError(f"depth: expected 0 or more, found {depth}")
@@ -342,7 +287,7 @@ def _ahead(source: Iterable[Item], depth: int) -> Iterator[Item]:
 
     thread = threading.Thread(target=make, name="prefetch", daemon=True)
     thread.start()
-    atexit.register(end)  # for an iterator that is held to the end: later no thread could be waited for
+    atexit.register(end)  # for an iterator that outlives the program: threads cannot be joined later
     try:
         while True:
             item, error = made.get()

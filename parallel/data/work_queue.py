@@ -1,7 +1,7 @@
 """Shared counter from which ranks of unequal speed draw work.
 
-A draw is one `Fetch_and_op` on a window of rank 0. Within a node it needs no help of rank 0; elsewhere it may complete
-only when rank 0 next enters MPI, which it does with each draw of its own: place rank 0 on a fast node.
+A draw is one `Fetch_and_op` on a window of rank 0. Between nodes it may complete only when rank 0 next enters MPI,
+which it does with each draw of its own: place rank 0 on a fast node.
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ COUNTERS = 2
 class WorkQueue:
     """Numbers drawn by ranks, each by exactly one. Creating and freeing are collective.
 
-    Which rank gets which number depends on time. Results that belong to a number (its predictions, its gradient as a
-    leaf of a canonical tree) do not; sums that a rank makes of what it happened to draw differ in their last digits
-    from run to run. So do not use it where a run must be repeatable, unless what comes out is put in order of numbers.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks that share the work.
+    Which rank gets which number depends on timing, and so does the last digit of a sum over the numbers of a rank: for
+    repeatable results, put what belongs to a number in order of numbers.
 
     Examples
     --------
@@ -47,20 +41,10 @@ class WorkQueue:
                 self._add(0, counter, MPI.REPLACE)
 
     def draw(self, count: int) -> Iterator[int]:
-        """Numbers 0 .. count-1 in increasing order, shared by all ranks, until none is left.
+        """Numbers 0 .. count-1 in increasing order, shared by all ranks; `count` is the same on all.
 
-        To begin is collective: ranks wait for each other here, not when they run out. A rank may leave off early, and
-        the others then have what it did not draw; but what it left behind is over when the next round begins.
-
-        Parameters
-        ----------
-        count : int
-            The same on all ranks.
-
-        Raises
-        ------
-        RuntimeError
-            From an iterator of an earlier round, or of a pool that is closed.
+        Collective: ranks wait for each other at the beginning, not at the end. A rank may stop early, and the others
+        then draw the rest. RuntimeError from an iterator of an earlier round, or after `close`.
         """
         if count < 0:
             raise ValueError(f"count: expected 0 or more, found {count}")
