@@ -11,68 +11,56 @@ from quant.types import Array
 
 
 class Activation(Operator):
-    """Elementwise function."""
+    """Elementwise function of the kernels `kernel`, `<kernel>_backward` and `biased_<kernel>`; saves its input."""
+
+    kernel: str
+    vectors: int
+    """Wide temporary vectors of a pass."""
 
     def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
         """`forward` of z + bias in one pass that overwrites z: (y, saved)."""
-        raise NotImplementedError
+        return getattr(kernels, f"biased_{self.kernel}")(z, bias), z
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        return getattr(kernels, self.kernel)(x), x
+
+    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
+        return getattr(kernels, f"{self.kernel}_backward")(dy, saved)
+
+    def outline(self, x: ArraySpec) -> OperatorOutline:
+        vectors = self.vectors + 3 * (x.dtype.itemsize == 2)  # copies of half types
+        work = vectors * min(elements(x), kernels.RUN) * kernels.wide(x.dtype).itemsize
+        return OperatorOutline(ArraySpec(x.shape, x.dtype), x, 0, work)
 
 
 class ReLU(Activation):
-    """y = max(x, 0)."""
+    """y = max(x, 0); saves its result."""
+
+    kernel, vectors = "relu", 2
 
     def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
-        y = kernels.biased_relu(z, bias)
+        y, _ = super().biased(z, bias)
         return y, y
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        y = kernels.relu(x)
+        y, _ = super().forward(x, run)
         return y, y
 
-    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        return kernels.relu_backward(dy, saved)
-
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        y = ArraySpec(x.shape, x.dtype)
-        return OperatorOutline(y, y, 0, _temporaries(x, 2))
+        outline = super().outline(x)
+        return outline._replace(saved=outline.y)
 
 
 class GELU(Activation):
     """y = x Phi(x) (Hendrycks and Gimpel, 2016); with `tanh`, the approximation of GPT-2."""
 
+    vectors = 8
+
     def __init__(self, tanh: bool = False):
-        self.tanh = tanh
-
-    def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
-        return (kernels.biased_gelu_tanh if self.tanh else kernels.biased_gelu)(z, bias), z
-
-    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        return (kernels.gelu_tanh if self.tanh else kernels.gelu)(x), x
-
-    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        return (kernels.gelu_tanh_backward if self.tanh else kernels.gelu_backward)(dy, saved)
-
-    def outline(self, x: ArraySpec) -> OperatorOutline:
-        return OperatorOutline(ArraySpec(x.shape, x.dtype), x, 0, _temporaries(x, 8))
+        self.tanh, self.kernel = tanh, "gelu_tanh" if tanh else "gelu"
 
 
 class SiLU(Activation):
     """y = x / (1 + exp(-x)), also called swish (Elfwing, Uchibe and Doya, 2017)."""
 
-    def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
-        return kernels.biased_silu(z, bias), z
-
-    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        return kernels.silu(x), x
-
-    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        return kernels.silu_backward(dy, saved)
-
-    def outline(self, x: ArraySpec) -> OperatorOutline:
-        return OperatorOutline(ArraySpec(x.shape, x.dtype), x, 0, _temporaries(x, 4))
-
-
-def _temporaries(x: ArraySpec, count: int) -> int:
-    """Bytes of `count` wide temporaries of one run, with the copies of half types."""
-    count += 3 * (x.dtype.itemsize == 2)
-    return count * min(elements(x), kernels.RUN) * kernels.wide(x.dtype).itemsize
+    kernel, vectors = "silu", 4

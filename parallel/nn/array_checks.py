@@ -10,11 +10,15 @@ from parallel.nn.operator import ArraySpec, Operator
 from quant.types import Array
 
 
+def label(operator: Any) -> str:
+    """Class and name, for messages."""
+    return f"{type(operator).__name__} {getattr(operator, 'name', '')}".strip()
+
+
 def expect(holds: bool, operator: Any, expected: str, x: Any) -> None:
-    """Raise a ValueError that names the operator, the expectation and the array found, unless `holds`."""
+    """Raise a ValueError with the operator, the expectation and the array found, unless `holds`."""
     if not holds:
-        name = f"{type(operator).__name__} {operator.name}".strip()
-        raise ValueError(f"{name}: expected {expected}, found shape {tuple(x.shape)} of {x.dtype}")
+        raise ValueError(f"{label(operator)}: expected {expected}, found shape {tuple(x.shape)} of {x.dtype}")
 
 
 def expect_last(operator: Any, x: Any, size: int) -> None:
@@ -25,8 +29,7 @@ def expect_last(operator: Any, x: Any, size: int) -> None:
 def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
     """Require all `numbers` to be below `limit`."""
     if numbers.size and (largest := int(numbers.max())) >= limit:
-        name = f"{type(operator).__name__} {operator.name}".strip()
-        raise ValueError(f"{name}: {what} {largest} is not below {limit}")
+        raise ValueError(f"{label(operator)}: {what} {largest} is not below {limit}")
 
 
 def type_after(unit: Operator, x: Array) -> np.dtype | None:
@@ -37,11 +40,10 @@ def type_after(unit: Operator, x: Array) -> np.dtype | None:
 
 
 def expect_type(operator: Any, what: str, found: Any, dtype: np.dtype | None) -> None:
-    """Raise a TypeError that names the operator if a result or gradient has another dtype; integers are accepted."""
+    """Raise a TypeError if a result or gradient has another dtype; integers are accepted."""
     if dtype is None or found.dtype == dtype or found.dtype.kind in "iub":
         return
-    name = f"{type(operator).__name__} {getattr(operator, 'name', '')}".strip()
-    raise TypeError(f"{name}: expected a {what} of {dtype}, found one of {found.dtype}")
+    raise TypeError(f"{label(operator)}: expected a {what} of {dtype}, found one of {found.dtype}")
 
 
 def named(error: Exception, loss: Any = None) -> Exception:
@@ -50,8 +52,7 @@ def named(error: Exception, loss: Any = None) -> Exception:
     while trace is not None:
         inner = trace.tb_frame.f_locals.get("self")
         if isinstance(inner, Operator) or (loss is not None and inner is loss):
-            name = f"{type(inner).__name__} {getattr(inner, 'name', '')}".strip()
-            place = f"in the {trace.tb_frame.f_code.co_name} of {name}"
+            place = f"in the {trace.tb_frame.f_code.co_name} of {label(inner)}"
         trace = trace.tb_next
     if place and place.rpartition(" of ")[2] not in str(error):
         error.add_note(place)

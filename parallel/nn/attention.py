@@ -20,12 +20,8 @@ QUERIES = 64
 class CausalAttention(Operator):
     """y = softmax(q k^T / sqrt(head width)) v over the keys up to the query's position, for each head.
 
-    No parameters. The input has queries, keys and values side by side, as one `Linear` makes them, and in each the
-    heads side by side (Vaswani et al., "Attention Is All You Need", 2017).
-
-    Parameters
-    ----------
-    heads : int
+    The input has queries, keys and values side by side, and in each the `heads` side by side (Vaswani et al.,
+    "Attention Is All You Need", 2017). No parameters.
     """
 
     def __init__(self, heads: int):
@@ -45,24 +41,24 @@ class CausalAttention(Operator):
         xp = kernels.array_namespace(x)
         q, k, v = self._heads(x, 3)
         y = xp.empty((*x.shape[:2], x.shape[2] // 3), x.dtype)
-        result, scale, kept = self._heads(y, 1)[0], _scale(q), []
+        result, scale, probabilities = self._heads(y, 1)[0], _scale(q), []
         for first, last in _blocks(x.shape[1]):
             scores = xp.empty((*q.shape[:2], last - first, last), kernels.wide(x.dtype))
             kernels.matmul(q[:, :, first:last], k[:, :, :last].swapaxes(2, 3), out=scores)
             p = kernels.narrow(kernels.causal_softmax(scores, scale, first), x.dtype)
             kernels.matmul(p, v[:, :, :last], out=result[:, :, first:last])
-            kept.append(p)
-        return y, (x, tuple(kept))
+            probabilities.append(p)
+        return y, (x, tuple(probabilities))
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         """Gradients from the last block, which attends to all keys, to the first."""
-        x, kept = saved
+        x, probabilities = saved
         xp = kernels.array_namespace(x)
         q, k, v = self._heads(x, 3)
         upper, scale, dtype = self._heads(dy, 1)[0], _scale(q), kernels.wide(x.dtype)
         gradient = xp.empty(x.shape, dtype)
         dq, dk, dv = self._heads(gradient, 3)
-        for (first, last), p in reversed(list(zip(_blocks(x.shape[1]), kept))):
+        for (first, last), p in reversed(list(zip(_blocks(x.shape[1]), probabilities))):
             dp = xp.empty(p.shape, dtype)
             kernels.matmul(upper[:, :, first:last], v[:, :, :last].swapaxes(2, 3), out=dp)
             ds = kernels.narrow(kernels.softmax_backward(dp, kernels.widen(p), scale), x.dtype)
@@ -101,17 +97,10 @@ def _scale(q: Array) -> float:
 
 
 def self_attention(width: int, heads: int, *, init: Init | None = None, init_out: Init | None = None) -> Sequential:
-    """Projection to queries, keys and values, causal attention, output projection.
+    """Projection to queries, keys and values, causal attention, output projection; `width` is a multiple of `heads`.
 
-    Maps shape (batch, length, width) to the same shape.
-
-    Parameters
-    ----------
-    width : int
-        A multiple of `heads`.
-    heads : int
-    init, init_out : callable, optional
-        Initial weights of the first and the last projection.
+    Maps shape (batch, length, width) to the same shape. `init` and `init_out` are the initial weights of the
+    projections.
     """
     if heads < 1 or width % heads:
         raise ValueError(f"self_attention: expected a width that is a multiple of the heads, found {width} and {heads}")

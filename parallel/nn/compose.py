@@ -24,13 +24,13 @@ class Sequential(Operator):
         saved: list[Any] = []
         while (at := len(saved)) < len(self.items):
             after = self.items[at + 1] if at + 1 < len(self.items) else None
-            x, kept = self.items[at].onward(x, run, after)
-            saved += kept
+            x, values = self.items[at].onward(x, run, after)
+            saved += values
         return x, tuple(saved)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        for item, kept in zip(reversed(self.items), reversed(saved)):
-            dy = item.backward(dy, kept, grads)
+        for item, values in zip(reversed(self.items), reversed(saved)):
+            dy = item.backward(dy, values, grads)
         return dy
 
     def outline(self, x: ArraySpec) -> OperatorOutline:

@@ -25,12 +25,6 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def _positions(x: Any, window: tuple[int, int], stride: int, padding: int) -> tuple[int, int]:
-    """Window positions down and across the images x."""
-    down, across = (kernels.positions(length, size, stride, padding) for length, size in zip(x.shape[2:], window))
-    return down, across
-
-
 class Conv2d(Operator):
     """Two-dimensional convolution (cross-correlation) with bias.
 
@@ -39,19 +33,13 @@ class Conv2d(Operator):
     inputs, outputs : int
         Channels.
     window : int or (rows, columns)
-    stride : int
-    padding : int
-        Zeros around each image.
+    stride, padding : int
+        Step between windows; zeros around each image.
     bias : bool
     init : callable, optional
-        First values of the kernels, by default normal with variance 1 / elements of a kernel. Those of the bias are 0.
+        Initial kernels, by default normal with variance 1 / elements of a kernel. The bias starts at 0.
     first : bool
-        Nothing that learns stands before it: backward gives None in place of dx.
-
-    Attributes
-    ----------
-    weight : Parameter of shape (outputs, inputs, rows, columns)
-    bias : Parameter of shape (outputs,), or None
+        True if no operator before it has parameters: backward returns None in place of dx.
     """
 
     def __init__(
@@ -76,7 +64,7 @@ class Conv2d(Operator):
         """Window positions, after a check of the array."""
         fits = len(x.shape) == 4 and x.shape[1] == self.inputs
         expect(fits, self, f"an array of shape (batch, {self.inputs}, height, width)", x)
-        over = _positions(x, self.window, self.stride, self.padding)
+        over = kernels.positions(x.shape, self.window, self.stride, self.padding)
         expect(min(over) > 0, self, f"images that hold a window of {self.window}", x)
         return over
 
@@ -117,14 +105,7 @@ class Conv2d(Operator):
 
 
 class _Pool2d(Operator):
-    """Base of both kinds of pooling.
-
-    Parameters
-    ----------
-    window : int or (rows, columns)
-    stride : int, optional
-        By default the window's rows, so that windows meet without overlap.
-    """
+    """Pooling over windows; `window` is int or (rows, columns), `stride` defaults to its rows."""
 
     def __init__(self, window: int | tuple[int, int], stride: int | None = None):
         self.window = _pair(window)
@@ -132,7 +113,7 @@ class _Pool2d(Operator):
 
     def _over(self, x: Any) -> tuple[int, int]:
         expect(len(x.shape) == 4, self, "an array of shape (batch, channels, height, width)", x)
-        over = _positions(x, self.window, self.stride, 0)
+        over = kernels.positions(x.shape, self.window, self.stride, 0)
         expect(min(over) > 0, self, f"images that hold a window of {self.window}", x)
         return over
 
@@ -140,7 +121,7 @@ class _Pool2d(Operator):
 class MaxPool2d(_Pool2d):
     """Largest element of each window; incomplete windows at the right and lower edge are dropped.
 
-    `window` is int or (rows, columns); `stride` defaults to the window's rows.
+    `window` is int or (rows, columns); `stride` defaults to its rows.
     """
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
@@ -163,7 +144,7 @@ class MaxPool2d(_Pool2d):
 class AvgPool2d(_Pool2d):
     """Mean of each window; incomplete windows at the right and lower edge are dropped.
 
-    `window` is int or (rows, columns); `stride` defaults to the window's rows.
+    `window` is int or (rows, columns); `stride` defaults to its rows.
     """
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:

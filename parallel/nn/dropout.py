@@ -12,15 +12,10 @@ from quant.types import Array
 
 
 class Dropout(Operator):
-    """y = x / (1 - rate) with each element set to 0 with probability `rate`, in training; else x.
+    """In training y = x / (1 - rate), with each element set to 0 with probability `rate` (0 <= rate < 1); else y = x.
 
-    Which elements are dropped follows from the run's seed and step, the operator's name, the sample's number and the
-    place of the element in the sample, by counter-based random numbers.
-
-    Parameters
-    ----------
-    rate : float
-        From 0 to below 1.
+    Counter-based random numbers: the mask depends only on the run's seed and step, the operator's name, the sample's
+    number and the element.
     """
 
     def __init__(self, rate: float):

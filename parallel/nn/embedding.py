@@ -14,15 +14,7 @@ from quant.types import Array
 class Embedding(Operator):
     """Rows of a table, selected by token ids.
 
-    Parameters
-    ----------
-    vocabulary, width : int
-    init : callable, optional
-        First values of the table, by default normal with deviation 0.02.
-
-    Attributes
-    ----------
-    weight : Parameter of shape (vocabulary, width)
+    `weight`, of shape (vocabulary, width), starts with `init`, by default normal with deviation 0.02.
     """
 
     def __init__(self, vocabulary: int, width: int, *, init: Init | None = None):
@@ -76,19 +68,9 @@ class Unembedding(Operator):
 
 
 class PositionEmbedding(Operator):
-    """y = x + a learned vector for each position.
+    """y = x + a learned vector for each position, of sequences up to `context`.
 
-    Parameters
-    ----------
-    context : int
-        The longest sequence.
-    width : int
-    init : callable, optional
-        First values of the table, by default normal with deviation 0.02.
-
-    Attributes
-    ----------
-    weight : Parameter of shape (context, width)
+    `weight`, of shape (context, width), starts with `init`, by default normal with deviation 0.02.
     """
 
     def __init__(self, context: int, width: int, *, init: Init | None = None):

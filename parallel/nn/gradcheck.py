@@ -30,36 +30,29 @@ def check(
     elements: int = 5,
     seed: int = 0,
 ) -> float:
-    """Check an operator's gradients at the point `x`, with random parameters.
+    """Check an operator's gradients at the point `x`, with random parameters, and its other obligations.
 
-    The gradients of sum(y r), with r random, by x and by every parameter are compared with central differences along
-    random directions and by single elements. Besides: `forward` twice gives the same bits, neither pass writes into
-    x, dy or what was saved, `outline` foretells the result and the bytes that are saved, and every gradient is written
-    into the array that the sink gives, once for each time that the tree holds its parameter.
+    Gradients of sum(y r), with r random, are compared with central differences along random directions and by single
+    elements. `forward` must be repeatable, neither pass may write into x, dy or saved values, `outline` must predict
+    the result and the saved bytes, and each gradient must be written into the sink's array, once per use of its
+    parameter.
 
     Parameters
     ----------
     operator : Operator
-        Its parameters are named, and get new values of float64.
+        Its parameters are named, and get new float64 values.
     x : array of float64, or of integers (which have no gradient)
     run : PassMode, optional
-        By default in training, with samples 0, 1, ...
+        Default: training, with samples 0, 1, ...
     tolerance : float
-        Largest difference allowed, relative to the larger of 1 and the derivative.
+        Largest difference, relative to the larger of 1 and the derivative.
     directions, elements : int
-        How many of each, for x and for each parameter.
-    seed : int
-        Seed of all random values.
+        Number of each, for x and for each parameter.
 
     Returns
     -------
     float
-        The largest difference found, measured in the same way.
-
-    Raises
-    ------
-    Mismatch
-        Naming the parameter, the place, what was expected and what was found.
+        Largest difference found, in the same measure. GradientMismatch if it is above `tolerance`.
 
     Examples
     --------
@@ -88,25 +81,8 @@ def check(
 def check_loss(
     loss: Loss, y: np.ndarray, targets: np.ndarray, *, tolerance: float = 1e-6, scale: float = 0.5, seed: int = 0
 ) -> float:
-    """Check a loss: the gradient of `scale` times its sum with respect to y.
-
-    Parameters
-    ----------
-    loss : Loss
-    y : array of float64
-    targets : array
-    tolerance : float
-    scale : float
-    seed : int
-
-    Returns
-    -------
-    float
-        The largest difference found.
-
-    Raises
-    ------
-    Mismatch
+    """Check a loss like `check`: the gradient of `scale` times its sum with respect to y. Returns the largest
+    difference.
     """
     y = np.array(y)
     sum_, saved = loss.forward(y, targets)
@@ -126,7 +102,7 @@ def _contract(operator: Operator, x: np.ndarray, run: PassMode, random: np.rando
     outline = operator.outline(spec)
     y, saved = operator.forward(x, run)
     if (y.shape, y.dtype) != outline.y:
-        raise GradientMismatch(f"outline: foretold a result {tuple(outline.y)}, found {(y.shape, y.dtype)}")
+        raise GradientMismatch(f"outline: expected a result {tuple(outline.y)}, found {(y.shape, y.dtype)}")
     _same_bytes(outline.saved, saved)
     if not np.may_share_memory(x, y):  # a view of x is new to the outline, and costs nothing
         _same_bytes((outline.saved, outline.y), (saved, y))
@@ -175,15 +151,14 @@ def _compare(
         return 0.0
     worst, original = 0.0, point.copy()
     units = random.choice(point.size, min(elements, point.size), replace=False)
-    for number in range(directions + len(units)):
-        flat = np.zeros(point.size)
-        if number < directions:
-            flat[:] = random.standard_normal(point.size) / np.sqrt(point.size)
-            place = f"along direction {number}"
-        else:
-            unit = int(units[number - directions])
-            flat[unit] = 1
-            place = f"by element {tuple(map(int, np.unravel_index(unit, point.shape)))}"
+    probes = [
+        (f"along direction {number}", random.standard_normal(point.size) / np.sqrt(point.size))
+        for number in range(directions)
+    ]
+    for unit in units:
+        place = f"by element {tuple(map(int, np.unravel_index(unit, point.shape)))}"
+        probes.append((place, np.eye(1, point.size, unit)[0]))
+    for place, flat in probes:
         direction = flat.reshape(point.shape)
         values = []
         for sign in (1, -1):
@@ -208,12 +183,12 @@ def _copies(values: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(array, array.copy()) for array in arrays_of(values).values()]
 
 
-def _unchanged(before: list[tuple[np.ndarray, np.ndarray]], name: str, what: str) -> None:
+def _unchanged(before: list[tuple[np.ndarray, np.ndarray]], method: str, what: str) -> None:
     if not all(np.array_equal(array, copy, equal_nan=array.dtype.kind == "f") for array, copy in before):
-        raise GradientMismatch(f"{name} wrote into {what}")
+        raise GradientMismatch(f"{method} wrote into {what}")
 
 
 def _same_bytes(outline: Any, saved: Any) -> None:
-    foretold, found = nbytes_of(outline), nbytes_of(saved)
-    if foretold != found:
-        raise GradientMismatch(f"outline: foretold {foretold} bytes saved, found {found}")
+    expected, found = nbytes_of(outline), nbytes_of(saved)
+    if expected != found:
+        raise GradientMismatch(f"outline: expected {expected} bytes saved, found {found}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
+from parallel.nn.array_checks import label
 from parallel.nn.operator import GradientSink, Operator, Parameter
 from quant.types import Array
 
@@ -16,18 +17,9 @@ class GradientNotWritten(TypeError):
 
 
 def checked(operator: Operator, sink: GradientSink) -> GradientSink:
-    """Sink that raises an error for gradients that are returned instead of written.
+    """Sink that raises `GradientNotWritten` if ``compute(out)`` returns numbers outside of `out`.
 
-    Parameters
-    ----------
-    operator : Operator
-        Named in errors: it, or the operator below it that holds the parameter.
-    sink : callable (parameter, compute)
-
-    Raises
-    ------
-    NotWritten
-        Out of ``compute(out)``, if it returns an array or a number that is neither `out` nor a view of it.
+    The error names the operator at or below `operator` that holds the parameter.
     """
 
     def take(parameter: Parameter, compute: Callable[[Array], object]) -> None:
@@ -48,7 +40,7 @@ def holders_of(operator: Operator, parameter: Parameter) -> str:
     """Class and name of the operators that hold a parameter; of the root if none does."""
     operators = [operator, *(value for _, value in operator.walk() if isinstance(value, Operator))]
     held = [one for one in operators if any(value is parameter for _, value in one.members())]
-    return " or ".join(dict.fromkeys(f"{type(one).__name__} {one.name}".strip() for one in held or [operator]))
+    return " or ".join(dict.fromkeys(label(one) for one in held or [operator]))
 
 
 def _strays(returned: Any, out: Array) -> bool:

@@ -34,14 +34,9 @@ class Linear(Operator):
     inputs, outputs : int
     bias : bool
     init : callable, optional
-        First values of W, by default normal with variance 1 / inputs. Those of b are 0.
+        Initial W, by default normal with variance 1 / inputs. b starts at 0.
     first : bool
-        Nothing that learns stands before it: backward gives None in place of dx, and saves a product.
-
-    Attributes
-    ----------
-    weight : Parameter of shape (inputs, outputs)
-    bias : Parameter of shape (outputs,), or None
+        True if no operator before it has parameters: backward returns None in place of dx, which saves a product.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: Init | None = None, first: bool = False):
@@ -60,13 +55,13 @@ class Linear(Operator):
 
     def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
         """Fuses the bias with an activation after it."""
-        own = type(self).forward is Linear.forward  # a subclass may do something else
+        own = type(self).forward is Linear.forward  # not overridden
         if self.bias is None or not isinstance(after, Activation) or not own:
             return super().onward(x, run, after)
         expect_last(self, x, self.inputs)
         z = kernels.matmul(x.reshape(-1, self.inputs), self.weight.data)
-        y, kept = after.biased(z.reshape(*x.shape[:-1], self.outputs), self.bias.data)
-        return y, (x, kept)
+        y, saved = after.biased(z.reshape(*x.shape[:-1], self.outputs), self.bias.data)
+        return y, (x, saved)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         rows, upper = saved.reshape(-1, self.inputs), dy.reshape(-1, self.outputs)

@@ -22,21 +22,18 @@ from parallel.nn.operator import Operator, normal
 
 
 def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False) -> Sequential:
-    """Multilayer perceptron with ReLU; samples are flattened first.
+    """Multilayer perceptron with ReLU, a unit per linear map; samples are flattened first.
+
+    Weights start normal, with variance 2 / inputs before a ReLU (He et al., 2015).
 
     Parameters
     ----------
     widths : sequence of int
-        Elements of a sample, then of each hidden layer, then classes: at least two.
+        Elements of a sample, of each hidden layer, and classes: at least two.
     dropout : float
         After each ReLU.
     recompute : bool
-        Keep no values within hidden layers.
-
-    Returns
-    -------
-    Sequential
-        A unit for each linear map. Weights begin normal, with variance 2 / inputs before a ReLU (He et al., 2015).
+        Recompute the hidden layers' values in the backward pass.
     """
     if len(widths) < 2:
         raise ValueError(f"mlp: expected at least two widths, found {list(widths)}")
@@ -57,7 +54,7 @@ def convnet(
     dropout: float = 0.0,
     recompute: bool = False,
 ) -> Sequential:
-    """3 x 3 convolutions with ReLU and pooling to half the height and width, then a linear map.
+    """3 x 3 convolutions with ReLU and pooling to half the height and width, a unit each, then a linear map.
 
     Parameters
     ----------
@@ -65,16 +62,11 @@ def convnet(
         Shape of a sample.
     classes : int
     channels : sequence of int
-        Channels of each convolution's result.
+        Channels after each convolution.
     dropout : float
         Before the linear map.
     recompute : bool
-        Keep no values within the convolutions' units.
-
-    Returns
-    -------
-    Sequential
-        A unit for each convolution, and one for the linear map.
+        Recompute the convolutions' units in the backward pass.
     """
     units: list[Operator] = []
     before, height, width = shape
@@ -100,6 +92,10 @@ def transformer(
 ) -> Sequential:
     """Decoder in the style of GPT-2: pre-norm, GELU, learned positions, tied output embedding.
 
+    Maps tokens (batch, length) to scores (batch, length, vocabulary). Units: the embedding, each block, the head.
+    Weights start normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2 layers) (Radford
+    et al., "Language Models are Unsupervised Multitask Learners", 2019).
+
     Parameters
     ----------
     vocabulary, context : int
@@ -109,14 +105,7 @@ def transformer(
     dropout : float
         After the embedding, the attention and the feed-forward part of each block.
     recompute : bool
-        Keep only the input of each block.
-
-    Returns
-    -------
-    Sequential
-        From tokens (batch, length) to scores (batch, length, vocabulary). Units: the embedding, each block, the head.
-        Weights begin normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2 layers)
-        (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
+        Keep only the input of each block, and recompute the block in the backward pass.
     """
     init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
     embedding = Embedding(vocabulary, width, init=init)
@@ -204,17 +193,13 @@ def build(
     Parameters
     ----------
     name : str
+        ValueError for an unknown name or size.
     shape : tuple of int
-        Shape of one sample: any for mlp, (channels, height, width) for convnet, (length,) for gpt.
+        Shape of a sample: any for mlp, (channels, height, width) for convnet, (length,) for gpt.
     classes : int
         For gpt: the vocabulary.
     dropout : float
     recompute : bool
-
-    Raises
-    ------
-    ValueError
-        For a name, a size or a shape that there is no model for.
 
     Examples
     --------

@@ -20,16 +20,8 @@ def _work(x: ArraySpec) -> int:
 
 
 class LayerNorm(Operator):
-    """y = (x - mean) / sqrt(variance + eps) gain + bias over the last axis (Ba, Kiros and Hinton, 2016).
-
-    Parameters
-    ----------
-    width : int
-    eps : float
-
-    Attributes
-    ----------
-    gain, bias : Parameter of shape (width,)
+    """y = (x - mean) / sqrt(variance + eps) gain + bias over the last axis, of size `width` (Ba, Kiros and Hinton,
+    2016).
     """
 
     def __init__(self, width: int, eps: float = 1e-5):
@@ -57,17 +49,7 @@ class LayerNorm(Operator):
 
 
 class RMSNorm(Operator):
-    """y = x / sqrt(mean of x^2 + eps) gain over the last axis (Zhang and Sennrich, 2019).
-
-    Parameters
-    ----------
-    width : int
-    eps : float
-
-    Attributes
-    ----------
-    gain : Parameter of shape (width,)
-    """
+    """y = x / sqrt(mean of x^2 + eps) gain over the last axis, of size `width` (Zhang and Sennrich, 2019)."""
 
     def __init__(self, width: int, eps: float = 1e-5):
         self.width, self.eps = width, eps

@@ -1,9 +1,9 @@
 """Interface of operators: parameters, forward pass, backward pass, and the outline of both.
 
-`forward` returns its result and a plain value with everything `backward` needs (no tape), so any number of
-micro-batches may be active at once and recomputation is a small wrapper. `backward` does not store parameters'
-gradients: it passes each to a *sink* as a function that computes it; the sink decides when and into which memory. The
-kinds of data parallelism differ in the sink alone.
+`forward` returns its result and everything `backward` needs (there is no tape), so any number of micro-batches may be
+active at once, and recomputation is a small wrapper. `backward` passes each parameter's gradient to a *sink*, as a
+function that computes it; the sink decides when and into which memory. Kinds of data parallelism differ in the sink
+only.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Parameter:
     ----------
     shape : tuple of int
     init : callable (random generator, shape) -> array
-        Initial values. The generator is seeded with the parameter's name, so they are independent of layout and model.
+        Initial values. The generator is seeded with the parameter's name: they do not depend on layout or model.
     decay : bool
         True if weight decay applies; usually False for biases and gains.
 
     Attributes
     ----------
     name : str
-        Set by `name_all`: the path of attributes and numbers from the model, such as ``"3.mlp.0.weight"``.
+        Set by `name_all`: path of attributes and numbers from the model, such as ``"3.mlp.0.weight"``.
     uses : int
-        Occurrences in the model's tree, normally the number of gradients per backward pass; 2 for tied embeddings.
+        Occurrences in the model's tree, normally gradients per backward pass; 2 for tied embeddings.
     dtype : dtype
         Storage dtype of the current or last values; float32 before the first.
     """
@@ -75,7 +75,6 @@ class Parameter:
 
     @data.setter
     def data(self, values: Array) -> None:
-        """Values: an array of `shape`."""
         if values is not None and values.shape != self.shape:
             raise ValueError(f"parameter {self.name}: expected an array of shape {self.shape}, found {values.shape}")
         self._data = values
@@ -101,15 +100,9 @@ def constant(value: float) -> Callable[[np.random.Generator, tuple[int, ...]], n
 class PassMode:
     """Kind of a pass through the model.
 
-    Attributes
-    ----------
-    training : bool
-        True if dropout is active.
-    seed, step : int
-        With a sample's number and the operator's name, the key of random operators, so that results do not depend on
-        rank, micro-batch or order.
-    samples : array of int64, shape (batch,)
-        Number of each sample in the data set or stream.
+    `training` enables dropout. Random operators are keyed by `seed`, `step`, the operator's name and the sample's
+    number in the data set (`samples`, one per sample of the batch), so results do not depend on rank, micro-batch or
+    order.
     """
 
     training: bool = True
@@ -148,7 +141,7 @@ class OperatorOutline(NamedTuple):
     y : ArraySpec
         Result.
     saved : nested tuples of ArraySpec (and other values)
-        Outline of what `forward` saves. An input saved as it is appears as its own spec, so shared arrays count once.
+        What `forward` saves. A saved input appears as its own spec, so that shared arrays count once.
     flops : int
         Multiplications and additions of the forward pass's matrix products and convolutions.
     work : int
@@ -175,10 +168,9 @@ class Operator:
         raise NotImplementedError
 
     def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
-        """`forward` with `saved` in a tuple; or the fused forward pass of this and the next operator (a tuple of
-        two).
+        """`forward` with `saved` in a tuple, or the fused forward pass of this and the next operator: a tuple of two.
 
-        Saved values equal those of separate passes, so `backward` is the same for both.
+        Saved values equal those of separate passes.
         """
         y, saved = self.forward(x, run)
         return y, (saved,)
@@ -221,10 +213,7 @@ class Operator:
 def name_all(model: Operator) -> list[Parameter]:
     """Name every operator and parameter by its first path in the tree, count uses, and return the parameters.
 
-    Raises
-    ------
-    ValueError
-        If an operator holds others, or parameters, where the tree does not have them: in a dictionary, say.
+    ValueError if an operator holds others, or parameters, outside of the tree, as in a dictionary.
     """
     _expect_in_tree(model)
     for parameter in model.parameters():

@@ -10,12 +10,11 @@ _LARGE = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Make the C library keep freed memory, for the whole process; True if supported.
+    """Make the C library keep freed memory, for the whole process; True if supported (glibc's mallopt(3)).
 
-    Large arrays are otherwise mapped anew each time they are made, and every page of theirs costs a fault and is
-    cleared by the system: a product of 1024 x 256 and 256 x 1024 numbers takes a quarter less time without. A step of
-    training makes the same arrays over and over, so that what is kept is what the step needs at its worst moment. To be
-    called once, by the program, before it trains. Only glibc is asked (mallopt(3)); elsewhere nothing changes.
+    Otherwise large arrays are mapped anew each time, at the cost of a fault per page: a product of 1024 x 256 and 256 x
+    1024 elements takes a quarter longer. A training step allocates the same arrays repeatedly, so the peak of a step is
+    kept. For programs, once before training.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -47,7 +47,7 @@ def _windows(conv: Conv2d, x: Array) -> Array:
 
 
 def _images(conv: Conv2d, x: Array, y: Array) -> Array:
-    over = (kernels.positions(n, size, conv.stride, conv.padding) for n, size in zip(x.shape[2:], conv.window))
+    over = kernels.positions(x.shape, conv.window, conv.stride, conv.padding)
     return np.ascontiguousarray(y.reshape(len(x), *over, conv.outputs).transpose(0, 3, 1, 2))
 
 

@@ -1,8 +1,7 @@
 """Kernels of operators, each in the fastest form available for its arrays.
 
-`reference_*` modules define the results. `compiled_kernels` (numba) has functions of the same names for calls whose
-arrays are all C-contiguous host arrays of float32 (indices and flags: int64, uint8, bool). `fused` has elementwise
-chains as single CuPy kernels.
+`reference_*` modules define the results. `compiled_kernels` (numba) has the same names, for C-contiguous host arrays of
+float32 (indices and flags: int64, uint8, bool); `fused` has elementwise chains as single CuPy kernels.
 """
 
 from __future__ import annotations
@@ -15,18 +14,12 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from parallel.nn.kernels import fused, philox, reference_kernels
-from parallel.nn.kernels.storage import (
-    BFLOAT16,
-    BOOL,
-    FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    array_namespace,
-    narrow,
-    smallest_type,
-    wide,
-    widen,
-)
+from parallel.nn.kernels.storage import BOOL as BOOL
+from parallel.nn.kernels.storage import array_namespace as array_namespace
+from parallel.nn.kernels.storage import narrow as narrow
+from parallel.nn.kernels.storage import smallest_type as smallest_type
+from parallel.nn.kernels.storage import wide as wide
+from parallel.nn.kernels.storage import widen as widen
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -102,53 +95,3 @@ keep = _fastest(philox.keep)
 key_of = philox.key_of
 RUN = reference_kernels.RUN
 positions = reference_kernels.positions
-
-__all__ = [
-    "BFLOAT16",
-    "BOOL",
-    "FLOAT16",
-    "FLOAT32",
-    "FLOAT64",
-    "RUN",
-    "affine",
-    "array_namespace",
-    "avg_pool",
-    "avg_pool_backward",
-    "biased_gelu",
-    "biased_gelu_tanh",
-    "biased_relu",
-    "biased_silu",
-    "causal_softmax",
-    "col2im",
-    "embedding_gradient",
-    "gelu",
-    "gelu_backward",
-    "gelu_tanh",
-    "gelu_tanh_backward",
-    "im2col",
-    "keep",
-    "key_of",
-    "layer_norm",
-    "layer_norm_backward",
-    "masked",
-    "matmul",
-    "max_pool",
-    "max_pool_backward",
-    "narrow",
-    "positions",
-    "relu",
-    "relu_backward",
-    "rms_norm",
-    "rms_norm_backward",
-    "silu",
-    "silu_backward",
-    "smallest_type",
-    "softmax_backward",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_backward",
-    "squared_error",
-    "squared_error_backward",
-    "sum_rows",
-    "wide",
-    "widen",
-]

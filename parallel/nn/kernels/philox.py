@@ -1,4 +1,4 @@
-"""Random numbers by counting: what is drawn is a function of a key and a counter, and needs no state.
+"""Counter-based random numbers: functions of a key and a counter, without state.
 
 Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 """
@@ -27,18 +27,7 @@ def key_of(seed: int, step: int, name: str) -> tuple[int, int]:
 
 
 def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:
-    """Four 32-bit words from a counter of four and a key of two: ten rounds.
-
-    Parameters
-    ----------
-    counter : four arrays of uint64, below 2^32
-        They are broadcast against each other.
-    key : two int below 2^32
-
-    Returns
-    -------
-    four arrays of uint64, below 2^32
-    """
+    """Ten rounds: four 32-bit words from a counter of four (uint64 arrays, broadcast) and a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -49,22 +38,10 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
 
 
 def keep(samples: Array, elements: int, rate: float, key: tuple[int, int]) -> Array:
-    """Dropout mask of samples: each element is dropped with probability `rate`.
+    """Dropout mask of shape (batch, elements), bool: each element is dropped with probability `rate`.
 
-    Parameters
-    ----------
-    samples : array of int64, shape (batch,)
-        Numbers of samples. Element e of sample s hangs on s, e, `rate` and `key`, and on nothing else.
-    elements : int
-        Elements per sample, below 2^34.
-    rate : float
-        From 0 to below 1, taken to a multiple of 2^-32.
-    key : two int
-        As `key_of` makes it.
-
-    Returns
-    -------
-    array of bool, shape (batch, elements)
+    Element e < 2^34 of the sample with number s (int64) depends only on s, e, `rate`, rounded to a multiple of 2^-32,
+    and `key`.
     """
     xp = array_namespace(samples)
     sample = samples.astype(xp.uint64)[:, None]

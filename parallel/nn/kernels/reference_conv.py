@@ -24,13 +24,14 @@ def _places(window: tuple[int, int], stride: int, over: tuple[int, int]) -> list
     ]
 
 
-def positions(length: int, window: int, stride: int, padding: int) -> int:
-    """Number of window positions along an axis.
+def positions(shape: tuple[int, ...], window: tuple[int, int], stride: int, padding: int) -> tuple[int, int]:
+    """Window positions down and across images of shape (..., height, width).
 
-    >>> positions(8, 3, 1, 1)
-    8
+    >>> positions((8, 9), (3, 3), 1, 1)
+    (8, 9)
     """
-    return max((length + 2 * padding - window) // stride + 1, 0)
+    down, across = (max((n + 2 * padding - size) // stride + 1, 0) for n, size in zip(shape[-2:], window))
+    return down, across
 
 
 def im2col(x: Array, window: tuple[int, int], stride: int, padding: int) -> Array:
@@ -39,8 +40,8 @@ def im2col(x: Array, window: tuple[int, int], stride: int, padding: int) -> Arra
     x has shape (batch, channels, height, width), `window` is (rows, columns).
     """
     xp = array_namespace(x)
-    batch, channels, height, width = x.shape
-    over = positions(height, window[0], stride, padding), positions(width, window[1], stride, padding)
+    batch, channels = x.shape[:2]
+    over = positions(x.shape, window, stride, padding)
     source = _padded(x, padding).swapaxes(0, 1)
     columns = xp.empty((channels, window[0] * window[1], batch, *over), x.dtype)
     for number, (rows, cols) in enumerate(_places(window, stride, over)):
@@ -52,7 +53,7 @@ def col2im(columns: Array, shape: tuple[int, ...], window: tuple[int, int], stri
     """Adjoint of `im2col`: sums of columns into an image of shape (batch, channels, height, width)."""
     xp = array_namespace(columns)
     batch, channels, height, width = shape
-    over = positions(height, window[0], stride, padding), positions(width, window[1], stride, padding)
+    over = positions(shape, window, stride, padding)
     source = widen(columns).reshape(channels, window[0] * window[1], batch, *over)
     image = xp.zeros((batch, channels, height + 2 * padding, width + 2 * padding), source.dtype)
     for number, (rows, cols) in enumerate(_places(window, stride, over)):
@@ -68,7 +69,7 @@ def max_pool(x: Array, window: tuple[int, int], stride: int) -> tuple[Array, Arr
     windows.
     """
     xp = array_namespace(x)
-    over = positions(x.shape[2], window[0], stride, 0), positions(x.shape[3], window[1], stride, 0)
+    over = positions(x.shape, window, stride, 0)
     places = _places(window, stride, over)
     y = x[:, :, places[0][0], places[0][1]].copy()
     which = xp.zeros(y.shape, smallest_type(len(places) - 1))
@@ -91,7 +92,7 @@ def max_pool_backward(dy: Array, which: Array, shape: tuple[int, ...], window: t
 
 def avg_pool(x: Array, window: tuple[int, int], stride: int) -> Array:
     """Mean of the elements of each window position; x (batch, channels, height, width)."""
-    over = positions(x.shape[2], window[0], stride, 0), positions(x.shape[3], window[1], stride, 0)
+    over = positions(x.shape, window, stride, 0)
     wider = widen(x)
     y = array_namespace(x).zeros((*x.shape[:2], *over), wider.dtype)
     for rows, cols in _places(window, stride, over):

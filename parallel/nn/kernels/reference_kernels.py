@@ -49,8 +49,7 @@ def sum_rows(x: Array, out: Array | None = None) -> Array:
 
 
 def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
-    """(y, mean, rstd): y = (x - mean) rstd gain + bias, rstd = 1 / sqrt(variance + eps) (Ba, Kiros and Hinton,
-    2016).
+    """(y, mean, rstd): y = (x - mean) rstd gain + bias, rstd = 1 / sqrt(variance + eps) (Ba, Kiros, Hinton 2016).
 
     Shapes: x (n, m), gain and bias (m,); mean and rstd (n,), wide.
     """
@@ -96,8 +95,7 @@ def rms_norm_backward(dy: Array, x: Array, gain: Array, rstd: Array) -> tuple[Ar
 
 
 def causal_softmax(scores: Array, scale: float, first: int) -> Array:
-    """Probabilities of scores times `scale`, in place; query `first` + i attends to keys up to its own, others get
-    0.
+    """Probabilities of scores times `scale`, in place: query `first` + i attends to keys up to its position.
 
     `scores` has shape (..., queries, keys), wide.
     """
@@ -146,12 +144,7 @@ def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, 
 
 
 def squared_error(y: Array, targets: Array) -> float:
-    """Sum of (y - targets)^2 in float64.
-
-    Parameters
-    ----------
-    y, targets : arrays of one shape
-    """
+    """Sum of (y - targets)^2 in float64."""
     difference = widen(y) - widen(targets)
     return float((difference * difference).sum(dtype=np.float64))
 
@@ -177,7 +170,7 @@ def embedding_gradient(dy: Array, tokens: Array, out: Array) -> Array:
     starts = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), tokens[1:] != tokens[:-1]]))
     if hasattr(xp.add, "reduceat"):
         out[tokens[starts]] = xp.add.reduceat(rows, starts, axis=0)
-    else:  # as a product with a matrix that says which rows belong to which token: the same digits every time
+    else:  # a product with the matrix of memberships: reproducible
         member = tokens[starts][:, None] == tokens[None]
         out[tokens[starts]] = member.astype(rows.dtype) @ rows
     return out

@@ -1,6 +1,6 @@
-"""exp, the logistic function and the normal distribution of one float32, for loops that LLVM turns into vectors.
+"""exp, logistic function and normal distribution of one float32, without calls or branches, so that loops vectorise.
 
-There are no calls and no branches in them, and what is multiplied and added may be fused. A NaN stays one. Needs numba.
+Products and sums may be fused. NaN stays NaN. Needs numba.
 """
 
 # mypy: ignore-errors
@@ -77,9 +77,9 @@ _ROOT_HALF, _DENSITY_AT_0 = F(math.sqrt(0.5)), F(1 / math.sqrt(2 * math.pi))
 def normal(x):
     """(Phi(x), phi(x)): the normal distribution and its density, both from one exponential.
 
-    erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.42 z), for z = |x| / sqrt 2: the form of formula 7.1.26 of Abramowitz
-    and Stegun, "Handbook of Mathematical Functions" (1964), here with eight coefficients, fitted for z up to 9.4
-    (beyond, erfc is 0 in float32) so that the largest relative error is least: 1.7e-7.
+    erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.42 z) and z = |x| / sqrt 2: the form of formula 7.1.26 of Abramowitz
+    and Stegun, "Handbook of Mathematical Functions" (1964), with eight coefficients, a minimax fit for z up to 9.4
+    (beyond, erfc is 0 in float32): relative error 1.7e-7.
     """
     z = abs(x) * _ROOT_HALF
     e = exp_down(-(z * z))

@@ -195,7 +195,7 @@ def test_im2col_and_its_adjoint(window, stride, padding):
     """Element by element as the definition says; and <im2col x, c> = <x, col2im c>."""
     x = np.arange(2.0 * 3 * 5 * 6).reshape(2, 3, 5, 6)
     columns = reference_kernels.im2col(x, window, stride, padding)
-    down, across = (reference_kernels.positions(n, w, stride, padding) for n, w in zip((5, 6), window))
+    down, across = reference_kernels.positions((5, 6), window, stride, padding)
     framed = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     seen = columns.reshape(3, *window, 2, down, across)
     for i in range(down):
