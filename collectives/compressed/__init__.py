@@ -1,27 +1,27 @@
-"""Collectives that carry fewer bits: what travels is encoded, and what that loses is known.
+"""Collectives with compressed messages, and the error that the encoding causes.
 
-A codec says how numbers become bytes. The motions here say how often that happens on the way, and so how large the
-error becomes; eps is that of encoding once, p the number of ranks:
+A codec encodes numbers as bytes. The collective decides how often that happens along the path, and so how large the
+error becomes; eps is the error of one encoding, p the number of ranks:
 
-    way            what is encoded                                     error of a sum        bytes sent
+    collective     what is encoded                                     error of a sum        bytes sent
     two_shot       every rank's terms, then the sums                   sqrt(2) eps           2 (p-1)/p n'
-    ring           a sum that grows, hop by hop, then the sums         sqrt((p+1)/2) eps     2 (p-1)/p n'
+    ring           a partial sum at each hop, then the sums            sqrt((p+1)/2) eps     2 (p-1)/p n'
     hierarchical   the sums of nodes, then the sums of all             sqrt(2) eps of these  2 (k-1)/k n' of a node
     shared_scale   every rank's terms, as integers of one scale: sums  sqrt(p/12) steps      2 (p-1)/p n''
-                   of integers are exact, in whatever order
-    alltoall       what goes to another rank                           eps                   (p-1)/p n'
+                   of integers are exact, in any order
+    alltoall       blocks for other ranks                              eps                   (p-1)/p n'
 
-A step is that of the one scale, of the largest element of all ranks. Here n' are the bytes of an encoded vector, n''
-those of a vector of integers wide enough for the sum, and k nodes. The errors are relative to that of a single rank's
-terms when errors are independent: sums of p terms of size 1 are of size sqrt(p), and so is the error of adding p
-encoded terms; see docs/guide/compression.md for how the laws come about.
+A step is that of the shared scale, given by the largest element of all ranks. n' are the bytes of an encoded vector,
+n'' those of a vector of integers wide enough for the sum, and k nodes. The errors are relative to that of a single
+rank's terms when errors are independent: sums of p terms of size 1 are of size sqrt(p), and so is the error of adding
+p encoded terms; docs/guide/compression.md derives them.
 
-Every motion is a generator that yields requests to wait for, so that a caller may do something else meanwhile:
+Every collective is a generator that yields requests to wait for, so that the caller may compute meanwhile:
 
     for requests in motion:
         wait_all(requests)
 
-`run` does just that. A two-shot sum in segments (`SegmentedAllreduce`) is on its way while it is encoded.
+`run` does just that. `SegmentedAllreduce` encodes one segment while another is in flight.
 """
 
 from collectives.compressed.bound_collective import BoundCollective, Motion, run, staggered

@@ -9,44 +9,38 @@ from typing import Self
 from collectives.runtime.requests import Request, wait_all
 
 Motion = Iterator[list[Request]]
-"""A collective under way, which yields requests that it waits for.
+"""A collective in progress: yields lists of requests to wait for.
 
-Flat ways yield the same number of times on all ranks; leaders of nodes (`Hierarchical`) more often than others."""
+Flat collectives yield equally often on all ranks; leaders of nodes (`HierarchicalAllreduce`) more often than others."""
 
 
 def run(motion: Motion) -> None:
-    """All of a motion, to its end."""
+    """Complete a collective."""
     for requests in motion:
         wait_all(requests)
 
 
-def staggered(motions: Iterable[Motion], abreast: int = 2) -> Motion:
-    """Several motions as one: while the messages of one are under way, another computes.
+def staggered(motions: Iterable[Motion], in_flight: int = 2) -> Motion:
+    """Interleave independent collectives: one computes while the messages of others are in flight.
 
-    Who goes on when is a matter of order alone, not of time, so all ranks start their messages in one order.
-
-    Parameters
-    ----------
-    motions : iterable of Motion
-        None needs what another leaves.
-    abreast : int
-        How many have messages under way at a time.
+    The order of progress is fixed and does not depend on time, so all ranks start their messages in the same order.
+    At most `in_flight` collectives have messages in flight at a time.
     """
-    waiting, flying = deque(motions), deque[tuple[Motion, list[Request]]]()
-    while waiting or flying:
-        motion, requests = flying.popleft() if len(flying) == abreast or not waiting else (waiting.popleft(), [])
+    waiting, active = deque(motions), deque[tuple[Motion, list[Request]]]()
+    while waiting or active:
+        motion, requests = active.popleft() if len(active) == in_flight or not waiting else (waiting.popleft(), [])
         if requests:
             yield requests
         following = next(motion, None)
         if following is not None:
-            flying.append((motion, following))
+            active.append((motion, following))
 
 
 class BoundCollective:
-    """Made once for vectors of one length, used many times, and closed."""
+    """Base: created once for vectors of one length, used many times, and closed."""
 
     def close(self) -> None:
-        """Give back what it holds of MPI's. Collective."""
+        """Free MPI requests and communicators. Collective."""
 
     def __enter__(self) -> Self:
         return self

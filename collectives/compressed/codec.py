@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
@@ -11,12 +11,11 @@ from quant import PerChannel, PerGroup, QuantizedArray, QuantSpec, quantize, wir
 
 
 class Codec(Protocol):
-    """Encoding of a float32 vector of one length as bytes.
+    """Encoding of a float32 vector as bytes.
 
-    Attributes
-    ----------
-    block : int
-        Elements that are encoded together: ranks get whole blocks, but for the last one.
+    `block` elements are encoded together: parts of a vector are whole blocks, except for the last one. A codec that
+    encodes differently by position also has ``within(start, count)``, the codec of `count` elements from the block
+    boundary `start` on; any of them decodes.
     """
 
     block: int
@@ -25,78 +24,68 @@ class Codec(Protocol):
         """Encoded bytes of `count` elements; independent of their values."""
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
-        """Write `nbytes` bytes. An element that is not finite leaves none of its block finite."""
+        """Write `nbytes` bytes. A block with an element that is not finite decodes to no finite element."""
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
         """Decode the bytes."""
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """`out` += what the bytes stand for."""
-
-
-@runtime_checkable
-class EncodedSlot(Codec, Protocol):
-    """A codec that encodes otherwise elsewhere in the vector."""
-
-    def within(self, start: int, count: int) -> Codec:
-        """Codec of `count` elements from `start` on, a block boundary."""
+        """`out` += the decoded bytes."""
 
 
 def required_codec(codec: Codec) -> Codec:
-    """Codec that was given.
-
-    Raises
-    ------
-    TypeError
-        If it is something else, such as a number of bits or a `QuantSpec`.
-    """
+    """Return the codec; raise TypeError for anything else, such as a number of bits or a `QuantSpec`."""
     if not all(hasattr(codec, name) for name in ("block", "nbytes", "encode", "decode", "add")):
-        raise TypeError(f"codec: expected a codec such as Quantised(spec), found {codec!r}")
+        raise TypeError(f"codec: expected a codec such as QuantCodec(spec), found {codec!r}")
     return codec
 
 
 def within(codec: Codec, start: int, count: int) -> Codec:
     """Codec of a part of the vector: the codec itself unless it depends on the position."""
-    return codec.within(start, count) if isinstance(codec, EncodedSlot) else codec
+    return codec.within(start, count) if hasattr(codec, "within") else codec
+
+
+def encode_part(codec: Codec, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None, scratch: np.ndarray) -> None:
+    """Encode a part of a vector; store the encoding error in `lost`, which may be the part itself."""
+    codec.encode(part, wire)
+    if lost is not None:
+        decoded = scratch[: len(part)]
+        codec.decode(wire, decoded)
+        np.subtract(part, decoded, out=lost)
 
 
 class QuantCodec:
-    """Numbers in few bits, as `quant` writes them; a group that is not finite is NaN on the other side.
+    """Quantisation by `quant`; a group that is not finite is decoded as NaN.
 
     Parameters
     ----------
     spec : quant.QuantSpec
-        Groups along the vector, or one scale for each part that travels.
-    norm : callable (x) -> float32 array of a scale for each group, optional
-        Instead of the spec's own.
+        Groups along the vector, or one scale per encoded part. Channels raise ValueError.
+    norm : callable (x) -> float32 array, optional
+        Scale of each group, in place of the spec's own.
     seed : int, optional
-        For stochastic rounding, which needs one; another one on every rank, as ``comm.Get_rank()`` is. With the same
-        ones ranks would round alike, and errors of their terms would add up rather than cancel out. Vectors that are
-        encoded one after another get random numbers of their own, and never those of another seed's.
-
-    Raises
-    ------
-    ValueError
-        For a spec with channels; for stochastic rounding without a seed.
+        Required for stochastic rounding, and different on every rank, such as ``comm.Get_rank()``: with equal seeds
+        the rounding errors of ranks would add up rather than cancel out. Every encoded vector has random numbers of
+        its own, never those of another seed.
     """
 
     def __init__(
         self, spec: QuantSpec, norm: Callable[[np.ndarray], np.ndarray] | None = None, seed: int | None = None
     ):
         if isinstance(spec.granularity, PerChannel):
-            raise ValueError(f"a vector has no channels, and {spec} wants a scale for each")
+            raise ValueError(f"spec: expected groups or one scale, as a vector has no channels, found {spec}")
         if spec.rounding == "stochastic" and seed is None:
-            raise ValueError("seed: stochastic rounding needs one, another one on every rank")
+            raise ValueError("seed: stochastic rounding needs one, different on every rank")
         self.spec, self._norm = spec, norm
         self.reseed(seed or 0)
         self.block = spec.granularity.size if isinstance(spec.granularity, PerGroup) else 1
 
     def reseed(self, seed: int) -> None:
-        """Begin anew with other random numbers."""
+        """Restart with other random numbers."""
         self._seed, self._encoded = int(seed), 0
 
     def nbytes(self, count: int) -> int:
-        """Codes and scales."""
+        """Bytes of codes and scales."""
         return wire_nbytes(self.spec, count)
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:

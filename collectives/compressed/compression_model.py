@@ -1,7 +1,7 @@
-"""Does it pay to encode? What a plain and an encoded sum would take, from a fitted wire and measured kernels.
+"""Forecast of plain and compressed sums, from a fitted network and measured kernels.
 
-Encoding pays where bytes are dear: over a network, hardly ever within a node, where a core moves about as many bytes a
-second as it encodes.
+Encoding pays where bytes are expensive: over a network, hardly ever within a node, where a core copies about as many
+bytes a second as it encodes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from collectives.communicator import Communicator
 from collectives.compressed import Codec, VectorPartition, crowded
 
 LENGTHS = (1 << 14, 1 << 18)
-"""Elements of the sums that the wire is fitted with: 64 KiB and 1 MiB."""
+"""Elements of the sums that the cost is fitted to: 64 KiB and 1 MiB."""
 
 TIMES = 5
-"""Of each; the median counts."""
+"""Repetitions of each measurement; the median counts."""
 
 SAMPLE = 1 << 18
-"""Elements that kernels are timed with, at most: what fits a cache goes on at that speed for as long as one likes."""
+"""Most elements that kernels are timed with, and scaled from."""
 
 
 class LinkCost(NamedTuple):
-    """A sum of vectors of so many bytes takes alpha + bytes * beta seconds, here, on so many ranks.
+    """Seconds of a sum on this communicator: alpha + bytes * beta.
 
     >>> LinkCost(1e-5, 1e-9).seconds(1_000_000)
     0.00101
@@ -45,7 +45,7 @@ class LinkCost(NamedTuple):
 
 
 class CompressionForecast(NamedTuple):
-    """Seconds of a plain sum, of an encoded one's messages, and of encoding and decoding."""
+    """Seconds of a plain sum, of a compressed one's messages, and of encoding and decoding."""
 
     plain: float
     messages: float
@@ -53,17 +53,16 @@ class CompressionForecast(NamedTuple):
 
     @property
     def encoded(self) -> float:
-        """Messages and kernels."""
+        """Seconds of the compressed sum."""
         return self.messages + self.kernels
 
     @property
     def pays(self) -> bool:
-        """True if the encoded sum is faster."""
         return self.encoded < self.plain
 
     def __str__(self) -> str:
-        told = f"plain {self.plain * 1e3:.3g} ms, encoded {self.encoded * 1e3:.3g} ms"
-        return f"{told} ({self.messages * 1e3:.3g} ms of messages, {self.kernels * 1e3:.3g} ms of kernels)"
+        text = f"plain {self.plain * 1e3:.3g} ms, encoded {self.encoded * 1e3:.3g} ms"
+        return f"{text} ({self.messages * 1e3:.3g} ms of messages, {self.kernels * 1e3:.3g} ms of kernels)"
 
 
 def _median(run: Callable[[], object]) -> float:
@@ -77,36 +76,27 @@ def _median(run: Callable[[], object]) -> float:
 
 
 def _slowest(comm: Communicator, seconds: list[float]) -> list[float]:
-    """The same numbers on all ranks, so that all decide alike."""
+    """Maximum over ranks: equal on all, so that all decide equally."""
     found = np.array(seconds)
     comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
     return [float(value) for value in found]
 
 
 def _cores() -> set[int]:
-    """Those that this process may run on."""
+    """Cores that this process may use."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
-    """Largest number of ranks per core; 1 if each has its own.
+    """Largest number of ranks per core, at least 1, from each rank's node and the cores it may use.
 
-    Parameters
-    ----------
-    nodes : sequence of int
-        The node of each rank.
-    cores : sequence of set of int
-        What each rank may run on.
-
-    Examples
-    --------
     >>> crowding([0, 0, 0, 1], [{0, 1}, {0, 1}, {0, 1}, {0}])
     1.5
     """
-    together: dict[int, set[int]] = {}
+    shared: dict[int, set[int]] = {}
     for node, of_rank in zip(nodes, cores):
-        together.setdefault(node, set()).update(of_rank)
-    return max(1.0, *(list(nodes).count(node) / len(found) for node, found in together.items()))
+        shared.setdefault(node, set()).update(of_rank)
+    return max(1.0, *(list(nodes).count(node) / len(found) for node, found in shared.items()))
 
 
 def fitted(comm: Communicator) -> LinkCost:
@@ -126,19 +116,19 @@ def forecast(
 ) -> CompressionForecast:
     """Predict the time of a sum of `count` float32, plain and compressed in two shots. Collective.
 
-    Where several nodes have several ranks it is the sums of nodes that are encoded, by one rank each (`Hierarchical`);
-    what the sums within nodes take is measured there, and is part of the messages.
+    With several nodes of several ranks, one rank of each node compresses the node's sum (`HierarchicalAllreduce`); sums
+    within nodes are measured, and part of the messages.
 
     Parameters
     ----------
     comm : Communicator
     count : int
     codec : Codec
-        Its kernels are timed on noise. Where ranks share cores they take as much longer.
-    wire : Wire, optional
-        As `fitted` finds it, if that was done before.
+        Its kernels are timed on noise. Where ranks share cores they take correspondingly longer.
+    wire : LinkCost, optional
+        Result of `fitted`, if that was done before.
     feedback : bool
-        Whether what is lost is noted: it takes decoding what was encoded, and a subtraction.
+        Include error feedback: decoding the encoded vector, and a subtraction.
     """
     wire = wire or fitted(comm)
     inside = _within_nodes(comm) if crowded(comm) else LinkCost(0.0, 0.0)
@@ -153,12 +143,12 @@ def forecast(
     ]
     encode, decode, add, subtract = (value / length for value in _slowest(comm, seconds))
     nodes, cores = comm.nodes or (0,) * comm.Get_size(), comm.allgather(_cores())
-    who = sorted({node: rank for rank, node in enumerate(nodes)}.values()) if crowded(comm) else range(len(nodes))
-    encoded = sum(VectorPartition.even(count, len(who), codec.block, codec.nbytes).sizes)
-    crowd = crowding([nodes[rank] for rank in who], [cores[rank] for rank in who])
-    twice = 1 + 1 / len(who)  # every term, and this rank's part of the sum
-    noting = (decode + subtract) * twice if feedback else 0
-    kernels = crowd * count * (encode * twice + add + decode + noting)
+    encoders = sorted({node: rank for rank, node in enumerate(nodes)}.values()) if crowded(comm) else range(len(nodes))
+    encoded = sum(VectorPartition.even(count, len(encoders), codec.block, codec.nbytes).sizes)
+    crowd = crowding([nodes[rank] for rank in encoders], [cores[rank] for rank in encoders])
+    twice = 1 + 1 / len(encoders)  # every term, and this rank's part of the sum
+    recording = (decode + subtract) * twice if feedback else 0
+    kernels = crowd * count * (encode * twice + add + decode + recording)
     return CompressionForecast(wire.seconds(4 * count), wire.seconds(encoded) + inside.seconds(4 * count), kernels)
 
 

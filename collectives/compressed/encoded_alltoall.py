@@ -1,4 +1,4 @@
-"""Everyone has something for everyone, and sends it encoded."""
+"""All-to-all of encoded blocks."""
 
 from __future__ import annotations
 
@@ -9,31 +9,22 @@ import numpy as np
 
 from collectives.communicator import Communicator
 from collectives.compressed.bound_collective import BoundCollective, Motion
-from collectives.compressed.codec import Codec, required_codec
+from collectives.compressed.codec import Codec, encode_part, required_codec
 from collectives.compressed.partition import VectorPartition, checked
 
 
 class EncodedAlltoall(BoundCollective):
-    """Rank r's part s goes to rank s, encoded once: error eps. What a rank has for itself stays as it is.
+    """Rank r's part s goes to rank s, encoded once: error eps. A rank's part for itself is copied unencoded.
 
-    p-1 messages from and to each rank. Making one is collective.
+    p-1 messages from and to each rank. Creation is collective.
 
     Parameters
     ----------
     comm : Communicator
     sent, received : int or sequence of int
-        Elements for each rank, and from each; a number for as many each. Where r sends s so many, s receives as many
-        from r.
+        Elements for each rank, and from each; one number holds for all ranks. What r sends to s must be what s
+        receives from r. Stored as `VectorPartition`.
     codec : Codec
-
-    Attributes
-    ----------
-    sent, received : VectorPartition
-
-    Raises
-    ------
-    ValueError
-        If there is not one length for each rank.
 
     Examples
     --------
@@ -41,8 +32,8 @@ class EncodedAlltoall(BoundCollective):
     >>> from collectives.compressed import QuantCodec, run
     >>> from quant import INT8
     >>> x, out = np.ones(10, np.float32), np.empty(10, np.float32)
-    >>> with EncodedAlltoall(Communicator(MPI.COMM_SELF), 10, 10, QuantCodec(INT8)) as made:
-    ...     run(made.alltoall(x, out))
+    >>> with EncodedAlltoall(Communicator(MPI.COMM_SELF), 10, 10, QuantCodec(INT8)) as exchange:
+    ...     run(exchange.alltoall(x, out))
     >>> bool((x == out).all())
     True
     """
@@ -51,34 +42,31 @@ class EncodedAlltoall(BoundCollective):
         self, comm: Communicator, sent: int | Sequence[int], received: int | Sequence[int], codec: Codec
     ) -> None:
         self.rank, self.size, self.codec = comm.Get_rank(), comm.Get_size(), required_codec(codec)
-        self.sent, self.received = self._parts("sent", sent), self._parts("received", received)
+        self.sent, self.received = self._partition("sent", sent), self._partition("received", received)
         self._out, self._in = (comm.empty(parts.nbytes, np.uint8) for parts in (self.sent, self.received))
-        self._decoded = np.empty(max(self.sent.lengths), np.float32)
+        self._scratch = np.empty(max(self.sent.lengths), np.float32)
         messages = self.sent.message(self._out), self.received.message(self._in)
         for _, sizes, *_ in messages:
             sizes[self.rank] = 0
         self._exchange = comm.Alltoallv_init(*messages)
 
     def alltoall(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """`out` = what all ranks have for this one, in their order.
+        """Gather the blocks of all ranks for this rank in `out`, in rank order.
 
         Parameters
         ----------
         x : float32 array of ``sent.elements`` elements
         out : float32 array of ``received.elements`` elements
-            May be x where both are divided alike.
+            May be x if both are divided equally.
         lost : float32 array like x, optional
-            What encoding has lost of x; may be x, unless `out` is.
+            Receives the encoding error of x; may be x, unless `out` is.
         """
         np.copyto(self.received.of_vector(out, self.rank), self.sent.of_vector(x, self.rank))
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
             part, wire = self.sent.of_vector(x, rank), self.sent.of_wire(self._out, rank)
-            self.codec.encode(part, wire)
-            if lost is not None:
-                decoded = self._decoded[: len(part)]
-                self.codec.decode(wire, decoded)
-                np.subtract(part, decoded, out=self.sent.of_vector(lost, rank))
+            error = None if lost is None else self.sent.of_vector(lost, rank)
+            encode_part(self.codec, part, wire, error, self._scratch)
         if lost is not None:
             self.sent.of_vector(lost, self.rank)[...] = 0
         self._exchange.Start()
@@ -89,6 +77,6 @@ class EncodedAlltoall(BoundCollective):
     def close(self) -> None:
         self._exchange.Free()
 
-    def _parts(self, name: str, lengths: int | Sequence[int]) -> VectorPartition:
+    def _partition(self, name: str, lengths: int | Sequence[int]) -> VectorPartition:
         each = [int(lengths)] * self.size if isinstance(lengths, (int, Integral)) else lengths
         return VectorPartition.of(checked(name, each, self.size), self.codec.nbytes)

@@ -1,9 +1,6 @@
-"""Exact within nodes, encoded between them."""
+"""Allreduce that is exact within nodes and encoded between them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -20,39 +17,30 @@ def crowded(comm: Communicator) -> bool:
 
 
 class HierarchicalAllreduce(BoundCollective):
-    """Sums of nodes are exact and stay in memory; their leaders exchange encoded ones, then tell their nodes.
+    """Exact sums of nodes in shared memory; their leaders exchange encoded sums, and broadcast within their nodes."""
 
-    Parameters
-    ----------
-    comm : Communicator
-    count : int
-    codec : Codec
-    flat : callable (leaders, count, codec) -> what sums
-        What the leaders do.
-    """
-
-    def __init__(self, comm: Communicator, count: int, codec: Codec, flat: Callable[..., Any] = SegmentedAllreduce):
+    def __init__(self, comm: Communicator, count: int, codec: Codec) -> None:
         required_codec(codec)
         nodes = comm.nodes or (0,) * comm.Get_size()
         self._node = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
-        first = self._node.Get_rank() == 0
-        self._leaders = comm.Split(0 if first else MPI.UNDEFINED, comm.Get_rank())
-        self._flat = flat(self._leaders, count, codec) if first else None
+        leads = self._node.Get_rank() == 0
+        self._leaders = comm.Split(0 if leads else MPI.UNDEFINED, comm.Get_rank())
+        self._between = SegmentedAllreduce(self._leaders, count, codec) if leads else None
         self._sum = self._node.empty(count, np.float32)
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """`out` = the sum of all ranks' x, which it may be; `lost` is not 0 on leaders only."""
+        """Store the sum of all ranks' x in `out`, which may be x; `lost` is nonzero on leaders only."""
         yield [self._node.Ireduce(x, self._sum, MPI.SUM, 0)]
         if lost is not None:
             lost[...] = 0
-        if self._flat is not None:
-            yield from self._flat.allreduce(self._sum, self._sum, lost)
+        if self._between is not None:
+            yield from self._between.allreduce(self._sum, self._sum, lost)
         yield [self._node.Ibcast(self._sum, 0)]
         out[...] = self._sum
 
     def close(self) -> None:
         self._node.Free()
-        if self._flat is not None:
-            self._flat.close()
+        if self._between is not None:
+            self._between.close()
         if self._leaders != MPI.COMM_NULL:
             self._leaders.Free()

@@ -1,4 +1,4 @@
-"""A vector divided among ranks, and where the bytes of its parts lie."""
+"""Division of a vector among ranks, and layout of its encoded parts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpi4py import MPI
 from collectives.schedule.chunks import even
 
 ALIGNED = 8
-"""Bytes of a part begin at a multiple of this, so that scales can be read and written where they lie."""
+"""Encoded parts start at multiples of this many bytes, so that scales are aligned."""
 
 
 class VectorPartition(NamedTuple):
-    """A vector divided among ranks, and its encoded parts, one after another.
+    """A vector divided among ranks: elements from `starts`, encoded bytes from `places`.
 
     >>> VectorPartition.even(1000, 3, 256, lambda count: count // 4)
     VectorPartition(lengths=(512, 256, 232), starts=(0, 512, 768), sizes=(128, 64, 58), places=(0, 128, 192))
@@ -37,18 +37,16 @@ class VectorPartition(NamedTuple):
 
     @classmethod
     def even(cls, count: int, ranks: int, block: int, nbytes: Callable[[int], int]) -> VectorPartition:
-        """As equal as whole blocks can be."""
+        """Partition into whole blocks, as equal as possible."""
         ends = [min(end * block, count) for end in accumulate(even(-(-count // block), ranks))]
         return cls.of([end - start for start, end in zip([0, *ends], ends)], nbytes)
 
     @property
     def elements(self) -> int:
-        """Total number of elements."""
         return self.starts[-1] + self.lengths[-1]
 
     @property
     def nbytes(self) -> int:
-        """Total number of encoded bytes."""
         return self.places[-1] + self.sizes[-1]
 
     def of_vector(self, vector: np.ndarray, rank: int) -> np.ndarray:
@@ -60,12 +58,12 @@ class VectorPartition(NamedTuple):
         return wire[self.places[rank] : self.places[rank] + self.sizes[rank]]
 
     def message(self, wire: np.ndarray) -> list[Any]:
-        """All parts of the bytes, as collectives take them."""
+        """Buffer argument of all parts for a v-collective."""
         return [wire, list(self.sizes), list(self.places), MPI.BYTE]
 
 
 def checked(name: str, lengths: Sequence[int], ranks: int) -> Sequence[int]:
-    """The lengths of parts, one for each rank; raises ValueError if they are not."""
-    if len(lengths) != ranks or any(length < 0 for length in lengths):
+    """Return lengths of parts; raise ValueError unless there is one for each rank."""
+    if len(lengths) != ranks or min(lengths) < 0:
         raise ValueError(f"{name}: expected the elements of {ranks} ranks' parts, found {list(lengths)}")
     return lengths

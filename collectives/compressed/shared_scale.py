@@ -1,4 +1,4 @@
-"""Integers of one scale, whose sums are exact."""
+"""Allreduce of integers with a shared scale, whose sums are exact."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collectives.compressed.bound_collective import BoundCollective, Motion
 
 
 class SharedScale(BoundCollective):
-    """Ranks agree on the largest element of each group, and add integers of one scale.
+    """Allreduce in which ranks agree on the largest element of each group, and add integers of one scale.
 
-    Sums of integers are exact: the result is the same in whatever order they are added, and each term is encoded once,
-    the sum never. Integers on the wire are as wide as the largest sum needs.
+    Sums of integers are exact, so the result does not depend on their order. Each term is encoded once, the sum never.
+    Integers on the wire are as wide as the largest sum needs.
 
     Parameters
     ----------
@@ -23,21 +23,14 @@ class SharedScale(BoundCollective):
     count : int
         Elements of the vectors.
     bits : int
-        Of a term, 2 to 16.
+        Width of a term, 2 to 16.
     group : int
         Elements that share a scale.
 
     Attributes
     ----------
     integer : numpy.dtype
-        What travels.
-
-    Raises
-    ------
-    TypeError
-        For a codec, or anything else that is no whole number, in place of one.
-    ValueError
-        For other widths and groups.
+        Type of the messages.
     """
 
     def __init__(self, comm: Communicator, count: int, bits: int = 8, group: int = 256):
@@ -58,18 +51,18 @@ class SharedScale(BoundCollective):
         self._codes = comm.empty(count, self.integer)
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """`out` = the sum of all ranks' x; `out` or `lost` (what encoding has lost of x) may be x."""
+        """Store the sum of all ranks' x in `out` and the encoding error of x in `lost`; either may be x."""
         whole, tail = divmod(self.count, self.group)
         np.abs(x[: whole * self.group].reshape(whole, self.group)).max(axis=1, out=self._peaks[:whole], initial=0)
         if tail:
             self._peaks[whole] = np.abs(x[-tail:]).max()
-        self._peaks[~np.isfinite(self._peaks)] = np.inf  # 0 x inf is NaN: the whole group is, on all ranks
+        self._peaks[~np.isfinite(self._peaks)] = np.inf  # 0 x inf is NaN: so the whole group becomes NaN on all ranks
         yield [self.comm.Iallreduce(MPI.IN_PLACE, self._peaks, MPI.MAX)]
         steps = np.repeat(self._peaks / np.float32(self.largest), self.group)[: self.count]
         with np.errstate(divide="ignore", invalid="ignore"):
             codes = np.where(steps > 0, x / steps, 0)
             np.rint(codes, out=codes)
-            np.clip(codes, -self.largest, self.largest, out=codes)  # a step that is denormal is rounded itself
+            np.clip(codes, -self.largest, self.largest, out=codes)  # a denormal step is itself rounded
             codes[~np.isfinite(codes)] = 0
             self._codes[...] = codes
             if lost is not None:

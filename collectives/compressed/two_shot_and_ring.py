@@ -1,4 +1,4 @@
-"""Sums over ranks that are all alike: in two shots, and around a ring."""
+"""Flat allreduces of encoded vectors: in two shots, and around a ring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from collectives.communicator import Communicator
 from collectives.compressed.bound_collective import BoundCollective, Motion
-from collectives.compressed.codec import Codec, required_codec, within
+from collectives.compressed.codec import Codec, encode_part, required_codec, within
 from collectives.compressed.partition import VectorPartition, checked
 from collectives.runtime.requests import Request
 
@@ -17,7 +17,7 @@ from collectives.runtime.requests import Request
 class FlatAllreduce(BoundCollective):
     """Base of flat allreduces: a partitioned vector, encoded sums that all ranks receive as the same bytes.
 
-    Bound to a length once; what it needs lies ready. Making one is collective.
+    Bound to one length, with all memory allocated. Creation is collective.
 
     Parameters
     ----------
@@ -26,17 +26,8 @@ class FlatAllreduce(BoundCollective):
         Elements of the vectors.
     codec : Codec
     lengths : sequence of int, optional
-        Elements of each rank's part, as equal as whole blocks can be by default. The same on all ranks.
-
-    Attributes
-    ----------
-    parts : Parts
-        Which part of a sum is whose.
-
-    Raises
-    ------
-    ValueError
-        If the lengths are not those of one part for each rank, which make up the vector.
+        Elements of each rank's part, the same on all ranks; by default whole blocks, as equal as possible. Stored as
+        `parts`, a `VectorPartition`.
     """
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
@@ -52,31 +43,31 @@ class FlatAllreduce(BoundCollective):
         self._wire = comm.empty(self.parts.nbytes, np.uint8)
         self._gathering = comm.Allgatherv_init(MPI.IN_PLACE, self.parts.message(self._wire))
         self._total = np.empty(self.parts.lengths[self.rank], np.float32)
-        self._decoded = np.empty(max(self.parts.lengths), np.float32)
+        self._scratch = np.empty(max(self.parts.lengths), np.float32)
 
     def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """`total` = this rank's part of the sum of all ranks' x.
+        """Store this rank's part of the sum of all ranks' x in `total`.
 
         Parameters
         ----------
         x : float32 array of `count` elements
         total : float32 array of ``parts.lengths[rank]`` elements
         lost : float32 array of `count` elements, optional
-            What encoding has lost here; may be x itself. The lost of all ranks together is what is missing from the
-            sum: added to the next x, nothing is lost for good (error feedback; Karimireddy et al., "Error Feedback
-            Fixes SignSGD", ICML 2019).
+            Receives this rank's encoding error; may be x itself. The sum over ranks is what is missing from the total:
+            added to the next x, nothing is lost for good (error feedback; Karimireddy et al., "Error Feedback Fixes
+            SignSGD", ICML 2019).
         """
         raise NotImplementedError
 
     def allgather(self, part: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """`out` = the parts of all ranks; all of them have the same digits, the owner included.
+        """Gather the parts of all ranks in `out`, bitwise equal on all ranks, the owner included.
 
         Parameters
         ----------
         part : float32 array of ``parts.lengths[rank]`` elements
         out : float32 array of `count` elements
         lost : float32 array like `part`, optional
-            To which is added what encoding has lost of it.
+            The encoding error of the part is added to it.
         """
         self._codecs[self.rank].encode(part, self.parts.of_wire(self._wire, self.rank))
         self._gathering.Start()
@@ -89,28 +80,27 @@ class FlatAllreduce(BoundCollective):
             lost -= self.parts.of_vector(out, self.rank)
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """`out` = the sum of all ranks' x, as `reduce_scatter` and `allgather` after it; `out` may be x.
+        """Store the sum of all ranks' x in `out`, which may be x: `reduce_scatter`, then `allgather`.
 
-        `lost` then has, in this rank's part, what the sum has lost too (both ends feed back, as in Tang et al.,
-        "DoubleSqueeze", ICML 2019).
+        This rank's part of `lost` includes the encoding error of the sum (error feedback at both ends, as in Tang et
+        al., "DoubleSqueeze", ICML 2019).
         """
         yield from self.reduce_scatter(x, self._total, lost)
-        yield from self.allgather(self._total, out, None if lost is None else self.parts.of_vector(lost, self.rank))
+        yield from self.allgather(self._total, out, self._part_of(lost, self.rank))
 
     def close(self) -> None:
         self._gathering.Free()
 
     def _encode(self, rank: int, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None) -> None:
-        """Encode a rank's part, and note what that loses."""
-        self._codecs[rank].encode(part, wire)
-        if lost is not None:
-            decoded = self._decoded[: len(part)]
-            self.codec.decode(wire, decoded)
-            np.subtract(part, decoded, out=lost)
+        """Encode a rank's part; its encoding error goes to that part of `lost`."""
+        encode_part(self._codecs[rank], part, wire, self._part_of(lost, rank), self._scratch)
+
+    def _part_of(self, vector: np.ndarray | None, rank: int) -> np.ndarray | None:
+        return None if vector is None else self.parts.of_vector(vector, rank)
 
 
 class TwoShotAllreduce(FlatAllreduce):
-    """Everyone sends rank r its encoded part r of the vector, r adds them up; then the encoded sums go to all.
+    """Allreduce in which all ranks send rank r their encoded part r, r adds these up and sends the encoded sum to all.
 
     2 (p-1) messages of a p-th of the encoded vector, from and to each rank. Each term and each sum is encoded once.
     """
@@ -123,8 +113,7 @@ class TwoShotAllreduce(FlatAllreduce):
 
     def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
         for rank in range(self.size):
-            part, wire = self.parts.of_vector(x, rank), self.parts.of_wire(self._wire, rank)
-            self._encode(rank, part, wire, None if lost is None else self.parts.of_vector(lost, rank))
+            self._encode(rank, self.parts.of_vector(x, rank), self.parts.of_wire(self._wire, rank), lost)
         self._scattering.Start()
         yield [self._scattering]
         self.codec.decode(self._terms.of_wire(self._arriving, 0), total)
@@ -137,9 +126,9 @@ class TwoShotAllreduce(FlatAllreduce):
 
 
 class RingAllreduce(FlatAllreduce):
-    """Part c starts at rank c+1, gains a term at every hop, is encoded again for the next, and ends at rank c.
+    """Ring allreduce: part c starts at rank c+1, gains a term and is encoded again at every hop, and ends at rank c.
 
-    2 (p-1) messages of a p-th of the encoded vector. A sum is encoded once for every rank that it has come by.
+    2 (p-1) messages of a p-th of the encoded vector. A sum is encoded once at every rank on its path.
     """
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
@@ -153,7 +142,7 @@ class RingAllreduce(FlatAllreduce):
         for hop in range(1, self.size):
             gone, come = (self.rank - hop) % self.size, (self.rank - hop - 1) % self.size
             size = self.parts.sizes[gone]
-            self._encode(gone, part, self._out[:size], None if lost is None else self.parts.of_vector(lost, gone))
+            self._encode(gone, part, self._out[:size], lost)
             arriving = self._in[: self.parts.sizes[come]]
             yield [self._hop(self._out[:size], right, arriving, left)]
             part = self._growing[: self.parts.lengths[come]]
@@ -164,7 +153,7 @@ class RingAllreduce(FlatAllreduce):
             self.parts.of_vector(lost, self.rank)[...] = 0
 
     def _hop(self, sent: np.ndarray, right: int, arriving: np.ndarray, left: int) -> Request:
-        """An exchange with the neighbours: of an all-to-all, only messages that have bytes are sent."""
+        """Exchange with the neighbours: an all-to-all sends only messages that have bytes."""
         nothing = [0] * self.size
         to, from_ = nothing.copy(), nothing.copy()
         to[right], from_[left] = len(sent), len(arriving)

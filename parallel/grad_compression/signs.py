@@ -28,7 +28,7 @@ class SignCompressor:
         self._real = real
 
     def within(self, start: int, count: int) -> SignCompressor:
-        """As of `collectives.compressed.codec.EncodedSlot`."""
+        """Compressor of a part: see `collectives.compressed.Codec`."""
         return self if self._real is None else SignCompressor(self._real[start // BLOCK : -(-(start + count) // BLOCK)])
 
     def nbytes(self, count: int) -> int:

@@ -151,7 +151,7 @@ def test_a_codec_only_where_one_is_expected(comm):
     for way in (TwoShotAllreduce, RingAllreduce, SegmentedAllreduce, HierarchicalAllreduce, EncodedAlltoall):
         for wrong in (8, INT8):
             lengths = ([2] * comm.size, [2] * comm.size) if way is EncodedAlltoall else (10,)
-            with pytest.raises(TypeError, match=r"codec: expected a codec such as Quantised\(spec\), found"):
+            with pytest.raises(TypeError, match=r"codec: expected a codec such as QuantCodec\(spec\), found"):
                 way(comm, *lengths, wrong)
 
 
