@@ -15,7 +15,8 @@ from typing import Any, Self
 import numpy as np
 from mpi4py import MPI
 
-from collectives.buffers.arguments import shape_and_dtype, vector
+from collectives.buffers.arguments import vector
+from collectives.buffers.datatypes import shape_and_dtype
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, NotCopied
 from collectives.runtime.agreement import agree_on_nodes, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser

@@ -1,8 +1,8 @@
 """Buffer arguments of collectives, described by address, element count and element type.
 
-The rules are mpi4py's. Where mpi4py reads past the end of an array, or leaves it to MPI to abort, these functions raise
-and name the argument. Beyond mpi4py they accept arrays of element types that MPI lacks (bfloat16, float8, ...) and
-structured arrays with the layout of MPI's pair types.
+The rules are mpi4py's. Where mpi4py reads past the end of an array, or MPI aborts, these functions raise and name the
+argument. They also accept element types that MPI lacks (bfloat16, float8, ...) and structured arrays with the layout of
+MPI's pair types.
 
 >>> import numpy as np
 >>> from mpi4py import MPI
@@ -17,7 +17,6 @@ structured arrays with the layout of MPI's pair types.
 """
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -29,7 +28,7 @@ from collectives.buffers.datatypes import ElementType, datatype_name, dense_elem
 from collectives.buffers.memory import MemoryView, memory_of
 from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType
 
-__all__ = ["Buffer", "blocks", "blocks_v", "numbers", "shape_and_dtype", "vector"]
+__all__ = ["Buffer", "blocks", "blocks_v", "numbers", "vector"]
 
 _ndarray, _address = np.ndarray, MPI.Get_address
 
@@ -41,18 +40,18 @@ class Buffer:
     Attributes
     ----------
     address : int
-        First element (the displacement of a ``(count, displ)`` pair is included). Zero is ``MPI.BOTTOM``. A device
-        pointer if `device`.
+        First element, with the displacement of a ``(count, displ)`` pair; 0 for ``MPI.BOTTOM``. A device pointer if
+        `device`.
     nbytes : int
-        Payload: ``count * itemsize``, the packed size.
+        Packed size, ``count * itemsize``.
     count : int
         Elements of `datatype` in all blocks together.
     block : int
         Elements in each block: ``count`` for `vector`, ``count / size`` for `blocks`, 0 for `blocks_v` (see `counts`).
     dtype : numpy.dtype or None
-        Type of one packed element, with ``dtype.itemsize == itemsize``; None for derived datatypes.
+        Type of one packed element, of size `itemsize`; None for derived datatypes.
     datatype : mpi4py.MPI.Datatype or None
-        Datatype of the argument, given or inferred; None where MPI has none (bfloat16).
+        Given or inferred; None where MPI has none (bfloat16).
     itemsize : int
         Bytes of one packed element. Equal on ranks that describe the same data differently.
     extent : int
@@ -62,8 +61,8 @@ class Buffer:
     readonly, device : bool
         Memory that must not be written; memory that the CPU cannot access.
     contiguous : bool
-        Elements are packed in memory: n elements are n * itemsize bytes as on the wire (v-form blocks may still have
-        gaps between them). Otherwise, or on a device, the data needs staging.
+        Elements are packed in memory as in messages; v-form blocks may still have gaps between them. Other data, and
+        device data, needs staging.
     owner : object
         Reference that keeps the memory alive; on a device, the user's array.
     """
@@ -90,31 +89,6 @@ class Buffer:
         return f"<Buffer of {self.count} {element}{layout}, {kind} memory>"
 
 
-def shape_and_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Validated shape and dtype of an array to be allocated.
-
-    Raises
-    ------
-    InvalidArgument, InvalidType
-        For negative lengths; for a shape or a dtype of another type.
-    """
-    try:
-        element = np.dtype(dtype)
-    except (TypeError, ValueError) as error:
-        raise InvalidType(MPI.ERR_TYPE, f"dtype: {error}") from None
-    if element.hasobject or not element.itemsize or element.subdtype is not None:
-        raise InvalidType(
-            MPI.ERR_TYPE, f"dtype: expected elements of one known size, without references, found {element}"
-        )
-    try:
-        lengths = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
-    except TypeError:
-        raise InvalidType(MPI.ERR_ARG, f"shape: expected a number or several, found {shape!r}") from None
-    if min(lengths, default=0) < 0:
-        raise InvalidArgument(MPI.ERR_ARG, f"shape: expected no negative lengths, found {lengths}")
-    return lengths, element
-
-
 def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
     """Describe one vector: the argument of Bcast, Reduce, Allreduce, and a rank's own block elsewhere.
 
@@ -126,16 +100,16 @@ def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
         object with the buffer protocol, DLPack or the CUDA array interface; the datatype an ``MPI.Datatype`` or a
         typecode such as ``"f"`` or ``"i8"``. A count of None means all elements.
     name
-        Name of the argument in messages: ``"sendbuf"``.
+        Name of the argument in error messages: ``"sendbuf"``.
     writable
         True if the call writes to it.
 
     Raises
     ------
     InvalidArgument, InvalidBuffer
-        For negative numbers, memory that is too small, read-only or not contiguous (ValueError).
+        Negative numbers; memory that is too small, read-only or not contiguous (ValueError).
     InvalidType, UnknownDatatype
-        For an object that is no buffer or no count, and for elements without a datatype (TypeError).
+        No buffer or no count; elements without a datatype (TypeError).
     """
     if type(spec) is _ndarray:
         buffer = _dense_array(spec, 1, writable)
@@ -147,12 +121,7 @@ def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
 def blocks(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
     """Describe `size` equal blocks: the long side of Scatter, Gather, Allgather, Reduce_scatter_block.
 
-    Takes the forms of `vector`. Without a count the blocks share all elements; a count is that of one block, as in MPI.
-
-    Returns
-    -------
-    Buffer
-        With ``count == size * block``.
+    Takes the forms of `vector`. A count is that of one block, as in MPI; without one the blocks share all elements.
     """
     if type(spec) is _ndarray:
         buffer = _dense_array(spec, size, writable)
@@ -186,10 +155,10 @@ def blocks_v(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
     spec
         ``array``; ``[array, datatype]``; ``[array, counts]``; ``[array, (counts, displs)]``; ``[array,
         counts, datatype]``; ``[array, (counts, displs), datatype]``; ``[array, counts, displs, datatype]``.
-        Counts of None divide the array evenly, the first blocks one longer where it does not divide; a single
-        number holds for all. Displacements (in elements) of None follow the counts without gaps; a single
-        number is the distance between blocks. As in mpi4py a *tuple* after the array is a pair ``(counts,
-        displs)``: pass plain counts as a list or an array.
+        Counts of None divide the array evenly, the first blocks one longer where it does not divide; a single number
+        holds for all. Displacements (in elements) of None follow the counts without gaps; a single number is the
+        distance between blocks. As in mpi4py a *tuple* after the array is a pair ``(counts, displs)``: pass plain
+        counts as a list or an array.
     size, name, writable
         As in `blocks`.
     """
@@ -212,14 +181,9 @@ def blocks_v(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
         raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: the array is None but the counts are {lengths}")
     if obj is not None and obj is not MPI.BOTTOM:
         for i, (count, displ) in enumerate(zip(lengths, places, strict=True)):
-            _check_fits(
-                count,
-                displ * element.extent,
-                memory,
-                name,
-                f"block {i} (count {count}, displacement {displ})",
-            )
-    return _buffer(memory, memory.address, sum(lengths), 0, lengths, places)
+            what = f"block {i} (count {count}, displacement {displ})"
+            _check_fits(count, displ * element.extent, memory, name, what)
+    return _buffer(memory, 0, sum(lengths), 0, lengths, places)
 
 
 def numbers(values: Any, size: int, name: str) -> tuple[int, ...]:
@@ -249,19 +213,14 @@ def _equal_blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
         if displ > 0:
             offset = displ * _stride_of(element, name)
             if offset > memory.nbytes:
-                raise InvalidBuffer(
-                    MPI.ERR_BUFFER,
-                    f"{name}: displacement {displ} lies behind the end of {memory.nbytes // element.extent} "
-                    f"{datatype_name(element.datatype)}",
-                )
+                end = f"{memory.nbytes // element.extent} {datatype_name(element.datatype)}"
+                raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: displacement {displ} lies behind the end of {end}")
     if count is None:
         total = _element_count(memory.nbytes - offset, element, name)
         block, rest = divmod(total, size)
         if rest:
-            raise InvalidArgument(
-                MPI.ERR_COUNT,
-                f"{name}: {total} elements cannot be divided into {size} equal blocks, one per rank",
-            )
+            message = f"{name}: {total} elements cannot be divided into {size} equal blocks, one per rank"
+            raise InvalidArgument(MPI.ERR_COUNT, message)
     else:
         block = _to_int(count, MPI.ERR_COUNT, f"{name}: count")
         if block < 0:
@@ -271,7 +230,7 @@ def _equal_blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
     if obj is not None and obj is not MPI.BOTTOM:  # inferred counts too: a datatype may reach beyond its extent
         what = f"count {block}" if size == 1 else f"{size} blocks of {block}"
         _check_fits(block * size, offset, memory, name, what)
-    return _buffer(memory, memory.address + offset, block * size, block, None, None)
+    return _buffer(memory, offset, block * size, block)
 
 
 def _split_spec(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
@@ -287,7 +246,7 @@ def _split_spec(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
         obj, counts, datatype = spec
         return obj, *_split_pair(counts, name, pair), datatype
     if len(spec) == 4:
-        return spec[0], spec[1], spec[2], spec[3]
+        return tuple(spec)
     raise InvalidArgument(
         MPI.ERR_ARG,
         f"{name}: expected [array, ...] of 2 to 4 items, such as [array, count, datatype], found {len(spec)}",
@@ -299,10 +258,8 @@ def _split_pair(counts: Any, name: str, pair: Any) -> tuple[Any, Any]:
         return counts, None
     if len(counts) != 2:
         hint = "; give counts alone as a list" if pair is tuple else ""
-        raise InvalidArgument(
-            MPI.ERR_ARG,
-            f"{name}: expected a pair (count, displacement) after the array, found {counts!r}{hint}",
-        )
+        message = f"{name}: expected a pair (count, displacement) after the array, found {counts!r}{hint}"
+        raise InvalidArgument(MPI.ERR_ARG, message)
     return counts[0], counts[1]
 
 
@@ -311,20 +268,15 @@ def _element_count(nbytes: int, element: ElementType, name: str) -> int:
         return 0
     total, rest = divmod(nbytes, _stride_of(element, name))
     if rest:
-        raise InvalidArgument(
-            MPI.ERR_COUNT,
-            f"{name}: no count given, and {nbytes} bytes are no multiple of the datatype's extent of "
-            f"{element.extent} bytes",
-        )
+        message = f"{name}: no count given, and {nbytes} bytes are no multiple of the datatype's extent of"
+        raise InvalidArgument(MPI.ERR_COUNT, f"{message} {element.extent} bytes")
     return total
 
 
 def _stride_of(element: ElementType, name: str) -> int:
     if element.extent <= 0:
-        raise InvalidArgument(
-            MPI.ERR_TYPE,
-            f"{name}: a datatype of extent {element.extent} needs an explicit count and no displacement",
-        )
+        message = f"{name}: a datatype of extent {element.extent} needs an explicit count and no displacement"
+        raise InvalidArgument(MPI.ERR_TYPE, message)
     return element.extent
 
 
@@ -340,37 +292,22 @@ def _check_fits(count: int, offset: int, memory: MemoryView, name: str, what: st
         raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: {what} begins {-low} bytes before the buffer")
     if high > memory.nbytes:
         have = f" ({memory.nbytes // element.extent} elements)" if element.extent > 0 else ""
-        raise InvalidBuffer(
-            MPI.ERR_TRUNCATE,
-            f"{name}: {what} of {datatype_name(element.datatype)} needs {high} bytes, the buffer has "
-            f"{memory.nbytes} bytes{have}",
-        )
+        needs = f"{name}: {what} of {datatype_name(element.datatype)} needs {high} bytes"
+        raise InvalidBuffer(MPI.ERR_TRUNCATE, f"{needs}, the buffer has {memory.nbytes} bytes{have}")
 
 
 def _buffer(
     memory: MemoryView,
-    address: int,
+    offset: int,
     count: int,
     block: int,
-    counts: tuple[int, ...] | None,
-    displs: tuple[int, ...] | None,
+    counts: tuple[int, ...] | None = None,
+    displs: tuple[int, ...] | None = None,
 ) -> Buffer:
     dtype, datatype, itemsize, extent, _, _, dense = memory.element
     return Buffer(
-        address,
-        count * itemsize,
-        count,
-        block,
-        dtype,
-        datatype,
-        itemsize,
-        extent,
-        counts,
-        displs,
-        memory.readonly,
-        memory.device,
-        dense,
-        memory.owner,
+        *(memory.address + offset, count * itemsize, count, block, dtype, datatype, itemsize, extent, counts, displs),
+        *(memory.readonly, memory.device, dense, memory.owner),
     )
 
 

@@ -1,12 +1,14 @@
-"""Element types: what one element of an MPI datatype, a NumPy dtype or a buffer format occupies in memory."""
+"""Element types: size and layout of one element of an MPI datatype, a NumPy dtype or a buffer format."""
 
+import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import InvalidDatatype, InvalidType, UnknownDatatype
+from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType, UnknownDatatype
 
 
 class ElementType(NamedTuple):
@@ -48,14 +50,28 @@ dense_elements: dict[np.dtype[Any], ElementType] = {}
 """Entries of `_elements_by_dtype` without padding, for the fast path of `arguments.vector`."""
 
 
-def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
-    """NumPy dtype of one packed element of a predefined datatype (or a duplicate of one).
+def shape_and_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Validated shape and dtype of an array to be allocated."""
+    try:
+        element = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise InvalidType(MPI.ERR_TYPE, f"dtype: {error}") from None
+    if element.hasobject or not element.itemsize or element.subdtype is not None:
+        message = f"dtype: expected elements of one known size, without references, found {element}"
+        raise InvalidType(MPI.ERR_TYPE, message)
+    try:
+        lengths = tuple(map(operator.index, shape if isinstance(shape, Iterable) else [shape]))
+    except TypeError:
+        raise InvalidType(MPI.ERR_ARG, f"shape: expected a number or several, found {shape!r}") from None
+    if min(lengths, default=0) < 0:
+        raise InvalidArgument(MPI.ERR_ARG, f"shape: expected no negative lengths, found {lengths}")
+    return lengths, element
 
-    Returns
-    -------
-    numpy.dtype or None
-        ``MPI.INT -> int32``, ``MPI.BYTE -> uint8``, ``MPI.CHAR -> S1``, ``MPI.DOUBLE_INT`` -> fields ``val``
-        and ``loc`` in 12 bytes; None for derived datatypes.
+
+def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
+    """NumPy dtype of one packed element of a predefined datatype (or a duplicate of one), else None.
+
+    ``MPI.BYTE`` is uint8, ``MPI.CHAR`` S1, ``MPI.DOUBLE_INT`` has fields ``val`` and ``loc`` in 12 bytes.
 
     >>> numpy_dtype(MPI.FLOAT)
     dtype('float32')
@@ -64,7 +80,7 @@ def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
 
 
 def kind(dtype: np.dtype[Any]) -> str:
-    """Return ``dtype.kind``, with the numeric kind of ml_dtypes' types: ``"f"`` for bfloat16, ``"i"`` for int4.
+    """``dtype.kind``, with the numeric kind of ml_dtypes' types: ``"f"`` for bfloat16, ``"i"`` for int4.
 
     >>> kind(np.dtype(ml_dtypes.bfloat16)), kind(np.dtype("u2"))
     ('f', 'u')
@@ -82,7 +98,7 @@ def element_of(datatype: MPI.Datatype, name: str = "datatype") -> ElementType:
     if element is not None:
         return element
     if datatype == MPI.DATATYPE_NULL:
-        raise InvalidDatatype(MPI.ERR_TYPE, f"{name}: the datatype is MPI.DATATYPE_NULL (never made, or freed)")
+        raise InvalidDatatype(MPI.ERR_TYPE, f"{name}: the datatype is MPI.DATATYPE_NULL (not created, or freed)")
     if not datatype.is_predefined:
         return _of_derived(datatype, name)
     handle = datatype.handle
@@ -105,15 +121,9 @@ def _of_predefined(datatype: MPI.Datatype, name: str) -> ElementType:
     if size == 0:
         raise InvalidType(MPI.ERR_TYPE, f"{name}: this MPI library has no {datatype_name(datatype)}")
     true_low, true_extent = datatype.Get_true_extent()
-    return ElementType(
-        dtype if dtype.itemsize == size else None,
-        datatype,
-        size,
-        extent,
-        true_low,
-        true_low + true_extent,
-        low == 0 and size == extent,
-    )
+    packed = dtype if dtype.itemsize == size else None
+    dense = low == 0 and size == extent
+    return ElementType(packed, datatype, size, extent, true_low, true_low + true_extent, dense)
 
 
 def _of_derived(datatype: MPI.Datatype, name: str) -> ElementType:
@@ -173,11 +183,8 @@ def _new_dtype(dtype: np.dtype[Any], name: str) -> ElementType:
     if dtype.names is not None:
         return _of_pair(dtype, name)
     if not dtype.isnative:
-        raise InvalidType(
-            MPI.ERR_TYPE,
-            f"{name}: dtype {dtype.str!r} is not in native byte order; convert with "
-            f"x.astype(x.dtype.newbyteorder('='))",
-        )
+        hint = "convert with x.astype(x.dtype.newbyteorder('='))"
+        raise InvalidType(MPI.ERR_TYPE, f"{name}: dtype {dtype.str!r} is not in native byte order; {hint}")
     if dtype.kind in "biufc" or dtype.str[1:] in ("S1", "U1"):
         try:
             datatype = MPI.Datatype.fromcode(dtype.char)
@@ -186,14 +193,13 @@ def _new_dtype(dtype: np.dtype[Any], name: str) -> ElementType:
             known = False
         return ElementType(dtype, datatype if known else None, size, size, 0, size, True)
     hint = "; send its integers, x.view('i8')" if dtype.kind in "mM" else ""
-    raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: dtype {_dtype_name(dtype)} has no MPI datatype{hint}")
+    raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: dtype {dtype.name} ({dtype.str!r}) has no MPI datatype{hint}")
 
 
 def _of_pair(dtype: np.dtype[Any], name: str) -> ElementType:
     for pair, (value, location) in PAIRS.items():
         aligned = np.dtype([("val", value), ("loc", location)], align=True)
-        parts = [(field[0], field[1]) for field in (dtype.fields or {}).values()]
-        if dtype.itemsize == aligned.itemsize and parts == [(f[0], f[1]) for f in (aligned.fields or {}).values()]:
+        if _layout(dtype) == _layout(aligned):
             return element_of(getattr(MPI, pair), name)
     raise UnknownDatatype(
         MPI.ERR_TYPE,
@@ -202,8 +208,9 @@ def _of_pair(dtype: np.dtype[Any], name: str) -> ElementType:
     )
 
 
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    return f"{dtype.name} ({dtype.str!r})"
+def _layout(dtype: np.dtype[Any]) -> list[Any]:
+    """Size of a structured dtype, and type and offset of its fields, without their names."""
+    return [dtype.itemsize, *(field[:2] for field in (dtype.fields or {}).values())]
 
 
 def datatype_name(datatype: MPI.Datatype | None) -> str:

@@ -1,8 +1,7 @@
-"""Reads where a DLPack capsule's memory lies and what it holds, without taking it over.
+"""Reader of DLPack capsules: address, shape and dtype of the memory, without taking ownership.
 
-NumPy's reader knows neither bfloat16 nor devices, mpi4py's reports what it does not know as bytes; this one
-says what the capsule says. The structures are those of dlpack.h, version 1.1; version 0 lacks the leading
-fields.
+NumPy's reader knows neither bfloat16 nor devices; mpi4py's reports unknown types as bytes. The structures are those of
+dlpack.h, version 1.1; version 0 lacks the leading fields.
 """
 
 import ctypes
@@ -87,13 +86,7 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
 
 def read(obj: Any) -> DLPackTensor:
-    """Describe the memory of an object that offers ``__dlpack__``.
-
-    Raises
-    ------
-    BufferError
-        If the object cannot be exported without a copy, or speaks an unknown DLPack version.
-    """
+    """Describe the memory of an object with ``__dlpack__``; BufferError if that needs a copy or an unknown version."""
     device_type, _ = obj.__dlpack_device__()
     device_type = int(device_type)
     stream = {} if device_type == CPU else {"stream": -1}  # the caller orders its streams itself
@@ -110,24 +103,16 @@ def read(obj: Any) -> DLPackTensor:
     elif '"dltensor"' in repr(capsule):
         tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
     else:
-        raise BufferError("__dlpack__ gave no DLPack capsule")
+        raise BufferError("__dlpack__ returned no DLPack capsule")
     shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None
     code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
-    return DLPackTensor(
-        (tensor.data or 0) + tensor.byte_offset,
-        shape,
-        strides,
-        _dtype(code, bits, lanes),
-        (bits * lanes + 7) // 8,
-        device_type,
-        readonly,
-        capsule,
-    )
+    address, itemsize = (tensor.data or 0) + tensor.byte_offset, (bits * lanes + 7) // 8
+    return DLPackTensor(address, shape, strides, _dtype(code, bits, lanes), itemsize, device_type, readonly, capsule)
 
 
 def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any] | None:
-    if (code, lanes) == (FLOAT, 2):  # the only way to name long double complex numbers, whose bits do not fit the field
+    if (code, lanes) == (FLOAT, 2):  # long double complex, whose bits do not fit the field
         code, bits, lanes = COMPLEX, 2 * bits, 1
     if lanes != 1:
         return None

@@ -7,13 +7,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers import dlpack
-from collectives.buffers.datatypes import (
-    ElementType,
-    element_of,
-    element_of_code,
-    element_of_dtype,
-    element_of_format,
-)
+from collectives.buffers.datatypes import ElementType, element_of, element_of_code, element_of_dtype, element_of_format
 from collectives.errors import InvalidBuffer, InvalidType, UnknownDatatype
 
 
@@ -44,10 +38,8 @@ def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryVi
     element = None if datatype is None else _element_or_code(datatype, name)
     if isinstance(obj, _ndarray):
         if obj.dtype.hasobject:
-            raise UnknownDatatype(
-                MPI.ERR_TYPE,
-                f"{name}: an array of Python objects (dtype {obj.dtype}) has no bytes that could be sent",
-            )
+            message = f"{name}: an array of Python objects (dtype {obj.dtype}) has no bytes that could be sent"
+            raise UnknownDatatype(MPI.ERR_TYPE, message)
         if not obj.flags.forc:
             raise _not_contiguous(name, obj.shape, obj.strides)
         if writable and not obj.flags.writeable:
@@ -72,10 +64,8 @@ def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryVi
         return _cuda_array(obj, interface, element, name, writable)
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
         return _dlpack(obj, element, name, writable)
-    raise InvalidType(
-        MPI.ERR_BUFFER,
-        f"{name}: expected an array, a buffer, or [array, count, datatype], found {type(obj).__name__!r}",
-    )
+    expected = "expected an array, a buffer, or [array, count, datatype]"
+    raise InvalidType(MPI.ERR_BUFFER, f"{name}: {expected}, found {type(obj).__name__!r}")
 
 
 def cuda_interface(obj: Any) -> dict[str, Any] | None:

@@ -1,10 +1,10 @@
-"""Data that is no dense host memory, made so while a collective runs, and put back after it.
+"""Staging of arguments that are not contiguous host memory: copies in `host` while a collective runs.
 
-`load` brings the user's elements into `host`, a plain vector of bytes, before the collective starts; `store`
-returns them when it has ended. Between the two only `host` is touched. Each is a list of calls and waits too, so that
-a non-blocking collective need not stand still while a device copies.
+`load` copies the user's elements to `host`, a vector of bytes, before the collective; `store` copies them back
+afterwards. In between only `host` is accessed. `loading` and `storing` are the same as calls and waits, so that a
+non-blocking collective can progress while a device copies.
 
-Device memory that need not be staged is worked on where it is, by way of the same `DeviceMemory`.
+`DeviceMemory` is also the interface to device memory that is used without staging.
 
 >>> import numpy as np
 >>> from mpi4py import MPI
@@ -20,6 +20,7 @@ Device memory that need not be staged is worked on where it is, by way of the sa
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
@@ -32,83 +33,81 @@ from collectives.buffers.datatypes import element_of
 from collectives.buffers.memory import cuda_interface
 from collectives.types import Wait
 
-__all__ = ["DeviceMemory", "DeviceStaging", "HostStaging", "PackedStaging", "Staging", "device_of", "stage"]
+__all__ = ["DeviceMemory", "DeviceStaging", "OwnedDatatype", "PackedStaging", "Staging", "device_of", "stage"]
 
 Calls = Sequence[Callable[[], object] | Wait]
-"""What is done one after another; a `Wait` may be tested until it is over instead."""
+"""Calls and waits in order; a `Wait` may be tested until it is complete instead."""
 
 
-class Staging(Protocol):
-    """Interface of a staged argument to the executor.
+class Staging:
+    """Base of staged arguments.
 
     Attributes
     ----------
     host : numpy.ndarray
-        Bytes, one-dimensional. Elements that lie dense keep their places: the blocks of a v-form are where their
-        displacements say, and what is between them means nothing. All others are packed, block after block, so
-        that the displacements of a v-form become the running sum of its counts.
+        Bytes, one-dimensional. Contiguous elements keep their places: the blocks of a v-form are at their
+        displacements, with undefined bytes between them. All others are packed, block after block, so that the
+        displacements of a v-form become the running sum of its counts.
     loading, storing : sequence of calls and waits
-        What `load` and `store` do.
+        The steps of `load` and `store`; empty if the collective only writes, or only reads, the argument.
     """
+
+    __slots__ = ("host", "loading", "storing")
 
     host: np.ndarray
     loading: Calls
     storing: Calls
 
     def load(self) -> None:
-        """Fill `host` from the user's memory; nothing, if the call only writes there."""
+        """Fill `host` from the user's memory, in the order of its stream."""
+        _run(self.loading)
 
     def store(self) -> None:
-        """Write `host` to the user's memory; nothing, if the call only reads there."""
+        """Write `host` to the user's memory, in the order of its stream; gaps between elements stay unchanged."""
+        _run(self.storing)
 
     def free(self) -> None:
-        """Give back what was allocated; also happens when the object is collected."""
+        """Free MPI resources; also happens when the object is collected."""
+
+
+def _run(calls: Calls) -> None:
+    for call in calls:
+        if isinstance(call, Wait):
+            call.wait()
+        else:
+            call()
 
 
 def stage(buffer: Buffer, load: bool, store: bool) -> Staging:
-    """Choose the staging for a buffer that is on a device or not contiguous.
-
-    Parameters
-    ----------
-    load, store
-        Whether the collective reads the argument, and whether it writes it.
-    """
+    """Staging of a device or non-contiguous buffer that the collective reads (`load`), writes (`store`), or both."""
     return (DeviceStaging if buffer.device else PackedStaging)(buffer, load, store)
 
 
-class PackedStaging:
+class PackedStaging(Staging):
     """Elements with gaps or in another order, packed by MPI itself.
 
-    One datatype covers the whole argument, blocks and all, so loading and storing are one call each. Its
-    extent is one byte, whatever it spans: mpi4py divides the memory it is given by the extent.
+    One datatype covers the whole argument, blocks and all, so loading and storing are one call each. Its extent is one
+    byte, whatever it spans: mpi4py divides the memory it is given by the extent.
     """
 
-    __slots__ = ("_at", "_keep", "_whole", "host", "loading", "storing")
+    __slots__ = ("_at", "_keep", "_whole")
 
     def __init__(self, buffer: Buffer, load: bool, store: bool, host: np.ndarray | None = None) -> None:
         self.host = np.empty(buffer.nbytes, np.uint8) if host is None else host
         busy = buffer.nbytes > 0
-        self.loading: Calls = [self._pack] if load and busy else []
-        self.storing: Calls = [self._unpack] if store and busy else []
+        self.loading = [self._pack] if load and busy else []
+        self.storing = [self._unpack] if store and busy else []
         self._keep = buffer.owner, np.zeros(1, np.uint8)
-        at = buffer.address or MPI.Get_address(self._keep[1])  # MPI.BOTTOM: absolute places, seen from anywhere
+        at = buffer.address or MPI.Get_address(self._keep[1])  # MPI.BOTTOM: absolute displacements from any address
         self._at = MPI.buffer.fromaddress(at, 1)
-        assert buffer.datatype is not None, "elements without a datatype lie dense"
-        datatype = MPI.Datatype(buffer.datatype)  # mpi4py makes new ones of the same class: not of a subclass
+        assert buffer.datatype is not None, "elements without a datatype are contiguous"
+        datatype = MPI.Datatype(buffer.datatype)  # mpi4py creates datatypes of the same class: not of a subclass
         counts = (buffer.count,) if buffer.counts is None else buffer.counts
         displs = (0,) * len(counts) if buffer.displs is None else buffer.displs
         places = [buffer.address - at + displ * buffer.extent for displ in displs]
         blocks = datatype.Create_hindexed(list(counts), places)
-        self._whole = HostStaging(blocks.Create_resized(0, 1).Commit())
+        self._whole = OwnedDatatype(blocks.Create_resized(0, 1).Commit())
         blocks.Free()
-
-    def load(self) -> None:
-        """Pack into `host`."""
-        _do(self.loading)
-
-    def store(self) -> None:
-        """Unpack from `host`; bytes in the gaps stay what they were."""
-        _do(self.storing)
 
     def _pack(self) -> None:
         self._whole.Pack(self._at, self.host, 0, MPI.COMM_SELF)
@@ -117,43 +116,32 @@ class PackedStaging:
         self._whole.Unpack(self.host, 0, self._at, MPI.COMM_SELF)
 
     def free(self) -> None:
-        """Give back the datatype."""
         self._whole.free()
 
 
-def _do(calls: Calls) -> None:
-    for call in calls:
-        if isinstance(call, Wait):
-            call.wait()
-        else:
-            call()
-
-
-class HostStaging(MPI.Datatype):
-    """A datatype that is freed when nothing refers to it any more: ``HostStaging(datatype)`` takes it over."""
+class OwnedDatatype(MPI.Datatype):
+    """A datatype that is freed with its last reference: ``OwnedDatatype(datatype)`` takes ownership."""
 
     def __del__(self) -> None:
         if not MPI.Is_finalized():
             self.free()
 
 
-def lasting(buffer: Buffer | None) -> Buffer | None:
-    """The same buffer with a datatype of its own, which stays when the user frees theirs: for binding later."""
+def with_own_datatype(buffer: Buffer | None) -> Buffer | None:
+    """The buffer with a copy of its derived datatype, which remains when the user frees theirs: for binding later."""
     if buffer is None or buffer.datatype is None or buffer.datatype.is_predefined:
         return buffer
-    lasts = Buffer(*(getattr(buffer, slot) for slot in _FIELDS))
-    lasts.datatype = HostStaging(buffer.datatype.Dup())
-    return lasts
+    return replace(buffer, datatype=OwnedDatatype(buffer.datatype.Dup()))
 
 
-class DeviceStaging:
+class DeviceStaging(Staging):
     """Device memory, copied through pinned host memory, in the order of the stream that the user's library works on.
 
-    Blocks that follow each other travel as one copy. Elements with gaps are packed on the host, from a copy
-    of all that they span; storing them fetches the span again, so that the gaps come back unchanged.
+    Consecutive blocks are one copy. Elements with gaps are packed on the host, from a copy of all that they span;
+    storing them fetches the span again, so that the gaps come back unchanged. Pinned memory is freed with this object.
     """
 
-    __slots__ = ("_address", "_device", "_mirror", "_packed", "_runs", "host", "loading", "storing")
+    __slots__ = ("_address", "_device", "_mirror", "_packed", "_runs")
 
     def __init__(self, buffer: Buffer, load: bool, store: bool) -> None:
         self._device = device_of(buffer.owner)
@@ -167,28 +155,17 @@ class DeviceStaging:
             self._address = buffer.address + low
             self._mirror = self._device.pinned(high - low)
             self._runs = [(0, high - low)]
-            mirrored = Buffer(*(getattr(buffer, slot) for slot in _FIELDS))
-            mirrored.address = MPI.Get_address(self._mirror) - low
-            mirrored.owner = self._mirror
+            mirrored = replace(buffer, address=MPI.Get_address(self._mirror) - low, owner=self._mirror)
             self._packed = PackedStaging(mirrored, load, store)
             self.host = self._packed.host
         inner, busy = self._packed, buffer.nbytes > 0
         follow, ended = partial(self._device.follow, buffer.owner), self._device.ended
         fetch: Calls = [follow, self._fetch, ended]
-        self.loading: Calls = [*fetch, *(inner.loading if inner else ())] if load and busy else []
+        self.loading = [*fetch, *(inner.loading if inner else ())] if load and busy else []
         before: Calls = [follow] if inner is None else [*fetch, *inner.storing]
-        self.storing: Calls = [*before, self._send_back, ended] if store and busy else []
-
-    def load(self) -> None:
-        """Copy to the host, after all that goes on with the array."""
-        _do(self.loading)
-
-    def store(self) -> None:
-        """Copy to the device, before all that the array is used for afterwards."""
-        _do(self.storing)
+        self.storing = [*before, self._send_back, ended] if store and busy else []
 
     def free(self) -> None:
-        """Give back the datatype, if there is one; pinned memory goes with this object."""
         if self._packed is not None:
             self._packed.free()
 
@@ -203,14 +180,8 @@ class DeviceStaging:
         self._device.mark()
 
 
-_FIELDS = (
-    *("address", "nbytes", "count", "block", "dtype", "datatype", "itemsize", "extent"),
-    *("counts", "displs", "readonly", "device", "contiguous", "owner"),
-)
-
-
 def _runs(buffer: Buffer) -> list[tuple[int, int]]:
-    """Copies that bring all blocks over: (offset, bytes)."""
+    """Contiguous ranges of all blocks: (offset, bytes)."""
     if buffer.counts is None or buffer.displs is None:
         return [(0, buffer.nbytes)]
     runs: list[tuple[int, int]] = []
@@ -225,7 +196,7 @@ def _runs(buffer: Buffer) -> list[tuple[int, int]]:
 
 def _span(buffer: Buffer) -> tuple[int, int]:
     """First and last byte (exclusive) that any element touches, from the address on."""
-    assert buffer.datatype is not None, "elements without a datatype lie dense"
+    assert buffer.datatype is not None, "elements without a datatype are contiguous"
     element, extent = element_of(buffer.datatype), buffer.extent
     if buffer.counts is None or buffer.displs is None:
         ranges = [(0, buffer.count)]
@@ -241,18 +212,10 @@ def _span(buffer: Buffer) -> tuple[int, int]:
 
 
 class DeviceMemory(Protocol):
-    """One device, and the stream on it that all that is begun here is put on, one piece after another.
+    """A device and one stream on it, which orders all work that is started here.
 
-    No other stream is waited for: neither by the host, nor by the stream, but for those that `follow` names.
-
-    Attributes
-    ----------
-    number : int
-        Which device it is.
-    namespace : module
-        The array library, with functions by NumPy's names.
-    ended : Wait
-        For all that was on the stream at the last `mark`.
+    Neither the host nor the stream waits for other streams, except for those that `follow` names. `number` is the
+    device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last `mark`.
     """
 
     number: int
@@ -263,41 +226,41 @@ class DeviceMemory(Protocol):
         """True if the array is on this device."""
 
     def follow(self, *arrays: Any) -> None:
-        """Take the stream that the first array is on, behind what those of the others hold now."""
+        """Use the first array's stream, after the work that is now on those of the others."""
 
     def mark(self) -> None:
-        """Remember what the stream holds now."""
+        """Record an event after the work that is now on the stream."""
 
     def working(self, call: Callable[[], object]) -> Callable[[], object]:
-        """The call, what it has the array library begin put on the stream."""
+        """Wrap a call so that the array library's work in it goes to the stream."""
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
-        """A new array on the device."""
+        """Allocate an array on the device."""
 
     def view(self, address: int, count: int, dtype: np.dtype[Any]) -> Any:
         """Array over device memory; the caller keeps the memory alive."""
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Bytes of host memory that the device can copy to and from by itself."""
+        """Allocate pinned host memory."""
 
     def to_host(self, host: np.ndarray, address: int) -> None:
-        """Begin to copy device memory at `address` into `host`."""
+        """Start a copy of device memory at `address` into `host`."""
 
     def to_device(self, address: int, host: np.ndarray) -> None:
-        """Begin to copy `host` into device memory at `address`."""
+        """Start a copy of `host` into device memory at `address`."""
 
 
 def device_of(array: Any) -> DeviceMemory:
-    """The device that an array lies on, and the array's stream there."""
+    """Device of an array, with the array's stream."""
     return _Cuda(array)
 
 
 _LEGACY = 1
-"""The name by which other libraries are told of CUDA's default stream, which CuPy calls 0."""
+"""Number of CUDA's default stream in DLPack and the CUDA array interface; CuPy's is 0."""
 
 
 class _Cuda:
-    """A CUDA device, by way of CuPy, which is imported here and nowhere else."""
+    """A CUDA device through CuPy, which is imported only here."""
 
     __slots__ = ("_cuda", "_device", "_event", "_stream", "ended", "namespace", "number")
 
@@ -341,7 +304,7 @@ class _Cuda:
         current = self._cuda.get_current_stream()
         interface = cuda_interface(array)
         if interface is None:
-            array.__dlpack__(stream=current.ptr or _LEGACY)  # whose library has our stream wait for its own
+            array.__dlpack__(stream=current.ptr or _LEGACY)  # the array's library makes our stream wait for its own
             return current
         pointer = interface.get("stream")
         if pointer is None or pointer == (current.ptr or _LEGACY):

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.algorithms.catalog import build, find
-from collectives.buffers.staging import DeviceMemory, lasting
+from collectives.buffers.staging import DeviceMemory, with_own_datatype
 from collectives.runtime.binder import bind
 from collectives.runtime.binding import bind_call
 from collectives.runtime.call import Call
@@ -74,8 +74,8 @@ def bind_after_exchange(
     nodes: Nodes | None,
 ) -> Program:
     """Program that exchanges counts at its first start and is bound once they are known."""
-    source = lasting(call.source)  # the user may free the datatypes before binding
-    target = source if call.target is call.source else lasting(call.target)
+    source = with_own_datatype(call.source)  # the user may free the datatypes before binding
+    target = source if call.target is call.source else with_own_datatype(call.target)
     call = call._replace(source=source, target=target)
     exchange = bind_count_exchange(call, choice, rank, size, wire, nodes)
     bound: list[Program] = []

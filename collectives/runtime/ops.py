@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import element_of, kind
-from collectives.buffers.staging import DeviceMemory, HostStaging, PackedStaging
+from collectives.buffers.staging import DeviceMemory, OwnedDatatype, PackedStaging
 from collectives.errors import InvalidArgument, InvalidType
 
 __all__ = ["Combiner", "combine", "is_commutative", "on_device"]
@@ -198,7 +198,7 @@ def _local(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | Non
         return partial(_dense, op, _bytes(dtype.itemsize), dtype.itemsize)
     element = element_of(datatype, "op")
     if not datatype.is_predefined:  # the user may free it while a call is under way
-        datatype = HostStaging(MPI.Datatype(datatype).Dup())
+        datatype = OwnedDatatype(MPI.Datatype(datatype).Dup())
     return partial(_dense if element.dense else _spread, op, datatype, element.itemsize)
 
 
@@ -261,5 +261,5 @@ atexit.register(_widths.clear)  # before MPI ends
 def _bytes(width: int) -> MPI.Datatype:
     """Datatype of `width` bytes, for elements that MPI has no name for."""
     if width not in _widths:
-        _widths[width] = HostStaging(MPI.BYTE.Create_contiguous(width).Commit())
+        _widths[width] = OwnedDatatype(MPI.BYTE.Create_contiguous(width).Commit())
     return _widths[width]
