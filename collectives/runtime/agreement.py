@@ -79,7 +79,7 @@ def _is_shared(node: NodeMemory, call: Call, size: int) -> bool:
         return False
     ends = zip((call.source, call.target), buffer_spans(call), strict=True)
     return all(
-        not staged(buffer) and node.heap.shows(buffer.address, span * call.unit.itemsize)
+        not staged(buffer) and node.heap.is_shared(buffer.address, span * call.unit.itemsize)
         for buffer, span in ends
         if buffer is not None and span
     )

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
 from collectives.runtime.native_requests import end_helper
-from collectives.transport.memories import free_buried
+from collectives.transport.memories import free_retired
 
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
@@ -47,7 +47,7 @@ def close_all() -> None:
         left = InvalidArgument(MPI.ERR_PENDING, f"{comm._closing.active} collectives are still under way")
         sys.excepthook(type(left), left, None)
         comm._release()
-    free_buried()
+    free_retired()
 
 
 def _has_peers() -> bool:

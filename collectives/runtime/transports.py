@@ -54,7 +54,7 @@ class Transports:
         array = self.heap.allocate(nbytes)
         for edges in self.edges.values():
             for edge in edges.values():
-                edge.look()
+                edge.update_segments()
         return array
 
     def consume_tag(self) -> int:

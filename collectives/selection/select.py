@@ -21,7 +21,7 @@ from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import BUILT_IN, Costs, network, uniform_network
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, TimingTable, interpolate
-from collectives.transport.compiled_exchange import SEEN
+from collectives.transport.compiled_exchange import RENDEZVOUS_BYTES
 
 MOST_SEGMENTS = 64
 """Limit of segments; each has messages of its own, which must be bound."""
@@ -107,7 +107,7 @@ class Selector:
         """Fastest algorithm that can do the call and gives all ranks the same bits."""
         if traits.local_counts:
             traits = traits._replace(nbytes=TYPICAL_BLOCK * self.size)
-        elif traits.shared and traits.nbytes >= SEEN and not forwards_data(traits.collective, self.size):
+        elif traits.shared and traits.nbytes >= RENDEZVOUS_BYTES and not forwards_data(traits.collective, self.size):
             return self._from_model(traits, self.costs.with_shared_buffers(traits.in_place))
         return self._from_table(traits) or self._from_model(traits, self.costs)
 

@@ -1,1 +1,1 @@
-"""The wires: how a bound message travels."""
+"""Transports: how bound messages are sent."""

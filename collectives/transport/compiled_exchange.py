@@ -1,7 +1,7 @@
-"""A short call as one compiled call: a message out, one in, and a copy, where numba is installed (the extra ``fast``).
+"""An exchange (a message out, one in, and a copy) as one compiled call, where numba is installed (the extra ``fast``).
 
-On the mailboxes it does just what Python does there, so a rank that runs this and one that does not understand each
-other. Flags are loaded with acquire and stored with release, which every processor understands.
+It follows the mailbox protocol of the Python code exactly, so ranks with and without numba work together. Flags are
+loaded with acquire and stored with release, on every processor.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from importlib.util import find_spec
 import numpy as np
 
 NO, DONE, LATE, ELSEWHERE, UNTAKEN = range(5)
-"""What a compiled swap says: it has done nothing at all; it is done; it has sent, but nothing has come so far; what has
-come lies where only Python finds it; all has come, but the peer still reads what was sent."""
+"""Results of a compiled exchange: nothing was done; complete; sent, but no message has arrived yet; the incoming
+message is not in the expected place, and Python code must receive it; received, but the peer is still reading ours."""
 
-SEEN = 1 << 13
-"""Bytes from which a message out of memory that the receiver sees is told by its address: it need not be copied."""
+RENDEZVOUS_BYTES = 1 << 13
+"""Bytes from which a message in shared memory is sent by its address, without a copy into the mailbox."""
 
 SEND_BYTES, RECV_BYTES, OUT, OUT_COUNT, INTO, INTO_COUNT, MINE, OPERATION, MINE_FIRST, FROM, TO, COPIED, ONE = range(13)
-OUT_LABEL, INTO_LABEL, TOLD_LABEL = range(13, 16)
-"""What a compiled swap does, as numbers, by place: the bytes of its two arrays; what it sends, out of sendbuf, and
-where what comes goes, in recvbuf (first element and count; a count of 0 for none); the first element of sendbuf that is
-combined with it, with which operation, and whether one's own stands on the left; what is copied from sendbuf to
-recvbuf; whether the two are one array; and the labels of its messages."""
+OUT_LABEL, INTO_LABEL, ADDRESS_LABEL = range(13, 16)
+"""Places in a plan, which describes a compiled exchange by numbers: the bytes of both arrays; first element and count
+of the message out of sendbuf and of the message into recvbuf (count 0 for none); first element of sendbuf that is
+reduced with it, the operation, and whether it is the left operand; the range of sendbuf that is copied to recvbuf;
+whether both are one array; and the labels of the messages: out, in, and in by its address."""
 
 OPERATIONS = (None, np.add, np.multiply, np.maximum, np.minimum)
-"""What joins the message that comes with sendbuf, by number; None where it just arrives."""
+"""Reduction of the incoming message with sendbuf, by number; None if it is copied."""
 
 DTYPES = frozenset(np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8"))
-"""Of 1-D arrays; whatever else is done in Python."""
+"""Dtypes of the 1-D arrays that are supported."""
 
 
 @cache
@@ -41,11 +41,11 @@ def available() -> bool:
 
 @cache
 def swap(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
-    """(begin, end) for 1-D arrays of the dtype.
+    """Compiled functions (begin, end) for 1-D arrays of the dtype.
 
-    ``begin(sendbuf, recvbuf, numbers, plan)`` does it all, or up to where it would have to wait, as its result says;
-    ``end`` with the same arguments goes on when the message has come. `numbers` are those of the edge, `plan`
-    says what to do. Other arrays than contiguous and writeable ones of this dtype raise TypeError.
+    ``begin(sendbuf, recvbuf, numbers, plan)`` runs the exchange, up to the point where it would have to wait; `end`
+    with the same arguments receives a message that has arrived. Both return one of the results above. `numbers` are
+    those of the edge. Arrays that are not contiguous, writeable and of this dtype raise TypeError.
     """
     from collectives.transport import exchange_kernels  # needs numba, which takes a while to load
 

@@ -1,7 +1,7 @@
-"""The compiled functions of `compiled`: needs numba."""
+"""Compiled exchanges of `compiled_exchange`; needs numba."""
 
 # mypy: ignore-errors
-# What numba makes of these functions has other types than Python sees.
+# Types of compiled functions are not those of Python.
 
 from __future__ import annotations
 
@@ -15,57 +15,11 @@ from numba import carray, from_dtype, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from collectives.transport import compiled_exchange as places
+from collectives.transport import compiled_exchange as plans
 from collectives.transport import mailbox
-from collectives.transport.compiled_exchange import (
-    COPIED,
-    DONE,
-    ELSEWHERE,
-    FROM,
-    INTO,
-    INTO_COUNT,
-    INTO_LABEL,
-    LATE,
-    MINE,
-    MINE_FIRST,
-    NO,
-    ONE,
-    OPERATION,
-    OUT,
-    OUT_COUNT,
-    OUT_LABEL,
-    RECV_BYTES,
-    SEEN,
-    SEND_BYTES,
-    TO,
-    TOLD_LABEL,
-    UNTAKEN,
-)
-from collectives.transport.mailbox import (
-    ACKED,
-    AWAKE,
-    CELL_BYTES,
-    CELLS,
-    CELLS_IN,
-    CELLS_OUT,
-    GOT,
-    INBOX,
-    INLINE,
-    KIND,
-    LINE,
-    MASK,
-    MY_ACK,
-    OUTBOX,
-    SEEN_SEGMENTS,
-    SENT,
-    SHOWN,
-    SLOTS,
-    THEIR_ACK,
-    TOLD,
-)
 from quant.kernels.jit import compiler
 
-_compile = compiler(places, mailbox)
+_compile = compiler(plans, mailbox)
 
 
 @intrinsic
@@ -108,136 +62,143 @@ def _relax(_):
 
 @_compile
 def _end(sendbuf, recvbuf, numbers, plan):
-    number, count = numbers[GOT] + 1, plan[INTO_COUNT]
+    number, count = numbers[mailbox.RECEIVED] + 1, plan[plans.INTO_COUNT]
     nbytes = count * recvbuf.itemsize
-    slot = number & MASK
-    at = numbers[INBOX] + slot * LINE
-    flag = _load(at)
-    if flag < number * KIND:
-        return LATE
-    data = at + 8 if nbytes <= INLINE else numbers[CELLS_IN + slot % CELLS]
-    if flag != number * KIND + plan[INTO_LABEL]:
-        data, told = 0, _load(at + 8)
-        if flag != number * KIND + plan[TOLD_LABEL] or _load(at + 16) != nbytes:
-            return ELSEWHERE
-        for index in range(numbers[SEEN_SEGMENTS]):
-            segment = SEEN_SEGMENTS + 1 + 3 * index
-            if numbers[segment] <= told and told + nbytes <= numbers[segment + 1]:
-                data = numbers[segment + 2] + told - numbers[segment]
+    slot = number & mailbox.MASK
+    at = numbers[mailbox.INBOX] + slot * mailbox.LINE
+    flag = _load(at)  # acquire: the message below is at least as new as its flag
+    if flag < number * mailbox.KIND:
+        return plans.LATE
+    data = at + 8 if nbytes <= mailbox.INLINE else numbers[mailbox.CELLS_IN + slot % mailbox.CELLS]
+    if flag != number * mailbox.KIND + plan[plans.INTO_LABEL]:
+        data, origin = 0, _load(at + 8)
+        if flag != number * mailbox.KIND + plan[plans.ADDRESS_LABEL] or _load(at + 16) != nbytes:
+            return plans.ELSEWHERE
+        for index in range(numbers[mailbox.PEER_SEGMENTS]):
+            segment = mailbox.PEER_SEGMENTS + 1 + 3 * index
+            if numbers[segment] <= origin and origin + nbytes <= numbers[segment + 1]:
+                data = numbers[segment + 2] + origin - numbers[segment]
         if not data:
-            return ELSEWHERE
-    elif nbytes > INLINE and _load(at + 8) != nbytes:
-        return ELSEWHERE
-    numbers[GOT] = number
-    came = carray(_pointer(data), (count,), recvbuf.dtype)
-    out = recvbuf[plan[INTO] : plan[INTO] + count]
-    operation = plan[OPERATION]
+            return plans.ELSEWHERE
+    elif nbytes > mailbox.INLINE and _load(at + 8) != nbytes:
+        return plans.ELSEWHERE
+    numbers[mailbox.RECEIVED] = number
+    incoming = carray(_pointer(data), (count,), recvbuf.dtype)
+    out = recvbuf[plan[plans.INTO] : plan[plans.INTO] + count]
+    operation = plan[plans.OPERATION]
     if operation == 0:
         for i in range(count):
-            out[i] = came[i]
+            out[i] = incoming[i]
     else:
-        mine = sendbuf[plan[MINE] : plan[MINE] + count]
-        left, right = (mine, came) if plan[MINE_FIRST] else (came, mine)
+        mine = sendbuf[plan[plans.MINE] : plan[plans.MINE] + count]
+        left, right = (mine, incoming) if plan[plans.MINE_FIRST] else (incoming, mine)
         if operation == 1:
             for i in range(count):
                 out[i] = left[i] + right[i]
         elif operation == 2:
             for i in range(count):
                 out[i] = left[i] * right[i]
-        elif operation == 3:  # of equals NumPy takes the second, which tells zeros apart
+        elif operation == 3:  # NumPy returns the second of equals (which differ for signed zeros), and the first NaN
             for i in range(count):
                 out[i] = left[i] if left[i] > right[i] or left[i] != left[i] else right[i]
         else:
             for i in range(count):
                 out[i] = left[i] if left[i] < right[i] or left[i] != left[i] else right[i]
-    _store(numbers[MY_ACK], number)
-    return DONE
+    _store(numbers[mailbox.MY_ACK], number)  # release: the slot has been read when the peer sees it free
+    return plans.DONE
 
 
 @_compile
-def _shown(address, nbytes, numbers):
-    for index in range(numbers[SHOWN]):
-        segment = SHOWN + 1 + 2 * index
+def _is_shared(address, nbytes, numbers):
+    for index in range(numbers[mailbox.OUR_SEGMENTS]):
+        segment = mailbox.OUR_SEGMENTS + 1 + 2 * index
         if numbers[segment] <= address and address + nbytes <= numbers[segment + 1]:
             return True
     return False
 
 
+@_compile
+def _spin(address, wanted, spins):
+    """Spins left when the word at the address has reached `wanted`, or -1."""
+    while _load(address) < wanted:
+        _relax()
+        spins -= 1
+        if spins < 0:
+            break
+    return spins
+
+
 def _begin(sendbuf, recvbuf, numbers, plan):
     size, length = sendbuf.size * sendbuf.itemsize, recvbuf.size * recvbuf.itemsize
-    if size != plan[SEND_BYTES] or length != plan[RECV_BYTES]:
-        return NO
-    address, target, tells = sendbuf.ctypes.data, recvbuf.ctypes.data, False
-    if not plan[ONE] and address < target + length and target < address + size:
-        return NO  # they overlap, which is refused with an error
-    if plan[OUT_COUNT]:
-        leaving = sendbuf[plan[OUT] : plan[OUT] + plan[OUT_COUNT]]
+    if size != plan[plans.SEND_BYTES] or length != plan[plans.RECV_BYTES]:
+        return plans.NO
+    address, target, by_address = sendbuf.ctypes.data, recvbuf.ctypes.data, False
+    if not plan[plans.ONE] and address < target + length and target < address + size:
+        return plans.NO  # they overlap, which the Python code reports as an error
+    if plan[plans.OUT_COUNT]:
+        leaving = sendbuf[plan[plans.OUT] : plan[plans.OUT] + plan[plans.OUT_COUNT]]
         nbytes = leaving.size * leaving.itemsize
-        address += plan[OUT] * leaving.itemsize
-        tells = nbytes >= SEEN and _shown(address, nbytes, numbers) and not (plan[ONE] and plan[INTO_COUNT])
-        if not tells and nbytes > numbers[CELL_BYTES]:
-            return NO
-        number = numbers[SENT] + 1
-        taken = number - (SLOTS if nbytes <= INLINE else CELLS)
-        if numbers[ACKED] < taken:
-            numbers[ACKED] = _load(numbers[THEIR_ACK])
-            if numbers[ACKED] < taken:
-                return NO
-        numbers[SENT] = number
-        slot = number & MASK
-        at = numbers[OUTBOX] + slot * LINE
-        if tells:
-            numbers[TOLD] = number
+        address += plan[plans.OUT] * leaving.itemsize
+        long = nbytes >= plans.RENDEZVOUS_BYTES and not (plan[plans.ONE] and plan[plans.INTO_COUNT])
+        by_address = long and _is_shared(address, nbytes, numbers)
+        if not by_address and nbytes > numbers[mailbox.CELL_BYTES]:
+            return plans.NO
+        number = numbers[mailbox.SENT] + 1
+        taken = number - (mailbox.SLOTS if nbytes <= mailbox.INLINE else mailbox.CELLS)
+        if numbers[mailbox.ACKED] < taken:
+            numbers[mailbox.ACKED] = _load(numbers[mailbox.THEIR_ACK])
+            if numbers[mailbox.ACKED] < taken:
+                return plans.NO
+        numbers[mailbox.SENT] = number
+        slot = number & mailbox.MASK
+        at = numbers[mailbox.OUTBOX] + slot * mailbox.LINE
+        if by_address:
+            numbers[mailbox.BY_ADDRESS] = number
             _store(at + 8, address)
             _store(at + 16, nbytes)
-            _store(at, number * KIND + plan[TOLD_LABEL])
+            _store(at, number * mailbox.KIND + plan[plans.ADDRESS_LABEL])
         else:
-            data = at + 8 if nbytes <= INLINE else numbers[CELLS_OUT + slot % CELLS]
+            data = at + 8 if nbytes <= mailbox.INLINE else numbers[mailbox.CELLS_OUT + slot % mailbox.CELLS]
             cell = carray(_pointer(data), (leaving.size,), sendbuf.dtype)
             for i in range(leaving.size):
                 cell[i] = leaving[i]
-            if nbytes > INLINE:
+            if nbytes > mailbox.INLINE:
                 _store(at + 8, nbytes)
-            _store(at, number * KIND + plan[OUT_LABEL])
-    if plan[COPIED]:
-        mine = sendbuf[plan[FROM] : plan[FROM] + plan[COPIED]]
-        home = recvbuf[plan[TO] : plan[TO] + plan[COPIED]]
+            _store(at, number * mailbox.KIND + plan[plans.OUT_LABEL])  # release: the data is visible before the flag
+    if plan[plans.COPIED]:
+        mine = sendbuf[plan[plans.FROM] : plan[plans.FROM] + plan[plans.COPIED]]
+        home = recvbuf[plan[plans.TO] : plan[plans.TO] + plan[plans.COPIED]]
         for i in range(mine.size):
             home[i] = mine[i]
-    looks = numbers[AWAKE]
-    if plan[INTO_COUNT]:
-        number = numbers[GOT] + 1
-        at = numbers[INBOX] + (number & MASK) * LINE
-        while _load(at) < number * KIND:
-            _relax()
-            looks -= 1
-            if looks < 0:
-                return LATE
-        said = _end(sendbuf, recvbuf, numbers, plan)
-        if said != DONE:
-            return said
-    if tells:
-        while _load(numbers[THEIR_ACK]) < numbers[TOLD]:
-            _relax()
-            looks -= 1
-            if looks < 0:
-                return UNTAKEN
-        numbers[ACKED] = numbers[TOLD]
-    return DONE
+    spins = numbers[mailbox.SPIN_BUDGET]
+    if plan[plans.INTO_COUNT]:
+        number = numbers[mailbox.RECEIVED] + 1
+        at = numbers[mailbox.INBOX] + (number & mailbox.MASK) * mailbox.LINE
+        spins = _spin(at, number * mailbox.KIND, spins)
+        if spins < 0:
+            return plans.LATE
+        result = _end(sendbuf, recvbuf, numbers, plan)
+        if result != plans.DONE:
+            return result
+    if by_address:
+        if _spin(numbers[mailbox.THEIR_ACK], numbers[mailbox.BY_ADDRESS], spins) < 0:
+            return plans.UNTAKEN
+        numbers[mailbox.ACKED] = numbers[mailbox.BY_ADDRESS]
+    return plans.DONE
 
 
-_one_at_a_time = Lock()
+_compiling = Lock()
 """Held while functions are compiled: two threads would write the same files."""
 
 
 def compiled(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
-    """(begin, end) for arrays of the dtype: see `compiled.swap`.
+    """(begin, end) for arrays of the dtype: see `compiled_exchange.swap`.
 
-    Each dtype has functions of its own, which are never changed: another thread may be calling those of another dtype.
+    Each dtype has functions of its own, as another thread may be calling those of another dtype meanwhile.
     """
     array, numbers = types.Array(from_dtype(dtype), 1, "C"), types.Array(types.int64, 1, "C")
     signature = (array, array, numbers, numbers)
-    with _one_at_a_time:
+    with _compiling:
         begin, end = _compile(_begin), _compile(_end.py_func)
         for function in (begin, end):
             function.compile(signature)

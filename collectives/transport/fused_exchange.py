@@ -1,10 +1,14 @@
-"""A short message for a message: all that an allreduce of two ranks is, straight between the user's arrays."""
+"""Fused exchange: one eager message out and one in, directly between the user's arrays.
+
+An allreduce of two ranks is no more than that. The steps are those of `shm_messages`, in one Python function or in one
+compiled function (`compiled_exchange`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -12,158 +16,107 @@ from mpi4py import MPI
 from collectives.transport import compiled_exchange as compiled
 from collectives.transport.mailbox import (
     ACKED,
+    BY_ADDRESS,
     CELLS,
-    GOT,
     INLINE,
     KIND,
     LENGTHS,
     MASK,
+    RECEIVED,
     SENT,
     SLOTS,
-    TOLD,
     WORDS,
     MailboxEdge,
+    address_label,
     label,
-    told_label,
 )
+from collectives.transport.shm_messages import EagerSend, Receive
 from collectives.types import Wait
-
-
-class ExchangeSend(Protocol):
-    """A message that is copied into its slot."""
-
-    edge: MailboxEdge
-    flags: list[int]
-    label: int
-
-    def outgoing(self, source: np.ndarray, like: np.ndarray) -> list[np.ndarray] | None:
-        """Arrays over the data of the outgoing message in each slot; None if it is not all of `source`."""
-        ...
-
-
-class ExchangeRecv(Protocol):
-    """A message that is taken out of its slot."""
-
-    edge: MailboxEdge
-    flags: list[int]
-    label: int
-    nbytes: int
-
-    def incoming(
-        self, source: np.ndarray, target: np.ndarray, like: np.ndarray
-    ) -> tuple[list[np.ndarray], Any, bool] | None:
-        """Arrays over the incoming data in each slot, and the ufunc that combines it with all of `source`, or None
-        if it is copied; and whether it stands on the right. None if not all of `target` is written, and at once."""
-        ...
-
-    def start(self) -> None:
-        """Await it, as the next message of its edge."""
-        ...
-
-    def wait(self) -> None:
-        """Receive the message, eager or by address."""
-        ...
-
-
-class SplitExchange(NamedTuple):
-    """A split exchange: `leave` sends and returns True, or False if the slot is full; `end` receives."""
-
-    leave: Callable[[], int]
-    end: Wait
-
 
 Halves = tuple[Callable[[], object] | None, Wait]
 
 _NOTHING = Wait(lambda: None, lambda: True)
 
 
-def _waiting_for_room(edge: MailboxEdge, parts: SplitExchange) -> Halves:
-    """Non-blocking start and the wait of an exchange; the wait sends the message if the slot was full at the start."""
-    leave, (end, ended) = parts
-    left = True
+class SplitExchange(NamedTuple):
+    """An exchange in two halves: `send` returns True, or False if the slot is full; `receive` completes it."""
 
-    def begin() -> None:
-        nonlocal left
-        left = bool(leave())
+    send: Callable[[], int]
+    receive: Wait
 
-    def wait() -> None:
-        nonlocal left
-        while not left:
-            edge.acknowledged(edge.counts[SENT] + 1 - CELLS)
-            left = bool(leave())
-        end()
+    def waiting_for_room(self, edge: MailboxEdge) -> Halves:
+        """Start that never blocks, and a wait that sends the message if the slot was full at the start."""
+        send, (receive, received) = self
+        sent = True
 
-    def test() -> bool:
-        nonlocal left
-        left = left or bool(leave())
-        return left and ended()
+        def start() -> None:
+            nonlocal sent
+            sent = bool(send())
 
-    return begin, Wait(wait, test)
+        def wait() -> None:
+            nonlocal sent
+            while not sent:
+                edge.wait_acknowledged(edge.counts[SENT] + 1 - CELLS)
+                sent = bool(send())
+            receive()
 
+        def test() -> bool:
+            nonlocal sent
+            sent = sent or bool(send())
+            return sent and received()
 
-def _join(ufunc: np.ufunc, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
-    ufunc(left, right, out=out)  # NumPy 2.4 deprecates the third position of some
+        return start, Wait(wait, test)
 
 
 class FusedExchange:
-    """At most one short message out and one in, which is all that some programs do.
+    """At most one eager message out and one in: a program that does nothing else.
 
-    `alone` says that no other messages travel between the two, and `compiles` that it is done often enough.
+    `alone`: no other messages use the channel between the two ranks. `compiles`: it is run often enough.
     """
 
-    def __init__(self, out: ExchangeSend | None, into: ExchangeRecv | None, alone: bool, compiles: bool) -> None:
+    def __init__(self, out: EagerSend | None, into: Receive | None, alone: bool, compiles: bool) -> None:
         self._out, self._into, self._alone, self._compiles = out, into, alone, compiles
 
     def bind_arrays(
         self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
     ) -> Callable[[np.ndarray, np.ndarray], None] | None:
-        """The swap straight between the user's arrays, in place of the program's own memory.
+        """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`.
 
-        Parameters
-        ----------
-        source, target : numpy.ndarray
-            The memory that the program is bound to; all of it must be sent, and all of it written.
-        sent, received : numpy.ndarray
-            Arrays of the shapes and dtypes that the swap will be called with.
-
-        Returns
-        -------
-        callable or None
-            ``swap(sendbuf, recvbuf)``; None if the program does more than that.
+        None unless all of `source` is sent and all of `target` written, the memory that the program is bound to.
         """
         ends = self._ends(source, target, sent, received)
         if ends is None:
             return None
-        begin, last = ends.begin(), ends.end()
-        if last is None:
-            assert begin is not None
-            return lambda sendbuf, recvbuf: begin(sendbuf)
-        end, _ = last
-        if begin is None:
+        send, receive = ends.sending(), ends.receiving()
+        if receive is None:
+            assert send is not None
+            return lambda sendbuf, recvbuf: send(sendbuf)
+        end, _ = receive
+        if send is None:
             return end
 
-        def swap(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-            begin(sendbuf)
+        def exchange(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+            send(sendbuf)
             end(sendbuf, recvbuf)
 
-        return swap
+        return exchange
 
     def split(self, source: np.ndarray, target: np.ndarray) -> Halves | None:
         """Start and wait functions of the exchange on the program's memory; None if it is not supported."""
         ends = self._ends(source, target, source, target)
         if ends is None:
             return None
-        quick = None
-        if self._compiles and compiled.available() and source.nbytes < compiled.SEEN:
-            quick = ends.compiled(source, target)
-        parts = ends.parts(source, target) if quick is None else quick.parts(source, target)
+        fast = None
+        if self._compiles and compiled.available() and source.nbytes < compiled.RENDEZVOUS_BYTES:
+            fast = ends.compiled(source, target)
+        parts = (fast or ends).parts(source, target)
         if self._out is None:
-            return None, parts.end
-        # Who has a stream for itself and swaps has had the peer's last message, so the one before it was taken, and
-        # there is always room.
+            return None, parts.receive
+        # Alone on the channel, this rank has received the peer's message of the previous exchange, which the peer began
+        # after it had received ours of the exchange before that: only one cell is in use.
         if self._alone and self._into is not None:
-            return parts.leave, parts.end
-        return _waiting_for_room(self._out.edge, parts)
+            return parts.send, parts.receive
+        return parts.waiting_for_room(self._out.edge)
 
     def _ends(
         self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
@@ -174,30 +127,25 @@ class FusedExchange:
         incoming = None if self._into is None else self._into.incoming(source, target, received)
         if (self._out is not None and outgoing is None) or (self._into is not None and incoming is None):
             return None
-        told = None if self._into is None else _AddressMessage(self._into, source, target)
-        return _ExchangeEnds(self._out, outgoing, self._into, incoming, told)
+        slow = None if self._into is None else partial(_receive, self._into, source, target)
+        return _ExchangeEnds(self._out, outgoing, self._into, incoming, slow)
 
 
-class _AddressMessage(NamedTuple):
-    """A message that came by its address and not in the slot: it is taken by way of the program's own memory."""
-
-    message: ExchangeRecv
-    source: np.ndarray
-    target: np.ndarray
-
-    def take(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-        """Take it as the next message of its edge."""
-        source, target = (array.view(np.uint8) for array in (self.source, self.target))
-        source.view(sendbuf.dtype).reshape(sendbuf.shape)[...] = sendbuf
-        self.message.start()
-        self.message.wait()
-        recvbuf[...] = target.view(recvbuf.dtype).reshape(recvbuf.shape)
+def _receive(
+    message: Receive, source: np.ndarray, target: np.ndarray, sendbuf: np.ndarray, recvbuf: np.ndarray
+) -> None:
+    """Receive a rendezvous message, or raise for an unexpected one, through the program's own memory."""
+    source, target = source.view(np.uint8), target.view(np.uint8)
+    source.view(sendbuf.dtype).reshape(sendbuf.shape)[...] = sendbuf
+    message.start()
+    message.wait()
+    recvbuf[...] = target.view(recvbuf.dtype).reshape(recvbuf.shape)
 
 
 class CompiledExchange(NamedTuple):
-    """A swap as a compiled call: ``begin(sendbuf, recvbuf, numbers, plan)``, and `finish` for what that leaves.
+    """An exchange as a compiled call: ``begin(sendbuf, recvbuf, numbers, plan)``, completed by `finish` if necessary.
 
-    `told(sendbuf, recvbuf)` takes what comes in a way that only Python knows.
+    ``receive(sendbuf, recvbuf)`` receives messages that only Python code can.
     """
 
     begin: Callable[..., int]
@@ -205,158 +153,156 @@ class CompiledExchange(NamedTuple):
     plan: np.ndarray
     edge: MailboxEdge
     end: Callable[..., int]
-    told: Callable[[np.ndarray, np.ndarray], None] | None
+    receive: Callable[[np.ndarray, np.ndarray], None] | None
 
-    def finish(self, said: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+    def finish(self, result: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
         """Complete an exchange for which `begin` returned neither DONE nor NO."""
         edge, counts = self.edge, self.edge.counts
-        if said != compiled.UNTAKEN:
-            number = counts[GOT] + 1
-            edge.arrived(edge.inbox + (number & MASK) * WORDS, number * KIND)
+        if result != compiled.UNTAKEN:
+            number = counts[RECEIVED] + 1
+            edge.wait_flag(edge.inbox + (number & MASK) * WORDS, number * KIND)
             if self.end(sendbuf, recvbuf, self.numbers, self.plan) != compiled.DONE:
-                assert self.told is not None
-                self.told(sendbuf, recvbuf)
-        if counts[TOLD] > counts[ACKED]:
-            edge.acknowledged(counts[TOLD])
+                assert self.receive is not None
+                self.receive(sendbuf, recvbuf)
+        if counts[BY_ADDRESS] > counts[ACKED]:
+            edge.wait_acknowledged(counts[BY_ADDRESS])
 
     def parts(self, source: np.ndarray, target: np.ndarray) -> SplitExchange:
-        """Its parts between these arrays."""
+        """The two halves between these arrays."""
         sends, receives = self.plan.copy(), self.plan.copy()
         sends[compiled.INTO_COUNT] = receives[compiled.OUT_COUNT] = receives[compiled.COPIED] = 0
-        begin = partial(self.begin, source, target, self.numbers, sends)
+        send = partial(self.begin, source, target, self.numbers, sends)
         end, finish, edge = partial(self.begin, source, target, self.numbers, receives), self.finish, self.edge
 
         def wait() -> None:
-            said = end()
-            if said != compiled.DONE:
-                finish(said, source, target)
+            result = end()
+            if result != compiled.DONE:
+                finish(result, source, target)
 
         def test() -> bool:
-            number = edge.counts[GOT] + 1
+            number = edge.counts[RECEIVED] + 1
             if edge.theirs[edge.inbox + (number & MASK) * WORDS] < number * KIND:
                 return False
             finish(compiled.LATE, source, target)
             return True
 
-        return SplitExchange(begin, Wait(wait, test) if self.plan[compiled.INTO_COUNT] else _NOTHING)
+        return SplitExchange(send, Wait(wait, test) if self.plan[compiled.INTO_COUNT] else _NOTHING)
 
 
 def compile_swap(
     edge: MailboxEdge,
     dtype: np.dtype,
     numbers: Mapping[int, int],
-    told: Callable[[np.ndarray, np.ndarray], None] | None,
+    receive: Callable[[np.ndarray, np.ndarray], None] | None,
     mark: int,
 ) -> CompiledExchange:
-    """The swap that the numbers describe, by their places in a plan (see `compiled`); those left out are 0."""
-    plan = np.zeros(compiled.TOLD_LABEL + 1, np.int64)
+    """Compile an exchange that is described by numbers, by their places in a plan; missing ones are 0."""
+    plan = np.zeros(compiled.ADDRESS_LABEL + 1, np.int64)
     for place, number in numbers.items():
         plan[place] = number
     plan[compiled.OUT_LABEL] = label(int(plan[compiled.OUT_COUNT]) * dtype.itemsize, mark)
     plan[compiled.INTO_LABEL] = label(int(plan[compiled.INTO_COUNT]) * dtype.itemsize, mark)
-    plan[compiled.TOLD_LABEL] = told_label(1, mark)
+    plan[compiled.ADDRESS_LABEL] = address_label(1, mark)
     begin, end = compiled.swap(dtype)
-    return CompiledExchange(begin, edge.numbers, plan, edge, end, told)
+    return CompiledExchange(begin, edge.numbers, plan, edge, end, receive)
 
 
-class _ExchangeEnds:
-    """Both ends of a swap with everything at hand that they need: the same steps as `start` and `wait` of messages."""
+class _ExchangeEnds(NamedTuple):
+    """Both ends of an exchange, with the arrays over their slots: `EagerSend.outgoing` and `Receive.incoming`.
 
-    def __init__(
-        self,
-        out: ExchangeSend | None,
-        outgoing: Any,
-        into: ExchangeRecv | None,
-        incoming: Any,
-        told: _AddressMessage | None,
-    ) -> None:
-        self._out, self._outgoing = out, outgoing
-        self._into, self._incoming, self._told = into, incoming, told
+    `slow` receives a message that is not eager.
+    """
+
+    out: EagerSend | None
+    outgoing: Any
+    into: Receive | None
+    incoming: Any
+    slow: Callable[[np.ndarray, np.ndarray], None] | None
 
     def compiled(self, sent: np.ndarray, received: np.ndarray) -> CompiledExchange | None:
-        """All of it in one compiled call, between such arrays."""
-        edges = {message.edge for message in (self._out, self._into) if message is not None}
-        _, ufunc, mine_first = ([], None, False) if self._into is None else self._incoming
-        alike = sent.dtype == received.dtype and sent.shape == received.shape and sent.ndim == 1
-        if len(edges) > 1 or not alike or sent.dtype not in compiled.DTYPES or ufunc not in compiled.OPERATIONS:
+        """The exchange as a compiled call between such arrays, or None if that is not supported."""
+        messages = [message for message in (self.out, self.into) if message is not None]
+        _, ufunc, mine_first = self.incoming or ([], None, False)
+        equal = sent.dtype == received.dtype and sent.shape == received.shape and sent.ndim == 1
+        edges = {message.edge for message in messages}
+        if len(edges) > 1 or not equal or sent.dtype not in compiled.DTYPES or ufunc not in compiled.OPERATIONS:
             return None
-        if self._into is not None and not self._into.edge.holds(self._incoming[0][0]):
-            return None  # MPI.NO_OP, which takes one's own term for what comes
+        if self.into is not None and not self.into.edge.is_incoming(self.incoming[0][0]):
+            return None  # MPI.NO_OP: the local operand takes the place of the message
         (edge,) = edges
         numbers = {
             compiled.SEND_BYTES: sent.nbytes,
             compiled.RECV_BYTES: received.nbytes,
-            compiled.OUT_COUNT: 0 if self._out is None else sent.size,
-            compiled.INTO_COUNT: 0 if self._into is None else received.size,
+            compiled.OUT_COUNT: 0 if self.out is None else sent.size,
+            compiled.INTO_COUNT: 0 if self.into is None else received.size,
             compiled.OPERATION: compiled.OPERATIONS.index(ufunc),
             compiled.MINE_FIRST: int(mine_first),
             compiled.ONE: int(MPI.Get_address(sent) == MPI.Get_address(received)),
         }
-        (mark,) = {message.label // LENGTHS for message in (self._out, self._into) if message is not None}
-        return compile_swap(edge, sent.dtype, numbers, None if self._told is None else self._told.take, mark)
+        (mark,) = {message.label // LENGTHS for message in messages}
+        return compile_swap(edge, sent.dtype, numbers, self.slow, mark)
 
     def parts(self, source: np.ndarray, target: np.ndarray) -> SplitExchange:
-        """Its parts between these arrays."""
-        begin, last = self.begin(), self.end()
+        """The two halves between these arrays."""
+        begin, receive = self.sending(), self.receiving()
 
-        def leave() -> bool:
-            if begin is None or self._out is None or not self._out.edge.has_room():
+        def send() -> bool:
+            if begin is None or self.out is None or not self.out.edge.has_room():
                 return False
             begin(source)
             return True
 
-        if last is None:
-            return SplitExchange(leave, _NOTHING)
-        end, there = last
+        if receive is None:
+            return SplitExchange(send, _NOTHING)
+        end, has_arrived = receive
 
         def test() -> bool:
-            if not there():
+            if not has_arrived():
                 return False
             end(source, target)
             return True
 
-        return SplitExchange(leave, Wait(partial(end, source, target), test))
+        return SplitExchange(send, Wait(partial(end, source, target), test))
 
-    def begin(self) -> Callable[[np.ndarray], None] | None:
-        """``begin(sendbuf)`` sends."""
-        if self._out is None:
+    def sending(self) -> Callable[[np.ndarray], None] | None:
+        """Function ``send(sendbuf)``: `EagerSend.start`, inlined."""
+        if self.out is None:
             return None
-        edge, flags, outgoing = self._out.edge, self._out.flags, self._outgoing
-        counts, mine, nbytes, tag = edge.counts, edge.mine, outgoing[0].nbytes, self._out.label
-        ahead = SLOTS if nbytes <= INLINE else CELLS
+        edge, flags, outgoing = self.out.edge, self.out.flags, self.outgoing
+        counts, mine, nbytes, tag = edge.counts, edge.mine, outgoing[0].nbytes, self.out.label
+        room = SLOTS if nbytes <= INLINE else CELLS
 
-        def begin(sendbuf: np.ndarray) -> None:
+        def send(sendbuf: np.ndarray) -> None:
             number = counts[SENT] = counts[SENT] + 1
-            if number - counts[ACKED] > ahead:
-                edge.acknowledged(number - ahead)
+            if number - counts[ACKED] > room:
+                edge.wait_acknowledged(number - room)
             slot = number & MASK
             outgoing[slot][...] = sendbuf
             if nbytes > INLINE:
                 mine[flags[slot] + 1] = nbytes
             mine[flags[slot]] = number * KIND + tag
 
-        return begin
+        return send
 
-    def end(self) -> tuple[Callable[[np.ndarray, np.ndarray], None], Callable[[], bool]] | None:
-        """``end(sendbuf, recvbuf)`` waits and receives; the second function tests for arrival."""
-        if self._into is None:
+    def receiving(self) -> tuple[Callable[[np.ndarray, np.ndarray], None], Callable[[], bool]] | None:
+        """Function ``receive(sendbuf, recvbuf)``: `Receive.take`, inlined; and one that tests for arrival."""
+        if self.into is None or self.slow is None:
             return None
-        edge, flags, tag, nbytes = self._into.edge, self._into.flags, self._into.label, self._into.nbytes
-        (arrays, ufunc, mine_first), told = self._incoming, self._told
+        edge, flags, tag, nbytes = self.into.edge, self.into.flags, self.into.label, self.into.nbytes
+        (arrays, ufunc, mine_first), slow = self.incoming, self.slow
         join = ufunc if ufunc not in (np.maximum, np.minimum) else partial(_join, ufunc)
         counts, mine, theirs, my_ack = edge.counts, edge.mine, edge.theirs, edge.my_ack
 
-        def end(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-            number = counts[GOT] + 1
+        def receive(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+            number = counts[RECEIVED] + 1
             slot = number & MASK
             at, wanted = flags[slot], number * KIND
             if theirs[at] < wanted:
-                edge.arrived(at, wanted)
+                edge.wait_flag(at, wanted)
             if theirs[at] != wanted + tag or (nbytes > INLINE and theirs[at + 1] != nbytes):
-                assert told is not None
-                told.take(sendbuf, recvbuf)
+                slow(sendbuf, recvbuf)
                 return
-            counts[GOT] = number
+            counts[RECEIVED] = number
             if ufunc is None:
                 recvbuf[...] = arrays[slot]
             elif mine_first:
@@ -365,8 +311,12 @@ class _ExchangeEnds:
                 join(arrays[slot], sendbuf, recvbuf)
             mine[my_ack] = number
 
-        def there() -> bool:
-            number = counts[GOT] + 1
+        def has_arrived() -> bool:
+            number = counts[RECEIVED] + 1
             return theirs[flags[number & MASK]] >= number * KIND
 
-        return end, there
+        return receive, has_arrived
+
+
+def _join(ufunc: np.ufunc, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+    ufunc(left, right, out=out)  # NumPy 2.4 deprecates the third position of some

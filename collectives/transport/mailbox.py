@@ -1,16 +1,16 @@
 """Mailboxes between the ranks of a node: message slots with flags in shared memory.
 
 Every ordered pair of ranks has a mailbox of a few slots. To send, a rank fills the next slot and then sets the slot's
-flag to the number of the message; the receiver watches the flag, takes what is there, and writes the number to its
+flag to the number of the message. The receiver polls the flag, reads the slot, and writes the number to its
 acknowledgement, which frees the slot.
 
-A flag also carries a label: the length of the message and a mark of the call that sent it. A message whose label is not
-the expected one belongs to another call, and the receiver raises `Mismatch`. The label of either end is computed when
-the message is bound, so that the check is the comparison of the flag that is made anyway.
+A flag also carries a label: the length of the message and a mark of the call that sent it. A message with another label
+than expected belongs to another call, and the receiver raises `Mismatch`. Both ends compute the label when the message
+is bound, so the check costs only the comparison of the flag.
 
 Flags are 8-byte words that Python stores and loads whole. Processors of the x86 family keep stores in order and loads
-in order, so the flag needs no fence there; on others `MPI.Win.Sync` is called before a flag is set, after one is seen,
-and before it is acknowledged.
+in order, so the flag needs no fence there. On others a fence (`MPI.Win.Sync`) runs before a flag is set, after it was
+found set, and before it is acknowledged.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ INLINE = 56
 WORDS = LINE // 8
 MASK = SLOTS - 1
 ADDRESSES = 3
-"""Pieces of memory that fit in a slot as (address, bytes)."""
+"""Most (address, bytes) pairs in a slot."""
 
 LENGTHS = 64
 IN_CELL = INLINE + 1
-"""A label is a mark times `LENGTHS`, plus the bytes of a message that lies beside the flag, `IN_CELL` for one in the
-cell, whose length is then the word after the flag, or `IN_CELL` plus the number of addresses."""
+"""A label is a mark times `LENGTHS`, plus the bytes of a message beside the flag, `IN_CELL` for a message in the cell,
+whose length is the word after the flag, or `IN_CELL` plus the number of addresses."""
 
 MARKS = 1 << 12
 """Marks are below this number."""
@@ -52,66 +52,74 @@ MARKS = 1 << 12
 KIND = LENGTHS * MARKS
 """Flags are the message's number times this, plus its label. Numbers have 45 bits: enough for a year of messages."""
 
-SENT, ACKED, GOT, TOLD, AWAKE, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, CELLS_OUT = range(11)
-"""What an edge keeps as numbers, by place: messages to the peer, begun and known to be taken; messages from it that are
-awaited or were taken; the last one to it that was told by address; how often to look for one; the addresses of
-mailboxes and acknowledgements; the bytes and the addresses of cells."""
-
-MOST_SEGMENTS = 8
-
-CELLS_IN, SHOWN = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
-SEEN_SEGMENTS = SHOWN + 1 + 2 * MOST_SEGMENTS
-"""There, how many segments of memory the peer sees of this rank, then where each begins and ends; and how many this
-rank sees of the peer, then where each begins and ends for the peer, and where it begins here."""
-
 CELL = 1 << 18
-"""Bytes of a cell, where the budget allows: messages are cut to fit, so that one part is taken while the next comes."""
+"""Bytes of a cell, the eager buffer of a slot, if the budget allows. Longer messages are cut: one part is read while
+the next is written."""
 
 CHANNELS = 32
 """Streams with mailboxes of their own: the first for blocking calls, the others for persistent ones."""
 
 BUDGET = 1 << 22
-"""Bytes of cells that a rank may own; fewer where the node has little shared memory."""
-
+"""Bytes of cells per rank; less if the node has little shared memory."""
 
 SPINS = 4000
-"""How often a flag is looked at before others may run, where every rank has a core of its own."""
+"""Polls of a flag before the core is yielded, if every rank has a core of its own."""
+
+MOST_SEGMENTS = 8
+
+SENT, ACKED, RECEIVED, BY_ADDRESS, SPIN_BUDGET, OUTBOX, INBOX, MY_ACK, THEIR_ACK, CELL_BYTES, CELLS_OUT = range(11)
+CELLS_IN, OUR_SEGMENTS = CELLS_OUT + CELLS, CELLS_OUT + 2 * CELLS
+PEER_SEGMENTS = OUR_SEGMENTS + 1 + 2 * MOST_SEGMENTS
+"""Places in `MailboxEdge.numbers`: messages to the peer, started and known to be acknowledged; messages from it that
+were received or are expected; the last one to it that was sent by address; polls before a wait gives up; addresses of
+mailboxes and acknowledgements; size and addresses of cells. Then the number of segments of this rank that the peer has
+mapped, each with its first and end address; and the number of the peer's segments that this rank has mapped, each with
+its first and end address at the peer, and its first address here."""
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _shared_memory() -> int:
-    """Bytes of shared memory that are left on the node; containers are often given little."""
+    """Free bytes of shared memory on the node; containers often have little."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
-        return 4 * BUDGET  # not a system where that can be told
+        return 4 * BUDGET  # unknown on this system
 
 
 def label(nbytes: int, mark: int) -> int:
-    """The label of a message whose data lies in the slot."""
+    """Label of a message whose data is in the slot."""
     return mark * LENGTHS + (nbytes if nbytes <= INLINE else IN_CELL)
 
 
-def told_label(addresses: int, mark: int) -> int:
-    """The label of a message of which the slot holds so many addresses."""
+def address_label(addresses: int, mark: int) -> int:
+    """Label of a message that is sent by this many addresses."""
     return mark * LENGTHS + IN_CELL + addresses
 
 
 class NodeMemory:
-    """The shared memory of the ranks of a communicator that are on one node. Making it is collective.
+    """Mailboxes of the ranks of a communicator on one node, in shared memory. Creation is collective.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        The ranks of this node, for this node's use alone; `free` frees it.
+        The ranks of this node; owned, and freed by `free`.
     rank : int
-        The number by which other ranks, of this node and others, know this one.
-    heap : Heap
-        The arrays of these ranks that all of them see.
+        This rank in the communicator of all nodes, by which peers are named.
+    heap : SharedHeap
+        Arrays in shared memory.
+
+    Attributes
+    ----------
+    bytes, words, addresses : list
+        The mailboxes written by each rank of the node, as bytes, as 8-byte words, and their addresses here.
+    reads : bool
+        All ranks may read each other's memory (cross-memory attach).
+    backlog : set of MailboxEdge
+        Edges with messages that wait for a free slot.
     """
 
     def __init__(self, comm: MPI.Intracomm, rank: int, heap: SharedHeap) -> None:
@@ -133,7 +141,7 @@ class NodeMemory:
         self.bytes, self.fence = self._memories.views, self._memories.fence
         self.addresses = [MPI.Get_address(memory) for memory in self.bytes]
         self.words = [memory.data.cast("B").cast("q") for memory in self.bytes]
-        for channel in range(CHANNELS):  # flags and acknowledgements only: cells stay untouched until they are used
+        for channel in range(CHANNELS):  # flags and acknowledgements only: pages of cells are allocated on first use
             start = offsets[channel]
             self.bytes[self.place][start : start + self.size * self.box] = 0
         self.backlog: set[MailboxEdge] = set()
@@ -145,15 +153,15 @@ class NodeMemory:
         addresses = self.comm.allgather(MPI.Get_address(mine))
         peer = (self.place + 1) % self.size
         able = self.readers[peer].able(MPI.Get_address(found), addresses[peer], 8) and found[0] == peer + 1
-        return bool(reduced(self.comm, bool(able), MPI.LAND))  # also a barrier: all flags are clean, `mine` was read
+        return bool(reduced(self.comm, bool(able), MPI.LAND))  # also a barrier: all flags are zero, `mine` was read
 
     def yielding(self) -> None:
-        """Let other processes run, and let MPI go on: others may hang on what this rank gave it to send."""
+        """Yield the core, after driving MPI progress: peers may be waiting for our sends."""
         self.comm.Iprobe()
         pause()
 
     def flush(self) -> None:
-        """Let leave what has queued for room, to whomever."""
+        """Send the queued messages of all edges whose slots are free."""
         for edge in tuple(self.backlog):
             edge.flush()
 
@@ -162,7 +170,7 @@ class NodeMemory:
         return rank in self.places
 
     def free(self) -> None:
-        """Give the memory back. No rank waits for another."""
+        """Free the memory without synchronising with other ranks."""
         for words in self.words:
             words.release()
         self.words, self.bytes = [], []
@@ -171,25 +179,12 @@ class NodeMemory:
 
 
 class MailboxEdge:
-    """Both directions between this rank and a neighbour on one channel: where their words lie, and how far they are."""
+    """Both directions between this rank and a neighbour on one channel: places in shared memory, and progress."""
 
     __slots__ = (
-        *(
-            "awaited",
-            "cell",
-            "cells_in",
-            "cells_out",
-            "counts",
-            "inbox",
-            "mine",
-            "my_ack",
-            "node",
-            "numbers",
-            "outbox",
-            "place",
-        ),
-        *("queue", "spins", "their_ack", "theirs"),
-    )
+        "awaited", "cell", "cells_in", "cells_out", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox",
+        "place", "queue", "spins", "their_ack", "theirs",
+    )  # fmt: skip
 
     def __init__(self, node: NodeMemory, channel: int, peer: int) -> None:
         place, self.node = node.place, node
@@ -201,11 +196,11 @@ class MailboxEdge:
         self.cells_out = [cells + (peer * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cells_in = [cells + (place * CELLS + slot % CELLS) * cell for slot in range(SLOTS)]
         self.cell, self.place, self.spins = cell, peer, node.spins
-        self.numbers = np.zeros(SEEN_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
-        self.counts = self.numbers.data  # the same, which Python reads faster
+        self.numbers = np.zeros(PEER_SEGMENTS + 1 + 3 * MOST_SEGMENTS, np.int64)
+        self.counts = self.numbers.data  # the same memory, which Python reads faster
         here, there = node.addresses[place], node.addresses[peer]
-        self.numbers[AWAKE:CELLS_OUT] = (
-            node.spins * 8,  # compiled code looks that much faster
+        self.numbers[SPIN_BUDGET:CELLS_OUT] = (
+            node.spins * 8,  # compiled code polls that much faster
             here + self.outbox * 8,
             there + self.inbox * 8,
             here + self.my_ack * 8,
@@ -213,24 +208,24 @@ class MailboxEdge:
             cell,
         )
         self.numbers[CELLS_OUT:CELLS_IN] = [here + at for at in self.cells_out[:CELLS]]
-        self.numbers[CELLS_IN:SHOWN] = [there + at for at in self.cells_in[:CELLS]]
-        self.look()
-        self.awaited: deque[Any] = deque()  # messages that come and were not taken, in the order in which they come
-        self.queue: deque[Any] = deque()  # messages that were started when there was no room
+        self.numbers[CELLS_IN:OUR_SEGMENTS] = [there + at for at in self.cells_in[:CELLS]]
+        self.update_segments()
+        self.awaited: deque[Any] = deque()  # started receives, in order of arrival
+        self.queue: deque[Any] = deque()  # started sends that wait for a free slot
 
-    def look(self) -> None:
-        """Note the memory that the two ranks show each other by now."""
-        shown, seen = (self.node.heap.segments(place)[-MOST_SEGMENTS:] for place in (self.node.place, self.place))
-        self.numbers[SHOWN], self.numbers[SEEN_SEGMENTS] = len(shown), len(seen)
-        for index, (base, memory) in enumerate(shown):
-            at = SHOWN + 1 + 2 * index
+    def update_segments(self) -> None:
+        """Store the segments of shared memory that the two ranks have mapped of each other by now."""
+        ours, theirs = (self.node.heap.segments(place)[-MOST_SEGMENTS:] for place in (self.node.place, self.place))
+        self.numbers[OUR_SEGMENTS], self.numbers[PEER_SEGMENTS] = len(ours), len(theirs)
+        for index, (base, memory) in enumerate(ours):
+            at = OUR_SEGMENTS + 1 + 2 * index
             self.numbers[at : at + 2] = base, base + memory.size
-        for index, (base, memory) in enumerate(seen):
-            at = SEEN_SEGMENTS + 1 + 3 * index
+        for index, (base, memory) in enumerate(theirs):
+            at = PEER_SEGMENTS + 1 + 3 * index
             self.numbers[at : at + 3] = base, base + memory.size, MPI.Get_address(memory)
 
     def mismatch(self, at: int, expected: int) -> Mismatch:
-        """The error for the message whose flag is at `at`, where one of `expected` bytes was due."""
+        """Error for the message whose flag is at `at`, in place of one of `expected` bytes."""
         kind, words = self.theirs[at] % LENGTHS, self.theirs[at + 1 : at + 1 + 2 * ADDRESSES].tolist()
         found = kind if kind <= INLINE else words[0] if kind == IN_CELL else sum(words[1 : 2 * (kind - IN_CELL) : 2])
         ranks = {place: rank for rank, place in self.node.places.items()}
@@ -245,23 +240,23 @@ class MailboxEdge:
         return counts[SENT] - counts[ACKED] < CELLS
 
     def enter(self, message: Any) -> None:
-        """A message leaves if there is room and none before it waits for some; otherwise it queues."""
+        """Send a message if a slot is free and no other message queues for one; otherwise queue it."""
         if self.queue or not self.has_room():
             self.queue.append(message)
             self.node.backlog.add(self)
         else:
-            message.leave()
+            message.write()
 
     def flush(self) -> None:
-        """Let leave what has queued."""
+        """Send the queued messages for which slots are free."""
         queue = self.queue
         while queue and self.has_room():
-            queue.popleft().leave()
+            queue.popleft().write()
         if not queue:
             self.node.backlog.discard(self)
 
-    def left(self, message: Any) -> None:
-        """Wait until a message that has queued is gone."""
+    def wait_sent(self, message: Any) -> None:
+        """Wait until a queued message has been written."""
         spins = self.spins
         while message in self.queue:
             self.node.flush()
@@ -269,8 +264,8 @@ class MailboxEdge:
             if spins < 0:
                 self.node.yielding()
 
-    def arrived(self, at: int, wanted: int) -> None:
-        """Wait until the flag is set, while others' room is filled with what has queued for it."""
+    def wait_flag(self, at: int, wanted: int) -> None:
+        """Wait until the flag is set; send queued messages meanwhile, on which peers may depend."""
         theirs, spins, backlog = self.theirs, self.spins, self.node.backlog
         while theirs[at] < wanted:
             if backlog:
@@ -279,24 +274,18 @@ class MailboxEdge:
             if spins < 0:
                 self.node.yielding()
 
-    def acknowledged(self, number: int) -> None:
-        """Wait until the peer has taken the message."""
-        theirs, at, spins, backlog = self.theirs, self.their_ack, self.spins, self.node.backlog
-        acked = theirs[at]
-        while acked < number:
-            if backlog:
-                self.node.flush()
-            spins -= 1
-            if spins < 0:
-                self.node.yielding()
-            acked = theirs[at]
-        self.counts[ACKED] = acked
+    def wait_acknowledged(self, number: int) -> None:
+        """Wait until the peer has received the message."""
+        theirs, at = self.theirs, self.their_ack
+        if theirs[at] < number:
+            self.wait_flag(at, number)
+        self.counts[ACKED] = theirs[at]
 
     def slot_out(self, slot: int, nbytes: int) -> int:
         """Offset of an outgoing message's data in this rank's memory."""
         return (self.outbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_out[slot]
 
-    def holds(self, array: np.ndarray) -> bool:
+    def is_incoming(self, array: np.ndarray) -> bool:
         """True if the array is the incoming data of the first slot."""
         return bool(MPI.Get_address(array) == self.node.addresses[self.place] + self.slot_in(0, array.nbytes))
 

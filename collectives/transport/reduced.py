@@ -1,7 +1,7 @@
-"""One integer of every rank, combined.
+"""Reduction of one integer per rank.
 
-mpi4py's lower-case reductions duplicate the communicator when they are first used on it, under a lock of the process:
-two threads that do so on communicators of their own wait for each other where ranks take the lock in another order.
+mpi4py's lower-case reductions duplicate the communicator on first use, under a lock of the process: two threads that do
+so on communicators of their own deadlock if ranks take the lock in different orders.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 
 def reduced(comm: MPI.Intracomm, number: int, op: MPI.Op = MPI.SUM) -> int:
-    """Combine a number of every rank. Collective."""
-    mine, found = np.array([number], np.int64), np.zeros(1, np.int64)
-    comm.Allreduce(mine, found, op)
-    return int(found[0])
+    """Reduce an integer of every rank. Collective."""
+    mine, result = np.array([number], np.int64), np.zeros(1, np.int64)
+    comm.Allreduce(mine, result, op)
+    return int(result[0])

@@ -1,8 +1,8 @@
-"""Memory that all ranks of a node see: arrays of one rank that its neighbours read where they lie.
+"""Shared-memory arrays: memory of one rank that its neighbours on the node read directly.
 
-The memory of every rank comes in segments, each a file without a name (Linux's memfd) that the rank makes and its
-neighbours map. A file without a name is gone with the last process that maps it, however that ends. Where there is no
-such thing, or ranks may not map each other's, the heap gives ordinary memory: all works, with one more copy.
+Every rank's memory consists of segments: anonymous files (Linux's memfd) that it creates and its neighbours map. An
+anonymous file vanishes with the last process that maps it, however that ends. Where these are not available, or ranks
+may not map each other's, the heap returns ordinary memory: everything works, with one more copy.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from collectives.errors import OutOfMemory
 from collectives.transport.reduced import reduced
 
 MOST = 1 << 48
-"""Bytes that no node has, and that add up to a 64-bit number on any number of ranks."""
+"""More bytes than any node has; sums over ranks fit in 64 bits."""
 
 LINE = 128
-"""Arrays begin at multiples of this many bytes: no two of them share a cache line, or a pair that is fetched as one."""
+"""Alignment of arrays: no two share a cache line, or a pair of lines that is prefetched together."""
 
 PAGE = 1 << 21
 """Segments are multiples of a huge page."""
 
 AHEAD = 1 << 28
-"""Bytes up to which a new segment may be as large as all before it, so that there are few."""
+"""Most bytes of a new segment in advance: it doubles the heap up to this, so that there are few segments."""
 
 F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 SEALS = 1 | 2 | 4
 """Linux's F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW: no process can change the length of a segment."""
 
 POPULATE = 23
-"""Linux's MADV_POPULATE_WRITE: get all pages now, or say that there are not enough."""
+"""Linux's MADV_POPULATE_WRITE: allocate all pages now, or fail."""
 
 
 class HeapSegment(NamedTuple):
-    """A run of a rank's shared memory as this process sees it: where it begins in its owner's address space, and it."""
+    """A mapped segment: its address in its owner's process, and its bytes here."""
 
     base: int
     memory: np.ndarray
 
     def view(self, address: int, nbytes: int) -> np.ndarray | None:
-        """The bytes that their owner has at this address; None if they are not all in here."""
+        """Bytes at an address of the owner; None if they are not all in the segment."""
         start = address - self.base
         return self.memory[start : start + nbytes] if 0 <= start <= self.memory.size - nbytes else None
 
@@ -62,7 +62,7 @@ class _FreeList:
         self._runs = [(0, nbytes)]
 
     def take(self, nbytes: int) -> int | None:
-        """The start of a run of so many bytes, now taken; None if there is none."""
+        """Allocate a range and return its start; None if there is no room."""
         for index, (start, stop) in enumerate(self._runs):
             if stop - start >= nbytes:
                 self._runs[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
@@ -70,7 +70,7 @@ class _FreeList:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """The run is free again."""
+        """Free a range."""
         joined: list[tuple[int, int]] = []
         for low, high in sorted([*self._runs, (start, start + nbytes)]):
             if joined and joined[-1][1] == low:
@@ -81,7 +81,7 @@ class _FreeList:
 
 
 def _available() -> int | None:
-    """Bytes of memory that the system could still give, or None where it does not say."""
+    """Bytes of memory that are available on this system or to this container; None if unknown."""
     limits = []
     try:
         with open("/proc/meminfo") as lines:
@@ -89,7 +89,7 @@ def _available() -> int | None:
         group = Path("/sys/fs/cgroup")
         most, used, kinds = (group.joinpath(f"memory.{name}").read_text() for name in ("max", "current", "stat"))
         counts = dict(line.split() for line in kinds.splitlines())
-        cached = int(counts["active_file"]) + int(counts["inactive_file"])  # of files, which gives way
+        cached = int(counts["active_file"]) + int(counts["inactive_file"])  # file cache is reclaimable
         limits.append(int(most) - int(used) + cached)
     except (OSError, ValueError, KeyError):
         return min(limits, default=None)  # no limit for this container, or not a system with such files
@@ -97,30 +97,24 @@ def _available() -> int | None:
 
 
 def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
-    """Have all pages there, so that none can be missing later.
-
-    Raises
-    ------
-    OSError
-        If there are too few.
-    """
+    """Allocate all pages, so that no later access can fail; OSError if there are too few."""
     try:
         memory.madvise(POPULATE)
     except OSError as error:
-        if error.errno != 22:  # EINVAL: a kernel that does not know it
+        if error.errno != 22:  # EINVAL: not supported by this kernel
             raise
         os.posix_fallocate(descriptor, 0, nbytes)
 
 
 class SharedHeap:
-    """The shared memory that arrays of this rank lie in, and its neighbours' as this rank sees it.
+    """Heap of one rank in shared memory, and its neighbours' heaps as mapped here.
 
     Parameters
     ----------
     comm : MPI.Intracomm
         All ranks that allocate together.
     neighbours : MPI.Intracomm or None
-        Those of them that are on this node; None where nothing is to be shared.
+        Those of them on this node; None to share nothing.
     """
 
     def __init__(self, comm: MPI.Intracomm, neighbours: MPI.Intracomm | None) -> None:
@@ -128,13 +122,13 @@ class SharedHeap:
         self._place = 0 if neighbours is None else neighbours.Get_rank()
         self._mine: list[HeapSegment] = []
         self._gaps: list[_FreeList] = []
-        self._seen: list[list[HeapSegment]] = [[] for _ in range(1 if neighbours is None else neighbours.Get_size())]
+        self._mapped: list[list[HeapSegment]] = [[] for _ in range(1 if neighbours is None else neighbours.Get_size())]
         self._arrays: dict[tuple[int, int], weakref.ref[np.ndarray]] = {}  # by segment and start in it
-        self._back: deque[tuple[int, int, int]] = deque()  # what was given back, at any moment, and is not yet free
+        self._returned: deque[tuple[int, int, int]] = deque()  # ranges of collected arrays, not yet in a free list
 
-    def seen(self, place: int, address: int, nbytes: int) -> np.ndarray | None:
+    def peer_view(self, place: int, address: int, nbytes: int) -> np.ndarray | None:
         """Local view of a peer's address, or None outside of mapped memory."""
-        for segment in self._seen[place]:
+        for segment in self._mapped[place]:
             view = segment.view(address, nbytes)
             if view is not None:
                 return view
@@ -142,25 +136,20 @@ class SharedHeap:
 
     def segments(self, place: int) -> list[HeapSegment]:
         """Mapped segments of a peer, or, for this rank, the segments that peers have mapped."""
-        return self._seen[place]
+        return self._mapped[place]
 
-    def shows(self, address: int, nbytes: int) -> bool:
+    def is_shared(self, address: int, nbytes: int) -> bool:
         """True if the peers have this memory of this rank mapped."""
-        return self.seen(self._place, address, nbytes) is not None
+        return self.peer_view(self._place, address, nbytes) is not None
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        """`nbytes` bytes of this rank, free again when the last array on them is gone. Collective.
+        """Allocate `nbytes` bytes, freed with the last array on them. Collective; ranks may differ in `nbytes`.
 
-        Ranks may ask for different numbers of bytes.
-
-        Raises
-        ------
-        OutOfMemory
-            On all ranks, if one of them cannot have its share.
+        Raises `OutOfMemory` on all ranks if one of them cannot allocate its share.
         """
         room = max(1, -(-nbytes // LINE)) * LINE
-        while self._back:
-            index, start, length = self._back.popleft()
+        while self._returned:
+            index, start, length = self._returned.popleft()
             self._gaps[index].give(start, length)
         found = self._fit(room)
         if reduced(self._comm, found is None, MPI.LOR):
@@ -174,7 +163,7 @@ class SharedHeap:
         assert found is not None
         index, start = found
         array: np.ndarray = np.frombuffer(self._mine[index].memory.data[start : start + nbytes], np.uint8)
-        self._arrays[found] = weakref.ref(array, partial(self._gone, index, start, room))
+        self._arrays[found] = weakref.ref(array, partial(self._release, index, start, room))
         return array
 
     def _fit(self, room: int) -> tuple[int, int] | None:
@@ -184,41 +173,41 @@ class SharedHeap:
                 return index, start
         return None
 
-    def _gone(self, index: int, start: int, room: int, _: object) -> None:
+    def _release(self, index: int, start: int, room: int, _: object) -> None:
         if self._arrays.pop((index, start), None) is not None:  # not after `free`
-            self._back.append((index, start, room))
+            self._returned.append((index, start, room))
 
     def _grow(self, room: int) -> None:
-        """A segment more for every rank that lacks room; a generous one, or else one that is just large enough."""
+        """Add a segment on every rank that lacks room: a generous one, else one that is just large enough."""
         lacking = -(-room // PAGE) * PAGE
         generous = max(lacking, min(sum(segment.memory.size for segment in self._mine), AHEAD)) if room else 0
-        troubles: list[tuple[int, str | None]] = []
+        outcomes: list[tuple[int, str | None]] = []
         for nbytes in (generous, lacking):
-            descriptor, memory, trouble = -1, None, self._too_much(nbytes)
-            if trouble is None and nbytes:
+            descriptor, memory, error = -1, None, self._over_limit(nbytes)
+            if error is None and nbytes:
                 try:
                     descriptor, memory = _make(nbytes)
-                except (OSError, MemoryError, OverflowError, ValueError) as error:
-                    trouble = str(error)
-            troubles = self._comm.allgather((nbytes, trouble))
-            if not any(trouble for _, trouble in troubles):
+                except (OSError, MemoryError, OverflowError, ValueError) as reason:
+                    error = str(reason)
+            outcomes = self._comm.allgather((nbytes, error))
+            if not any(error for _, error in outcomes):
                 self._share(descriptor, memory)
                 return
             if descriptor >= 0:
                 os.close(descriptor)
-        rank, nbytes, trouble = next((rank, *told) for rank, told in enumerate(troubles) if told[1])
-        raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have {nbytes} bytes of shared memory: {trouble}")
+        rank, nbytes, error = next((rank, *outcome) for rank, outcome in enumerate(outcomes) if outcome[1])
+        raise OutOfMemory(MPI.ERR_NO_MEM, f"rank {rank} cannot have {nbytes} bytes of shared memory: {error}")
 
-    def _too_much(self, nbytes: int) -> str | None:
-        """Error message if the requested bytes of all ranks exceed the limits, else None."""
-        together = nbytes if self._neighbours is None else reduced(self._neighbours, min(nbytes, MOST))
+    def _over_limit(self, nbytes: int) -> str | None:
+        """Error message if the bytes of all ranks of the node exceed the available memory, else None."""
+        total = nbytes if self._neighbours is None else reduced(self._neighbours, min(nbytes, MOST))
         available = _available()
-        if available is None or together <= available or not nbytes:
+        if available is None or total <= available or not nbytes:
             return None
-        return f"its node has {available} bytes left, and {together} are asked for"
+        return f"its node has {available} bytes left, and {total} are asked for"
 
     def _share(self, descriptor: int, memory: mmap.mmap | None) -> None:
-        """Take the memory as a segment, let the neighbours map it, and map theirs: all of them, or nobody's."""
+        """Add the memory as a segment, and map segments between neighbours: all of them, or none."""
         token, mine = secrets.token_bytes(16), None
         if memory is not None:
             whole: np.ndarray = np.frombuffer(memory, np.uint8)
@@ -228,26 +217,26 @@ class SharedHeap:
             whole[:16] = np.frombuffer(token, np.uint8)
         if self._neighbours is not None:
             base, nbytes = (0, 0) if mine is None else (mine.base, mine.memory.size)
-            told = self._neighbours.allgather((os.getpid(), descriptor, base, nbytes, token))
-            theirs = [segment(*one) if one[3] else None for one in told]
-            able = all(one is not None or not nbytes for one, (*_, nbytes, _) in zip(theirs, told, strict=True))
+            offers = self._neighbours.allgather((os.getpid(), descriptor, base, nbytes, token))
+            theirs = [segment(*offer) if offer[3] else None for offer in offers]
+            able = all(other is not None or not offer[3] for other, offer in zip(theirs, offers, strict=True))
             if reduced(self._neighbours, able, MPI.LAND):
-                for seen, other in zip(self._seen, theirs, strict=True):
-                    seen.extend([] if other is None else [other])
+                for mapped, other in zip(self._mapped, theirs, strict=True):
+                    mapped.extend([] if other is None else [other])
         if descriptor >= 0:
             os.close(descriptor)
 
     def free(self) -> None:
-        """Give the memory back; what arrays still lie in stays until they are gone. Not collective."""
+        """Free the memory; arrays in it remain valid. Not collective."""
         self._gaps, self._mine = [], []
-        self._seen = [[] for _ in self._seen]
+        self._mapped = [[] for _ in self._mapped]
         self._arrays.clear()
-        self._back.clear()
+        self._returned.clear()
 
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap]:
-    """New memory that others can map by the descriptor, all of it there; -1 where there is no such thing."""
-    descriptor, memory = fileless(nbytes)
+    """Allocate memory that others can map by the descriptor, with all pages; -1 if not supported."""
+    descriptor, memory = anonymous_memory(nbytes)
     try:
         if descriptor >= 0:
             _populate(memory, descriptor, nbytes)
@@ -257,15 +246,15 @@ def _make(nbytes: int) -> tuple[int, mmap.mmap]:
     return descriptor, memory
 
 
-def fileless(nbytes: int) -> tuple[int, mmap.mmap]:
-    """New memory that others can map by the descriptor; -1 where there is no such thing."""
+def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Create memory that others can map by the descriptor; -1 if not supported."""
     if not hasattr(os, "memfd_create"):
         return -1, mmap.mmap(-1, nbytes)
     descriptor = os.memfd_create("chorus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.fchmod(descriptor, 0o600)  # neighbours open it by /proc, which asks for the file's mode
+        os.fchmod(descriptor, 0o600)  # neighbours open it by /proc, which checks the mode
         os.ftruncate(descriptor, nbytes)
-        fcntl.fcntl(descriptor, F_ADD_SEALS, SEALS)  # a rank that reads what was cut off would be killed by SIGBUS
+        fcntl.fcntl(descriptor, F_ADD_SEALS, SEALS)  # a rank that reads a truncated range would be killed by SIGBUS
         memory = mmap.mmap(descriptor, nbytes)
     except BaseException:
         os.close(descriptor)
@@ -273,14 +262,14 @@ def fileless(nbytes: int) -> tuple[int, mmap.mmap]:
     return descriptor, memory
 
 
-def segment(pid: int, number: int, base: int, nbytes: int, token: bytes) -> HeapSegment | None:
-    """Another process's segment, known by the token at its beginning; None if it may not be had."""
-    mapped = _map(pid, number, nbytes) if number >= 0 else None
+def segment(pid: int, descriptor: int, base: int, nbytes: int, token: bytes) -> HeapSegment | None:
+    """Another process's segment, verified by the token at its beginning; None if it cannot be mapped."""
+    mapped = _map(pid, descriptor, nbytes) if descriptor >= 0 else None
     return None if mapped is None or mapped[:16].tobytes() != token else HeapSegment(base, mapped)
 
 
 def _map(pid: int, number: int, nbytes: int) -> np.ndarray | None:
-    """The memory behind another process's descriptor; None if it may not be had."""
+    """Memory of another process's descriptor; None if it cannot be mapped."""
     try:
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

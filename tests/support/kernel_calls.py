@@ -45,7 +45,7 @@ def call_transport():
         transport.swap(dtype)
     from collectives.transport import exchange_kernels
 
-    exchange_kernels._shown(0, 8, np.zeros(1 << 12, np.int64))
+    exchange_kernels._is_shared(0, 8, np.zeros(1 << 12, np.int64))
 
 
 def call_operators():

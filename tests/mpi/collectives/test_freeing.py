@@ -111,15 +111,15 @@ def test_memory_is_given_back(world):
 def test_buried_windows_are_freed_when_their_ranks_meet_again(world, monkeypatch):
     monkeypatch.setattr(memories, "_mapped", lambda comm, nbytes: None)
     memories._free_common(world)
-    before = len(memories._buried)
+    before = len(memories._retired)
     for _ in range(4):
         made = [Communicator(world.Dup()) for _ in range(3)]
         for comm in turned(made, world.Get_rank()):
             works(comm) if world.Get_size() == 1 else None
             comm.Free()
-        assert len(memories._buried) <= before + 3
+        assert len(memories._retired) <= before + 3
     memories._free_common(world)
-    assert len(memories._buried) == before
+    assert len(memories._retired) == before
 
 
 # ------------------------------------------------------------------------------------------ operations under way

@@ -165,7 +165,7 @@ def test_nothing_is_mapped_after_the_end(world):
     before = mapped()
     comm = Communicator(world)
     array, other = comm.empty(300_000), comm.empty(300_000)
-    if comm.Get_size() > 1 and comm._planner.transports.heap.shows(array.ctypes.data, array.nbytes):
+    if comm.Get_size() > 1 and comm._planner.transports.heap.is_shared(array.ctypes.data, array.nbytes):
         assert mapped() > before
     comm.Allreduce(array, other)
     comm.Iallreduce(array, other).Wait()
@@ -306,7 +306,7 @@ def test_where_memory_cannot_be_shared_all_works(own, monkeypatch, poorer, reads
         mine, total = own.full(n, 1.0), own.empty(n)
         own.Allreduce(mine, total)
         assert (total == own.Get_size()).all()
-        assert own._planner.transports.heap.shows(mine.ctypes.data, mine.nbytes) == shows
+        assert own._planner.transports.heap.is_shared(mine.ctypes.data, mine.nbytes) == shows
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="a system without memfd")
@@ -375,7 +375,7 @@ def pool(comm, blocks, nbytes):
     return lambda wanted: arrays.pop() if wanted <= nbytes and arrays else None
 
 
-LIMITS = (mailbox.INLINE, eager_buffers.SLOT, shm.SEEN, eager_buffers.SWAPPED, mailbox.CELL, shm.STREAMED)
+LIMITS = (mailbox.INLINE, eager_buffers.SLOT, shm.RENDEZVOUS_BYTES, eager_buffers.SWAPPED, mailbox.CELL, shm.STREAMED)
 
 
 def mixed(comm, which, line, n, dtype, root, in_place):
@@ -390,7 +390,7 @@ def test_every_algorithm(comm, method, algorithm):
     """Lengths around which messages begin to travel otherwise; one of a few kinds of memory and one form each."""
     line, size = TABLE[method], comm.Get_size()
     kinds, segments = cycle(memories(comm)), cycle([None, 2])
-    for number, nbytes in enumerate((shm.SEEN, mailbox.CELL + 64)[: 2 if size <= 3 else 1]):
+    for number, nbytes in enumerate((shm.RENDEZVOUS_BYTES, mailbox.CELL + 64)[: 2 if size <= 3 else 1]):
         in_place = line.in_place and (number + len(algorithm)) % 2 == 1
         exchange = mixed(comm, next(kinds), line, nbytes // 4 // (1 if line.reduces else size) + 1, "f", 0, in_place)
         form = FORMS[(number + len(method) + len(algorithm)) % 3]
@@ -427,7 +427,7 @@ def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm):
 def arriving(request):
     """Messages that come to this rank over shared memory in a bound program."""
     owners = [getattr(call, "__self__", None) for call in request.program.calls]
-    return len({id(owner) for owner in owners if isinstance(owner, shm._EagerRecv)})
+    return len({id(owner) for owner in owners if isinstance(owner, shm.Receive)})
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
@@ -440,7 +440,7 @@ def test_what_all_see_is_not_cut_if_all_know(own, plain, in_place):
         size > 1
         and node is not None
         and node.reads
-        and own._planner.transports.heap.shows(total.ctypes.data, total.nbytes)
+        and own._planner.transports.heap.is_shared(total.ctypes.data, total.nbytes)
     )
     seen = own.allreduce(shared, MPI.LAND) and plain == "none"
     if plain == "all" or (plain == "rank 0's" and rank == 0):

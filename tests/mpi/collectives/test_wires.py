@@ -67,7 +67,7 @@ class Told:
             seen.append(Iovec(array.ctypes.data, nbytes))
         message = self._wire.send(peer, seen, stable)
         near = self._wire.split_size(peer, 0) is not None
-        assert isinstance(message, shm._RendezvousSend) or not near or not sum(nbytes for _, nbytes in pieces)
+        assert isinstance(message, shm.RendezvousSend) or not near or not sum(nbytes for _, nbytes in pieces)
         self._copies[id(message)] = copies  # an MPI request cannot be a key
         self._messages.append(message)
         return message
@@ -84,7 +84,7 @@ class Told:
 @pytest.mark.parametrize("program", CONTRACT, ids=lambda program: program.__name__)
 def test_contract(world, monkeypatch, kind, program):
     if kind.startswith("symmetric"):
-        monkeypatch.setattr(shm, "SEEN", 1)
+        monkeypatch.setattr(shm, "RENDEZVOUS_BYTES", 1)
     own = world.Dup()
     neighbours = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED))
     heap = SharedHeap(own, neighbours)
