@@ -6,7 +6,6 @@ bytes a second as it encodes.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from mpi4py import MPI
 
 from collectives.communicator import Communicator
 from collectives.compressed import Codec, VectorPartition, crowded
+from collectives.transport.mailbox import usable_cores
 
 LENGTHS = (1 << 14, 1 << 18)
 """Elements of the sums that the cost is fitted to: 64 KiB and 1 MiB."""
@@ -82,11 +82,6 @@ def _slowest(comm: Communicator, seconds: list[float]) -> list[float]:
     return [float(value) for value in found]
 
 
-def _cores() -> set[int]:
-    """Cores that this process may use."""
-    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
 def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
     """Largest number of ranks per core, at least 1, from each rank's node and the cores it may use.
 
@@ -142,7 +137,7 @@ def forecast(
         _median(lambda: np.subtract(x, out, out=out)),
     ]
     encode, decode, add, subtract = (value / length for value in _slowest(comm, seconds))
-    nodes, cores = comm.nodes or (0,) * comm.Get_size(), comm.allgather(_cores())
+    nodes, cores = comm.nodes or (0,) * comm.Get_size(), comm.allgather(usable_cores())
     encoders = sorted({node: rank for rank, node in enumerate(nodes)}.values()) if crowded(comm) else range(len(nodes))
     encoded = sum(VectorPartition.even(count, len(encoders), codec.block, codec.nbytes).sizes)
     crowd = crowding([nodes[rank] for rank in encoders], [cores[rank] for rank in encoders])

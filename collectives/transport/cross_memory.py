@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from typing import Any
 
 
-class _ContiguousRun(ctypes.Structure):
+class _Iovec(ctypes.Structure):
     """struct iovec of the kernel."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
@@ -25,44 +26,30 @@ def _system_call() -> Any:
 
 
 class CrossMemoryAttach:
-    """Reader of the memory of one process (Linux; same user, and Yama must permit it).
-
-    Parameters
-    ----------
-    pid : int
-        The process.
-    """
+    """Reader of the memory of one process (Linux; same user, and Yama must permit it)."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._call = _system_call()
-        self._here, self._there = _ContiguousRun(), _ContiguousRun()
-        self._at = ctypes.addressof(self._here), ctypes.addressof(self._there)
+        self._here, self._there = _Iovec(), _Iovec()
+        self._addresses = ctypes.addressof(self._here), ctypes.addressof(self._there)
 
     def read(self, into: int, origin: int, nbytes: int) -> None:
-        """Copy `nbytes` from the address `origin` of the process to the address `into` of this one.
-
-        Raises
-        ------
-        OSError
-            If the kernel refuses.
-        """
-        call, here, there, (at_here, at_there) = self._call, self._here, self._there, self._at
-        while nbytes > 0:  # the kernel moves 2 GiB at a time
+        """Copy `nbytes` from `origin` in the process to `into` in this one; OSError if the kernel refuses."""
+        call, here, there, (at_here, at_there) = self._call, self._here, self._there, self._addresses
+        while nbytes > 0:  # the kernel copies at most 2 GiB at a time
             here.base, here.length = into, nbytes
             there.base, there.length = origin, nbytes
-            got = call(self._pid, at_here, 1, at_there, 1, 0)
-            if got <= 0:
+            done = call(self._pid, at_here, 1, at_there, 1, 0)
+            if done <= 0:
                 error = ctypes.get_errno()
                 raise OSError(error, f"reading {nbytes} bytes of process {self._pid}: {os.strerror(error)}")
-            into, origin, nbytes = into + got, origin + got, nbytes - got
+            into, origin, nbytes = into + done, origin + done, nbytes - done
 
     def able(self, into: int, origin: int, nbytes: int) -> bool:
         """Try a read; True if the kernel permits it."""
-        if self._call is None:
-            return False
-        try:
-            self.read(into, origin, nbytes)
-        except OSError:
-            return False
-        return True
+        with suppress(OSError):
+            if self._call is not None:
+                self.read(into, origin, nbytes)
+                return True
+        return False

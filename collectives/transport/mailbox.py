@@ -77,9 +77,9 @@ mapped, each with its first and end address; and the number of the peer's segmen
 its first and end address at the peer, and its first address here."""
 
 
-def _cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> set[int]:
+    """Cores that this process may use."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _shared_memory() -> int:
@@ -128,7 +128,7 @@ class NodeMemory:
         neighbours = self.comm.allgather((rank, os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
-        self.spins = SPINS if _cores() >= self.size else 30
+        self.spins = SPINS if len(usable_cores()) >= self.size else 30
         budget = reduced(self.comm, min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
         self.cells = [min(CELL, max(256, budget // (CELLS * self.size) // LINE * LINE))]
         self.cells += [max(256, budget // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)

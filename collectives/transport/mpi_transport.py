@@ -12,20 +12,18 @@ from collectives.errors import mismatch
 from collectives.transport.wire import Iovec, NoSharedMemory
 from collectives.types import Wait
 
-_Specification = list[Any]
-
 FEW = 3
 """Number of requests up to which single Start and Wait calls are faster than Startall and Waitall."""
 
 
-class _MessagePair:
-    """Memory pieces as MPI buffers; several pieces become one datatype of absolute addresses, without a copy."""
+class _MpiTransport(NoSharedMemory):
+    """Base: memory pieces as MPI buffers; several pieces become one datatype of absolute addresses, without a copy."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
+        self._comm = comm
         self._datatypes: list[MPI.Datatype] = []
 
-    def specify(self, pieces: Sequence[Iovec]) -> _Specification:
+    def _buffer(self, pieces: Sequence[Iovec]) -> list[Any]:
         if len(pieces) == 1:
             address, nbytes = pieces[0]
             return [MPI.buffer.fromaddress(address, nbytes), nbytes, MPI.BYTE]
@@ -42,8 +40,8 @@ class _MessagePair:
         self._datatypes.clear()
 
 
-class _Receipt:
-    """Check of the length of an incoming message; MPI itself raises for longer messages only."""
+class _LengthCheck:
+    """Check of the length of a received message; MPI itself raises for longer messages only."""
 
     __slots__ = ("_comm", "_nbytes", "_peer", "status")
 
@@ -75,10 +73,10 @@ class _Receipt:
         return Wait(wait, test)
 
 
-def _waiting_all(requests: Callable[[], list[Any]], receipts: Sequence[_Receipt | None]) -> Wait:
-    """Wait and test functions of several requests; receives have a receipt."""
-    statuses = [MPI.Status() if receipt is None else receipt.status for receipt in receipts]
-    checks = [receipt.check for receipt in receipts if receipt is not None]
+def _waiting_all(requests: Callable[[], list[Any]], lengths: Sequence[_LengthCheck | None]) -> Wait:
+    """Wait and test functions of several requests; receives have a length check."""
+    statuses = [MPI.Status() if length is None else length.status for length in lengths]
+    checks = [length.check for length in lengths if length is not None]
 
     def wait() -> None:
         MPI.Request.Waitall(requests(), statuses)
@@ -95,21 +93,21 @@ def _waiting_all(requests: Callable[[], list[Any]], receipts: Sequence[_Receipt 
     return Wait(wait, test)
 
 
-class PersistentTransport(NoSharedMemory):
+class PersistentTransport(_MpiTransport):
     """Persistent MPI requests, for blocking and persistent collectives."""
 
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
-        self._messages = _MessagePair(comm)
+        super().__init__(comm)
         self._tag = tag
         self._requests: list[MPI.Prequest] = []
-        self._receipts: dict[int, _Receipt] = {}  # by the id of the request, which lives as long
+        self._lengths: dict[int, _LengthCheck] = {}  # by the id of the request, which `_requests` keeps alive
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> MPI.Prequest:
-        return self._bound(self._messages.comm.Send_init(self._messages.specify(pieces), peer, self._tag))
+        return self._bound(self._comm.Send_init(self._buffer(pieces), peer, self._tag))
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> MPI.Prequest:
-        request = self._bound(self._messages.comm.Recv_init(self._messages.specify(pieces), peer, self._tag))
-        self._receipts[id(request)] = _Receipt(self._messages.comm, peer, pieces)
+        request = self._bound(self._comm.Recv_init(self._buffer(pieces), peer, self._tag))
+        self._lengths[id(request)] = _LengthCheck(self._comm, peer, pieces)
         return request
 
     def _bound(self, request: MPI.Prequest) -> MPI.Prequest:
@@ -117,8 +115,8 @@ class PersistentTransport(NoSharedMemory):
         return request
 
     def _wait(self, message: MPI.Prequest) -> Wait:
-        receipt = self._receipts.get(id(message))
-        return Wait(message.Wait, message.Test) if receipt is None else receipt.waiting(message)
+        length = self._lengths.get(id(message))
+        return Wait(message.Wait, message.Test) if length is None else length.waiting(message)
 
     def start_calls(self, messages: Sequence[MPI.Prequest]) -> Sequence[Callable[[], object]]:
         if len(messages) <= FEW:
@@ -128,43 +126,43 @@ class PersistentTransport(NoSharedMemory):
     def wait_calls(self, messages: Sequence[MPI.Prequest]) -> Sequence[Wait]:
         if len(messages) <= FEW:
             return [self._wait(message) for message in messages]
-        several = list(messages)
-        return [_waiting_all(lambda: several, [self._receipts.get(id(message)) for message in several])]
+        requests = list(messages)
+        return [_waiting_all(lambda: requests, [self._lengths.get(id(message)) for message in requests])]
 
     def free(self) -> None:
         for request in self._requests:
             request.Free()
         self._requests.clear()
-        self._receipts.clear()
-        self._messages.free()
+        self._lengths.clear()
+        super().free()
 
 
 class _PostedMessage:
     """A message that is posted at every start with the tag of the call."""
 
-    __slots__ = ("post", "receipt", "request")
+    __slots__ = ("length", "post", "request")
 
-    def __init__(self, post: Callable[[int], MPI.Request], receipt: _Receipt | None = None) -> None:
-        self.post, self.receipt = post, receipt
+    def __init__(self, post: Callable[[int], MPI.Request], length: _LengthCheck | None = None) -> None:
+        self.post, self.length = post, length
         self.request = MPI.REQUEST_NULL
 
 
-class ImmediateTransport(NoSharedMemory):
+class ImmediateTransport(_MpiTransport):
     """Isend and Irecv with the tag of the call, for non-blocking collectives.
 
     `tag` is set before each start, so that several calls may be in progress.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._messages = _MessagePair(comm)
+        super().__init__(comm)
         self.tag = 0
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> _PostedMessage:
-        return _PostedMessage(partial(self._messages.comm.Isend, self._messages.specify(pieces), peer))
+        return _PostedMessage(partial(self._comm.Isend, self._buffer(pieces), peer))
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> _PostedMessage:
-        receipt = _Receipt(self._messages.comm, peer, pieces)
-        return _PostedMessage(partial(self._messages.comm.Irecv, self._messages.specify(pieces), peer), receipt)
+        post = partial(self._comm.Irecv, self._buffer(pieces), peer)
+        return _PostedMessage(post, _LengthCheck(self._comm, peer, pieces))
 
     def start_calls(self, messages: Sequence[_PostedMessage]) -> Sequence[Callable[[], object]]:
         def start() -> None:
@@ -174,9 +172,5 @@ class ImmediateTransport(NoSharedMemory):
         return [start]
 
     def wait_calls(self, messages: Sequence[_PostedMessage]) -> Sequence[Wait]:
-        several = list(messages)
-        receipts = [message.receipt for message in several]
-        return [_waiting_all(lambda: [message.request for message in several], receipts)]
-
-    def free(self) -> None:
-        self._messages.free()
+        posted = list(messages)
+        return [_waiting_all(lambda: [message.request for message in posted], [each.length for each in posted])]

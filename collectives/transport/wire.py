@@ -15,7 +15,7 @@ pause: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class Iovec(NamedTuple):
-    """A contiguous range of bytes. The data of a message is a sequence of them, concatenated."""
+    """A contiguous range of bytes. A message is a sequence of them, concatenated."""
 
     address: int
     nbytes: int
@@ -24,58 +24,49 @@ class Iovec(NamedTuple):
 class Wire(Protocol):
     """Transport of one rank for one stream of messages.
 
-    Messages between two ranks match in the order in which they start. A message is bound once and started any
-    number of times; it must be complete before it starts again. `start_calls` and `wait_calls` run when a program is
-    bound and return the functions that every execution calls, so that nothing is looked up at run time.
+    Messages between two ranks match in the order in which they start. A message is bound once and started any number of
+    times; it must be complete before it starts again. `start_calls` and `wait_calls` run when a program is bound and
+    return the functions that every execution calls, so that nothing is looked up at run time.
     """
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
         """Bind a message to `peer`. `stable`: the pieces do not change before the message is complete."""
-        ...
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
         """Bind a message from `peer` into the pieces."""
-        ...
 
     def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
         """Functions that start all the messages."""
-        ...
 
     def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
         """Functions that wait for all the messages, each with one that tests."""
-        ...
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
         """Part size in bytes of a message of `nbytes` between ranks that share memory; 0 for one part.
 
-        None if they share no memory. Incoming parts are combined by `combine`, directly from the sender's memory.
+        None if they share no memory. Incoming parts are reduced by `combine`, directly from the sender's memory.
         """
-        ...
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
         """True if the send buffer is reusable once the start function returns.
 
         `before` is the number of messages to the same peer that start earlier in the round.
         """
-        ...
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
     ) -> Any:
-        """Bind a shared-memory message from `peer` that is combined on arrival.
+        """Bind a shared-memory message from `peer` that is reduced on arrival.
 
         `rows` are pairs of arrays (local operand, result), concatenated; ``bind(incoming, mine, out)`` returns the
-        function that combines a contiguous range of them.
+        function that reduces a contiguous range of them.
         """
-        ...
 
     def swap(self, messages: Sequence[Any]) -> ExchangeSupport | None:
         """One fused exchange for the messages (a send and a receive), or None if the transport has none."""
-        ...
 
     def free(self) -> None:
         """Free the resources of all bound messages, none of which may be in progress."""
-        ...
 
 
 class ExchangeSupport(Protocol):
@@ -83,11 +74,9 @@ class ExchangeSupport(Protocol):
 
     def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None] | None:
         """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`; or None if not supported."""
-        ...
 
     def split(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait] | None:
         """Start and wait functions of the exchange on the bound memory; or None if not supported."""
-        ...
 
 
 class NoSharedMemory:
