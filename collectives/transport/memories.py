@@ -13,13 +13,14 @@ import platform
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.transport.shared_heap import anonymous_memory, segment
+from collectives.transport.shared_heap import HeapSegment, anonymous_memory, map_segments
 
 _retired: dict[bytes, tuple[int, MPI.Win]] = {}
 """Windows that this rank has retired, and the number of their ranks, by a key that is equal on these."""
@@ -49,26 +50,19 @@ def _free_common(comm: MPI.Intracomm) -> None:
 
 def _mapped(comm: MPI.Intracomm, nbytes: int) -> list[np.ndarray] | None:
     """Map `nbytes` bytes of every rank; None on all ranks if one cannot map another's. Collective."""
-    token = secrets.token_bytes(16)
-    try:
+    mine, descriptor = None, -1
+    with suppress(OSError, ValueError):
         descriptor, memory = anonymous_memory(nbytes)
-    except (OSError, ValueError):
-        descriptor, mine = -1, np.empty(0, np.uint8)
-    else:
-        mine = np.frombuffer(memory, np.uint8)
-        mine[:16] = np.frombuffer(token, np.uint8)
+        mine = HeapSegment(0, np.frombuffer(memory, np.uint8))
     try:
-        offers = comm.allgather((os.getpid(), descriptor, nbytes, token))
-        segments = [segment(pid, number, 0, length, token) for pid, number, length, token in offers]
-        # Not comm.allreduce: mpi4py's reduction of objects duplicates the communicator, collectively and lazily.
-        able = all(comm.allgather(descriptor >= 0 and None not in segments))
+        segments = map_segments(comm, descriptor, mine)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    if not able:
+    if segments is None or None in segments:
         return None
-    place = comm.Get_rank()
-    return [mine if other == place else one.memory for other, one in enumerate(segments) if one is not None]
+    segments[comm.Get_rank()] = mine
+    return [segment.memory for segment in segments if segment is not None]
 
 
 class Memories:

@@ -208,21 +208,15 @@ class SharedHeap:
 
     def _share(self, descriptor: int, memory: mmap.mmap | None) -> None:
         """Add the memory as a segment, and map segments between neighbours: all of them, or none."""
-        token, mine = secrets.token_bytes(16), None
+        mine = None
         if memory is not None:
             whole: np.ndarray = np.frombuffer(memory, np.uint8)
             mine = HeapSegment(MPI.Get_address(whole), whole)
             self._mine.append(mine)
             self._gaps.append(_FreeList(whole.size))
-            whole[:16] = np.frombuffer(token, np.uint8)
-        if self._neighbours is not None:
-            base, nbytes = (0, 0) if mine is None else (mine.base, mine.memory.size)
-            offers = self._neighbours.allgather((os.getpid(), descriptor, base, nbytes, token))
-            theirs = [segment(*offer) if offer[3] else None for offer in offers]
-            able = all(other is not None or not offer[3] for other, offer in zip(theirs, offers, strict=True))
-            if reduced(self._neighbours, able, MPI.LAND):
-                for mapped, other in zip(self._mapped, theirs, strict=True):
-                    mapped.extend([] if other is None else [other])
+        theirs = None if self._neighbours is None else map_segments(self._neighbours, descriptor, mine)
+        for mapped, other in zip(self._mapped, theirs or ()):
+            mapped.extend([] if other is None else [other])
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -262,9 +256,20 @@ def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
     return descriptor, memory
 
 
-def segment(pid: int, descriptor: int, base: int, nbytes: int, token: bytes) -> HeapSegment | None:
-    """Another process's segment, verified by the token at its beginning; None if it cannot be mapped."""
-    mapped = _map(pid, descriptor, nbytes) if descriptor >= 0 else None
+def map_segments(comm: MPI.Intracomm, descriptor: int, mine: HeapSegment | None) -> list[HeapSegment | None] | None:
+    """Map the segments of all ranks that have one; None on all ranks if one cannot map another's. Collective."""
+    token = secrets.token_bytes(16)
+    base, nbytes = (0, 0) if mine is None else (mine.base, mine.memory.size)
+    if mine is not None:
+        mine.memory[:16] = np.frombuffer(token, np.uint8)  # identifies the segment to its readers
+    offers = comm.allgather((os.getpid(), descriptor, base, nbytes, token))
+    segments = [_segment(*offer) for offer in offers]
+    able = all(segment is not None or not offer[3] for segment, offer in zip(segments, offers, strict=True))
+    return segments if reduced(comm, able, MPI.LAND) else None
+
+
+def _segment(pid: int, descriptor: int, base: int, nbytes: int, token: bytes) -> HeapSegment | None:
+    mapped = _map(pid, descriptor, nbytes) if descriptor >= 0 and nbytes else None
     return None if mapped is None or mapped[:16].tobytes() != token else HeapSegment(base, mapped)
 
 
