@@ -35,52 +35,22 @@ _ndarray, _address = np.ndarray, MPI.Get_address
 
 @dataclass(slots=True, eq=False, repr=False)
 class Buffer:
-    """One argument of a collective: `count` elements starting at `address`.
+    """One argument of a collective: `count` elements starting at `address`."""
 
-    Attributes
-    ----------
-    address : int
-        First element, with the displacement of a ``(count, displ)`` pair; 0 for ``MPI.BOTTOM``. A device pointer if
-        `device`.
-    nbytes : int
-        Packed size, ``count * itemsize``.
-    count : int
-        Elements of `datatype` in all blocks together.
-    block : int
-        Elements in each block: ``count`` for `vector`, ``count / size`` for `blocks`, 0 for `blocks_v` (see `counts`).
-    dtype : numpy.dtype or None
-        Type of one packed element, of size `itemsize`; None for derived datatypes.
-    datatype : mpi4py.MPI.Datatype or None
-        Given or inferred; None where MPI has none (bfloat16).
-    itemsize : int
-        Bytes of one packed element. Equal on ranks that describe the same data differently.
-    extent : int
-        Bytes from one element to the next in the user's memory; the unit of `displs`.
-    counts, displs : tuple of int, or None
-        Per block, in the v-forms.
-    readonly, device : bool
-        Memory that must not be written; memory that the CPU cannot access.
-    contiguous : bool
-        Elements are packed in memory as in messages; v-form blocks may still have gaps between them. Other data, and
-        device data, needs staging.
-    owner : object
-        Reference that keeps the memory alive; on a device, the user's array.
-    """
-
-    address: int
-    nbytes: int
-    count: int
-    block: int
-    dtype: np.dtype[Any] | None
-    datatype: MPI.Datatype | None
-    itemsize: int
-    extent: int
-    counts: tuple[int, ...] | None
-    displs: tuple[int, ...] | None
+    address: int  #: first element, displacement included; 0 for ``MPI.BOTTOM``; a device pointer if `device`
+    nbytes: int  #: packed size, ``count * itemsize``
+    count: int  #: elements of `datatype` in all blocks together
+    block: int  #: elements per block: `count` for `vector`, ``count / size`` for `blocks`, 0 for `blocks_v`
+    dtype: np.dtype[Any] | None  #: one packed element, of size `itemsize`; None for derived datatypes
+    datatype: MPI.Datatype | None  #: given or inferred; None where MPI has none (bfloat16)
+    itemsize: int  #: bytes of one packed element; equal on ranks that describe the same data differently
+    extent: int  #: bytes from one element to the next in the user's memory; the unit of `displs`
+    counts: tuple[int, ...] | None  #: per block, in the v-forms
+    displs: tuple[int, ...] | None  #: per block, in the v-forms
     readonly: bool
-    device: bool
-    contiguous: bool
-    owner: object
+    device: bool  #: memory that the CPU cannot access
+    contiguous: bool  #: elements are packed as in messages (v-form blocks may have gaps between); else needs staging
+    owner: object  #: keeps the memory alive; on a device, the user's array
 
     def __repr__(self) -> str:
         element = self.dtype if self.dtype is not None else datatype_name(self.datatype)
@@ -103,13 +73,6 @@ def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
         Name of the argument in error messages: ``"sendbuf"``.
     writable
         True if the call writes to it.
-
-    Raises
-    ------
-    InvalidArgument, InvalidBuffer
-        Negative numbers; memory that is too small, read-only or not contiguous (ValueError).
-    InvalidType, UnknownDatatype
-        No buffer or no count; elements without a datatype (TypeError).
     """
     if type(spec) is _ndarray:
         buffer = _dense_array(spec, 1, writable)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -208,59 +208,16 @@ def _span(buffer: Buffer) -> tuple[int, int]:
     return min(map(min, ends)) + element.low, max(map(max, ends)) + element.high
 
 
-# --- devices ------------------------------------------------------------------------------------------------
-
-
-class DeviceMemory(Protocol):
-    """A device and one stream on it, which orders all work that is started here.
-
-    Neither the host nor the stream waits for other streams, except for those that `follow` names. `number` is the
-    device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last `mark`.
-    """
-
-    number: int
-    namespace: Any
-    ended: Wait
-
-    def holds(self, array: Any) -> bool:
-        """True if the array is on this device."""
-
-    def follow(self, *arrays: Any) -> None:
-        """Use the first array's stream, after the work that is now on those of the others."""
-
-    def mark(self) -> None:
-        """Record an event after the work that is now on the stream."""
-
-    def working(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Wrap a call so that the array library's work in it goes to the stream."""
-
-    def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
-        """Allocate an array on the device."""
-
-    def view(self, address: int, count: int, dtype: np.dtype[Any]) -> Any:
-        """Array over device memory; the caller keeps the memory alive."""
-
-    def pinned(self, nbytes: int) -> np.ndarray:
-        """Allocate pinned host memory."""
-
-    def to_host(self, host: np.ndarray, address: int) -> None:
-        """Start a copy of device memory at `address` into `host`."""
-
-    def to_device(self, address: int, host: np.ndarray) -> None:
-        """Start a copy of `host` into device memory at `address`."""
-
-
-def device_of(array: Any) -> DeviceMemory:
-    """Device of an array, with the array's stream."""
-    return _Cuda(array)
-
-
 _LEGACY = 1
 """Number of CUDA's default stream in DLPack and the CUDA array interface; CuPy's is 0."""
 
 
-class _Cuda:
-    """A CUDA device through CuPy, which is imported only here."""
+class DeviceMemory:
+    """A CUDA device through CuPy, which is imported only here, and one stream on it, which orders all work.
+
+    Neither the host nor the stream waits for other streams, except for those that `follow` names. `number` is the
+    device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last `mark`.
+    """
 
     __slots__ = ("_cuda", "_device", "_event", "_stream", "ended", "namespace", "number")
 
@@ -290,9 +247,11 @@ class _Cuda:
         return int(self._cuda.runtime.pointerGetAttributes(pointer).device if pointer else self._cuda.Device().id)
 
     def holds(self, array: Any) -> bool:
+        """True if the array is on this device."""
         return self._number(array) == self.number
 
     def follow(self, *arrays: Any) -> None:
+        """Use the first array's stream, after the work that is now on those of the others."""
         with self._device:
             self._stream, *others = [self._stream_of(array) for array in arrays]
             for other in others:
@@ -312,10 +271,13 @@ class _Cuda:
         return self._cuda.ExternalStream(pointer)
 
     def mark(self) -> None:
+        """Record an event after the work that is now on the stream."""
         with self._device:  # stream 0 is that of the current device
             self._event.record(self._stream)
 
     def working(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Wrap a call so that the array library's work in it goes to the stream."""
+
         def run() -> None:
             with self._device, self._stream:
                 call()
@@ -327,6 +289,7 @@ class _Cuda:
             return self.namespace.empty(count, dtype)
 
     def view(self, address: int, count: int, dtype: np.dtype[Any]) -> Any:
+        """Array over device memory; the caller keeps the memory alive."""
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return self.empty(0, dtype)
@@ -334,16 +297,24 @@ class _Cuda:
         return self.namespace.ndarray((count,), dtype, self._cuda.MemoryPointer(memory, 0))
 
     def pinned(self, nbytes: int) -> np.ndarray:
+        """Allocate pinned host memory."""
         if nbytes == 0:
             return np.empty(0, np.uint8)
         return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def to_host(self, host: np.ndarray, address: int) -> None:
+        """Start a copy of device memory at `address` into `host`."""
         self._copy(MPI.Get_address(host), address, host.nbytes, self._cuda.runtime.memcpyDeviceToHost)
 
     def to_device(self, address: int, host: np.ndarray) -> None:
+        """Start a copy of `host` into device memory at `address`."""
         self._copy(address, MPI.Get_address(host), host.nbytes, self._cuda.runtime.memcpyHostToDevice)
 
     def _copy(self, target: int, source: int, nbytes: int, direction: int) -> None:
         with self._device:
             self._cuda.runtime.memcpyAsync(target, source, nbytes, direction, self._stream.ptr)
+
+
+def device_of(array: Any) -> DeviceMemory:
+    """Device of an array, with the array's stream."""
+    return DeviceMemory(array)

@@ -114,16 +114,8 @@ def forecast(
     With several nodes of several ranks, one rank of each node compresses the node's sum (`HierarchicalAllreduce`); sums
     within nodes are measured, and part of the messages.
 
-    Parameters
-    ----------
-    comm : Communicator
-    count : int
-    codec : Codec
-        Its kernels are timed on noise. Where ranks share cores they take correspondingly longer.
-    wire : LinkCost, optional
-        Result of `fitted`, if that was done before.
-    feedback : bool
-        Include error feedback: decoding the encoded vector, and a subtraction.
+    The codec's kernels are timed on noise, and slower where ranks share cores. `wire` is a result of `fitted`. With
+    `feedback` the kernels include error feedback: decoding the encoded vector, and a subtraction.
     """
     wire = wire or fitted(comm)
     inside = _within_nodes(comm) if crowded(comm) else LinkCost(0.0, 0.0)

@@ -15,22 +15,13 @@ class SharedScale(BoundCollective):
     """Allreduce in which ranks agree on the largest element of each group, and add integers of one scale.
 
     Sums of integers are exact, so the result does not depend on their order. Each term is encoded once, the sum never.
-    Integers on the wire are as wide as the largest sum needs.
+    Messages consist of `integer`, a dtype as wide as the largest sum needs.
 
     Parameters
     ----------
     comm : Communicator
-    count : int
-        Elements of the vectors.
-    bits : int
-        Width of a term, 2 to 16.
-    group : int
-        Elements that share a scale.
-
-    Attributes
-    ----------
-    integer : numpy.dtype
-        Type of the messages.
+    count, bits, group : int
+        Elements of the vectors; bits of a term, 2 to 16; elements that share a scale.
     """
 
     def __init__(self, comm: Communicator, count: int, bits: int = 8, group: int = 256):

@@ -46,39 +46,17 @@ class Selection(NamedTuple):
 
 
 class CallTraits(NamedTuple):
-    """Properties of a call that decide its algorithm, equal on all ranks.
+    """Properties of a call that decide its algorithm, equal on all ranks."""
 
-    Attributes
-    ----------
-    collective : str
-        Name in the catalogue.
-    nbytes : int
-        Bytes of the whole vector, or of all blocks together. Ignored with `local_counts`.
-    ordered : bool
-        The operation needs rank order.
-    local_counts : bool
-        Ranks know only their own block's length.
-    native : bool
-        The MPI's own collective may be taken, if it was measured to be the fastest.
-    form : str
-        "blocking", "nonblocking" or "persistent".
-    v_form : bool
-        Blocks may have any length.
-    shared : bool
-        All buffers of all ranks are in shared memory. The model then decides, as tables measure ordinary memory.
-    in_place : bool
-        The shared buffers are used in place on all ranks.
-    """
-
-    collective: str
-    nbytes: int
-    ordered: bool = False
-    local_counts: bool = False
-    native: bool = False
+    collective: str  #: name in the catalogue
+    nbytes: int  #: of the whole vector, or of all blocks together; ignored with `local_counts`
+    ordered: bool = False  #: the operation needs rank order
+    local_counts: bool = False  #: ranks know only their own block's length
+    native: bool = False  #: the MPI's own collective may be taken, if it was measured to be the fastest
     form: str = BLOCKING
-    v_form: bool = False
-    shared: bool = False
-    in_place: bool = False
+    v_form: bool = False  #: blocks may have any length
+    shared: bool = False  #: all buffers are in shared memory; the model decides, as tables measure ordinary memory
+    in_place: bool = False  #: the shared buffers are used in place on all ranks
 
 
 class Selector:

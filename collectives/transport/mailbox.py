@@ -101,25 +101,11 @@ def address_label(addresses: int, mark: int) -> int:
 
 
 class NodeMemory:
-    """Mailboxes of the ranks of a communicator on one node, in shared memory. Creation is collective.
+    """Mailboxes of the ranks of a node, in shared memory. Creation is collective; `free` also frees `comm`.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks of this node; owned, and freed by `free`.
-    rank : int
-        This rank in the communicator of all nodes, by which peers are named.
-    heap : SharedHeap
-        Arrays in shared memory.
-
-    Attributes
-    ----------
-    bytes, words, addresses : list
-        The mailboxes written by each rank of the node, as bytes, as 8-byte words, and their addresses here.
-    reads : bool
-        All ranks may read each other's memory (cross-memory attach).
-    backlog : set of MailboxEdge
-        Edges with messages that wait for a free slot.
+    Peers are named by their rank in the communicator of all nodes, `rank` for this one. `bytes`, `words` and
+    `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their addresses
+    here. `reads`: all ranks may read each other's memory. `backlog`: edges with sends that wait for a free slot.
     """
 
     def __init__(self, comm: MPI.Intracomm, rank: int, heap: SharedHeap) -> None:

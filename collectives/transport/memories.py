@@ -68,12 +68,8 @@ def _mapped(comm: MPI.Intracomm, nbytes: int) -> list[np.ndarray] | None:
 class Memories:
     """Memory of every rank of a node, as mapped by this rank. Creation is collective, `free` is not.
 
-    Attributes
-    ----------
-    views : list of numpy.ndarray
-        `nbytes` bytes of every rank, uninitialised.
-    fence : callable or None
-        Memory fence, on processors that reorder stores or loads.
+    `views` are `nbytes` uninitialised bytes of every rank; `fence` is None on processors that keep stores and loads in
+    order.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:

@@ -109,12 +109,7 @@ def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
 class SharedHeap:
     """Heap of one rank in shared memory, and its neighbours' heaps as mapped here.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        All ranks that allocate together.
-    neighbours : MPI.Intracomm or None
-        Those of them on this node; None to share nothing.
+    All ranks of `comm` allocate together; `neighbours` are those on this node, or None to share nothing.
     """
 
     def __init__(self, comm: MPI.Intracomm, neighbours: MPI.Intracomm | None) -> None:

@@ -46,21 +46,11 @@ _MESSAGES = (EagerSend, RendezvousSend, Receive)
 
 
 class SharedMemoryTransport:
-    """Transport of one rank over one channel of the node's mailboxes.
+    """Transport of one rank over one channel of the node's mailboxes; `edges` by peer are created on first use.
 
-    Parameters
-    ----------
-    node : NodeMemory
-    channel : int
-    edges : dict of int to MailboxEdge
-        Edges of the channel by peer, filled on first use.
-    compiles : bool
-        Exchanges are frequent enough to be compiled.
-    shared : bool
-        Nearly all send buffers are in memory that the receiver has mapped, so that no message is cut. Equal at both
-        ends of every edge.
-    mark : int
-        Number below `MARKS` that both ends of every edge compute from the call: a message with another mark raises.
+    `compiles`: exchanges are frequent enough to be compiled. `shared`: nearly all send buffers are in memory that the
+    receiver has mapped, so that no message is cut; equal at both ends of every edge. `mark` is a number below `MARKS`
+    that both ends of every edge compute from the call: a message with another mark raises.
     """
 
     def __init__(

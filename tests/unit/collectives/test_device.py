@@ -191,11 +191,11 @@ def test_no_wait_without_need(gpu):
 
 
 def test_the_test_would_see_a_missing_wait(monkeypatch):
-    class Careless(staging._Cuda):
+    class Careless(staging.DeviceMemory):
         def mark(self):
             pass
 
-    monkeypatch.setattr(staging, "_Cuda", Careless)
+    monkeypatch.setattr(staging, "DeviceMemory", Careless)
     with pytest.raises((RuntimeError, AssertionError)):
         play("allreduce", "recursive_doubling", 2, 8, GpuHub(2), lambda rank: True)
 
