@@ -15,7 +15,7 @@ from collectives.transport.mailbox import MailboxEdge, NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.reduced import reduced
 from collectives.transport.shared_heap import SharedHeap
-from collectives.transport.shm import NodeAwareTransport, SharedMemoryTransport
+from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.wire import Wire
 
 BLOCKING_CHANNEL = 0
@@ -82,12 +82,10 @@ class Transports:
         if form == "nonblocking":
             return ImmediateTransport(self._comm)
         tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else BLOCKING_TAG
-        far = PersistentTransport(self._comm, tag)
+        network = PersistentTransport(self._comm, tag)
         if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
-            return far
-        return NodeAwareTransport(
-            SharedMemoryTransport(self.node, channel, self.edges[channel], compiles, shared, mark), far
-        )
+            return network
+        return NodeAwareTransport(self.node, channel, self.edges[channel], network, compiles, shared, mark)
 
     def free(self) -> None:
         """Free shared memory; programs must have been freed before."""

@@ -45,12 +45,13 @@ STREAMED = 1 << 19
 _MESSAGES = (EagerSend, RendezvousSend, Receive)
 
 
-class SharedMemoryTransport:
-    """Transport of one rank over one channel of the node's mailboxes; `edges` by peer are created on first use.
+class NodeAwareTransport:
+    """Shared memory between ranks of a node, over one channel of its mailboxes; MPI (`network`) between nodes.
 
-    `compiles`: exchanges are frequent enough to be compiled. `shared`: nearly all send buffers are in memory that the
-    receiver has mapped, so that no message is cut; equal at both ends of every edge. `mark` is a number below `MARKS`
-    that both ends of every edge compute from the call: a message with another mark raises.
+    `edges` of the channel, by peer, are created on first use. `compiles`: exchanges are frequent enough to be compiled.
+    `shared`: nearly all send buffers are in memory that the receiver has mapped, so that no message is cut; equal at
+    both ends of every edge. `mark` is a number below `MARKS` that both ends of every edge compute from the call: a
+    message with another mark raises.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class SharedMemoryTransport:
         node: NodeMemory,
         channel: int,
         edges: dict[int, MailboxEdge],
+        network: PersistentTransport,
         compiles: bool = False,
         shared: bool = False,
         mark: int = 0,
     ) -> None:
-        self._node, self._channel, self._edges, self._compiles = node, channel, edges, compiles
-        self.mark = mark
+        self._node, self._channel, self._edges, self._network = node, channel, edges, network
+        self._compiles, self.mark = compiles, mark
         self._streamed = 0 if shared else STREAMED
 
     def _edge(self, peer: int) -> MailboxEdge:
@@ -72,7 +74,9 @@ class SharedMemoryTransport:
             edge = self._edges[peer] = MailboxEdge(self._node, self._channel, self._node.places[peer])
         return edge
 
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> EagerSend | RendezvousSend:
+    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
+        if not self._node.reaches(peer):
+            return self._network.send(peer, pieces, stable)
         edge = self._edge(peer)
         nbytes = sum(piece.nbytes for piece in pieces)
         if nbytes > edge.cell or (nbytes >= RENDEZVOUS_BYTES and stable and self._is_shared(pieces)):
@@ -83,7 +87,9 @@ class SharedMemoryTransport:
         """True if the peers have mapped all pieces."""
         return len(pieces) <= ADDRESSES and all(self._node.heap.is_shared(*piece) for piece in pieces)
 
-    def receive(self, peer: int, pieces: Sequence[Iovec]) -> Receive:
+    def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
+        if not self._node.reaches(peer):
+            return self._network.receive(peer, pieces)
         edge = self._edge(peer)
         targets = [view(*piece, BYTE) for piece in pieces]
         takes = self._takes(edge, targets, lambda index, source: partial(np.copyto, *as_words(targets[index], source)))
@@ -120,21 +126,32 @@ class SharedMemoryTransport:
         return 0 if whole else cell
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
-        return nbytes <= self._node.cells[self._channel] and before < CELLS
+        return self._node.reaches(peer) and nbytes <= self._node.cells[self._channel] and before < CELLS
+
+    def _split(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Messages in shared memory, and those over the network."""
+        shared = [message for message in messages if isinstance(message, _MESSAGES)]
+        return shared, [message for message in messages if not isinstance(message, _MESSAGES)]
 
     def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
         """Start functions. The first sends to a peer start at once; the others start during the wait."""
+        shared, network = self._split(messages)
+        starts = list(self._network.start_calls(network))
         earlier: dict[MailboxEdge, int] = defaultdict(int)
-        at_once = []
-        for message in messages:
+        for message in shared:
             if not isinstance(message, Receive):
                 message.late = earlier[message.edge] >= CELLS
                 earlier[message.edge] += 1
             if isinstance(message, Receive) or not message.late:
-                at_once.append(message.start)
-        return at_once
+                starts.append(message.start)
+        return starts
 
     def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
+        shared, network = self._split(messages)
+        waits = [*self._network.wait_calls(network), *self._shared_waits(shared)]
+        return [_wait_for_all(waits)] if shared and network else waits
+
+    def _shared_waits(self, messages: Sequence[Any]) -> Sequence[Wait]:
         receives = [message for message in messages if isinstance(message, Receive)]
         sends = [message for message in messages if not isinstance(message, Receive)]
         late = [message for message in sends if message.late]
@@ -157,7 +174,8 @@ class SharedMemoryTransport:
         return FusedExchange(send, receive, self._channel > 0, self._compiles)
 
     def free(self) -> None:
-        """No-op: the mailboxes belong to the node."""
+        """Free the network's requests; the mailboxes belong to the node."""
+        self._network.free()
 
 
 def _streaming(late: Sequence[Any], receives: Sequence[Any], sends: Sequence[Any]) -> Wait:
@@ -198,58 +216,6 @@ def _streaming(late: Sequence[Any], receives: Sequence[Any], sends: Sequence[Any
                 node.yielding()
 
     return Wait(wait, test)
-
-
-class NodeAwareTransport:
-    """Shared memory between ranks of a node, MPI between nodes."""
-
-    def __init__(self, shared: SharedMemoryTransport, network: PersistentTransport) -> None:
-        self._shared, self._network = shared, network
-        self.mark = shared.mark
-
-    def _transport(self, peer: int) -> SharedMemoryTransport | PersistentTransport:
-        return self._network if self._shared.split_size(peer, 0) is None else self._shared
-
-    def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
-        return self._transport(peer).send(peer, pieces, stable)
-
-    def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
-        return self._transport(peer).receive(peer, pieces)
-
-    def split_size(self, peer: int, nbytes: int) -> int | None:
-        return self._shared.split_size(peer, nbytes)
-
-    def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
-        return self.split_size(peer, nbytes) is not None and self._shared.completes_locally(peer, nbytes, before)
-
-    def combine(
-        self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
-    ) -> Any:
-        return self._shared.combine(peer, rows, bind)
-
-    def _split(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Messages in shared memory, and those over the network."""
-        shared = [message for message in messages if isinstance(message, _MESSAGES)]
-        return shared, [message for message in messages if not isinstance(message, _MESSAGES)]
-
-    def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        shared, network = self._split(messages)
-        return [*self._network.start_calls(network), *self._shared.start_calls(shared)]
-
-    def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        shared, network = self._split(messages)
-        if not network:
-            return self._shared.wait_calls(shared)
-        if not shared:
-            return self._network.wait_calls(network)
-        return [_wait_for_all([*self._network.wait_calls(network), *self._shared.wait_calls(shared)])]
-
-    def swap(self, messages: Sequence[Any]) -> FusedExchange | None:
-        shared, network = self._split(messages)
-        return None if network else self._shared.swap(shared)
-
-    def free(self) -> None:
-        self._network.free()
 
 
 def _wait_for_all(waits: Sequence[Wait]) -> Wait:

@@ -47,7 +47,7 @@ class _Send:
     def __init__(self, edge: MailboxEdge, nbytes: int, label: int) -> None:
         self.edge, self.nbytes, self.label = edge, nbytes, label
         self.flags = [edge.outbox + slot * WORDS for slot in range(SLOTS)]
-        self.late = False  # started by the wait, not by the start: see `SharedMemoryTransport.start_calls`
+        self.late = False  # started by the wait, not by the start: see `NodeAwareTransport.start_calls`
         self._number = 0
 
     def start(self) -> None:

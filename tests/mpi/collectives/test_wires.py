@@ -12,21 +12,19 @@ from collectives.transport import shm
 from collectives.transport.mailbox import NodeMemory
 from collectives.transport.mpi_transport import ImmediateTransport, PersistentTransport
 from collectives.transport.shared_heap import SharedHeap
-from collectives.transport.shm import NodeAwareTransport, SharedMemoryTransport
+from collectives.transport.shm import NodeAwareTransport
 from collectives.transport.wire import Iovec
 
 WIRES = {
     "persistent": lambda comm, node: PersistentTransport(comm, 3),
     "immediate": lambda comm, node: ImmediateTransport(comm),
-    "shared": lambda comm, node: NodeAwareTransport(SharedMemoryTransport(node, 1, {}), PersistentTransport(comm, 3)),
-    "weakly ordered": lambda comm, node: NodeAwareTransport(
-        SharedMemoryTransport(fenced(node), 1, {}), PersistentTransport(comm, 3)
-    ),
+    "shared": lambda comm, node: NodeAwareTransport(node, 1, {}, PersistentTransport(comm, 3)),
+    "weakly ordered": lambda comm, node: NodeAwareTransport(fenced(node), 1, {}, PersistentTransport(comm, 3)),
     "symmetric": lambda comm, node: Told(
-        node, NodeAwareTransport(SharedMemoryTransport(unreadable(node), 1, {}), PersistentTransport(comm, 3))
+        node, NodeAwareTransport(unreadable(node), 1, {}, PersistentTransport(comm, 3))
     ),
     "symmetric, weakly ordered": lambda comm, node: Told(
-        node, NodeAwareTransport(SharedMemoryTransport(unreadable(fenced(node)), 1, {}), PersistentTransport(comm, 3))
+        node, NodeAwareTransport(unreadable(fenced(node)), 1, {}, PersistentTransport(comm, 3))
     ),
 }
 
