@@ -226,7 +226,7 @@ class DeviceMemory:
             self.namespace = import_module("cupy")
         except ImportError as error:
             raise ImportError(
-                f"an array of type {type(array).__name__!r} lies on a device; reaching it needs CuPy: "
+                f"an array of type {type(array).__name__!r} is on a device; access to it needs CuPy: "
                 f"pip install cupy-cuda12x (or cupy-cuda13x)"
             ) from error
         self._cuda = self.namespace.cuda

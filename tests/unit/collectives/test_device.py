@@ -387,7 +387,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch):
     comm = alone()
     x = cupy.zeros(3)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"array of type 'ndarray' lies on a device.*pip install cupy-cuda12x"):
+    with pytest.raises(ImportError, match=r"array of type 'ndarray' is on a device.*pip install cupy-cuda12x"):
         comm.Allreduce(MPI.IN_PLACE, x)
     comm.Free()
 
