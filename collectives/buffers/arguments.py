@@ -177,7 +177,7 @@ def _equal_blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
             offset = displ * _stride_of(element, name)
             if offset > memory.nbytes:
                 end = f"{memory.nbytes // element.extent} {datatype_name(element.datatype)}"
-                raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: displacement {displ} lies behind the end of {end}")
+                raise InvalidBuffer(MPI.ERR_BUFFER, f"{name}: displacement {displ} is behind the end of {end}")
     if count is None:
         total = _element_count(memory.nbytes - offset, element, name)
         block, rest = divmod(total, size)

@@ -22,7 +22,7 @@ def cuda_aware() -> bool:
 
     False if unknown: no Linux, no such library, or contradicting libraries.
     """
-    answers = [answer for path in loaded(Path("/proc/self/maps")) for answer in ask(path)]
+    answers = [answer for path in loaded(Path("/proc/self/maps")) for answer in query_support(path)]
     return bool(answers) and all(answers)
 
 
@@ -36,7 +36,7 @@ def loaded(maps: Path) -> list[str]:
     return sorted(path for path in paths if _LIBRARY.fullmatch(os.path.basename(path)))
 
 
-def ask(path: str) -> list[bool]:
+def query_support(path: str) -> list[bool]:
     """Results of the queries that a loaded library supports."""
     try:
         library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)

@@ -12,7 +12,7 @@ from collectives.errors import mismatch
 from collectives.transport.wire import Iovec, NoSharedMemory
 from collectives.types import Wait
 
-FEW = 3
+MOST_SINGLE_REQUESTS = 3
 """Number of requests up to which single Start and Wait calls are faster than Startall and Waitall."""
 
 
@@ -119,12 +119,12 @@ class PersistentTransport(_MpiTransport):
         return Wait(message.Wait, message.Test) if length is None else length.waiting(message)
 
     def start_calls(self, messages: Sequence[MPI.Prequest]) -> Sequence[Callable[[], object]]:
-        if len(messages) <= FEW:
+        if len(messages) <= MOST_SINGLE_REQUESTS:
             return [message.Start for message in messages]
         return [partial(MPI.Prequest.Startall, list(messages))]
 
     def wait_calls(self, messages: Sequence[MPI.Prequest]) -> Sequence[Wait]:
-        if len(messages) <= FEW:
+        if len(messages) <= MOST_SINGLE_REQUESTS:
             return [self._wait(message) for message in messages]
         requests = list(messages)
         return [_waiting_all(lambda: requests, [self._lengths.get(id(message)) for message in requests])]

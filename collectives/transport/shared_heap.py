@@ -199,7 +199,7 @@ class SharedHeap:
         available = _available()
         if available is None or total <= available or not nbytes:
             return None
-        return f"its node has {available} bytes left, and {total} are asked for"
+        return f"its node has {available} bytes left, and {total} are requested"
 
     def _share(self, descriptor: int, memory: mmap.mmap | None) -> None:
         """Add the memory as a segment, and map segments between neighbours: all of them, or none."""

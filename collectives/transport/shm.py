@@ -1,7 +1,7 @@
 """Shared-memory transport: no system call for short messages, one copy for long ones.
 
 Messages pass through mailboxes (`mailbox`). The sender chooses how, from local knowledge only, and the flag of the slot
-says which:
+is labelled accordingly:
 
 - a short message is beside the flag, in the same cache line;
 - a medium one is in the slot's cell: the sender copies in, the receiver copies or reduces directly out of it;

@@ -102,7 +102,7 @@ BAD = {
         "Bcast",
         lambda c: (([Y, (1, 7)],), {}),
         ValueError,
-        r"buf: displacement 7 lies behind",
+        r"buf: displacement 7 is behind",
     ),
     "a negative count": ("Bcast", lambda c: (([Y, -1],), {}), ValueError, r"buf: negative count -1"),
     "a read-only target": ("Allreduce", lambda c: ((X, READ_ONLY), {}), ValueError, r"recvbuf: the array is read-only"),

@@ -361,7 +361,7 @@ WRONG_VALUES = [
     (
         [np.zeros(3), (0, 4), MPI.DOUBLE],
         MPI.ERR_BUFFER,
-        "x: displacement 4 lies behind the end of 3 MPI_DOUBLE",
+        "x: displacement 4 is behind the end of 3 MPI_DOUBLE",
     ),
     ([np.zeros(3), -1], MPI.ERR_COUNT, "x: negative count -1"),
     ([np.zeros(3), (1, -1)], MPI.ERR_ARG, "x: negative displacement -1"),

@@ -424,9 +424,9 @@ def test_libraries_in_the_list_of_mapped_files(tmp_path):
 def test_only_clear_answers_count(monkeypatch, answers, aware):
     left = list(answers)
     monkeypatch.setattr(device, "loaded", lambda maps: ["libmpi.so"] * len(answers))
-    monkeypatch.setattr(device, "ask", lambda path: left.pop(0))
+    monkeypatch.setattr(device, "query_support", lambda path: left.pop(0))
     assert device.cuda_aware.__wrapped__() is aware
 
 
 def test_a_library_that_is_not_loaded_is_not_asked():
-    assert device.ask("/nowhere/libmpi.so.12") == []
+    assert device.query_support("/nowhere/libmpi.so.12") == []
