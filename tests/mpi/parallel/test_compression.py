@@ -350,7 +350,7 @@ def test_ranks_of_a_node_add_up_before_they_encode(monkeypatch):
         assert {type(each) for each in sums} == {HierarchicalAllreduce if several else SegmentedAllreduce}
         train(made, range(2))
         for each in sums:
-            assert not several or (each._flat is None) == bool(comm.rank % 2)
+            assert not several or (each._between is None) == bool(comm.rank % 2)
         monkeypatch.setattr(compression_model, "fitted", lambda comm: LinkCost(0, 2e-9))
         found = forecast(comm, 1 << 20, codec, wire)
     inside = 4 * 2e-9 * (1 << 20) if several else 0
