@@ -19,7 +19,8 @@ non-blocking collective can progress while a device copies.
 (None, None)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -274,6 +275,18 @@ class DeviceMemory:
         """Record an event after the work that is now on the stream."""
         with self._device:  # stream 0 is that of the current device
             self._event.record(self._stream)
+
+    def capture(self) -> Callable[[], AbstractContextManager[None]]:
+        """Context manager, for any thread, that makes the current stream of this thread the current one there."""
+        with self._device:
+            stream = self._cuda.get_current_stream()
+
+        @contextmanager
+        def captured() -> Iterator[None]:
+            with self._device, stream:
+                yield
+
+        return captured
 
     def working(self, call: Callable[[], object]) -> Callable[[], object]:
         """Wrap a call so that the array library's work in it goes to the stream."""

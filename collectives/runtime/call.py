@@ -19,6 +19,7 @@ from mpi4py import MPI
 from collectives.buffers import arguments
 from collectives.buffers.arguments import Buffer
 from collectives.buffers.memory import InPlace
+from collectives.buffers.staging import DeviceMemory, device_of
 from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType
 from collectives.runtime.ops import Combiner, combine
 
@@ -90,6 +91,12 @@ class Call(NamedTuple):
 def staged(buffer: Buffer) -> bool:
     """True if the data must be copied to dense host memory first."""
     return buffer.device or not buffer.contiguous
+
+
+def call_device(call: Call) -> DeviceMemory | None:
+    """Device of the call's arrays, None for host memory."""
+    buffers = [buffer for buffer in (call.source, call.target) if buffer is not None and buffer.device]
+    return device_of(buffers[0].owner) if buffers else None
 
 
 def _root(root: Any, size: int) -> int:

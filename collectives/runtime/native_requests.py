@@ -19,6 +19,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from collectives.runtime.call import Call
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress_count, progress_lock
 from collectives.runtime.requests import Request
@@ -39,9 +40,9 @@ def available() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def new_request(name: str, program: Program, release: Callable[[Request, Program], None], keep: object) -> Request:
+def new_request(name: str, program: Program, release: Callable[[Request, Program], None], call: Call) -> Request:
     """A request of a non-blocking collective; native if the MPI allows the helper thread."""
-    return (NativeRequest if available() else Request)(name, program, release, keep)
+    return (NativeRequest if available() else Request)(name, program, release, call)
 
 
 class NativeRequest(Request, MPI.Request):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
+from collectives.runtime.call import Call, call_device
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress, progress_lock, progress_until
 from collectives.transport.wire import pause
@@ -49,13 +51,15 @@ class Request:
         name: str,
         program: Program,
         release: Callable[[Request, Program], None],
-        keep: object,
+        call: Call | None,
         persistent: bool = False,
     ) -> None:
         self._name = name
         self._program = program
         self._release = release
-        self._keep = keep
+        self._call = call
+        self._device = None if call is None else call_device(call)
+        self._context: Callable[[], AbstractContextManager[None]] | None = None
         self._persistent = persistent
         self._gate: Callable[[], bool] | None = None
         self._active = self._freed = self._broken = self._lapsed = False
@@ -93,6 +97,8 @@ class Request:
             if not self._startable:
                 raise self._not_startable()
             self._startable = False
+            if self._device is not None:
+                self._context = self._device.capture()
             try:
                 for call in self._program.opening:
                     call()
@@ -110,6 +116,8 @@ class Request:
     def begin(self, gate: Callable[[], bool] | None) -> None:
         """Progress as far as possible without waiting, once `gate` returns True."""
         with progress_lock:
+            if self._device is not None:
+                self._context = self._device.capture()
             self._active = True
             self._gate = gate
             active_requests.append(self)
@@ -131,7 +139,10 @@ class Request:
     def _do(self, step: Callable[[], Any]) -> Any:
         """Run a step; any error aborts the operation."""
         try:
-            return step()
+            if self._context is None:
+                return step()
+            with self._context():  # other threads have other current streams
+                return step()
         except BaseException:
             self._broken = self._program.broken = True
             active_requests.remove(self)
@@ -155,7 +166,7 @@ class Request:
         try:
             if not self._persistent:
                 self._release(self, self._program)
-                self._keep = None
+                self._call = None
         finally:
             self._ended()
 
@@ -245,7 +256,7 @@ class Request:
         if self._active:
             raise InvalidArgument(MPI.ERR_REQUEST, f"Free of {self!r}: wait for it first")
         self._freed, self._startable = True, False
-        self._keep = None
+        self._call = None
         if self.finalizer is not None:
             self.finalizer.detach()
         if self._persistent:

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from support.doc_examples import EXAMPLES, check
 from support.fakes import cupy
 
 from collectives import Communicator, wait_all
+from collectives.runtime import native_requests
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "staged"])
@@ -50,6 +52,18 @@ def test_every_collective(aware, name, form):
                         check(recv.get(), example.expected)
             if request is not None:
                 request.Free()
+
+
+def test_the_helper_thread_works_on_the_callers_stream(aware):
+    """mpi4py's Waitall waits for the thread, whose current stream is another one."""
+    if not native_requests.available():
+        pytest.skip("the MPI allows no helper thread")
+    data, root = cupy.empty(3000, "f4"), aware.Get_size() - 1
+    for turn in range(20):
+        with cupy.cuda.Stream(non_blocking=True):
+            data[...] = cupy.asarray(np.full(3000, turn if aware.Get_rank() == root else -1, "f4"))
+            MPI.Request.Waitall([aware.Ibcast(data, root)])
+            assert np.all(data.get() == turn)
 
 
 def test_many_in_flight(aware):
