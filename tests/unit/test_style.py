@@ -1,4 +1,4 @@
-"""Style rules that can be counted over the syntax trees: docstring openings, file sizes, unique class names."""
+"""Style rules that can be counted over the syntax trees: docstrings, sizes, parameters, unique class names."""
 
 import ast
 import re
@@ -12,7 +12,17 @@ FILES = sorted(path for package in ("collectives", "parallel", "quant") for path
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 
 LONGEST_FILE = 600
+LONG_FILE = 350
+LONG_FILES = 12
+LONGEST_FUNCTION = 60
+MOST_PARAMETERS = 8
+DOCSTRING_SHARE = 0.20
 PROSE_LINES = 3_000
+
+LONG_FUNCTIONS = {
+    "collectives/runtime/program_cache.py run_cached": "every blocking call runs it; another Python call would show",
+}
+"""Functions above `LONGEST_FUNCTION` lines, with the reason."""
 
 OPENINGS = re.compile(r"(What|Who|Whose|Whom|Whether|Of|Where|When|How|Which|Why)\b")
 VAGUE = re.compile(
@@ -47,9 +57,45 @@ def test_docstrings_open_with_a_noun_or_an_imperative(path):
     assert not wrong, "\n".join(wrong)
 
 
+def functions():
+    """Name with its file, and syntax tree, of every function."""
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.relative_to(ROOT)} {node.name}", node
+
+
+def line_count(path):
+    return len(path.read_text().splitlines())
+
+
 def test_files_fit_a_sitting():
-    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES + SCRIPTS}
+    lines = {str(path.relative_to(ROOT)): line_count(path) for path in FILES + SCRIPTS}
     assert not {name: count for name, count in lines.items() if count > LONGEST_FILE}
+    assert sum(count > LONG_FILE for count in lines.values()) <= LONG_FILES
+
+
+def test_functions_fit_a_screen():
+    long = {name for name, node in functions() if node.end_lineno - node.lineno >= LONGEST_FUNCTION}
+    assert long == set(LONG_FUNCTIONS)
+
+
+def test_functions_have_few_parameters():
+    counts = {}
+    for name, node in functions():
+        every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        counts[name] = sum(argument.arg not in ("self", "cls") for argument in every)
+    assert not {name: count for name, count in counts.items() if count > MOST_PARAMETERS}
+
+
+def test_docstrings_are_the_smaller_part():
+    lines = 0
+    for _, tree in trees():
+        for node in ast.walk(tree):
+            for statement in getattr(node, "body", ()) if isinstance(getattr(node, "body", None), list) else ():
+                if isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str):
+                    lines += statement.end_lineno - statement.lineno + 1
+    assert lines < DOCSTRING_SHARE * sum(map(line_count, FILES))
 
 
 def test_class_names_are_unique():
