@@ -275,4 +275,4 @@ def _has_rows(out: Array, spec: QuantSpec) -> bool:
         or out.ndim <= 1
         or kind.axis % out.ndim == (0 if isinstance(kind, PerChannel) else out.ndim - 1)
     )
-    return in_order and out.dtype == np.float32 and out.flags.c_contiguous
+    return bool(in_order and out.dtype == np.float32 and out.flags.c_contiguous)

@@ -42,7 +42,7 @@ class Minifloat(NamedTuple):
 
 
 def _minifloat(dtype: type, exponent: int) -> Minifloat:
-    about = ml_dtypes.finfo(dtype)
+    about = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     return Minifloat(
         np.dtype(dtype), exponent, int(about.nmant), int(np.log2(float(about.smallest_normal))), float(about.max)
     )

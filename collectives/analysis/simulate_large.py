@@ -38,7 +38,8 @@ class _VectorParts(NamedTuple):
         laps = len(sums) - 1
 
         def upto(chunk: Integers) -> Integers:
-            return chunk // laps * sums[-1] + sums[chunk % laps]
+            begin: np.ndarray = chunk // laps * sums[-1] + sums[chunk % laps]
+            return begin
 
         weights = np.zeros(count, np.int64)
         np.add.at(weights, self.owner, upto(self.stop) - upto(self.start))

@@ -35,7 +35,8 @@ def _plain(comm: MPI.Intracomm, count: int, dtype: np.dtype[Any]) -> NDArray[Any
 
 def _symmetric(comm: Any, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """The shape must be the same on all ranks, so that of the longest array is taken. Collective."""
-    return comm.empty(comm.allreduce(count, MPI.MAX), dtype)[:count]
+    array: np.ndarray = comm.empty(comm.allreduce(count, MPI.MAX), dtype)[:count]
+    return array
 
 
 MEMORIES: dict[str, Callable[[MPI.Intracomm, int, np.dtype[Any]], NDArray[Any]]] = {

@@ -71,7 +71,8 @@ def _in_place(op: MPI.Op, messages: dict[int, np.ndarray]) -> None:
 
 def _part(message: Any, rank: int) -> np.ndarray:
     wire, sizes, places, _ = message
-    return wire[places[rank] : places[rank] + sizes[rank]]
+    part: np.ndarray = wire[places[rank] : places[rank] + sizes[rank]]
+    return part
 
 
 class InProcessComm:

@@ -63,7 +63,7 @@ def enter(
     if name != NATIVE and failures and len(failures) < len(outcomes):
         raise RuntimeError(f"{method} with {name} failed on some ranks only: {outcomes}") from error
     if failures:
-        return failures[0].split("\n")[0]
+        return str(failures[0]).split("\n")[0]
     if name == NATIVE and any(count for _, count in outcomes):
         return f"its results are wrong (elements per rank: {[count for _, count in outcomes]})"
     return Contestant(name, buffers, call, close)

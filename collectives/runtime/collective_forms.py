@@ -61,7 +61,7 @@ def _function(declaration: Declaration, form: str, module: str) -> Callable[...,
     scope: dict[str, Any] = {"describe": declaration.describe, "MPI": MPI, "Any": Any, "Request": Request}
     scope |= {"__name__": module, "__package__": __package__}
     exec(code, scope)
-    function = scope[method_name(declaration.name, form)]
+    function: Callable[..., Any] = scope[method_name(declaration.name, form)]
     function.__doc__ = _documentation(declaration, form)
     return function
 

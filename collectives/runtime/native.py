@@ -193,7 +193,8 @@ def program(
 
 def _persistent(comm: MPI.Intracomm, method: str, positional: tuple[Any, ...]) -> MPI.Prequest:
     try:
-        return getattr(comm, f"{method}_init")(*positional)
+        request: MPI.Prequest = getattr(comm, f"{method}_init")(*positional)
+        return request
     except NotImplementedError:  # an MPI of a standard before 4.0
         message = f"algorithm: 'native' for a persistent {method}, which this MPI does not have"
         raise InvalidArgument(MPI.ERR_UNSUPPORTED_OPERATION, message) from None

@@ -159,7 +159,7 @@ def _is_supported(ufunc: Callable[..., Any], dtype: np.dtype[Any], device: Devic
 def _bind_on_device(ufunc: Callable[..., Any], left: Any, right: Any, out: Any) -> Callable[[], object]:
     # CuPy copies an operand that shares memory with `out`, unless it is the same object.
     def address(array: Any) -> int:
-        return array.__cuda_array_interface__["data"][0]
+        return int(array.__cuda_array_interface__["data"][0])
 
     return partial(ufunc, *(out if address(array) == address(out) else array for array in (left, right)), out=out)
 

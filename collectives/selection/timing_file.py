@@ -142,7 +142,8 @@ def broadcast_table(comm: MPI.Intracomm, tuning: Any) -> TimingTable | None:
     """
     if not isinstance(tuning, (bool, str, os.PathLike, TimingTable, type(None))):
         raise InvalidType(MPI.ERR_ARG, f"tuning: expected a path, True, False or None, found {tuning!r}")
-    return comm.bcast(_read_or_warn(tuning) if comm.Get_rank() == 0 else None)
+    table: TimingTable | None = comm.bcast(_read_or_warn(tuning) if comm.Get_rank() == 0 else None)
+    return table
 
 
 def _read_or_warn(tuning: bool | str | os.PathLike[str] | TimingTable | None) -> TimingTable | None:

@@ -105,6 +105,7 @@ class SafetensorsReader:
     """
 
     def __init__(self, path: Path):
+        self._file: Any  # its methods have no types
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
@@ -124,8 +125,9 @@ class SafetensorsReader:
         """Elements of a flattened tensor; only the rows with these elements are read."""
         shape = self.entries[name].shape
         if not shape:
-            return self._file.get_tensor(name).reshape(-1)[start : start + size]
+            whole: np.ndarray = self._file.get_tensor(name)
+            return whole.reshape(-1)[start : start + size]
         width = math.prod(shape[1:])
         first = start // width
-        rows = self._file.get_slice(name)[first : -(-(start + size) // width)]
+        rows: np.ndarray = self._file.get_slice(name)[first : -(-(start + size) // width)]
         return rows.reshape(-1)[start - first * width :][:size]

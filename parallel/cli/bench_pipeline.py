@@ -93,7 +93,7 @@ def idle(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) -> f
         mine = run(comm, plan, args.milliseconds / 1e3, args.bytes)
         whole = comm.allreduce(mine.whole, MPI.MAX)
         shares.append(1 - comm.allreduce(mine.computing) / (whole * comm.Get_size()))
-    return median(shares)
+    return float(median(shares))
 
 
 def overhead(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) -> float:

@@ -57,7 +57,8 @@ def losses(weights: np.ndarray, data: ArrayDataset) -> np.ndarray:
     """Loss of every sample. The last row of the weights is the bias."""
     scores = data.x @ weights[:-1] + weights[-1]
     scores -= scores.max(1, keepdims=True)
-    return np.log(np.exp(scores).sum(1)) - scores[np.arange(len(data)), data.y]
+    by_sample: np.ndarray = np.log(np.exp(scores).sum(1)) - scores[np.arange(len(data)), data.y]
+    return by_sample
 
 
 def best(data: ArrayDataset, radius: float, steepest: float) -> np.ndarray:

@@ -12,7 +12,7 @@ their group's mass, and twins have halves.
 
 from __future__ import annotations
 
-from math import prod
+from math import prod, sqrt
 
 from mpi4py import MPI
 
@@ -30,7 +30,7 @@ def default_size(size: int) -> int:
     >>> [default_size(size) for size in (1, 4, 7, 16, 64)]
     [2, 2, 3, 4, 8]
     """
-    return max(2, round(size**0.5))
+    return max(2, round(sqrt(size)))
 
 
 def grid(size: int, most: int) -> tuple[int, ...]:

@@ -35,7 +35,8 @@ def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
 def type_after(unit: Operator, x: Array) -> np.dtype | None:
     """Required dtype of a unit's result: that of its input, or of its parameters for integer input; None for any."""
     if x.dtype.kind not in "iub":
-        return x.dtype
+        dtype: np.dtype[Any] | None = x.dtype
+        return dtype
     return next((parameter.dtype for parameter in unit.parameters()), None)
 
 

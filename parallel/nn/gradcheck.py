@@ -96,7 +96,9 @@ def check_loss(
     return _compare("y", y, dy, lambda: scale * loss.forward(y, targets)[0], random, tolerance, 3, y.size)
 
 
-def _contract(operator: Operator, x: np.ndarray, run: PassMode, random: np.random.Generator) -> tuple[np.ndarray, dict]:
+def _contract(
+    operator: Operator, x: np.ndarray, run: PassMode, random: np.random.Generator
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Run forward and backward pass and check their contract; return dy and gradients by name."""
     spec, given = _spec(x), _copies((x, [parameter.data for parameter in operator.parameters()]))
     outline = operator.outline(spec)

@@ -62,7 +62,8 @@ class InputMoments:
         if not self.rows:
             return np.zeros(len(self._total), np.float32)
         low, high = self._range.range()
-        return np.maximum(abs(low), abs(high))
+        largest: np.ndarray = np.maximum(abs(low), abs(high))
+        return largest
 
 
 OBSERVERS: dict[str, Callable[[QuantSpec], Any]] = {

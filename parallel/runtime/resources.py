@@ -42,7 +42,7 @@ def _cores_at_once(comm: MPI.Intracomm, threads: int) -> float:
     with _node(comm) as node:
         mine, cores = _cores(node)
         threads = min(threads, mine)
-        return threads * min(1.0, cores / node.allreduce(threads))
+        return threads * min(1.0, float(cores / node.allreduce(threads)))
 
 
 def limit_threads(threads: int) -> None:

@@ -25,7 +25,8 @@ def namespace(device: str) -> ModuleType:
         import cupy
     except ImportError as error:
         raise ValueError(f'device: "cuda" needs CuPy, which is not installed ({error})') from error
-    return cupy
+    module: ModuleType = cupy
+    return module
 
 
 class VectorAllocator:
@@ -59,7 +60,8 @@ class VectorAllocator:
 
     def on_host(self, kind: str, size: int, dtype: Any) -> np.ndarray:
         """Vector of this rank in host memory."""
-        return self._count(kind, np.zeros(size, dtype))
+        vector: np.ndarray = self._count(kind, np.zeros(size, dtype))
+        return vector
 
     def record_peak(self, kind: str, nbytes: int) -> None:
         """Count temporary memory by its maximum."""

@@ -80,11 +80,14 @@ class Strategy(NamedTuple):
 
     def engine(self, job: TrainJob, settings: Settings) -> TrainableEngine:
         """Create the engine of resolved settings. Collective."""
-        return self.engine_class(settings)(job.model, job.loss, job.comm, job.optimizer, settings)
+        engine: TrainableEngine = self.engine_class(settings)(job.model, job.loss, job.comm, job.optimizer, settings)
+        return engine
 
     def forecast(self, job: TrainJob, settings: Settings, workload: Workload) -> MemoryLedger:
         """Memory ledger of this rank after the steps of a workload."""
-        return self.engine_class(settings).forecast(job.model, job.loss, job.optimizer, workload, settings)
+        engine_class = self.engine_class(settings)
+        ledger: MemoryLedger = engine_class.forecast(job.model, job.loss, job.optimizer, workload, settings)
+        return ledger
 
 
 def _check_data_parallel(settings: Settings, ranks: int) -> None:

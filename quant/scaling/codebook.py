@@ -42,7 +42,8 @@ def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) 
     def cost(first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Cost of the values `first` to `last` (exclusive) as one cluster."""
         count, total, squares = (sums[last] - sums[first] for sums in prefix)
-        return np.maximum(squares - total * total / count, 0)
+        costs: np.ndarray = np.maximum(squares - total * total / count, 0)
+        return costs
 
     n = len(points)
     ends = np.arange(n + 1)
@@ -58,7 +59,8 @@ def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) 
     edges.append(0)
     bounds = np.array(edges[::-1])
     count, total = (sums[bounds[1:]] - sums[bounds[:-1]] for sums in prefix[:2])
-    return total / count + middle
+    means: np.ndarray = total / count + middle
+    return means
 
 
 def _next_row(least: np.ndarray, cost: Any, clusters: int, n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -188,7 +188,7 @@ class QuantSpec:
     @property
     def q_max(self) -> int:
         """Largest q."""
-        return 2 ** (self.bits - self.signed) - 1
+        return (1 << (self.bits - self.signed)) - 1
 
     @property
     def q_min(self) -> int:
@@ -215,7 +215,7 @@ class QuantSpec:
     def _group_bits(self) -> int:
         """Bits of a group besides its codes."""
         if self.code == "kmeans":
-            return self.scales.bits * 2**self.bits
+            return self.scales.bits << self.bits
         zero = 0 if self.symmetric else self.bits if self.zero == "integer" else SCALE_BITS[self.zero]
         return self.scales.bits + zero
 

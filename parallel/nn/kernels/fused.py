@@ -28,7 +28,8 @@ def suits(x: Any) -> bool:
 
 @cache
 def _one_kernel(chain: Callable[..., None], name: str) -> Callable[..., None]:
-    return sys.modules["cupy"].fuse(kernel_name=name)(chain)
+    kernel: Callable[..., None] = sys.modules["cupy"].fuse(kernel_name=name)(chain)
+    return kernel
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:

@@ -50,7 +50,10 @@ FORMULAS: dict[str, Formulas] = {
 def evaluate(formula: str, **letters: Number) -> Number:
     """Exact value of a formula; `letters` as in `Formulas`."""
     exact = {letter: Fraction(value) for letter, value in letters.items()}
-    return eval(formula, {"__builtins__": {}, "min": min, **exact})  # the formulas are the constants above
+    value: int | float | Fraction = eval(
+        formula, {"__builtins__": {}, "min": min, **exact}
+    )  # the formulas are the constants above
+    return value
 
 
 def deviations(
