@@ -229,6 +229,8 @@ class ShardedPlainReducer:
 
 
 class ShardedCanonicalReducer(ShardedPlainReducer):
+    """Reduce-scatter of a bucket after every turn, in the canonical order of `TreeSum`."""
+
     def __init__(
         self, context: RunContext, bucket: GradBucket, memory: Array, own: Array, scratch: Array, arriving: Array
     ):

@@ -15,6 +15,8 @@ from parallel.runtime.vector_memory import VectorAllocator
 
 @dataclass(frozen=True)
 class RunContext:
+    """Partition, ranks, allocator and profiler that the parts of an engine share."""
+
     plan: PartitionSpec
     comm: Communicator
     memory: VectorAllocator

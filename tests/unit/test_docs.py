@@ -332,9 +332,13 @@ def test_examples_in_scripts(path):
     assert done.returncode == 0, done.stdout
 
 
+SELF_EXPLAINING = 16
+"""Lines below which the name of a function and its body may say enough."""
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings_are_there(name):
-    """Every public module, class and function has a docstring; a compiled kernel may have it at its reference.
+    """Modules, public classes and all but the shortest public functions have one; a compiled kernel at its reference.
 
     The entry points of a program (`main`, `parser` ...) need none: its module's docstring describes them.
     """
@@ -347,6 +351,7 @@ def test_docstrings_are_there(name):
         for reference in path.parent.glob("reference_*.py"):
             elsewhere += dir(importlib.import_module(f"{name.rpartition('.')[0]}.{reference.stem}"))
     for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+        short = isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno < SELF_EXPLAINING
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not (node.name.startswith("_") or short):
             missing += [] if ast.get_docstring(node) or node.name in elsewhere else [node.name]
     assert missing == []

@@ -46,6 +46,8 @@ class ActionTimes:
 
 
 class PipelineEvent(NamedTuple):
+    """Action of a plan with its simulated start and end."""
+
     action: Action
     start: Number
     end: Number

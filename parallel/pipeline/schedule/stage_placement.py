@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 
 class StagePlace(NamedTuple):
+    """Place of a part of the model: chunk `chunk` of stage `stage`."""
+
     stage: int
     chunk: int
 
