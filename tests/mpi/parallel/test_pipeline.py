@@ -9,6 +9,7 @@ from support import tiny_models
 from support.training_states import differing, whole
 
 from collectives import Communicator
+from collectives.runtime.program_end import open_communicators
 from parallel.engine.data_parallel_engine import Engine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
@@ -404,10 +405,8 @@ def test_plans_that_do_not_work_out(comm):
 
 
 def test_what_was_held_is_given_back(comm):
-    from collectives.communicator import _open
-
-    before = len(_open)
+    before = len(open_communicators)
     for _ in range(3):
         with pipeline(comm, "dualpipe") as made:
             made.step(tiny_models.batches(made.share(6)))
-    assert len(_open) == before
+    assert len(open_communicators) == before
