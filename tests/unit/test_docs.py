@@ -47,7 +47,7 @@ CHEAP = {
     "chorus draw collective": [],
     "chorus draw pipeline": [],
     "chorus prove pipelines": ["--stages", "3", "--microbatches", "4", "--jobs", "1"],
-    "chorus simulate": ["--up-to", "64", "--sizes", "8,1M"],
+    "chorus simulate": ["--ranks", "64", "--up-to", "64", "--sizes", "8,1M"],
     "scripts/document_algorithms.py": [],
     "scripts/trace.py": [],
 }
