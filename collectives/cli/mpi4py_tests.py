@@ -55,6 +55,11 @@ def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
             unfinished.append((position, place, rank))
     if not unfinished:
         return outcomes, True
+    if order:  # a rank that wrote nothing was ended by the others before it came to the first test
+        first = next(iter(order))
+        unfinished = [
+            (0.0, first, rank) if place == "the start" else (at, place, rank) for at, place, rank in unfinished
+        ]
     position, first, _ = min(unfinished)
     outcomes = {name: outcome for name, outcome in outcomes.items() if order[name] <= position}
     texts = [outcomes[first].text] if first in outcomes else []

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -141,7 +142,10 @@ class TrainingRun:
         bar = launcher.progress(training.steps, training.task.name, "step")
         output, errors = (launcher.launcher_stream(number) if self._reporter else None for number in (1, 2))
         notice = ExitNotice(self._reporter and not training.fault_tolerant, errors)
-        with bar, notice, InterruptFlag() as interrupt:
+        with ExitStack() as streams, bar, notice, InterruptFlag() as interrupt:
+            for stream in (output, errors):
+                if stream is not None:
+                    streams.enter_context(stream)
             notice.set_text(checkpoints.killed_text())
             bar.update(training.done)
             for index, record in enumerate(training.run(lambda: interrupt.seen)):
