@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel.pipeline.schedule.actions import Action, parse
 from parallel.pipeline.schedule.activation_memory import peaks, versions
-from parallel.pipeline.schedule.numeric import Number
 from parallel.pipeline.schedule.simulator import PipelineEvent, Timeline
+from parallel.pipeline.schedule.stage_placement import Number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,6 @@ formulas exactly wherever these hold. Runs in --jobs processes of one machine; e
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import time
@@ -48,7 +47,7 @@ class ScheduleCase(NamedTuple):
 
 def cases(name: str, stages: int, microbatches: int) -> Iterator[ScheduleCase]:
     """All cases of a schedule at a number of stages and micro-batches."""
-    takes = inspect.signature(SCHEDULES[name].actions).parameters
+    takes = SCHEDULES[name].options
     for virtual, steps in product(VIRTUAL if "virtual" in takes else (None,), STEPS if "steps" in takes else (1,)):
         yield ScheduleCase(name, stages, microbatches, virtual, steps)
 

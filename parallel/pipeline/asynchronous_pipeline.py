@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from collectives import Communicator
 from parallel.data.sampler import Batch
 from parallel.data_parallel.grad_norm import numbers_of
 from parallel.data_parallel.reducers import Assignment, StepScale
@@ -21,7 +21,6 @@ from parallel.engine.base import ForwardBackward
 from parallel.engine.settings import Settings
 from parallel.mesh import Mesh
 from parallel.nn.flat_params import BLOCK
-from parallel.nn.operator import Operator
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizers import Optimizer, block_squares
 from parallel.optim.precision import PRECISIONS
@@ -35,78 +34,76 @@ from quant.types import Array
 
 
 class WeightVersions:
-    """Versions of a part's weights: the newest in place, older ones while they are needed.
+    """Versions of a stage's weights: the newest in place, older ones while they are needed.
 
-    `wanted` is the version used by each microbatch, in the order of their backwards.
+    `wanted` is the version used by each microbatch, in the order of their backwards; `pools` have vectors of each part.
     """
 
-    def __init__(self, part: ParamShard, pool: VectorPool, wanted: Sequence[int]):
-        self._flat, self._live, self._pool = part.context.flat, part.weights.vector, pool
-        self._wanted, self._over, self.newest = list(wanted), 0, 0
-        self._older: dict[int, Array] = {}
+    def __init__(self, parts: Sequence[ParamShard], pools: Sequence[VectorPool], wanted: Sequence[int]):
+        self._parts, self._pools, self._wanted = parts, pools, wanted
+        self._over = self.newest = 0
+        self._older: dict[int, list[Array]] = {}
 
-    def use(self, version: int) -> None:
-        """Bind the parameters to a version."""
-        self._flat.bind(self._live if version == self.newest else self._older[version])
+    def use(self, microbatch: int) -> None:
+        """Bind the parameters to the version of a microbatch."""
+        older = self._older.get(self._wanted[microbatch])
+        for at, part in enumerate(self._parts):
+            part.context.flat.bind(older[at] if older else part.weights.vector)
 
     def over(self) -> None:
         """Finish a microbatch; frees versions that are no longer needed."""
         self._over += 1
         for version in set(self._older) - set(self._wanted[self._over :]):
-            self._pool.give(self._older.pop(version))
+            for pool, vector in zip(self._pools, self._older.pop(version)):
+                pool.give(vector)
 
     def next(self) -> None:
         """Begin a new version; copies the newest if it is still needed."""
         if self.newest in self._wanted[self._over :]:
-            kept = self._older[self.newest] = self._pool.take()
-            kept[...] = self._live
+            older = self._older[self.newest] = [pool.take() for pool in self._pools]
+            for vector, part in zip(older, self._parts):
+                vector[...] = part.weights.vector
         self.newest += 1
 
 
 class WeightStashing(StageTrainer):
     """Stage work with updates between forwards and backwards.
 
-    `wanted` is the weight version of each microbatch; `intervals` are the microbatches of each update. `begin` and
-    `apply` are called with these before the first and after the last gradient of an update. `used` is the version by
-    kind of action and microbatch.
+    `intervals` are the microbatches of each update. `begin` and `apply` are called with these before the first and
+    after the last gradient of an update.
     """
 
     def __init__(
         self,
         *args: Any,
-        wanted: Sequence[int],
         intervals: Sequence[Sequence[int]],
         begin: Callable[[Sequence[int]], None],
         apply: Callable[[Sequence[int]], None],
-        stashes: Sequence[WeightVersions],
+        versions: WeightVersions,
         **options: Any,
     ):
         super().__init__(*args, **options)
-        self._wanted, self._intervals, self._begin, self._apply = wanted, intervals, begin, apply
-        self._stashes = stashes
+        self._intervals, self._begin, self._apply, self._versions = intervals, begin, apply, versions
         self._missing: set[int] = set()
-        self.used: dict[tuple[str, int], int] = {}
         self._begin_next(0)
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
-        self._use("F", microbatch)
+        self._versions.use(microbatch)
         return super().forward(chunk, microbatch, x)
 
     def backward(self, chunk: int, microbatch: int, dy: Array, whole: bool) -> Array:
-        self._use("B", microbatch)
+        self._versions.use(microbatch)
         if dy is None and not self._chunks[chunk].last:
             self._missing.add(microbatch)
         dx = super().backward(chunk, microbatch, dy, whole)
-        for stash in self._stashes:
-            stash.over()
+        self._versions.over()
         return dx
 
     def update(self, chunk: int, number: int) -> None:
         """Begin the next version; updates it unless something has failed."""
         for _, part in self._chunks[chunk].shares:
             part.gradients.finish()
-        for stash in self._stashes:
-            stash.next()
+        self._versions.next()
         try:
             if self.problem is None and not self._missing:
                 self._apply(self._intervals[number])
@@ -118,39 +115,26 @@ class WeightStashing(StageTrainer):
         if number < len(self._intervals):
             self._begin(self._intervals[number])
 
-    def _use(self, kind: str, microbatch: int) -> None:
-        version = self.used[kind, microbatch] = self._wanted[microbatch]
-        for stash in self._stashes:
-            stash.use(version)
-
 
 class AsynchronousPipeline(Pipeline):
     """Pipeline with updates within a step; without replicas, tied weights, clipping and fp16.
 
-    Reports have no gradient norm. Updates before a failure in a step are kept. `used` is the weight version of every F
-    and B of the last step on this stage, counted from the step's beginning.
+    Reports have no gradient norm. Updates before a failure in a step are kept.
     """
 
     _unchanged = "updates that the step had made before stay"
 
-    def __init__(
-        self,
-        model: Operator,
-        loss: Any,
-        comm: Communicator,
-        optimizer: Optimizer,
-        settings: Settings,
-        schedule: PipelinePlan | None = None,
-    ):
-        super().__init__(model, loss, comm, optimizer, settings, schedule)
-        self.used: dict[tuple[str, int], int] = {}
-        self._rate = 0.0
-        self._own = replace(optimizer, rate=lambda update: self._rate)  # it goes by steps, and a step has many updates
-        memory, storage = self.context.memory, self.context.storage
-        self._pools = [
-            VectorPool(lambda length=part.context.flat.length: memory.private("parameters", length, storage))  # type: ignore[misc]
-            for part in self._parts
-        ]
+    _rate = 0.0
+
+    @cached_property
+    def _own(self) -> Optimizer:
+        """Optimizer whose rate goes by steps, as a step has many updates."""
+        return replace(self._optimizer, rate=lambda update: self._rate)
+
+    @cached_property
+    def _pools(self) -> list[VectorPool]:
+        allocate = partial(self.context.memory.private, "parameters", dtype=self.context.storage)
+        return [VectorPool(partial(allocate, part.context.flat.length)) for part in self._parts]
 
     @staticmethod
     def _build(schedule: str, stages: int, microbatches: int, virtual: int | None) -> PipelinePlan:
@@ -173,12 +157,12 @@ class AsynchronousPipeline(Pipeline):
 
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
         self._expect_at_most(assignment)
+        assert self.plan.versions is not None
         here = [self._microbatch(batch, training=True) for batch in mine]
         counts = [int(self._loss.count(one.y)) for one in here]
-        line = [bound.action for bound in self._bind("train", len(here))]
-        intervals = intervals_of(line)
-        wanted = self._wanted(len(here))
-        stashes = [WeightVersions(part, pool, wanted) for part, pool in zip(self._parts, self._pools)]
+        line = self._bound(len(here), True)
+        intervals = intervals_of([bound.action for bound in line])
+        wanted = self.plan.versions[self._portion.stage()][: len(here)]
         self._rate = rate_at(self._optimizer.rate, self._clock)
 
         def begin(interval: Sequence[int]) -> None:
@@ -193,28 +177,24 @@ class AsynchronousPipeline(Pipeline):
                 self._own.update(self._sharded.pieces, self.updates, 1 / count, self._gather)
             self.updates += 1
 
-        stage, note = (self._chunks, here, self._loss, self._runner.progress), self._noting(here, assignment)
         work = WeightStashing(
-            *stage,
+            self._chunks,
+            here,
+            self._loss,
+            self._runner.progress,
             scale=step_scale.scale,
-            note=note,
-            wanted=wanted,
+            note=self._noting(here, assignment),
             intervals=intervals,
             begin=begin,
             apply=apply,
-            stashes=stashes,
+            versions=WeightVersions(self._parts, self._pools, wanted),
         )
         before = self.updates
-        self._runner.run(self._bind("train", len(here)), work)
-        self.used = work.used
-        for stash in stashes:
-            stash.use(stash.newest)
+        self._runner.run(line, work)
+        for part in self._parts:
+            part.context.flat.bind(part.weights.vector)
         self.updates = before + len(intervals)  # on all ranks, also where something has failed
         return ForwardBackward(work.early, work.losses, work.problem)
-
-    def _wanted(self, microbatches: int) -> tuple[int, ...]:
-        assert self.plan.versions is not None
-        return self.plan.versions[self._portion.stage()][:microbatches]
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
         """Values of all blocks, of which this rank has its own."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
+from collectives.schedule.chunks import even
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.flat_params import ParamSpan as Tensor
 from parallel.nn.operator import Operator, Parameter
@@ -53,11 +54,14 @@ class SharedParamGroup:
         )
 
 
-def checked_cuts(cuts: Sequence[int], units: int, parts: int) -> tuple[int, ...]:
-    """Cuts as a tuple; ValueError if they do not divide the units into this number of non-empty parts."""
+def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, ...]:
+    """Cuts as a tuple, by default into nearly equal parts: (0, 3, 5, 7) for 7 units and 3 parts.
+
+    ValueError if they do not divide the units into this number of non-empty parts.
+    """
     if units < parts:
         raise ValueError(f"stages: {units} units cannot be cut in {parts} parts; take fewer stages, or a deeper model")
-    cuts = tuple(cuts)
+    cuts = tuple(cuts or accumulate(even(units, parts), initial=0))
     if len(cuts) != parts + 1 or cuts[0] != 0 or cuts[-1] != units or any(a >= b for a, b in pairwise(cuts)):
         raise ValueError(f"cuts: expected {parts + 1} ascending numbers from 0 to {units}, found {cuts}")
     return cuts

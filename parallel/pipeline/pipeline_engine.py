@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from mpi4py import MPI
@@ -23,15 +24,14 @@ from parallel.mesh import Mesh
 from parallel.nn.operator import ArraySpec, Operator
 from parallel.optim.optimizers import Optimizer
 from parallel.pipeline import config
-from parallel.pipeline.param_division import SharedParamGroup
+from parallel.pipeline.param_division import SharedParamGroup, cuts_for
 from parallel.pipeline.runner import BoundAction, ScheduleRunner, bind_actions
 from parallel.pipeline.schedule.actions import to_csv
 from parallel.pipeline.schedule.lowering import lower
-from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build, forward_only, truncate
 from parallel.pipeline.schedule.simulator import simulate
-from parallel.pipeline.schedule.truncate import forward_only, truncate
 from parallel.pipeline.stage import Microbatch, StageChunk, StageEvaluator, StageTrainer
-from parallel.pipeline.stage_params import AXIS, Portion, cuts_for
+from parallel.pipeline.stage_params import AXIS, Portion
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.vector_memory import VectorAllocator
@@ -100,7 +100,7 @@ class Pipeline(TrainEngine):
             self._chunks[chunk] = StageChunk(part, plan.placement.parts, here, shares)
         self._line = MPI.Intracomm(comm).Split(portion.replica(), portion.stage())
         self._runner = ScheduleRunner(MPI.Intracomm(self._line), context.recorder, context.memory.xp)
-        self._bound: dict[tuple[str, int], tuple[BoundAction, ...]] = {}
+        self._bound = cache(self._actions)
         parts = [part for _, part in self._shares]
         spans = comm.allgather([span for part in parts for span in part.mine])
         super().__init__(context, parts, spans, loss, optimizer, settings, teams=sorted(self.mesh.lines(AXIS)))
@@ -188,11 +188,11 @@ class Pipeline(TrainEngine):
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
         self._expect_at_most(assignment)
         here = [self._microbatch(batch, training=True) for batch in mine]
-        stage, note = (self._chunks, here, self._loss, self._runner.progress), self._noting(here, assignment)
-        work = StageTrainer(*stage, scale=step_scale.scale, note=note)
+        note = self._noting(here, assignment)
+        work = StageTrainer(self._chunks, here, self._loss, self._runner.progress, scale=step_scale.scale, note=note)
         for group, part in self._shares:
             part.gradients.begin(self._portion.leaves(group, assignment))
-        self._runner.run(self._bind("train", len(mine)), work)
+        self._runner.run(self._bound(len(mine), True), work)
         for _, part in self._shares:
             part.gradients.finish()
         return ForwardBackward(work.early, work.losses, work.problem)
@@ -205,19 +205,14 @@ class Pipeline(TrainEngine):
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> EvalSums:
         here = [self._microbatch(batch, training=False) for batch in mine]
         work = StageEvaluator(self._chunks, here, self._loss, self._runner.progress, measure)
-        self._runner.run(self._bind("evaluate", len(mine)), work)
+        self._runner.run(self._bound(len(mine), False), work)
         return EvalSums(work.losses, work.measured, work.problem)
 
-    def _bind(self, what: str, microbatches: int) -> tuple[BoundAction, ...]:
-        """Bound actions of this stage, for a number of microbatches."""
-        key = what, microbatches
-        if key not in self._bound:
-            stage = self._portion.stage()
-            if what == "train":
-                self._bound[key] = bind_actions(truncate(self.plan, microbatches), stage)
-            else:
-                self._bound[key] = bind_actions(lower(forward_only(self.plan, microbatches)), stage, f"{what} ")
-        return self._bound[key]
+    def _actions(self, microbatches: int, training: bool) -> list[BoundAction]:
+        """Actions of this stage, for a number of microbatches."""
+        if training:
+            return bind_actions(truncate(self.plan, microbatches), self._portion.stage())
+        return bind_actions(lower(forward_only(self.plan, microbatches)), self._portion.stage(), "evaluate ")
 
     def _microbatch(self, batch: Batch, training: bool) -> Microbatch:
         x, y = self._typed(batch)

@@ -22,7 +22,6 @@ from collectives.transport.wire import pause
 from parallel.nn.operator import ArraySpec
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
-from parallel.pipeline.schedule.stage_placement import StagePlace
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.vector_memory import to_host
 from quant.types import Array
@@ -30,9 +29,10 @@ from quant.types import Array
 MANY_SENDS = 8
 """Number of pending sends from which completed ones are removed."""
 
-
 SPIN_SECONDS, SLEEP_SECONDS = 500e-6, 50e-6
 """Seconds of busy waiting, and of sleep between later polls."""
+
+NOTHING = np.empty(0, np.uint8)
 
 
 class StageWork(Protocol):
@@ -70,13 +70,13 @@ class BoundAction:
     target: tuple[str, int, int] | None = None
 
 
-def bind_actions(plan: PipelinePlan, stage: int, title: str = "") -> tuple[BoundAction, ...]:
+def bind_actions(plan: PipelinePlan, stage: int, title: str = "") -> list[BoundAction]:
     """Bind a stage's actions of a plan with messages; `title` is a prefix of their profiler labels."""
-    return tuple(_bind_action(plan, action, f"{title}{action}") for action in plan.actions[stage])
+    return [_bind_action(plan, action, f"{title}{action}") for action in plan.actions[stage]]
 
 
 def _bind_action(plan: PipelinePlan, action: Action, label: str) -> BoundAction:
-    placement, here = plan.placement, StagePlace(action.stage, action.chunk)
+    placement, here = plan.placement, action.place
     if action.kind in SENDS + RECEIVES:
         kind, peer = action.kind[1], plan.peer(action)
         receiver = peer if action.kind in SENDS else here
@@ -187,9 +187,6 @@ def progress_until(done: Callable[[], bool]) -> None:
             pause()
         else:
             time.sleep(SLEEP_SECONDS)
-
-
-NOTHING = np.empty(0, np.uint8)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

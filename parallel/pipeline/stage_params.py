@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
-from collectives.schedule.chunks import even
 from parallel.data_parallel.partition_spec import PartitionSpec as Division
 from parallel.data_parallel.reducers import Assignment
 from parallel.engine.memory_ledger import MemoryLedger, predict_part
@@ -17,12 +16,11 @@ from parallel.mesh import Mesh
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.operator import ArraySpec, OperatorOutline, nbytes_of
-from parallel.pipeline.param_division import SharedParamGroup, checked_cuts, divide
+from parallel.pipeline.param_division import SharedParamGroup, divide
 from parallel.pipeline.schedule.actions import Action
 from parallel.pipeline.schedule.activation_memory import versions
 from parallel.pipeline.schedule.lowering import lower
-from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
-from parallel.pipeline.schedule.truncate import truncate
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, truncate
 
 AXIS = "pp"
 REPLICAS = ("dp", "zero1")
@@ -194,13 +192,3 @@ def replicas_of(mesh: Mesh, ranks: int) -> str:
     if mesh.size != ranks:
         raise ValueError(f"mesh: {mesh} is for {mesh.size} ranks, found {ranks}")
     return others[0] if others else "dp"
-
-
-def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, ...]:
-    """Cuts as a tuple, by default with equal numbers of units; ValueError if they are invalid."""
-    return checked_cuts(cuts or even_cuts(units, parts), units, parts)
-
-
-def even_cuts(units: int, parts: int) -> tuple[int, ...]:
-    """Cuts into parts of nearly equal numbers of units: (0, 3, 5, 7) for 7 units and 3 parts."""
-    return tuple(accumulate(even(units, parts), initial=0))

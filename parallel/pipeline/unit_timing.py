@@ -62,7 +62,7 @@ def _layer(
     size = sum(parameter.size for parameter in unit.parameters())
     kept = sum(recipe.bytes_per_parameter(states).values()) * size
     saved = nbytes_of((found["saved"], found.get("loss")))
-    return found["y"], LayerCost(F, B, W, saved, found["y"].nbytes, kept, size * recipe.wide.itemsize)
+    return found["y"], LayerCost(F, B, W, saved, kept)
 
 
 def _shortest(run: Callable[[], None], device: str) -> float:

@@ -15,7 +15,10 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from parallel.pipeline.schedule.stage_placement import StagePlace
 
 Kind: TypeAlias = Literal["F", "B", "W", "BW", "U", "SF", "RF", "SB", "RB"]
 """Kind of an action.
@@ -48,6 +51,10 @@ class Action(NamedTuple):
     microbatch: int
     chunk: int = 0
 
+    @property
+    def place(self) -> StagePlace:
+        return StagePlace(self.stage, self.chunk)
+
     def __str__(self) -> str:
         return f"{self.stage}{f'.{self.chunk}' if self.chunk else ''}{self.kind}{self.microbatch}"
 
@@ -56,29 +63,12 @@ Actions: TypeAlias = tuple[tuple[Action, ...], ...]
 """Actions of every stage, in execution order."""
 
 
-def F(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Forward of a microbatch."""
-    return Action(stage, "F", microbatch, chunk)
+def _action(kind: Kind, stage: int, microbatch: int, chunk: int = 0) -> Action:
+    return Action(stage, kind, microbatch, chunk)
 
 
-def B(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Backward of a microbatch for the gradient of the input."""
-    return Action(stage, "B", microbatch, chunk)
-
-
-def W(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Backward of a microbatch for the gradients of the weights."""
-    return Action(stage, "W", microbatch, chunk)
-
-
-def BW(stage: int, microbatch: int, chunk: int = 0) -> Action:
-    """Full backward of a microbatch."""
-    return Action(stage, "BW", microbatch, chunk)
-
-
-def U(stage: int, number: int, chunk: int = 0) -> Action:
-    """Update `number`: turns version `number` of the chunk's weights into version `number` + 1."""
-    return Action(stage, "U", number, chunk)
+F, B, W, BW, U = (partial(_action, kind) for kind in ("F", "B", "W", "BW", "U"))
+"""Constructors: ``F(stage, microbatch, chunk=0)``; U has the number of the update in place of the microbatch."""
 
 
 def halves(action: Action) -> list[Action]:

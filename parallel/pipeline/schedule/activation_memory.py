@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 
-from parallel.pipeline.schedule.actions import halves
-from parallel.pipeline.schedule.numeric import Number, PerPart, spread
+from parallel.pipeline.schedule.actions import Action, halves
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
-from parallel.pipeline.schedule.stage_placement import StagePlace
+from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 def peaks(plan: PipelinePlan, held: PerPart = 1) -> tuple[Number, ...]:
@@ -20,17 +20,12 @@ def peaks(plan: PipelinePlan, held: PerPart = 1) -> tuple[Number, ...]:
     ((5, 5, 5), (3, 2, 1))
     """
     sizes = spread(held, plan.placement.parts)
-    result = []
-    for line in plan.actions:
-        now: Number = 0
-        most: Number = 0
-        for action in line:
-            if action.kind in ("F", "W", "BW"):
-                size = sizes[plan.placement.part[StagePlace(action.stage, action.chunk)]]
-                now += size if action.kind == "F" else -size
-                most = max(most, now)
-        result.append(most)
-    return tuple(result)
+
+    def change(action: Action) -> Number:
+        size = sizes[plan.placement.part[action.place]]
+        return {"F": size, "W": -size, "BW": -size}.get(action.kind, 0)
+
+    return tuple(max(accumulate(map(change, line), initial=0)) for line in plan.actions)
 
 
 def versions(plan: PipelinePlan) -> tuple[int, ...]:
@@ -47,12 +42,11 @@ def versions(plan: PipelinePlan) -> tuple[int, ...]:
     result = []
     for line, version in zip(plan.actions, plan.versions):
         newest, most, used = 0, 1, Counter[int]()
-        for action in line:
-            for half in halves(action):
-                if half.kind == "U":
-                    newest = half.microbatch + 1
-                elif half.kind in ("F", "W"):
-                    used[version[half.microbatch]] += 1 if half.kind == "F" else -1
-                most = max(most, len({newest, *(+used)}))
+        for half in (half for action in line for half in halves(action)):
+            if half.kind == "U":
+                newest = half.microbatch + 1
+            elif half.kind in ("F", "W"):
+                used[version[half.microbatch]] += 1 if half.kind == "F" else -1
+            most = max(most, len({newest, *(+used)}))
         result.append(most)
     return tuple(result)

@@ -18,10 +18,9 @@ def misplaced_actions(plan: PipelinePlan) -> Iterator[str]:
     seen: set[Action] = set()
     for stage, line in enumerate(plan.actions):
         for action in line:
-            place = StagePlace(action.stage, action.chunk)
-            if action.stage != stage or place not in plan.placement.part:
+            if action.stage != stage or action.place not in plan.placement.part:
                 yield f"{action} is in the line of stage {stage}, which has {plan.placement.chunks} chunks"
-            elif action.kind != "U" and place not in plan.placement.route(action.microbatch):
+            elif action.kind != "U" and action.place not in plan.placement.route(action.microbatch):
                 yield f"{action}: not on the route of the microbatch"
             elif action.kind != "U" and action.microbatch >= plan.microbatches:
                 yield f"{action}: expected one of {plan.microbatches} microbatches"
@@ -58,7 +57,7 @@ def overtaking_messages(plan: PipelinePlan) -> Iterator[str]:
             if action.kind in SENDS:
                 sent[action.kind[1], plan.peer(action)].append(action.microbatch)
             elif action.kind in RECEIVES:
-                received[action.kind[1], StagePlace(action.stage, action.chunk)].append(action.microbatch)
+                received[action.kind[1], action.place].append(action.microbatch)
     for (kind, place), numbers in sent.items():
         others = received[kind, place]
         late = next((at for at, (one, other) in enumerate(zip(numbers, others)) if one != other), None)

@@ -6,8 +6,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from parallel.pipeline.schedule.activation_memory import peaks
-from parallel.pipeline.schedule.numeric import Number
 from parallel.pipeline.schedule.simulator import Timeline
+from parallel.pipeline.schedule.stage_placement import Number
 
 
 class Formulas(NamedTuple):

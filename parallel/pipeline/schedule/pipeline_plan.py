@@ -1,10 +1,9 @@
-"""Pipeline plan: the actions of all stages in one step, or in several."""
+"""Pipeline plan: the actions of all stages in one step or in several. Plans of fewer microbatches or forwards only."""
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parallel.pipeline.schedule.actions import FORWARD, SENDS, Action, Actions
@@ -38,13 +37,11 @@ class PipelinePlan:
 
     def source(self, action: Action) -> StagePlace | None:
         """Place that provides the input of a forward or backward; None at the model's input and at the loss."""
-        here = StagePlace(action.stage, action.chunk)
-        return (self.placement.before if action.kind in FORWARD else self.placement.after)[here]
+        return (self.placement.before if action.kind in FORWARD else self.placement.after)[action.place]
 
     def target(self, action: Action) -> StagePlace | None:
         """Place that receives the result of a forward or backward; None after the loss and before the model's input."""
-        here = StagePlace(action.stage, action.chunk)
-        return (self.placement.after if action.kind in FORWARD else self.placement.before)[here]
+        return (self.placement.after if action.kind in FORWARD else self.placement.before)[action.place]
 
     def peer(self, action: Action) -> StagePlace:
         """Other end of a message, for a send or receive; ValueError if there is none, or it is on the same stage."""
@@ -94,11 +91,53 @@ def build(name: str, stages: int, microbatches: int, *, virtual: int | None = No
 
 def _options(name: str, entry: ScheduleEntry, virtual: int | None, steps: int) -> dict[str, int]:
     """Keyword arguments of the schedule's function: `virtual` and `steps`, where it has them."""
-    takes = inspect.signature(entry.actions).parameters
-    if "steps" not in takes and steps > 1:
+    if "steps" not in entry.options and steps > 1:
         raise ValueError(f"steps: {name} flushes after every step: expected 1, found {steps}")
     chunks = entry.placement(1).chunks
-    if "virtual" not in takes and virtual not in (None, chunks):
+    if "virtual" not in entry.options and virtual not in (None, chunks):
         raise ValueError(f"virtual: {name} has {chunks} parts of the model per stage, found {virtual}")
     options = {"steps": steps, "virtual": virtual or 2}
-    return {what: count for what, count in options.items() if what in takes}
+    return {what: count for what, count in options.items() if what in entry.options}
+
+
+def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
+    """Plan with the first `microbatches` microbatches only; ValueError if it has fewer.
+
+    A valid plan stays valid: nothing waits for the removed actions, and the order of the others is unchanged.
+    """
+    if not 0 <= microbatches <= plan.microbatches:
+        raise ValueError(f"micro-batches: {plan.name} is planned for up to {plan.microbatches}, found {microbatches}")
+    if microbatches == plan.microbatches:
+        return plan
+    lines = [list(_first_microbatches(line, microbatches)) for line in plan.actions]
+    known = plan.versions and tuple(versions[:microbatches] for versions in plan.versions)
+    return replace(plan, microbatches=microbatches, versions=known).with_actions(lines)
+
+
+def _first_microbatches(line: Iterable[Action], microbatches: int) -> Iterator[Action]:
+    """Actions of the first microbatches, without updates that have no gradients."""
+    gradients = False
+    for action in line:
+        if action.kind == "U":
+            if gradients:
+                yield action
+            gradients = False
+        elif action.microbatch < microbatches:
+            gradients = gradients or action.kind in ("W", "BW")
+            yield action
+
+
+def forward_only(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
+    """Plan of forwards only, for any number of microbatches, on the same placement and without messages.
+
+    Groups of as many microbatches as there are stages pass through a part before the next part starts.
+    """
+    placement = plan.placement
+    lines: list[list[Action]] = [[] for _ in range(placement.stages)]
+    for start in range(0, microbatches, placement.stages):
+        numbers = range(start, min(start + placement.stages, microbatches))
+        for part in range(placement.parts):
+            for number in numbers:
+                place = placement.route(number)[part]
+                lines[place.stage].append(Action(place.stage, "F", number, place.chunk))
+    return replace(plan, microbatches=microbatches, versions=None).with_actions(lines)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from parallel.pipeline.schedule.activation_memory import peaks
 from parallel.pipeline.schedule.lowering import lower
-from parallel.pipeline.schedule.numeric import Number
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import ActionTimes, simulate
 from parallel.pipeline.schedule.stage_partition import LayerCost, MemoryLimit, partition
-from parallel.pipeline.schedule.stage_placement import StagePlacement
+from parallel.pipeline.schedule.stage_placement import Number
 
 VIRTUAL = (2, 3, 4)
 """Numbers of chunks to try, for schedules that leave it open."""
@@ -26,7 +25,7 @@ class PipelineChoice(NamedTuple):
     ----------
     virtual : chunks of a stage, where the schedule leaves it open
     cuts : layers of every part
-    seconds, bubble : duration of a step, and idle share
+    seconds : duration of a step
     nbytes : bytes of parameters and peak activations, by stage
     """
 
@@ -35,7 +34,6 @@ class PipelineChoice(NamedTuple):
     virtual: int | None
     cuts: tuple[range, ...]
     seconds: Number
-    bubble: Number
     nbytes: tuple[Number, ...]
 
 
@@ -45,11 +43,9 @@ def search(
     samples: int,
     limit: Number | None = None,
     *,
-    message: Callable[[Number], Number] | None = None,
     microbatches: Iterable[int] | None = None,
-    schedules: Sequence[str] | None = None,
 ) -> list[PipelineChoice]:
-    """Find all configurations within the memory limit, fastest first (then least peak memory).
+    """Find all configurations of synchronous schedules within the memory limit, fastest first (then least peak memory).
 
     Parameters
     ----------
@@ -58,12 +54,8 @@ def search(
         Ranks along the pipeline; samples of a step.
     limit : number, optional
         Bytes of parameters and activations that a stage may use.
-    message : callable (bytes) -> seconds, optional
-        Cost of a message; default 0.
     microbatches : iterable of int, optional
         Numbers of microbatches to try; by default all divisors of `samples`.
-    schedules : sequence of str, optional
-        Names to try; by default all schedules with a flush.
 
     Raises
     ------
@@ -74,10 +66,6 @@ def search(
         raise ValueError(f"samples: expected at least 1, found {samples}")
     if microbatches is None:
         microbatches = [number for number in range(1, samples + 1) if samples % number == 0]
-    names = [name for name, entry in SCHEDULES.items() if entry.version is None] if schedules is None else schedules
-    unknown = next((name for name in names if name not in SCHEDULES), None)
-    if unknown is not None:
-        raise ValueError(f"schedules: expected names out of {', '.join(SCHEDULES)}; found {unknown!r}")
     found: list[PipelineChoice] = []
     impossible: ValueError | None = None
     for number in microbatches:
@@ -86,9 +74,9 @@ def search(
         costs = layers(samples // number)
         if len(costs) < stages:
             raise ValueError(f"layers: a model of {len(costs)} layers cannot be cut in {stages} parts")
-        for name in names:
+        for name, entry in SCHEDULES.items():
             try:
-                found += _choices(name, stages, number, costs, limit, message)
+                found += _choices(name, stages, number, costs, limit) if entry.version is None else ()
             except ValueError as error:  # the schedule may not support this number of microbatches
                 impossible = error
     fitting = [choice for choice in found if limit is None or max(choice.nbytes) <= limit]
@@ -102,39 +90,24 @@ def search(
 
 
 def _choices(
-    name: str,
-    stages: int,
-    microbatches: int,
-    layers: Sequence[LayerCost],
-    limit: Number | None,
-    message: Callable[[Number], Number] | None,
+    name: str, stages: int, microbatches: int, layers: Sequence[LayerCost], limit: Number | None
 ) -> Iterator[PipelineChoice]:
     """Choices of one schedule, for each number of chunks; cut by memory where the fastest cuts exceed the limit."""
-    has_virtual = "virtual" in inspect.signature(SCHEDULES[name].actions).parameters
-    for virtual in VIRTUAL if has_virtual else (None,):
+    for virtual in VIRTUAL if "virtual" in SCHEDULES[name].options else (None,):
         plan = build(name, stages, microbatches, virtual=virtual)
-        if plan.placement.parts > len(layers):
+        parts = plan.placement.parts
+        if parts > len(layers):
             continue
-        cuts = partition(layers, plan.placement.parts, message)
-        nbytes = footprint(plan, layers, cuts)
+        cuts = partition(layers, parts)
+        nbytes = _footprint(plan, layers, cuts)
         if limit is not None and max(nbytes) > limit:
-            try:
-                each = MemoryLimit(limit / plan.placement.chunks, _microbatches_alive(plan))
-                cuts = partition(layers, plan.placement.parts, message, each)
-            except ValueError:  # keep the fastest cuts, for the error message
-                pass
-            nbytes = footprint(plan, layers, cuts)
-        timeline = simulate(lower(plan), times(layers, cuts, message))
-        seconds = timeline.makespan + (_exchange_seconds(plan, layers, cuts, message) if message else 0)
-        yield PipelineChoice(name, microbatches, virtual, tuple(cuts), seconds, timeline.bubble, nbytes)
-
-
-def times(
-    layers: Sequence[LayerCost], cuts: Sequence[range], message: Callable[[Number], Number] | None = None
-) -> ActionTimes:
-    """Durations of the parts of a model with these cuts, for the simulator."""
-    F, B, W = (_sums(layers, cuts, what) for what in ("forward", "backward", "weights"))
-    return ActionTimes(F, B, W, [message(layers[cut[-1]].output) for cut in cuts] if message else 0)
+            alive = [max(peaks(plan, [int(part == this) for part in range(parts)])) for this in range(parts)]
+            with suppress(ValueError):  # keep the fastest cuts, for the error message
+                cuts = partition(layers, parts, MemoryLimit(limit / plan.placement.chunks, alive))
+            nbytes = _footprint(plan, layers, cuts)
+        times = ActionTimes(*(_sums(layers, cuts, what) for what in ("forward", "backward", "weights")))
+        seconds = simulate(lower(plan), times).makespan
+        yield PipelineChoice(name, microbatches, virtual, tuple(cuts), seconds, nbytes)
 
 
 def _sums(layers: Sequence[LayerCost], cuts: Sequence[range], what: str) -> list[Number]:
@@ -142,30 +115,10 @@ def _sums(layers: Sequence[LayerCost], cuts: Sequence[range], what: str) -> list
     return [sum(getattr(layers[at], what) for at in cut) for cut in cuts]
 
 
-def footprint(plan: PipelinePlan, layers: Sequence[LayerCost], cuts: Sequence[range]) -> tuple[Number, ...]:
+def _footprint(plan: PipelinePlan, layers: Sequence[LayerCost], cuts: Sequence[range]) -> tuple[Number, ...]:
     """Bytes of parameters and peak activations, by stage."""
-    fixed, activations = _sums(layers, cuts, "parameters"), peaks(plan, _sums(layers, cuts, "activations"))
-    return tuple(most + sum(fixed[part] for part in here) for most, here in zip(activations, parts_of(plan.placement)))
-
-
-def parts_of(placement: StagePlacement) -> list[list[int]]:
-    return [
-        [number for place, number in sorted(placement.part.items()) if place.stage == stage]
-        for stage in range(placement.stages)
-    ]
-
-
-def _exchange_seconds(
-    plan: PipelinePlan, layers: Sequence[LayerCost], cuts: Sequence[range], message: Callable[[Number], Number]
-) -> Number:
-    """Seconds for summing gradients of parts that two stages have: one message each way per part."""
-    if len(plan.placement.routes) == 1:
-        return 0
-    gradients = _sums(layers, cuts, "gradients")
-    return max(sum(message(gradients[part]) for part in here) for here in parts_of(plan.placement))
-
-
-def _microbatches_alive(plan: PipelinePlan) -> list[Number]:
-    """Most microbatches alive at once, by part."""
-    parts = range(plan.placement.parts)
-    return [max(peaks(plan, [int(part == this) for part in parts])) for this in parts]
+    total = list(peaks(plan, _sums(layers, cuts, "activations")))
+    fixed = _sums(layers, cuts, "parameters")
+    for place, part in plan.placement.part.items():
+        total[place.stage] += fixed[part]
+    return tuple(total)

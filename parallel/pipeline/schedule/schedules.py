@@ -13,8 +13,9 @@ A microbatch's activations are alive from the begin of its F to the end of its W
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -278,6 +279,11 @@ class ScheduleEntry(NamedTuple):
     actions: Callable[..., Iterable[Action]]
     placement: Callable[..., StagePlacement] = loop
     version: Callable[[int, int, int, int], int] | None = None
+
+    @property
+    def options(self) -> Set[str]:
+        """Parameters of `actions`."""
+        return inspect.signature(self.actions).parameters.keys()
 
 
 SCHEDULES: dict[str, ScheduleEntry] = {

@@ -17,9 +17,8 @@ from typing import NamedTuple
 from parallel.pipeline.schedule import checks
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action, Kind, halves
 from parallel.pipeline.schedule.lowering import received
-from parallel.pipeline.schedule.numeric import Number, PerPart, spread
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
-from parallel.pipeline.schedule.stage_placement import StagePlace
+from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 class PlanError(ValueError):
@@ -37,12 +36,11 @@ class ActionTimes:
     backward: PerPart = 1
     weights: PerPart = 1
     message: PerPart = 0
-    update: PerPart = 0
 
     def by_kind(self, parts: int) -> dict[str, list[Number]]:
-        """Duration of every kind of computation, by part."""
-        F, B, W, U = (spread(each, parts) for each in (self.forward, self.backward, self.weights, self.update))
-        return {"F": F, "B": B, "W": W, "BW": [b + w for b, w in zip(B, W)], "U": U}
+        """Duration of every kind of computation, by part; updates take none."""
+        F, B, W = (spread(each, parts) for each in (self.forward, self.backward, self.weights))
+        return {"F": F, "B": B, "W": W, "BW": [b + w for b, w in zip(B, W)], "U": [0] * parts}
 
 
 class PipelineEvent(NamedTuple):
@@ -96,8 +94,7 @@ def simulate(plan: PipelinePlan, times: ActionTimes | None = None) -> Timeline:
         If the stages deadlock, an action is missing, duplicated or misplaced, messages overtake each other, or weights
         are used before they exist. The message shows the position of every stage.
     """
-    found = [*checks.misplaced_actions(plan)]
-    if found:
+    if found := [*checks.misplaced_actions(plan)]:
         raise PlanError(f"{plan.name}: {_summary(found)}")
     simulation = _Simulation(plan, times or ActionTimes())
     simulation.run()
@@ -175,7 +172,7 @@ class _Simulation:
             receive = Action(peer.stage, "RF" if action.kind == "SF" else "RB", action.microbatch, peer.chunk)
             self._started[receive] = action, now
             return self._start_transfer(receive)
-        part = self._plan.placement.part[StagePlace(stage, action.chunk)]
+        part = self._plan.placement.part[action.place]
         start = max([now, *(self._finished[need] for need in needs)])
         end = self._clock[stage] = start + self._times[action.kind][part]
         self.computed[stage].append(PipelineEvent(action, start, end))
@@ -187,7 +184,7 @@ class _Simulation:
             return None
         send, started = self._started[receive]
         producer = send if send.kind == "SF" else receive  # of the activations: their gradient has the same size
-        duration = self._transfer_times[self._plan.placement.part[StagePlace(producer.stage, producer.chunk)]]
+        duration = self._transfer_times[self._plan.placement.part[producer.place]]
         start = max(started, self._posted[receive])
         self._finished[receive] = start + duration
         self.messages.append(PipelineEvent(send, start, start + duration))
@@ -195,31 +192,28 @@ class _Simulation:
 
     def left_over(self) -> Iterator[str]:
         """Faults of messages whose send or receive is missing."""
-        yield from (
-            f"{send} is never received" for receive, (send, _) in self._started.items() if receive not in self._posted
-        )
+        for receive, (send, _) in self._started.items():
+            if receive not in self._posted:
+                yield f"{send} is never received"
         yield from (f"nothing is sent for {receive}" for receive in self._posted if receive not in self._started)
 
     def grid(self) -> str:
         """Table of every stage's last actions, position and awaited action."""
-        before = [
-            [str(action) for action in line[max(0, at - 4) : at]] for line, at in zip(self._plan.actions, self._at)
+        shown = [
+            ["", "", "", "", *map(str, line), "", "", ""][at : at + 7] for line, at in zip(self._plan.actions, self._at)
         ]
-        after = [[str(action) for action in line[at : at + 3]] for line, at in zip(self._plan.actions, self._at)]
-        width = max(len(text) for line in [*before, *after, ["-"]] for text in line)
+        width = max(1, *(len(text) for texts in shown for text in texts))
         rows = []
-        for stage, (line, at, wait) in enumerate(zip(self._plan.actions, self._at, self.waits)):
-            past = " ".join(text.rjust(width) for text in ["", "", "", "", *before[stage]][-4:])
-            future = " ".join(text.ljust(width) for text in [*after[stage], "", "", ""][:3])
-            reason = f"waits for {_describe_wait(wait)}" if wait else "has ended"
-            rows.append(f"stage {stage:>2} {at:>4} of {len(line):>4} done: {past} > {future}  {reason}".rstrip())
+        for stage, (texts, at, wait) in enumerate(zip(shown, self._at, self.waits)):
+            past = " ".join(text.rjust(width) for text in texts[:4])
+            future = " ".join(text.ljust(width) for text in texts[4:])
+            message = "the message of " if wait and wait.kind in RECEIVES else ""
+            reason = f"waits for {message}{wait}" if wait else "has ended"
+            done = f"{at:>4} of {len(self._plan.actions[stage]):>4} done"
+            rows.append(f"stage {stage:>2} {done}: {past} > {future}  {reason}".rstrip())
         return "\n".join(rows)
 
 
-def _describe_wait(wait: Action) -> str:
-    return f"the message of {wait}" if wait.kind in RECEIVES else str(wait)
-
-
-def _summary(faults: Sequence[str], most: int = 4) -> str:
-    more = f"; and {len(faults) - most} more faults" if len(faults) > most else ""
-    return "; ".join(faults[:most]) + more
+def _summary(faults: Sequence[str]) -> str:
+    more = [f"and {len(faults) - 4} more faults"] if len(faults) > 4 else []
+    return "; ".join([*faults[:4], *more])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from parallel.pipeline.schedule.numeric import Number, PerPart, spread
+from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 class LayerCost(NamedTuple):
@@ -17,18 +18,14 @@ class LayerCost(NamedTuple):
     ----------
     forward, backward, weights : seconds of F, B and W
     activations : bytes saved in F for B and W
-    output : bytes of the result: the message if the model is cut after this layer
     parameters : bytes of weights, gradients and optimizer state
-    gradients : bytes of the weight gradients, exchanged where two stages have the layer
     """
 
     forward: Number
     backward: Number
     weights: Number = 0
     activations: Number = 0
-    output: Number = 0
     parameters: Number = 0
-    gradients: Number = 0
 
     @property
     def seconds(self) -> Number:
@@ -42,30 +39,13 @@ class MemoryLimit(NamedTuple):
     microbatches: PerPart = 1
 
 
-def partition(
-    layers: Sequence[LayerCost],
-    parts: int,
-    message: Callable[[Number], Number] | None = None,
-    limit: MemoryLimit | None = None,
-) -> list[range]:
+def partition(layers: Sequence[LayerCost], parts: int, limit: MemoryLimit | None = None) -> list[range]:
     """Cut the layers into non-empty contiguous parts.
 
-    Minimises the time of the slowest part (or of the slowest message, if larger), which is the cost per microbatch in
-    the steady state; then the sum of squares of the parts' times; of several solutions, the one with the longest first
-    parts. Dynamic programming in parts * layers**2 steps (Narayanan et al., "PipeDream", SOSP 2019, section 3.1).
-
-    Parameters
-    ----------
-    layers : sequence of LayerCost
-    parts : int
-    message : callable (bytes) -> seconds, optional
-        Cost of a message; default 0.
-    limit : MemoryLimit, optional
-
-    Raises
-    ------
-    ValueError
-        If there are fewer layers than parts, or no cuts within the limit.
+    Minimises the time of the slowest part, which is the cost per microbatch in the steady state; then the sum of
+    squares of the parts' times; of several solutions, the one with the longest first parts. Dynamic programming in
+    parts * layers**2 steps (Narayanan et al., "PipeDream", SOSP 2019, section 3.1). ValueError if there are fewer
+    layers than parts, or no cuts within the limit.
 
     Examples
     --------
@@ -76,28 +56,25 @@ def partition(
         raise ValueError(f"parts: expected at least 1, found {parts}")
     if len(layers) < parts:
         raise ValueError(f"layers: a model of {len(layers)} layers cannot be cut in {parts} parts")
-    times, nbytes, fixed = (
-        [0, *accumulate(getattr(layer, what) for layer in layers)] for what in ("seconds", "activations", "parameters")
-    )
+    times: list[Number] = [0, *accumulate(layer.seconds for layer in layers)]
+    nbytes = [0, *accumulate(layer.activations for layer in layers)]
+    fixed = [0, *accumulate(layer.parameters for layer in layers)]
     kept = spread(limit.microbatches, parts) if limit else []
 
-    def fits(part: int, start: int, stop: int) -> bool:
-        taken = kept[part] * (nbytes[stop] - nbytes[start]) + fixed[stop] - fixed[start] if limit else 0
-        return limit is None or taken <= limit.nbytes
-
     def seconds(part: int, start: int, stop: int) -> Number | None:
-        sent = message(layers[stop - 1].output) if message and part < parts - 1 else 0
-        return max(times[stop] - times[start], sent) if fits(part, start, stop) else None
+        if limit and kept[part] * (nbytes[stop] - nbytes[start]) + fixed[stop] - fixed[start] > limit.nbytes:
+            return None
+        return times[stop] - times[start]
 
     cuts = _best(len(layers), parts, seconds, max)
     if cuts is None:
         assert limit is not None
         raise ValueError(f"no cuts of {len(layers)} layers into {parts} parts keep {limit.nbytes} bytes each")
-    slowest = max(seconds(part, cut.start, cut.stop) or 0 for part, cut in enumerate(cuts))
+    slowest = max(times[cut.stop] - times[cut.start] for cut in cuts)
 
     def square(part: int, start: int, stop: int) -> Number | None:
         own = seconds(part, start, stop)
-        return None if own is None or own > slowest else (times[stop] - times[start]) ** 2
+        return None if own is None or own > slowest else own * own
 
     cuts = _best(len(layers), parts, square, operator.add)
     assert cuts is not None
@@ -114,26 +91,18 @@ def _best(
 
     ``price(part, start, stop)`` is None where the part may not have those layers.
     """
-    rest: dict[int, Number] = {count: 0}  # price of the remaining parts, by their first layer
-    choices: list[dict[int, int]] = []
-    for part in reversed(range(parts)):
-        behind = parts - 1 - part
-        values: dict[int, Number] = {}
-        stops: dict[int, int] = {}
-        for start in range(part, count - behind):
-            for stop in range(count - behind, start, -1):
-                own = price(part, start, stop) if stop in rest else None
-                if own is None:
-                    continue
-                value = join(own, rest[stop])
-                if start not in values or value < values[start]:
-                    values[start], stops[start] = value, stop
-        rest = values
-        choices.append(stops)
-    if 0 not in rest:
-        return None
-    cuts, at = [], 0
-    for stops in reversed(choices):
-        cuts.append(range(at, stops[at]))
-        at = stops[at]
-    return cuts
+
+    @cache
+    def best(part: int, start: int) -> tuple[Number, list[range]] | None:
+        """Price and cuts of the parts from this one on; the longest first part wins a tie."""
+        if part == parts:
+            return (0, []) if start == count else None
+        found: list[tuple[Number, list[range]]] = []
+        for stop in range(count - (parts - 1 - part), start, -1):
+            own, rest = price(part, start, stop), best(part + 1, stop)
+            if own is not None and rest is not None:
+                found.append((join(own, rest[0]), [range(start, stop), *rest[1]]))
+        return min(found, key=lambda way: way[0], default=None)
+
+    found = best(0, 0)
+    return found and found[1]

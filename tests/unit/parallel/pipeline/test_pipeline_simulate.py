@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from parallel.pipeline.schedule import timeline as draw
-from parallel.pipeline.schedule.actions import BW, F, U, from_csv, parse
+from parallel.pipeline.schedule.actions import BW, F, from_csv, parse
 from parallel.pipeline.schedule.activation_memory import peaks
 from parallel.pipeline.schedule.lowering import lower
 from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
@@ -63,11 +63,6 @@ def test_fractions_stay_exact_and_floats_floats():
 def test_times_for_another_number_of_parts_are_refused():
     with pytest.raises(ValueError, match="one for each of 3 parts; found 2"):
         simulate(lower(build("1f1b", 3, 3)), ActionTimes(forward=[1, 2]))
-
-
-def test_updates_take_time():
-    plan = lower(build("pipedream", 1, 2))
-    assert simulate(plan, ActionTimes(1, 1, 1, update=10)).makespan == 26
 
 
 def test_activations_are_alive_from_f_to_w():
@@ -224,8 +219,3 @@ def test_a_timeline_as_text():
 def test_a_table_that_nobody_could_read_is_refused():
     with pytest.raises(ValueError, match="expected times with a common unit"):
         draw.table(simulate(lower(build("1f1b", 2, 2)), ActionTimes(0.1, 0.1, 0.1)))
-
-
-def test_updates_are_drawn_when_they_take_time():
-    text = draw.table(simulate(lower(build("pipedream", 1, 1)), ActionTimes(update=1)))
-    assert text.split() == ["stage", "0", "F0", "BW0", "─", str(U(0, 0))[1:]]

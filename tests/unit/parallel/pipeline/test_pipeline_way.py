@@ -9,13 +9,11 @@ from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.optim.precision import PRECISIONS
 from parallel.pipeline.config import check, mesh_of, microbatches, schedule_of, workers
-from parallel.pipeline.param_division import checked_cuts, divide
+from parallel.pipeline.param_division import cuts_for, divide
 from parallel.pipeline.schedule.lowering import lower
-from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.pipeline_plan import build, forward_only, truncate
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import simulate
-from parallel.pipeline.schedule.truncate import forward_only, truncate
-from parallel.pipeline.stage_params import even_cuts
 from parallel.pipeline.unit_timing import measure
 
 
@@ -144,9 +142,10 @@ def test_a_tensor_with_three_uses_in_two_parts():
 @pytest.mark.parametrize("units", range(1, 9))
 def test_even_cuts(units):
     for parts in range(1, units + 1):
-        assert checked_cuts(even_cuts(units, parts), units, parts) == even_cuts(units, parts)
+        sizes = np.diff(cuts_for(None, units, parts))
+        assert sizes.sum() == units and sizes.max() - sizes.min() <= 1
     with pytest.raises(ValueError, match="cannot be cut"):
-        checked_cuts(even_cuts(units, units + 1), units, units + 1)
+        cuts_for(None, units, units + 1)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -156,9 +155,5 @@ def test_units_are_measured_and_forgotten(precision):
     x, y = np.zeros((5, 7), recipe.storage), np.zeros((5, 7), recipe.wide)
     layers = measure(model.items, tiny_models.Squares(), x, y, recipe, states=2)
     assert len(layers) == 4 and all(min(layer) >= 0 and layer.seconds > 0 for layer in layers)
-    assert [layer.output for layer in layers] == [5 * 16 * recipe.storage.itemsize] * 3 + [
-        5 * 7 * recipe.storage.itemsize
-    ]
-    assert layers[0].gradients == (7 * 16 + 16) * 4
     assert layers[0].parameters == (7 * 16 + 16) * sum(recipe.bytes_per_parameter(2).values())
     assert all(place.parameter._data is None for place in flat.places)
