@@ -30,11 +30,11 @@ from parallel.checkpoint.checkpoint_files import CheckpointError
 from parallel.cli.argument_types import integers, picture_error
 from parallel.nn.operator import Operator
 from parallel.ptq import load_model
-from parallel.ptq.calibration import OBSERVERS, calibrate, dealt
+from parallel.ptq.calibration import calibrate, dealt
 from parallel.ptq.evaluation import LayerErrorRow, compare, evaluate
 from parallel.ptq.load_model import TrainedModel
 from parallel.ptq.methods import METHODS
-from parallel.ptq.mixed_precision import COSTS, WIDTHS, MixtureOptions, PrecisionMixture, mixture, options_of
+from parallel.ptq.mixed_precision import WIDTHS, PrecisionMixture, mixture, options_of
 from parallel.ptq.packed_weights import nbytes
 from parallel.ptq.quantizable_layers import layers_of
 from parallel.ptq.quantize_model import check, quantise, with_inputs
@@ -42,6 +42,7 @@ from parallel.ptq.sensitivity import SENSITIVITIES
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.records import EvalScore
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
+from quant.observers import OBSERVERS
 from quant.search import SEARCHES, Choice
 
 BATCH = 64
@@ -53,7 +54,7 @@ STEPS = 4
 PICTURE = Path("out/quantised.png")
 """Default of --plot."""
 
-OF_MIXED = ("search", "sensitivity", "cost", "widths", "groups", "pareto")
+OF_MIXED = ("search", "sensitivity", "widths", "groups", "pareto")
 OF_CHECKPOINT = ("spec", "method", "activations", "observer", "calibrate", "samples", "mixed", "report", "output")
 NEEDED = {"checkpoint": OF_CHECKPOINT + OF_MIXED, "mixed": OF_MIXED, "activations": ("observer",)}
 """Options without effect unless another one is given."""
@@ -75,10 +76,9 @@ def parser() -> launcher.LauncherParser:
     add("--samples", type=at_least(1, int), default=512, metavar="N", help="calibration samples (default 512)")
 
     add = result.add_argument_group("a width for each layer").add_argument
-    add("--mixed", type=float, metavar="BITS", help="cost of --spec in so many bits, which may be a fraction")
+    add("--mixed", type=float, metavar="BITS", help="bytes of --spec in so many bits, which may be a fraction")
     add("--search", default="milp", choices=list(SEARCHES), help="default milp")
     add("--sensitivity", default="loss", choices=list(SENSITIVITIES), help="weight of a layer's error (default loss)")
-    add("--cost", default="bytes", choices=list(COSTS), help="unit of the budget (default bytes)")
     add("--widths", type=integers, default=list(WIDTHS), metavar="B,B", help="widths of a layer (default 2 to 8)")
     add("--groups", type=integers, metavar="N,N", help="group sizes of a layer (default: from half to four times)")
     add("--pareto", type=Path, metavar="PNG", help="picture of uniform widths and of the search's choices")
@@ -172,8 +172,11 @@ def mixture_of(job: QuantizeJob) -> PrecisionMixture:
     own = [spec.granularity.size] if isinstance(spec.granularity, PerGroup) else None
     specs = list(dict.fromkeys([*options_of(spec, args.widths, args.groups), *options_of(spec, args.widths, own)]))
     seen = {} if METHODS[args.method].blind else calibrate(model, layers, job.mine, job.comm)
-    options = MixtureOptions(args.method, SENSITIVITIES[args.sensitivity], args.cost, job.activations)
-    return mixture(model, job.trained.loss, layers, specs, seen, job.mine, job.comm, options)
+
+    def losses(weights: Any) -> Any:
+        return SENSITIVITIES[args.sensitivity](model, job.trained.loss, layers, weights, job.mine, job.comm)
+
+    return mixture(model, layers, specs, seen, args.method, losses, job.comm)
 
 
 def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from parallel.ptq.packed_weights import PackedWeight, inputs_of
 from parallel.ptq.quantizable_layers import QuantizableLayer, kind_of
 from parallel.runtime.collective_errors import collective_call
 from quant import PerChannel, QuantSpec
-from quant.observers import Ema, Entropy, MeanSquare, MinMax, Percentile
+from quant.observers import OBSERVERS, MinMax
 from quant.types import Array
 
 UNFIT = "these samples do not go through the model"
@@ -64,16 +64,6 @@ class InputMoments:
         low, high = self._range.range()
         largest: np.ndarray = np.maximum(abs(low), abs(high))
         return largest
-
-
-OBSERVERS: dict[str, Callable[[QuantSpec], Any]] = {
-    "minmax": lambda spec: MinMax(),
-    "ema": lambda spec: Ema(),
-    "percentile": lambda spec: Percentile(),
-    "meansquare": lambda spec: MeanSquare(spec.bits, spec.symmetric),
-    "entropy": lambda spec: Entropy(spec.bits, spec.symmetric),
-}
-"""Observers by name: functions of the spec."""
 
 
 def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) -> list[Batch]:
@@ -127,8 +117,7 @@ def observed(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Scale and zero point of the inputs of every operator with a packed weight, by name. Collective.
 
-    `spec` is that of the inputs: linear codes, one scale for all. A batch's `number` is its index among those of all
-    ranks. ValueError as in `calibrate`.
+    `spec` is that of the inputs: linear codes, one scale for all. ValueError as in `calibrate`.
     """
     observers = {
         value.name: OBSERVERS[observer](spec)
@@ -138,16 +127,10 @@ def observed(
         and _multiplies(value)
     }
 
-    def begun() -> Iterator[Batch]:
-        for batch in batches:
-            for one in observers.values():
-                one.begin(batch.number)
-            yield batch
-
     def observe(operator: Operator, x: Array, y: Array) -> None:
         observers[operator.name].observe(inputs_of(operator, x))
 
-    run_batches(watch(model, set(observers), observe), begun(), comm)
+    run_batches(watch(model, set(observers), observe), batches, comm)
     return {name: one.allreduce(comm).parameters(spec) for name, one in observers.items()}
 
 

@@ -9,11 +9,12 @@ import numpy as np
 
 from parallel.data.sampler import Batch
 from parallel.nn.operator import Operator
-from parallel.ptq.calibration import OBSERVERS, InputMoments, calibrate, observed
+from parallel.ptq.calibration import InputMoments, calibrate, observed
 from parallel.ptq.methods import METHODS, RoundingMethod
 from parallel.ptq.packed_weights import FewBitWeight, packed, rounding
 from parallel.ptq.quantizable_layers import QuantizableLayer, layers_of
-from quant import PerGroup, PerTensor, QuantizedArray, QuantSpec, wire_nbytes
+from quant import PerGroup, PerTensor, QuantizedArray, QuantSpec
+from quant.observers import OBSERVERS
 
 
 def quantise(
@@ -86,12 +87,6 @@ def check(
 def method_for(layer: QuantizableLayer, method: str) -> RoundingMethod:
     """Method of a layer: round-to-nearest for weights that are only looked up."""
     return METHODS[method if layer.multiplied or METHODS[method].blind else "rtn"]
-
-
-def nbytes_of(layer: QuantizableLayer, spec: QuantSpec, method: str) -> int:
-    """Bytes of a layer's weights by spec and method, with scales and divisors."""
-    entry = method_for(layer, method)
-    return wire_nbytes(entry.spec(spec), layer.shape) + 4 * layer.shape[1] * entry.divides
 
 
 def rounded(

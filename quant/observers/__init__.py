@@ -1,14 +1,21 @@
 """Observers of activation ranges for calibration.
 
-Observers take batches on any number of ranks; `merge` and `allreduce` give exactly the result of one observer that saw
-all batches.
+Observers take batches on any number of ranks; `allreduce` gives exactly the result of one observer that saw all.
 """
+
+from collections.abc import Callable
 
 from quant.observers.clipping import Entropy, MeanSquare, Percentile
 from quant.observers.histogram import Histogram
-from quant.observers.ranges import Ema, MinMax
+from quant.observers.ranges import MinMax
+from quant.spec.quant_spec import QuantSpec
 
-OBSERVERS = {kind.__name__.lower(): kind for kind in (MinMax, Ema, Percentile, MeanSquare, Entropy)}
-"""Observers that give a range, by name."""
+OBSERVERS: dict[str, Callable[[QuantSpec], MinMax | Histogram]] = {
+    "minmax": lambda spec: MinMax(),
+    "percentile": lambda spec: Percentile(),
+    "meansquare": lambda spec: MeanSquare(spec.bits, spec.symmetric),
+    "entropy": lambda spec: Entropy(spec.bits, spec.symmetric),
+}
+"""Observers that give a range, by name: functions of the spec of the codes."""
 
-__all__ = ["OBSERVERS", "Ema", "Entropy", "Histogram", "MeanSquare", "MinMax", "Percentile"]
+__all__ = ["OBSERVERS", "Entropy", "Histogram", "MeanSquare", "MinMax", "Percentile"]

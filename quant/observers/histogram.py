@@ -87,16 +87,6 @@ class Histogram(Ranges):
         places = (np.arange(len(self.counts)) - half) >> min(shift, 62)
         return np.bincount(places + half, self.counts, len(self.counts)).astype(np.int64)
 
-    def merge(self, other: Histogram) -> Histogram:
-        """New histogram of both data sets."""
-        if len(other.counts) != len(self.counts):
-            raise ValueError(f"histograms of {len(self.counts)} and {len(other.counts)} bins do not add up")
-        merged = type(self)(**self._settings())
-        merged.exponent = max(self.exponent, other.exponent)
-        merged.counts = self._counts_at(merged.exponent) + other._counts_at(merged.exponent)
-        merged.low, merged.high = min(self.low, other.low), max(self.high, other.high)
-        return merged
-
     def allreduce(self, comm: Any) -> Histogram:
         """New histogram of all ranks' data, the same on all ranks; `comm` has mpi4py's interface."""
         mine = np.array([len(self.counts), self.exponent, -self.low, self.high])

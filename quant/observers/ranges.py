@@ -1,4 +1,4 @@
-"""Observers of the smallest and largest element: over all batches, or as a moving average."""
+"""Observer of the smallest and largest element, and the base of all observers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ class Ranges:
     """Base of all observers: scale and zero point from a range."""
 
     granularity: Granularity = TENSOR
-
-    def begin(self, batch: int) -> None:
-        """Set the global index of the next batch, for observers that depend on order."""
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """(lowest, highest) value to be covered: float32, one of each per tensor or channel."""
@@ -67,22 +64,13 @@ class MinMax(Ranges):
 
     def observe(self, x: Array) -> None:
         """Add a batch. ValueError for NaN, infinity, or a changed number of channels."""
-        self._join(*batch_range(x, self.granularity))
-
-    def _join(self, low: np.ndarray, high: np.ndarray) -> None:
+        low, high = batch_range(x, self.granularity)
         if not len(self.low):
             self.low, self.high = low, high
         elif len(low) == len(self.low):
             self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
-        elif len(low):
+        else:
             raise ValueError(f"x: expected {len(self.low)} channels, as before, found {len(low)}")
-
-    def merge(self, other: MinMax) -> MinMax:
-        """New observer of both data sets."""
-        merged = MinMax(self.granularity)
-        for one in (self, other):
-            merged._join(one.low, one.high)
-        return merged
 
     def allreduce(self, comm: Any) -> MinMax:
         """New observer of all ranks' data, the same on all ranks; `comm` has mpi4py's interface."""
@@ -95,81 +83,14 @@ class MinMax(Ranges):
             bounds = np.full((2, channels), np.inf, np.float32)
             if len(self.low):
                 bounds[:] = self.low, -self.high
-            least = allgather(comm, bounds.reshape(-1)).min(axis=0).reshape(2, channels)
-            merged._join(least[0], -least[1])
+            low, high = allgather(comm, bounds.reshape(-1)).min(axis=0).reshape(2, channels)
+            merged.low, merged.high = low, -high
         return merged
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         if not len(self.low):
             raise ValueError("no range: nothing was observed yet")
         return self.low, self.high
-
-
-class Ema(Ranges):
-    """Exponential moving average of the batches' ranges: new = a current + (1 - a) old, 0 < a <= 1.
-
-    Either every rank observes its part of each batch, and the n-th batch of all ranks is one batch; or `begin` sets the
-    global index before each batch, and ranks need not see all of them. The average depends on the order of batches, so
-    the ranges of all are stored (8 bytes each).
-    """
-
-    def __init__(self, a: float = 0.01):
-        if not 0 < a <= 1:
-            raise ValueError(f"a: expected above 0 and at most 1, found {a}")
-        self.a = a
-        self.batches = _unseen(0)
-        self._batch: int | None = None
-
-    def begin(self, batch: int) -> None:
-        """Set the global index of the next batch, from 0."""
-        self._batch = batch
-
-    def observe(self, x: Array) -> None:
-        """Add a batch, or a part of the batch set by `begin`. ValueError for NaN and infinity."""
-        low, high = batch_range(x, PerTensor())
-        number = len(self.batches) if self._batch is None else self._batch
-        new = _unseen(number + 1)
-        new[number] = low[0], high[0]
-        self.batches = self._joined([self.batches, new]).batches
-
-    def merge(self, other: Ema) -> Ema:
-        """New observer whose n-th batch joins the n-th batches of both."""
-        if other.a != self.a:
-            raise ValueError(f"a: expected {self.a}, found {other.a}: averages do not merge")
-        return self._joined([self.batches, other.batches])
-
-    def allreduce(self, comm: Any) -> Ema:
-        """New observer, the same on all ranks, whose n-th batch joins the n-th batches of all ranks."""
-        most = int(allgather(comm, np.array([len(self.batches)], np.int64)).max())
-        if not most:
-            return Ema(self.a)
-        padded = _unseen(most)
-        padded[: len(self.batches)] = self.batches
-        return self._joined(list(allgather(comm, padded.reshape(-1)).reshape(-1, most, 2)))
-
-    def _joined(self, parts: list[np.ndarray]) -> Ema:
-        joined = Ema(self.a)
-        joined.batches = _unseen(max(map(len, parts)))
-        for part in parts:
-            into = joined.batches[: len(part)]
-            into[:, 0] = np.minimum(into[:, 0], part[:, 0])
-            into[:, 1] = np.maximum(into[:, 1], part[:, 1])
-        return joined
-
-    def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lowest, highest), averaged in float64 from the first batch on."""
-        batches = self.batches[self.batches[:, 0] <= self.batches[:, 1]]
-        if not len(batches):
-            raise ValueError("no range: nothing was observed yet")
-        average = batches[0].astype(np.float64)
-        for batch in batches[1:]:
-            average = self.a * batch + (1 - self.a) * average
-        return average[:1].astype(np.float32), average[1:].astype(np.float32)
-
-
-def _unseen(batches: int) -> np.ndarray:
-    """Ranges of batches without elements."""
-    return np.tile(np.array([np.inf, -np.inf], np.float32), (batches, 1))
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:

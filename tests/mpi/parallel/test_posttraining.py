@@ -12,16 +12,17 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.nn.operator import name_all
 from parallel.ptq import load_model
-from parallel.ptq.calibration import OBSERVERS, calibrate, dealt, observed
+from parallel.ptq.calibration import calibrate, dealt, observed
 from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.methods import METHODS
-from parallel.ptq.mixed_precision import MixtureOptions, mixture, options_of
+from parallel.ptq.mixed_precision import mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, packed, weights_of
 from parallel.ptq.quantizable_layers import layers_of
 from parallel.ptq.quantize_model import quantise, rounded
 from parallel.ptq.sensitivity import SENSITIVITIES
 from parallel.trainer.trainer import Training
 from quant import INT8, grouped
+from quant.observers import OBSERVERS
 
 SELF = MPI.COMM_SELF
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "steps": 4}
@@ -105,12 +106,15 @@ def test_scores_and_errors_are_those_of_all_samples(comm):
     specs = options_of(grouped(3, 16), [2, 3], [16])
 
     def mixed(sensitivity, batches, some):
-        return mixture(model, loss, layers, specs, {}, batches, some, MixtureOptions("rtn", sensitivity))
+        def losses(weights):
+            return sensitivity(model, loss, layers, weights, batches, some)
+
+        return mixture(model, layers, specs, {}, "rtn", losses, some)
 
     for sensitivity in SENSITIVITIES.values():
         many, alone = of_all(comm, mixed, sensitivity)
         np.testing.assert_allclose(many.table.losses, alone.table.losses, rtol=1e-6)
-        assert len(set(comm.allgather(many.choose("greedy", many.budget(specs[0], 2.5), comm)))) == 1
+        assert len(set(comm.allgather(many.choose("dp", many.budget(specs[0], 2.5), comm)))) == 1
 
 
 LAYOUTS = ("dp", "zero1", "zero3", "pp:1f1b", "ps", "sgp")

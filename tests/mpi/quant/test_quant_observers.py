@@ -12,7 +12,7 @@ from quant.observers import OBSERVERS
 def test_allreduce(name, own, comm, world):
     used = comm if own else world
     x = np.random.default_rng(0).standard_normal((3, 7 * comm.size)).astype(np.float32)
-    alone, mine = OBSERVERS[name](), OBSERVERS[name]()
+    alone, mine = OBSERVERS[name](INT8), OBSERVERS[name](INT8)
     for batch in x:
         alone.observe(batch)
         mine.observe(batch[comm.rank :: comm.size])

@@ -19,17 +19,18 @@ from parallel.nn.operator import PassMode, name_all
 from parallel.optim.optimizers import SGD
 from parallel.ptq import load_model
 from parallel.ptq import packed_weights as module
-from parallel.ptq.calibration import OBSERVERS, calibrate, dealt, forward, watch
+from parallel.ptq.calibration import calibrate, dealt, forward, watch
 from parallel.ptq.evaluation import compare, evaluate
 from parallel.ptq.methods import METHODS
-from parallel.ptq.mixed_precision import MixtureOptions, mixture, options_of
+from parallel.ptq.mixed_precision import mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, nbytes, packed, weights_of
 from parallel.ptq.quantizable_layers import expect_finite, kind_of, layers_of
-from parallel.ptq.quantize_model import nbytes_of, quantise, rounded
+from parallel.ptq.quantize_model import method_for, quantise, rounded
 from parallel.ptq.sensitivity import SENSITIVITIES, fisher, gradients
 from parallel.trainer.trainer import Training
-from quant import INT8, PRESETS, PerGroup, QuantSpec, grouped, parse, quantize
+from quant import INT8, PRESETS, PerGroup, QuantSpec, grouped, parse, quantize, wire_nbytes
 from quant.io import safetensors_file
+from quant.observers import OBSERVERS
 from quant.search import SEARCHES
 
 SELF = MPI.COMM_SELF
@@ -119,7 +120,8 @@ def test_bytes_are_those_of_the_layout(name):
         made = quantise(model, grouped(3, 16), batches, SELF, method=method)
         weights = weights_of(made)
         assert [weights[layer.name].nbytes for layer in layers] == [
-            nbytes_of(layer, grouped(3, 16), method) for layer in layers
+            wire_nbytes(entry.spec(grouped(3, 16)), layer.shape) + 4 * layer.shape[1] * entry.divides
+            for layer, entry in zip(layers, [method_for(layer, method) for layer in layers])
         ]
         assert nbytes(made) == plain + sum(weight.nbytes for weight in weights.values())
 
@@ -207,16 +209,6 @@ def test_options():
         options_of(PRESETS["NF4"])
     with pytest.raises(ValueError, match="for specs that have groups"):
         options_of(INT8, [2], [32])
-
-
-def test_latency_is_a_cost():
-    model, batches = untrained("convnet:tiny"), list(sample("convnet:tiny"))
-    layers, loss = layers_of(model), SoftmaxCrossEntropy()
-    specs = options_of(grouped(3, 16), [3, 8], [16])
-    how = {"method": "rtn", "sensitivity": SENSITIVITIES["fisher"], "cost": "latency", "activations": INT8}
-    made = mixture(model, loss, layers, specs, {}, batches, SELF, MixtureOptions(**how))
-    assert made.table.costs.shape == (3, 2) and (made.table.costs > 0).all() and (made.table.costs < 1).all()
-    assert (made.nbytes[:, 0] < made.nbytes[:, 1]).all()
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -341,18 +333,21 @@ def test_files_that_are_none(job, tmp_path):
 
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
 def test_widths_of_their_own_beat_one_for_all(job, sensitivity):
-    """At no more bytes, scales counted; searches are ordered as they should be, and a budget is kept."""
+    """At no more bytes, scales counted; searches agree, and a budget is kept."""
     spec, batches, layers = grouped(3, 32), shown(job), layers_of(job.model)
-    how = {"method": "rtn", "sensitivity": SENSITIVITIES[sensitivity]}
-    made = mixture(job.model, job.loss, layers, options_of(spec), {}, batches, SELF, MixtureOptions(**how))
+
+    def losses(weights):
+        return SENSITIVITIES[sensitivity](job.model, job.loss, layers, weights, batches, SELF)
+
+    made = mixture(job.model, layers, options_of(spec), {}, "rtn", losses, SELF)
     uniform = made.uniform(spec)
     budget = made.budget(spec, 3.0)
-    assert budget == made.table.cost(uniform) == sum(nbytes_of(layer, spec, "rtn") for layer in layers)
+    assert budget == made.table.cost(uniform) == sum(wire_nbytes(spec, layer.shape) for layer in layers)
     chosen = {name: made.choose(name, budget, SELF) for name in SEARCHES}
     for choice in chosen.values():
         assert made.table.cost(choice) <= budget and made.bits(choice) <= made.bits(uniform)
     loss = {name: made.table.loss(choice) for name, choice in chosen.items()}
-    assert loss["milp"] == pytest.approx(loss["dp"]) and loss["milp"] <= loss["evolutionary"] <= loss["greedy"]
+    assert loss["milp"] == pytest.approx(loss["dp"])
     assert loss["milp"] < made.table.loss(uniform)
     assert made.budget(spec, 2.5) == (made.budget(spec, 2) + made.budget(spec, 3)) / 2
     with pytest.raises(ValueError, match="expected 2 to 8 bits on the average, found 9"):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from quant import INT8, PerChannel, PerGroup, QuantSpec, quantize
-from quant.observers import OBSERVERS, Ema, Entropy, Histogram, MeanSquare, MinMax, Percentile
+from quant.observers import OBSERVERS, Entropy, Histogram, MeanSquare, MinMax, Percentile
 
 F = np.float32
-ALL = OBSERVERS | {"histogram": Histogram}
+ALL = OBSERVERS | {"histogram": lambda spec: Histogram()}
 
 
 class Ranks:
@@ -73,22 +73,14 @@ def state(observer):
 def test_as_if_one_rank_had_seen_it_all(name, ranks):
     """Exactly the same state, whether batches or parts of batches are given to the ranks, some of which get nothing."""
     seen = batches()
-    alone = ALL[name]()
+    alone = ALL[name](INT8)
     for x in seen:
         alone.observe(x)
-    shares = [ALL[name]() for _ in range(ranks)]
+    shares = [ALL[name](INT8) for _ in range(ranks)]
     for number, x in enumerate(seen):
-        if name == "ema":  # batches are seen together
-            for share, part in zip(shares, np.array_split(np.tile(x, ranks), ranks)):
-                share.observe(part)
-        else:
-            shares[number % max(ranks - 1, 1)].observe(x)
+        shares[number % max(ranks - 1, 1)].observe(x)
     together = Ranks(shares).allreduce()
     assert [state(one) for one in together] == [state(alone)] * ranks
-    merged = shares[0]
-    for share in shares[1:]:
-        merged = merged.merge(share)
-    assert state(merged) == state(alone)
     for one in together:
         np.testing.assert_array_equal(one.range(), alone.range())
     before = state(shares[0])
@@ -98,7 +90,7 @@ def test_as_if_one_rank_had_seen_it_all(name, ranks):
 
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_seen(name):
-    for observer in [ALL[name](), *Ranks([ALL[name](), ALL[name]()]).allreduce(), ALL[name]().merge(ALL[name]())]:
+    for observer in [ALL[name](INT8), *Ranks([ALL[name](INT8), ALL[name](INT8)]).allreduce()]:
         with pytest.raises(ValueError, match="nothing was observed"):
             observer.range()
         with pytest.raises(ValueError, match="has no range"):
@@ -111,10 +103,11 @@ def test_min_max_per_channel():
     one, other = MinMax(PerChannel(1)), MinMax(PerChannel(1))
     one.observe(F([[1, -2], [3, 4]]))
     other.observe(F([[0, 7]]))
-    low, high = one.merge(other).range()
+    both = Ranks([one, other]).allreduce()[0]
+    low, high = both.range()
     assert low.tolist() == [0, -2] and high.tolist() == [3, 7]
     spec = QuantSpec(8, granularity=PerChannel(1))
-    parameters = one.merge(other).parameters(spec)
+    parameters = both.parameters(spec)
     q = quantize(F([[3, 7], [-3, -7]]), spec, **parameters)
     assert q.integers().tolist() == [[127, 127], [-127, -127]]
     with pytest.raises(ValueError, match="expected 2 channels, as before, found 3"):
@@ -125,32 +118,6 @@ def test_min_max_per_channel():
     three.observe(np.ones((1, 3), F))
     with pytest.raises(ValueError, match="different numbers of channels"):
         Ranks([one, three]).allreduce()
-
-
-def test_average_that_forgets():
-    ema = Ema(0.25)
-    for high in (4, 8, 0.5):
-        ema.observe(F([-1, high]))
-    low, high = ema.range()
-    assert low.item() == -1 and high.item() == 0.25 * 0.5 + 0.75 * (0.25 * 8 + 0.75 * 4)
-    with pytest.raises(ValueError, match="a: expected above 0"):
-        Ema(0)
-    with pytest.raises(ValueError, match="averages do not merge"):
-        ema.merge(Ema(0.5))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_batches_in_turns(ranks):
-    """Whoever sees a batch, and in parts or not, it is averaged where it stands among all; gaps count for nothing."""
-    seen, alone, shares = batches(), Ema(0.25), [Ema(0.25) for _ in range(ranks)]
-    for number, x in enumerate(seen):
-        alone.observe(x)
-        shares[number % ranks].begin(2 * number)
-        for part in np.array_split(x, min(2, len(x))):
-            shares[number % ranks].observe(part)
-    for one in Ranks(shares).allreduce():
-        assert len(one.batches) == 2 * len(seen) - 1
-        np.testing.assert_array_equal(one.range(), alone.range())
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -179,8 +146,6 @@ def test_a_histogram_counts():
     for bins in (3, 0):
         with pytest.raises(ValueError, match="even number"):
             Histogram(bins)
-    with pytest.raises(ValueError, match="do not add up"):
-        edge.merge(Histogram(8))
     with pytest.raises(ValueError, match="do not add up"):
         Ranks([edge, Histogram(8)]).allreduce()
 
@@ -239,7 +204,7 @@ def test_entropy_clips_what_is_rare():
 
 def test_zeros_only():
     for kind in OBSERVERS.values():
-        seen = kind()
+        seen = kind(INT8)
         seen.observe(np.zeros(10, F))
         assert (quantize(np.zeros(4, F), INT8, **seen.parameters(INT8)).dequantize() == 0).all()
 
@@ -257,7 +222,7 @@ def test_specs_that_a_range_is_not_enough_for():
 def test_on_a_device(name, gpu):
     from support.standin import cupy
 
-    here, there = OBSERVERS[name](), OBSERVERS[name]()
+    here, there = OBSERVERS[name](INT8), OBSERVERS[name](INT8)
     for x in batches(3, 3):
         here.observe(x)
         there.observe(cupy.asarray(x))

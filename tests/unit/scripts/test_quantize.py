@@ -60,8 +60,8 @@ def test_from_a_checkpoint_to_a_file_and_back(folders, capsys, tmp_path, name):
 def test_a_width_for_each_layer(folders, capsys, tmp_path):
     picture = tmp_path / "pareto.png"
     said = ["--spec", "int3_g32", "--mixed", 3, "--widths", "2,3,4", "--sensitivity", "fisher", "--samples", 32]
-    output = run(capsys, "--checkpoint", folders["images"], *said, "--pareto", picture, "--search", "greedy")
-    same, mixed = (float(re.findall(rf"{who}: .* (\S+) bits a weight", output)[0]) for who in ("for all", "by greedy"))
+    output = run(capsys, "--checkpoint", folders["images"], *said, "--pareto", picture, "--search", "dp")
+    same, mixed = (float(re.findall(rf"{who}: .* (\S+) bits a weight", output)[0]) for who in ("for all", "by dp"))
     assert mixed <= same and picture.read_bytes().startswith(b"\x89PNG")
     output = run(capsys, "--checkpoint", folders["images"], *said[:-2], "--samples", 8, "--mixed", 2.5)
     assert "for all" not in output and "mixed by milp" in output
@@ -114,13 +114,12 @@ OPTIONS = {
     "spec": "int4",
     "method": "gptq",
     "activations": "int8",
-    "observer": "ema",
+    "observer": "entropy",
     "calibrate": "digits",
     "samples": 8,
     "mixed": 3,
-    "search": "greedy",
+    "search": "dp",
     "sensitivity": "fisher",
-    "cost": "latency",
     "widths": "2,4",
     "groups": "32",
     "pareto": "p.png",
