@@ -13,10 +13,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy starts any threads
 
-import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,33 +50,23 @@ def size_of(text: str) -> int:
     return int(text[:-1] if unit > 1 else text) * unit
 
 
-def chorus_side(
-    name: str, spec: QuantSpec, form: str, x: np.ndarray, expected: QuantizedArray
-) -> list[QuantContestant]:
-    """Quantise, dequantise, and dequantise and add, with one kind of kernel."""
-    q, numbers = QuantizedArray(spec, x.shape), expected.dequantize()
-    back, total = np.empty_like(x), np.zeros_like(x)
-
-    def contestant(operation: str, function: Callable[[], Any], right: Callable[[], bool]) -> QuantContestant:
-        return QuantContestant(f"{name} {operation} {form}", kernels.forms(*FORMS[form])(function), right)
-
-    def added() -> bool:
-        total.fill(1)
-        with kernels.forms(*FORMS[form]):
-            expected.add_to(total)
-        right = np.array_equal(total, numbers + np.float32(1))
-        total.fill(0)
-        return right
-
-    return [
-        contestant(
-            "quantize",
-            lambda: quantize(x, spec, seed=1, out=q),
-            lambda: q.buffer.tobytes() == expected.buffer.tobytes(),
+def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantContestant]:
+    """Quantise, dequantise, and dequantise and add, with either kind of kernel."""
+    with kernels.forms():
+        expected = quantize(x, spec, seed=1)
+        numbers = expected.dequantize()
+    q, back, total = QuantizedArray(spec, x.shape), np.empty_like(x), np.zeros_like(x)
+    operations: dict[str, tuple[Callable[[], Any], Callable[[], bool]]] = {
+        "quantize": (lambda: quantize(x, spec, seed=1, out=q), lambda: np.array_equal(q.buffer, expected.buffer)),
+        "dequantize": (lambda: expected.dequantize(out=back), lambda: np.array_equal(back, numbers)),
+        "add": (
+            lambda: expected.add_to(total),
+            lambda: np.array_equal(expected.add_to(np.ones_like(x)), numbers + np.float32(1)),
         ),
-        contestant("dequantize", lambda: expected.dequantize(out=back), lambda: np.array_equal(back, numbers)),
-        contestant("add", lambda: expected.add_to(total), added),
-    ]
+    }
+    for form, names in FORMS.items():
+        for operation, functions in operations.items():
+            yield QuantContestant(f"{name} {operation} {form}", *map(kernels.forms(*names), functions))
 
 
 def peers(x: np.ndarray) -> list[QuantContestant]:
@@ -123,23 +112,13 @@ def main() -> None:
     parser.add_argument("--size", type=size_of, default=size_of("64M"), help="bytes of the float32 array (default 64M)")
     parser.add_argument("--specs", default=",".join(SPECS), help=f"with commas (default {','.join(SPECS)})")
     parser.add_argument("--turns", type=int, default=9, help="of each, after one to warm up (default 9)")
-    parser.add_argument("--forms", default="numba,numpy", help="of the kernels (default numba,numpy)")
-    parser.add_argument("--no-peers", action="store_true", help="without gguf")
-    parser.add_argument("--json", metavar="FILE", help="write all seconds there")
     options = parser.parse_args()
     x = np.random.default_rng(1).standard_normal(max(options.size // 128, 1) * 32).astype(np.float32)
     copy = np.empty_like(x)
-    contestants = [QuantContestant("memcpy", lambda: np.copyto(copy, x), lambda: np.array_equal(copy, x))]
+    contestants = [QuantContestant("memcpy", lambda: np.copyto(copy, x), lambda: np.array_equal(copy, x)), *peers(x)]
     for name in options.specs.split(","):
-        with kernels.forms():
-            expected = quantize(x, SPECS[name], seed=1)
-        for form in options.forms.split(","):
-            contestants += chorus_side(name, SPECS[name], form, x, expected)
-    contestants += [] if options.no_peers else peers(x)
+        contestants += chorus_side(name, SPECS[name], x)
     seconds = race(contestants, options.turns)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"bytes": x.nbytes, "seconds": seconds}, file)
     print(
         f"# {x.nbytes} bytes of float32, one core of {platform.node()}, NumPy {np.__version__}, {options.turns} turns"
     )
