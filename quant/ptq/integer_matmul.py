@@ -36,28 +36,6 @@ def integer_matmul(a: Array, b: Array) -> Array:
     return total
 
 
-def matmul(x: QuantizedArray, w: QuantizedArray) -> Array:
-    """x @ w of two quantised matrices by their codes: exact integer sums, scaled once.
-
-    S_x S_w sum (q_x - Z_x)(q_w - Z_w), whose sum is expanded into four sums of integers; float32.
-
-    Parameters
-    ----------
-    x : QuantizedArray, shape (m, k)
-        Linear, with integer zero points; `PerTensor()` or `PerChannel(0)`: else ValueError.
-    w : QuantizedArray, shape (k, n)
-        Linear, with integer zero points; `PerTensor()` or `PerChannel(1)`: else ValueError.
-    """
-    for name, q, axis in (("x", x, 0), ("w", w, 1)):
-        _expect_integers(name, q)
-        if len(q.shape) != 2 or q.spec.granularity not in (PerTensor(), PerChannel(axis), PerChannel(axis - 2)):
-            raise ValueError(f"{name} of shape {q.shape} has {q.spec.granularity}: scales must not change along k")
-    xp = array_namespace(x.buffer)
-    a, b = (xp.ascontiguousarray(q.integers()) for q in (x, w))
-    total = _sums(a, b, _column(x.zeros()), _row(w.zeros()))
-    return total.astype(np.float32) * (_column(x.scales()) * _row(w.scales()))
-
-
 def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     """x @ w^T by their codes, with weight scales that may change along k.
 
@@ -66,9 +44,9 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     Parameters
     ----------
     x : QuantizedArray, shape (m, k)
-        As in `matmul`.
+        Linear, with integer zero points; `PerTensor()` or `PerChannel(0)`: else ValueError.
     w : QuantizedArray, shape (n, k)
-        As in `matmul`; also `PerGroup(size)`, and scales of any number of levels.
+        As x; also `PerGroup(size)`, and scales of any number of levels.
 
     >>> from quant import grouped, quantize
     >>> x = quantize(np.array([[127.0, 1.0]], np.float32), QuantSpec(8))
@@ -76,7 +54,8 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
     array([[903.]], dtype=float32)
     """
     for name, q, more in (("x", x, False), ("w", w, True)):
-        _expect_integers(name, q)
+        if not _integers(q.spec):
+            raise ValueError(f"{name}: expected linear codes with integer zeros, found {q.spec.code} and {q.spec.zero}")
         if len(q.shape) != 2 or not (_by_rows(q.spec) or (more and _along_rows(q.spec))):
             raise ValueError(
                 f"{name}: expected a matrix with scales per tensor or row, found shape {q.shape}, {q.spec.granularity}"
@@ -114,11 +93,6 @@ def _integers(spec: QuantSpec) -> bool:
     return spec.linear and (spec.symmetric or spec.zero == "integer")
 
 
-def _expect_integers(name: str, q: QuantizedArray) -> None:
-    if not _integers(q.spec):
-        raise ValueError(f"{name}: expected linear codes with integer zeros, found {q.spec.code} and {q.spec.zero}")
-
-
 def _column(numbers: Array) -> Array:
     return None if numbers is None else numbers.reshape(-1, 1)
 
@@ -132,12 +106,7 @@ def _sums(a: Array, b: Array, za: Array | None, zb: Array | None) -> Array:
     total = integer_matmul(a, b)
     if za is None and zb is None:
         return total
-    total = total.astype(np.int64)
-    za, zb = (None if z is None else z.astype(np.int64) for z in (za, zb))
-    if za is not None:
-        total -= za * b.sum(axis=0, dtype=np.int64)[None]
-    if zb is not None:
-        total -= a.sum(axis=1, dtype=np.int64)[:, None] * zb
-    if za is not None and zb is not None:
-        total += za * zb * a.shape[1]
-    return total
+    za, zb = (0 if z is None else z.astype(np.int64) for z in (za, zb))
+    return (
+        total - za * b.sum(axis=0, dtype=np.int64) - a.sum(axis=1, dtype=np.int64)[:, None] * zb + za * zb * a.shape[1]
+    )

@@ -77,18 +77,6 @@ class GroupBlocking(NamedTuple):
     def elements(self) -> int:
         return self.rows * self.length
 
-    def first_element(self, group: int) -> int:
-        """Index of a group's first element in row order; the number of elements for the group after the last."""
-        if group == self.groups:
-            return self.elements
-        row, place = divmod(group, self.per_row)
-        return row * self.length + place * self.size
-
-    def group_of(self, element: int) -> int:
-        """Index of the group that holds an element."""
-        row, place = divmod(element, self.length)
-        return row * self.per_row + place // self.size
-
 
 def _axis(granularity: PerChannel | PerGroup, ndim: int) -> int:
     if not -ndim <= granularity.axis < ndim:
