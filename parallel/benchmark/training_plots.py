@@ -102,7 +102,7 @@ def _accuracy(axis: Axes, tested: list[dict[str, Any]]) -> None:
 def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]], slow: int, title: str) -> None:
     """Draw the steps of each worker over time, a panel for each consistency rule.
 
-    `ticks` has (seconds, worker, steps made) in order of time by rule, `slow` is the number of the slow worker.
+    `ticks` has (seconds, worker, steps made) by rule, of each worker in order; `slow` is the slow worker's number.
     """
     with _picture(path, (3.6 * len(ticks), 3.8), len(ticks), sharex=True, sharey=True) as (figure, axes):
         for axis, (rule, events) in zip(axes, ticks.items()):

@@ -24,8 +24,8 @@ from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build
 from parallel.optim.optimizers import SGD
+from parallel.parameter_server.consistency import rule_of
 from parallel.parameter_server.server_engine import ParameterServer
-from parallel.parameter_server.worker_clocks import rule_of
 
 BATCH = 16
 """Samples of a part of a step."""
@@ -39,7 +39,6 @@ class RuleResult(NamedTuple):
     ticks: list[tuple[float, int, int]]
     parts: list[int]
     gaps: Counter[int]
-    loss: float
 
 
 def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float) -> RuleResult:
@@ -52,16 +51,19 @@ def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float
     settings = Settings(layout="ps", consistency=rule, delay=delay, slow=f"{comm.Get_size() - 1}:{factor}")
     with ParameterServer(model, SoftmaxCrossEntropy(), comm, optimizer, settings) as engine:
         comm.Barrier()
-        began, losses = MPI.Wtime(), []
-        for _, step in zip(range(steps), sampler.ahead()):
-            losses.append(engine.step(OnDemandSampler(step, task.train)).loss)
+        began, ends, shares = MPI.Wtime(), [], Counter[int]()
+        for number, step in zip(range(steps), sampler.ahead()):
+            engine.step(OnDemandSampler(step, task.train))
+            ends.append(MPI.Wtime() - began)
+            if engine.server is not None:
+                shares.update(outcome.worker for outcome in engine.server.work.outcome(number))
         engine.quiesce()
         seconds = comm.allreduce(MPI.Wtime() - began, MPI.MAX)
-        start = engine.ticks[0][0] if engine.ticks else 0.0
-        ticks = [(when - start, worker, clock) for when, worker, clock in engine.ticks]
-        shares = Counter(outcome.worker for outcomes in engine.outcomes for outcome in outcomes)
+        ticks = [
+            (end, rank - 1, at) for rank, some in enumerate(comm.allgather(ends)) for at, end in enumerate(some, 1)
+        ]
         gaps = comm.reduce(Counter() if engine.worker is None else engine.worker.gaps) or Counter()
-    return RuleResult(rule, seconds, ticks, [shares[worker] for worker in range(workers)], gaps, losses[-1])
+    return RuleResult(rule, seconds, ticks[steps:], [shares[worker] for worker in range(workers)], gaps)
 
 
 def parser() -> launcher.LauncherParser:

@@ -88,16 +88,16 @@ def train(
     model = Sequential([Linear(data.x.shape[1], int(data.y.max()) + 1, init=constant(0.0), first=True)])
     slow, rule = f"{comm.Get_size() - 1}:4", f"ssp:{staleness}"
     loss, optimizer = SoftmaxCrossEntropy(), SGD(rate=rate)
-    sampler, farthest = Sampler(len(data), BATCH * workers, BATCH), 0.0
+    sampler, farthest, means = Sampler(len(data), BATCH * workers, BATCH), 0.0, list[float]()
     settings = Settings(layout="ps", consistency=rule, delay=delay, slow=slow)
     with ParameterServer(model, loss, comm, optimizer, settings) as engine:
-        for _, step in zip(range(steps), sampler.ahead()):
+        for number, step in zip(range(steps), sampler.ahead()):
             engine.step(OnDemandSampler(step, data))
             if engine.server is not None:
                 weights = [piece.array for piece in engine.tensor_slices()]
                 farthest = max(farthest, float(np.linalg.norm(np.concatenate(weights))))
+                means += [outcome.loss / outcome.targets for outcome in engine.server.work.outcome(number)]
         engine.quiesce()
-        means = [outcome.loss / outcome.targets for outcomes in engine.outcomes for outcome in outcomes]
     return RegretHistory(np.array(means), farthest)
 
 

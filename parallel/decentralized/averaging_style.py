@@ -1,4 +1,4 @@
-"""Interface of averaging styles: exchange after every local step, and global averages."""
+"""Interface of averaging styles (exchange after every local step, and global averages), and local SGD."""
 
 from __future__ import annotations
 
@@ -87,3 +87,20 @@ class AveragingStyle:
         comm.Allgather(np.array([weight, self.last, *sums]), gathered)
         self.last = float(gathered[:, 1].min())
         return float(gathered[:, 0].sum()), ReplicaSums(float(gathered[:, 2].sum()), int(gathered[:, 3].sum()))
+
+
+class LocalSGD(AveragingStyle):
+    """Local SGD: one allreduce of the weights in `tau` steps, 2 (p-1)/p n / tau bytes per step and rank.
+
+    (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; McMahan et al., AISTATS 2017.)
+    """
+
+    def __init__(self, context: RunContext, vector: Array, tau: int):
+        super().__init__(context, vector)
+        self._tau = tau
+
+    def reach(self, step: int) -> int:
+        return self._tau - 1 - step % self._tau
+
+    def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
+        return sums if self.reach(step) else self.average_all(sums)

@@ -21,8 +21,6 @@ from parallel.decentralized.averaging_style import AveragingStyle, ReplicaSums
 from parallel.decentralized.push_sum import PushSumMass
 from quant.types import Array
 
-TAU = 10
-
 
 def default_size(size: int) -> int:
     """Default group size: the square root of the number of ranks, as in the paper, but at least 2.

@@ -29,8 +29,6 @@ class SharedWindow(VectorAllocator):
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         super().__init__(comm, device)
-        if device != "cpu":
-            raise ValueError(f"hogwild: the weights are in the node's shared memory, found device {device}")
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         shares = comm.nodes is None and node.Get_size() == comm.Get_size()
         node.Free()

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -30,7 +30,6 @@ from parallel.nn.operator import Operator
 from parallel.optim.optimizers import Optimizer
 from parallel.runtime.collective_errors import describe, raise_on_all
 from parallel.runtime.consistency_check import StepFailed, check_equal
-from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from quant.types import Array
 
@@ -200,10 +199,6 @@ class ReplicaEngine(BaseEngine):
     def updates(self) -> int:
         return self._engine.updates
 
-    @property
-    def events(self) -> list[ProfilerEvent]:
-        return self._engine.events
-
     def close(self) -> None:
         if sys.exception() is None:
             self.style.close()
@@ -211,9 +206,6 @@ class ReplicaEngine(BaseEngine):
             self.style.abandon()
         self._engine.close()
         self._alone.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from collectives import Communicator
 from parallel.data_parallel.run_context import RunContext
-from parallel.decentralized import gossip, group_averaging, hogwild, local_sgd
-from parallel.decentralized.averaging_style import AveragingStyle
+from parallel.decentralized import gossip, hogwild
+from parallel.decentralized.averaging_style import AveragingStyle, LocalSGD
+from parallel.decentralized.group_averaging import GroupAveraging, default_size
 from parallel.engine.settings import STYLE_FIELDS, Settings
 from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
@@ -30,21 +31,17 @@ class StyleEntry(NamedTuple):
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
-
-
-def _groups(context: RunContext, vector: Array, settings: Settings) -> AveragingStyle:
-    most = _or(settings.group, group_averaging.default_size(context.comm.Get_size()))
-    return group_averaging.GroupAveraging(context, vector, most, _or(settings.tau, group_averaging.TAU))
-
-
 STYLES = {
     "local": StyleEntry(
-        lambda context, vector, settings: local_sgd.LocalSGD(context, vector, _or(settings.tau, local_sgd.TAU)),
-        options=("tau",),
+        lambda context, vector, settings: LocalSGD(context, vector, settings.tau or 8), options=("tau",)
     ),
-    "group": StyleEntry(_groups, lambda nbytes, settings: nbytes, options=("tau", "group")),
+    "group": StyleEntry(
+        lambda context, vector, settings: GroupAveraging(
+            context, vector, settings.group or default_size(context.comm.Get_size()), settings.tau or 10
+        ),
+        lambda nbytes, settings: nbytes,
+        options=("tau", "group"),
+    ),
     "sgp": StyleEntry(
         lambda context, vector, settings: gossip.Gossip(context, vector, settings.tau or 0),
         lambda nbytes, settings: nbytes + 2 * ((settings.tau or 0) + 1) * (gossip.HEAD + nbytes),

@@ -25,7 +25,7 @@ from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizers import Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
-from parallel.runtime.profiler import ProfilerEvent
+from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.validation import expect_integer, expect_mapping
 from quant.types import Array
@@ -60,6 +60,7 @@ class BaseEngine:
     settings: Settings
     remarks: Sequence[str] = ()
     _comm: Communicator
+    _recorder: Profiler
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
@@ -75,6 +76,14 @@ class BaseEngine:
     @property
     def is_reporter(self) -> bool:
         return self._comm.Get_rank() == 0
+
+    @property
+    def events(self) -> list[ProfilerEvent]:
+        """Profiler events since the list was last cleared; empty without `trace`."""
+        return self._recorder.events
+
+    def __enter__(self) -> Self:
+        return self
 
 
 class TrainEngine(BaseEngine):
@@ -261,18 +270,10 @@ class TrainEngine(BaseEngine):
         self.scaling.load(values.get("scaling", {}))
         self.steps, self.updates = steps, updates
 
-    @property
-    def events(self) -> list[ProfilerEvent]:
-        """Profiler events since the list was last cleared; empty without `trace`."""
-        return self._recorder.events
-
     def close(self) -> None:
         """Free requests and memory; the engine cannot be used afterwards."""
         for part in self._parts:
             part.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if consistency_check.exits_on_all_ranks(kind):

@@ -7,7 +7,7 @@ the same weights, compute the same gradients, and servers apply them in the same
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -29,11 +29,6 @@ class EventEntry(NamedTuple):
     key: int
     number: int
 
-    def matches(self, envelope: Envelope) -> bool:
-        """True if a message matches the entry. Messages of one sender, kind and key arrive in order."""
-        message = envelope.message
-        return (self.kind, self.source, self.key) == (message.kind, envelope.source, message.key)
-
 
 class ReplayMismatch(RuntimeError):
     """The messages of a replay differ from the record."""
@@ -45,15 +40,21 @@ class EventOrder:
     def __init__(self, script: Sequence[EventEntry] | None = None, record: TextIO | None = None):
         self._script, self._record, self._waiting = script, record, list[Envelope]()
         self._handled = 0
-        self._rests: dict[int, list[bool]] = {}
-        self._received: Counter[int] = Counter()
+        self._rests: dict[int, deque[bool]] = defaultdict(deque)  # of the messages to come, by sender
         for entry in script or ():
-            self._rests.setdefault(entry.source, []).append(entry.kind == MessageKind.REST)
+            self._rests[entry.source].append(entry.kind == MessageKind.REST)
 
     def put(self, envelope: Envelope) -> None:
-        """Add a message. Raises `ReplayMismatch` if the record ends, or only one of message and record is a REST."""
-        if self._script is not None and envelope.message.kind in ORDERED:
-            self._compare(envelope)
+        """Add a message. Raises `ReplayMismatch` if the record ends, or only one of message and record is a REST.
+
+        Without RESTs between the same messages as in the record some ranks would wait forever.
+        """
+        kind, source = envelope.message.kind, envelope.source
+        if self._script is not None and kind in ORDERED:
+            if not self._rests[source]:
+                raise ReplayMismatch(f"replay: the record ends before a {kind.name} of rank {source}")
+            if self._rests[source].popleft() != (kind is MessageKind.REST):
+                raise ReplayMismatch("replay: tests and checkpoints must come after the same steps as in the record")
         self._waiting.append(envelope)
 
     def take(self, allowed: Callable[[Envelope], bool]) -> Envelope | None:
@@ -63,6 +64,11 @@ class EventOrder:
                 return self._waiting.pop(at)
         return None
 
+    def _is_next(self, envelope: Envelope) -> bool:
+        """True if a message matches the script. Messages of one sender, kind and key arrive in order."""
+        found = envelope.message.kind, envelope.source, envelope.message.key
+        return self._script is None or self._script[self._handled][:3] == found
+
     def forced(self) -> int | None:
         """Recorded part for the DRAW that was taken; None outside a replay."""
         return None if self._script is None else self._script[self._handled].number
@@ -71,10 +77,10 @@ class EventOrder:
         """Record that a message was handled."""
         self._handled += 1
         if self._record is not None:
-            write(self._record, EventEntry(int(envelope.message.kind), envelope.source, envelope.message.key, number))
+            entry = int(envelope.message.kind), envelope.source, envelope.message.key, number
+            self._record.write(" ".join(map(str, entry)) + "\n")
 
     def flush(self) -> None:
-        """Write buffered entries to the disk."""
         if self._record is not None:
             self._record.flush()
 
@@ -87,28 +93,6 @@ class EventOrder:
         """Drop all waiting messages."""
         self._waiting = []
 
-    def _is_next(self, envelope: Envelope) -> bool:
-        return self._script is None or self._script[self._handled].matches(envelope)
-
-    def _compare(self, envelope: Envelope) -> None:
-        """RESTs must lie between the same messages as in the record; otherwise some ranks would wait forever."""
-        kind, source = envelope.message.kind, envelope.source
-        rests, count = self._rests.get(source, []), self._received[source]
-        if count >= len(rests):
-            raise ReplayMismatch(f"replay: the record ends before a {kind.name} of rank {source}")
-        if rests[count] != (kind is MessageKind.REST):
-            raise ReplayMismatch("replay: tests and checkpoints must come after the same steps as in the record")
-        self._received[source] += 1
-
-
-def file_of(path: Path, server: int) -> Path:
-    """Path of a server's file.
-
-    >>> file_of(Path("run.order"), 1).name
-    'run.order.1'
-    """
-    return path.with_name(f"{path.name}.{server}")
-
 
 def create(path: Path, facts: Mapping[str, Any]) -> TextIO:
     """New record file; `facts` are plain values that must be equal in a replay."""
@@ -116,10 +100,6 @@ def create(path: Path, facts: Mapping[str, Any]) -> TextIO:
     file = path.open("w", encoding="utf-8")
     file.write(json.dumps({"format": FORMAT, **facts}) + "\n")
     return file
-
-
-def write(file: TextIO, entry: EventEntry) -> None:
-    file.write(" ".join(map(str, entry)) + "\n")
 
 
 def read(path: Path, facts: Mapping[str, Any]) -> list[EventEntry]:

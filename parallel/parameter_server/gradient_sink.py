@@ -34,20 +34,20 @@ class ServerGradients:
         separate: bool,
         clip: float | None,
     ):
-        self._worker, self._vector, self._separate, self._clip = worker, vector, separate, clip
+        self._worker, self._vector, self._separate = worker, vector, separate
+        self._clip = clip if separate else None
         self._buckets = list(buckets)
         self._of = {id(place.parameter): bucket for bucket in self._buckets for place in bucket.places}
         self._last_units = [units[0] for units in users_of(buckets, plan)]
         self._keys = [[key for key in keys if key.bucket == bucket.number] for bucket in buckets]
-        self._squares: dict[int, float] = {}
-        self._pushed: set[int] = set()
+        self._squares: dict[int, float] = {}  # by bucket
         self.early = 0
 
     def begin_backward(self, part: WorkPart, parts: int, count: int, rows: Array | None) -> None:
         """Begin the backward of a part of a step of `parts` parts, with `count` targets and these rows of the table."""
         self._part, self._parts, self._count, self._rows = part, parts, count, rows
         self._factor = 1 / count if count else 0.0
-        self._squares, self._pushed, self.early = {}, set(), 0
+        self._squares, self.early = {}, 0
         for bucket in self._buckets:
             span = bucket.span
             bucket.reset(self._vector[span.start : span.stop])
@@ -62,22 +62,22 @@ class ServerGradients:
         for bucket, last in zip(self._buckets, self._last_units):
             if last == unit:
                 self._complete(bucket)
-                if not (self._separate and self._clip):
+                if self._clip is None:
                     self._push(bucket)
                     self.early += 1
         self._worker.poll()
 
     def end_backward(self) -> float:
         """Push the remaining buckets and return the norm per target; FloatingPointError if it is not finite."""
-        for bucket in self._buckets:
-            if bucket.number not in self._squares:
-                self._complete(bucket)
+        late = [bucket for bucket in self._buckets if bucket.number not in self._squares]
+        for bucket in late:
+            self._complete(bucket)
         norm = math.sqrt(math.fsum(self._squares.values())) * self._factor
-        if self._separate and self._clip:
+        if self._clip is not None:
+            late = self._buckets
             self._factor *= clip_factor(np.array([norm**2]), 1.0, self._clip).factor
-        for bucket in self._buckets:
-            if bucket.number not in self._pushed:
-                self._push(bucket)
+        for bucket in late:
+            self._push(bucket)
         return norm
 
     def _complete(self, bucket: GradBucket) -> None:
@@ -94,7 +94,6 @@ class ServerGradients:
         self._squares[bucket.number] = squares
 
     def _push(self, bucket: GradBucket) -> None:
-        self._pushed.add(bucket.number)
         for key in self._keys[bucket.number]:
             gradient = self._vector[key.span.start : key.span.stop]
             self._worker.push(key.number, self._part, self._parts, self._count, self._factor, gradient, self._rows)

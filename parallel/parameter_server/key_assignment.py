@@ -49,6 +49,11 @@ class ServerKey(NamedTuple):
     span: Span
     table: EmbeddingTable | None  # set if the key is pushed and pulled by rows
 
+    def places(self, rows: Array) -> Array:
+        """Positions of the elements of the table's rows."""
+        assert self.table is not None
+        return self.table.places(rows, self.span)
+
 
 def tables(plan: PartitionSpec) -> dict[int, EmbeddingTable]:
     """Tables that are transferred by rows, by identity of the parameter.
@@ -73,22 +78,16 @@ def buckets_of(plan: PartitionSpec) -> list[GradBucket]:
 
 
 def keys_of(plan: PartitionSpec, grad_buckets: Sequence[GradBucket], servers: int) -> tuple[ServerKey, ...]:
-    """Keys of all servers."""
     by_rows, found = tables(plan), list[ServerKey]()
     for server, shard in enumerate(shards(Span(0, plan.flat.length), servers)):
         for bucket in grad_buckets:
-            start, stop = max(shard.start, bucket.span.start), min(shard.stop, bucket.span.stop)
-            if start < stop:
+            if (span := shard.intersection(bucket.span)).size:
                 table = by_rows.get(id(bucket.places[0].parameter))
-                found.append(ServerKey(len(found), bucket.number, server, Span(start, stop), table))
+                found.append(ServerKey(len(found), bucket.number, server, span, table))
     return tuple(found)
 
 
 def keys_of_unit(plan: PartitionSpec, keys: Sequence[ServerKey], unit: int) -> list[int]:
     """Numbers of the keys that contain parameters of a unit."""
     spans = [place.span for place in plan.flat.places if unit in plan.users[id(place.parameter)]]
-    return [
-        key.number
-        for key in keys
-        if any(max(key.span.start, span.start) < min(key.span.stop, span.stop) for span in spans)
-    ]
+    return [key.number for key in keys if any(key.span.intersection(span).size for span in spans)]

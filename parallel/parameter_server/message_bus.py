@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from parallel.parameter_server.messages import Envelope, MessageFormat, MessageKind, ServerMessage
+from parallel.parameter_server.messages import Envelope, Mail, MessageFormat, MessageHandle, MessageKind, ServerMessage
 
 HEADER, VECTOR = 0, 1
 """Message tags."""
@@ -47,10 +47,8 @@ def finished(requests: Sequence[MPI.Request]) -> bool:
     return all([request.Test() for request in requests])
 
 
-class SentMessage:
+class SentMessage(MessageHandle):
     """Message in flight. Its vectors must not change until it is `done`."""
-
-    __slots__ = ("_bus", "_kept", "_peer", "_requests")
 
     def __init__(self, bus: MessageBus, peer: int, requests: list[MPI.Request], kept: Any):
         self._bus, self._peer, self._requests, self._kept = bus, peer, requests, kept
@@ -62,11 +60,8 @@ class SentMessage:
         return succeeds(lambda: finished(self._requests)) is not False
 
 
-class MessageBus:
-    """Messages of a rank to and from its peers, on a duplicate of `comm`. Construction and `close` are collective.
-
-    ``accept(source, message)`` provides the buffers of announced vectors.
-    """
+class MessageBus(Mail):
+    """Messages of a rank to and from its peers, on a duplicate of `comm`. Construction and `close` are collective."""
 
     def __init__(self, comm: MPI.Intracomm, peers: Sequence[int], workers: int):
         self._comm = MPI.Intracomm(comm).Dup()
@@ -82,13 +77,12 @@ class MessageBus:
         self._posted = list(range(len(self._peers)))
         self._idle_turns = 0
         self.lost: set[int] = set()  # dead peers
-        self.accept: Callable[[int, ServerMessage], Sequence[Any]] = lambda source, message: ()
         self.traffic: Counter[tuple[str, MessageKind, int]] = Counter()  # bytes of vectors: direction, kind, peer
         MPI.Prequest.Startall(self._requests)
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> SentMessage:
-        """Start sending. Vectors are contiguous arrays, of the number and length given in the message."""
-        header = self._wire.pack(message)
+        """Start sending. Vectors are contiguous, of the lengths given in the message; empty ones are left out."""
+        header, vectors = self._wire.pack(message), tuple(vector for vector in vectors if len(vector))
         parts = [(header, HEADER), *((vector.view(np.uint8), VECTOR) for vector in vectors)]
         requests: list[MPI.Request] = []
         sent = SentMessage(self, peer, requests, (header, vectors))
@@ -117,9 +111,6 @@ class MessageBus:
             self._sending = [sent for sent in self._sending if not sent.done()]
             time.sleep(0 if self._arriving or self._sending else SLEEP_SECONDS)
 
-    def abandon(self, *kinds: MessageKind) -> None:
-        """No-op: requests are kept by `retry.RetryQueue` only."""
-
     def flush(self) -> None:
         """Wait until all sends have completed; the peers must poll meanwhile."""
         while not all(sent.done() for sent in self._sending):
@@ -135,7 +126,6 @@ class MessageBus:
             self._requests[at].Wait()
         for request in self._requests:
             request.Free()
-        self._posted, self._requests = [], []
         self._comm.Free()
 
     def leave(self) -> None:

@@ -24,6 +24,7 @@ carries the absolute clock.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 from typing import Any, NamedTuple
 
@@ -105,3 +106,29 @@ class Envelope(NamedTuple):
     source: int
     message: ServerMessage
     vectors: tuple[Any, ...] = ()
+
+
+class MessageHandle:
+    """Handle of a message, here of one that was not sent."""
+
+    def done(self) -> bool:
+        """True if the message needs its vectors no more."""
+        return True
+
+
+class Mail:
+    """Interface of a message bus; ``accept(source, message)`` provides the buffers of the vectors of a message."""
+
+    accept: Callable[[int, ServerMessage], Sequence[Any]]
+
+    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
+        raise NotImplementedError
+
+    def poll(self) -> Envelope | None:
+        raise NotImplementedError
+
+    def idle(self) -> None:
+        raise NotImplementedError
+
+    def abandon(self, *kinds: MessageKind) -> None:
+        """Await no answers to requests of these kinds, where requests are kept."""

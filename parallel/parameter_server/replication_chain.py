@@ -28,16 +28,6 @@ from typing import Any
 
 from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
 
-Send = Callable[..., Any]
-"""Callable (rank, message, *vectors) that starts a send; sends to dead ranks are dropped."""
-
-
-class UndeliveredMessage:
-    """Handle of a message that was not sent."""
-
-    def done(self) -> bool:
-        return True
-
 
 class ReplicationChainLost(RuntimeError):
     """All members of a chain are dead."""
@@ -87,10 +77,10 @@ class ChainMember:
     """Position of a server in one chain: numbers messages or takes them as numbered, and passes them on.
 
     The caller keeps `chains` up to date, and removes the messages for the member's server from `ordered`, which has
-    them in the chain's order.
+    them in the chain's order. ``send(rank, message, *vectors)`` drops messages to dead ranks.
     """
 
-    def __init__(self, me: int, shard: int, chains: ReplicationChains, send: Send):
+    def __init__(self, me: int, shard: int, chains: ReplicationChains, send: Callable[..., Any]):
         self._me, self._shard, self._chains, self._send = me, shard, chains, send
         self._chain = chains[shard]
         self._count = self._held = 0  # messages of this member, and of the tail
@@ -101,12 +91,10 @@ class ChainMember:
 
     @property
     def is_head(self) -> bool:
-        """True if this member numbers messages."""
         return self._chain[0] == self._me
 
     @property
     def is_tail(self) -> bool:
-        """True if this member's answers are sent."""
         return self._chain[-1] == self._me
 
     def receive(self, envelope: Envelope) -> None:
@@ -118,15 +106,12 @@ class ChainMember:
             self._unnumbered.append(envelope)
             self._number()
         elif message.at > self._count:
-            assert message.at == self._count + 1, (
-                f"envelope {message.at} of shard {self._shard} came after {self._count}"
-            )
+            assert message.at == self._count + 1, f"message {message.at} of shard {self._shard} after {self._count}"
             self._accept(envelope)
         else:
             self._report_held(envelope.source)
 
     def lost_worker(self, rank: int) -> None:
-        """Handle the death of a worker."""
         self._dead.add(rank)
         if self.is_head:
             self._handle_death([rank])
@@ -145,11 +130,10 @@ class ChainMember:
             if new_successor is None:
                 self._mark_replicated(self._count)
         if new_predecessor != predecessor:
-            if new_predecessor is None:
+            self._report_held(new_predecessor)
+            if self.is_head:
                 self._number()
                 self._handle_death(sorted(self._dead))
-            else:
-                self._report_held(new_predecessor)
 
     def _neighbours(self) -> tuple[int | None, int | None]:
         """Previous and next member; None at the ends."""
@@ -192,8 +176,8 @@ class ChainMember:
         if count > self._held:
             self._held = count
             predecessor, _ = self._neighbours()
-            if predecessor is not None:
-                self._report_held(predecessor)
+            self._report_held(predecessor)
 
-    def _report_held(self, rank: int) -> None:
-        self._send(rank, ServerMessage(MessageKind.HELD, shard=self._shard, at=self._held))
+    def _report_held(self, rank: int | None) -> None:
+        if rank is not None:
+            self._send(rank, ServerMessage(MessageKind.HELD, shard=self._shard, at=self._held))

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
-from parallel.parameter_server.replication_chain import ReplicationChainLost, ReplicationChains, UndeliveredMessage
-from parallel.parameter_server.server_loop import ServerMail
+from parallel.parameter_server.messages import Envelope, Mail, MessageHandle, MessageKind, ServerMessage
+from parallel.parameter_server.replication_chain import ReplicationChainLost, ReplicationChains
 
 
-class RetryQueue:
+class RetryQueue(Mail):
     """Message bus of a worker with retries. Sent vectors must not change until they are answered.
 
     Weights arrive in dtype `storage`, and in checkpoints in dtype `wide`. `poll` raises `ReplicationChainLost`, once,
     after the LOST message, if the last server of some parameters is dead.
     """
 
-    def __init__(
-        self, bus: ServerMail, servers: Sequence[int], replicas: int, storage: np.dtype[Any], wide: np.dtype[Any]
-    ):
+    def __init__(self, bus: Mail, servers: Sequence[int], replicas: int, storage: np.dtype[Any], wide: np.dtype[Any]):
         self._bus, self._servers, self._storage, self._wide = bus, list(servers), storage, wide
         self._chains = ReplicationChains(servers, replicas)
         self._unanswered: dict[Any, tuple[ServerMessage, tuple[Any, ...]]] = {}
@@ -29,10 +26,9 @@ class RetryQueue:
         self._ticket = 0
         self._problem: ReplicationChainLost | None = None
         self._is_chain_lost = False
-        self.accept: Callable[[int, ServerMessage], Sequence[Any]] = lambda source, message: ()
         bus.accept = self._receive_buffers
 
-    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> Any:
+    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
         """Send to a server or its successor."""
         if message.kind is MessageKind.PROBLEM:
             return self._bus.send(peer, message)
@@ -44,7 +40,7 @@ class RetryQueue:
         self._unanswered.pop(entry, None)
         self._unanswered[entry] = message, vectors
         chain = self._chains[shard]
-        return self._bus.send(chain[0], message, *vectors) if chain else UndeliveredMessage()
+        return self._bus.send(chain[0], message, *vectors) if chain else MessageHandle()
 
     def poll(self) -> Envelope | None:
         """Next answer that is awaited, or a PROBLEM, AGAIN or LOST message."""
@@ -52,12 +48,11 @@ class RetryQueue:
         if problem is not None:
             raise problem
         while (envelope := self._bus.poll()) is not None:
-            message = envelope.message
-            if message.kind is MessageKind.LOST:
-                self._handle_death(envelope.source)
-            if message.kind in (MessageKind.LOST, MessageKind.PROBLEM, MessageKind.AGAIN):
+            source, kind, ticket = envelope.source, envelope.message.kind, envelope.message.ticket
+            if kind is MessageKind.LOST:
+                self._handle_death(source)
+            if kind in (MessageKind.LOST, MessageKind.PROBLEM, MessageKind.AGAIN):
                 return envelope
-            source, ticket = envelope.source, message.ticket
             if ticket in self._unanswered and self._answering.pop(ticket, source) == source:
                 del self._unanswered[ticket]
                 return envelope
@@ -72,7 +67,6 @@ class RetryQueue:
             self._bus.send(server, ServerMessage(MessageKind.BYE))
 
     def abandon(self, *kinds: MessageKind) -> None:
-        """Drop requests of these kinds: their answers are not awaited any more."""
         self._unanswered = {entry: sent for entry, sent in self._unanswered.items() if sent[0].kind not in kinds}
 
     def _receive_buffers(self, source: int, message: ServerMessage) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from mpi4py import MPI
 
@@ -24,23 +24,20 @@ from parallel.nn.operator import Operator
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizers import LAMB, Optimizer
 from parallel.optim.precision import PRECISIONS
+from parallel.parameter_server.consistency import GONE, rule_of
 from parallel.parameter_server.event_order import EventOrder
 from parallel.parameter_server.key_assignment import buckets_of, keys_of
 from parallel.parameter_server.message_bus import MessageBus
 from parallel.parameter_server.messages import MessageKind
 from parallel.parameter_server.replication_chain import ReplicationChainLost, ReplicationChains
-from parallel.parameter_server.server_context import ServerContext
 from parallel.parameter_server.server_host import ServerHost, open_order
-from parallel.parameter_server.server_loop import ServerFailed, ServerLoop
+from parallel.parameter_server.server_loop import ServerFailed
 from parallel.parameter_server.server_memory import of_shard, of_worker
-from parallel.parameter_server.server_settings import refuse_servers
-from parallel.parameter_server.work_assignment import PartResult
-from parallel.parameter_server.worker_client import WorkerClient
-from parallel.parameter_server.worker_clocks import GONE, rule_of
+from parallel.parameter_server.server_settings import ServerContext, refuse_servers
 from parallel.parameter_server.worker_trainer import WorkerTrainer
 from parallel.runtime import consistency_check
 from parallel.runtime.collective_errors import collective_call, raise_on_all
-from parallel.runtime.profiler import Profiler, ProfilerEvent
+from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
@@ -72,11 +69,8 @@ class ParameterServer(BaseEngine):
     steps, updates : int
         Steps of this rank; updates of every weight, valid after `quiesce`.
     server : ServerLoop or None
+        On rank 0, ``server.work.outcome(step)`` has the results of all parts of a step, until `quiesce`.
     worker : WorkerClient or None
-    ticks : list of (float, int, int)
-        On servers: time (`time.perf_counter`), worker, and its number of steps.
-    outcomes : list of list of PartResult
-        On rank 0: results of all parts, by step.
     keys : tuple of ServerKey
     flat : FlatParams
     ledger : MemoryLedger
@@ -106,26 +100,21 @@ class ParameterServer(BaseEngine):
         memory, self._recorder = VectorAllocator(comm), Profiler(settings.trace)
         self._context = context = ServerContext(plan, comm, memory, self._recorder, settings, optimizer, self.keys)
         self.ledger = MemoryLedger(memory.allocated)
-        self.steps = 0
+        self.steps = self._skipped = 0  # `_skipped` were no updates, as of the last quiescent point
         self._failed = self._is_closed = False
         self._is_quiescent = True
         is_server = context.rank in context.servers
         make_order = partial(open_order, context) if is_server else EventOrder
         self._order = collective_call(comm, make_order, "order of messages")
+        peers = [rank for rank in (*context.workers, *context.servers) if rank != context.rank]
+        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers))
         self._role: ServerHost | WorkerTrainer
-        self._host: ServerHost | None = None
-        self._trainer: WorkerTrainer | None = None
         if is_server:
-            peers = [rank for rank in (*context.workers, *context.servers) if rank != context.rank]
-            self._bus = MessageBus(comm, peers, len(context.workers))
-            self._role = self._host = ServerHost(context, self._bus, self.ledger, self._order)
+            self._role = ServerHost(context, self._bus, self.ledger, self._order)
         else:
-            self._bus = MessageBus(comm, context.servers, len(context.workers))
-            self._role = self._trainer = WorkerTrainer(context, self._bus, loss, buckets, self.ledger)
-        self.server: ServerLoop | None = None if self._host is None else self._host.loop
-        self.worker: WorkerClient | None = None if self._trainer is None else self._trainer.client
-        self.ticks: list[tuple[float, int, int]] = self.server.ticks if self.server else []
-        self.outcomes: list[list[PartResult]] = self._host.outcomes if self._host else []
+            self._role = WorkerTrainer(context, self._bus, loss, buckets, self.ledger)
+        self.server = self._role.loop if isinstance(self._role, ServerHost) else None
+        self.worker = self._role.client if isinstance(self._role, WorkerTrainer) else None
 
     @classmethod
     def forecast(
@@ -133,19 +122,16 @@ class ParameterServer(BaseEngine):
     ) -> MemoryLedger:
         """Memory forecast, as of `Engine`; a server counts the worst case of gradients."""
         rank, servers, ledger = workload.rank, settings.servers, MemoryLedger()
-        plan, synchronous = plan_of(model, workload.ranks, rank, settings), rule_of(settings.consistency).synchronous
+        plan = plan_of(model, workload.ranks, rank, settings)
         if rank >= servers:
-            ledger.expect(of_worker(plan, synchronous))
+            ledger.expect(of_worker(plan, rule_of(settings.consistency).synchronous))
             for samples in dict.fromkeys(samples for step in workload.steps for samples in step):
                 activations, work = predict_activations(plan, loss, *workload.shapes(samples))
                 ledger.expect(Counter(activations=activations), work)
             return ledger
         keys, parts = keys_of(plan, buckets_of(plan), servers), max(map(len, workload.steps), default=0)
-        states, workers = len(optimizer.states()), workload.ranks - servers
         for shard in ReplicationChains(range(servers), settings.replicas).of(rank):
-            here = [key for key in keys if key.server == shard]
-            size = of_shard(plan, here, states, workers=workers, synchronous=synchronous, parts=parts)
-            ledger.expect(size, part=shard)
+            ledger.expect(of_shard(plan, settings, keys, shard, len(optimizer.states()), parts), part=shard)
         return ledger
 
     @property
@@ -154,7 +140,7 @@ class ParameterServer(BaseEngine):
 
     def share(self, micro_batches: int) -> range:
         """Microbatches of this rank in an evaluation; in a step they are drawn."""
-        if self._host is not None:
+        if self.server is not None:
             return range(0)
         if self.settings.fault_tolerant:
             return range(micro_batches)
@@ -181,7 +167,8 @@ class ParameterServer(BaseEngine):
         self._is_quiescent = False
         with self._shared_errors():
             loss, count, norm, last, early = self._role.step(self.steps, batches, stop)
-        rate = rate_at(self._context.optimizer.rate, self.updates if self._context.rule.synchronous else self.steps)
+        clock = self.steps - (self._skipped if self._context.rule.synchronous else 0)
+        rate = rate_at(self._context.optimizer.rate, clock)
         step, self.steps = self.steps, self.steps + 1
         if last:
             self.quiesce()
@@ -195,7 +182,7 @@ class ParameterServer(BaseEngine):
         with self._shared_errors(), self._recorder("communication", "quiesce"):
             self._role.quiesce(self.steps)
             self._bus.flush()
-        self._is_quiescent = True
+        self._is_quiescent, self._skipped = True, self.steps - self.updates
         self._order.flush()
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
@@ -204,8 +191,8 @@ class ParameterServer(BaseEngine):
         sums: list[tuple[float, int, float]] = []
         problem: Exception | None = None
         with self._shared_errors():
-            if self._trainer is not None:
-                sums, problem = self._trainer.evaluate(batches, measure)
+            if isinstance(self._role, WorkerTrainer):
+                sums, problem = self._role.evaluate(batches, measure)
             if self.settings.fault_tolerant and problem is not None:
                 raise problem
         self._is_quiescent = False
@@ -223,9 +210,9 @@ class ParameterServer(BaseEngine):
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """As of `Engine.tensor_slices`; empty on workers."""
-        if self._host is not None:
-            own = [state.key.span for state in self._host.loop.store.key_states.values()]
-            yield from tensor_slices([state.piece for state in self._host.key_states()], own)
+        if isinstance(self._role, ServerHost):
+            own = [state.key.span for state in self._role.loop.store.key_states.values()]
+            yield from tensor_slices([state.piece for state in self._role.key_states()], own)
 
     def refresh(self) -> None:
         """Apply assignments to the slices, on all ranks."""
@@ -252,8 +239,8 @@ class ParameterServer(BaseEngine):
             return write(self._comm, self.tensor_slices())
         result, problem = None, None
         with self._shared_errors():
-            if self._trainer is not None and self.is_reporter:
-                piece = self._trainer.whole_state()
+            if isinstance(self._role, WorkerTrainer) and self.is_reporter:
+                piece = self._role.whole_state()
                 try:
                     result = write(MPI.COMM_SELF, tensor_slices([piece], [piece.span]))
                 except CheckpointError as error:  # the training continues
@@ -271,20 +258,13 @@ class ParameterServer(BaseEngine):
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a `state`, of any engine."""
-        self.steps = state["steps"]
+        self.steps, self._skipped = state["steps"], state["steps"] - state["updates"]
         self._role.load(state["steps"], state["updates"])
-
-    @property
-    def events(self) -> list[ProfilerEvent]:
-        """Profiler events since construction or since the list was cleared; empty without `trace`."""
-        return self._recorder.events
 
     @property
     def traffic(self) -> dict[tuple[str, MessageKind, int], int]:
         """Bytes of vectors by ``("sent" or "received", kind of message, other rank)``."""
         return self._bus.traffic
-
-    # ------------------------------------------------------------------------------------------ end
 
     def close(self) -> None:
         """Free all resources; messages in flight are lost unless all ranks are quiescent."""
@@ -299,9 +279,6 @@ class ParameterServer(BaseEngine):
             self._bus.close()
         for place in self.flat.places:
             place.parameter.data = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._failed:
@@ -320,10 +297,8 @@ class ParameterServer(BaseEngine):
             yield
         except Exception as error:
             self._failed = True
-            problem: Exception | None = error
-            if isinstance(error, ServerFailed):
-                problem = error if str(error) else None
-            elif self.worker is not None:
+            problem = None if isinstance(error, ServerFailed) and not str(error) else error
+            if self.worker is not None and not isinstance(error, ServerFailed):
                 self.worker.give_up()
             self._bus.flush()
             if self.settings.fault_tolerant:

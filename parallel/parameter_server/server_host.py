@@ -9,14 +9,15 @@ from pathlib import Path
 from parallel.data.sampler import Batch
 from parallel.engine.memory_ledger import MemoryLedger
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.parameter_server.event_order import EventOrder, create, file_of, read
+from parallel.parameter_server.event_order import EventOrder, create, read
 from parallel.parameter_server.message_bus import MessageBus
-from parallel.parameter_server.server_context import ServerContext
-from parallel.parameter_server.server_loop import ServerLoop, ServerMail
+from parallel.parameter_server.messages import Mail
+from parallel.parameter_server.server_loop import ServerLoop
 from parallel.parameter_server.server_memory import of_shard
 from parallel.parameter_server.server_replicas import ServerReplicas
+from parallel.parameter_server.server_settings import ServerContext
 from parallel.parameter_server.shard_store import AsyncStore, ShardState, SyncStore
-from parallel.parameter_server.work_assignment import PartResult, RankStep, joined
+from parallel.parameter_server.work_assignment import RankStep, joined
 
 RECORDED = ("seed", "precision", "reproducible", "clip", "servers", "consistency", "bucket_bytes", "first_bytes")
 """Settings that must be equal for a recorded order of events to be replayed."""
@@ -28,38 +29,27 @@ def open_order(context: ServerContext) -> EventOrder:
     facts = {name: getattr(settings, name) for name in RECORDED}
     facts["optimizer"] = [(f"optimizer's {what}", value) for what, value in context.optimizer.describe().items()]
     facts |= {"ranks": context.plan.ranks, "keys": [key.span for key in context.keys]}
-    script = read(file_of(Path(settings.replay), rank), facts) if settings.replay else None
-    return EventOrder(script, create(file_of(Path(settings.record), rank), facts) if settings.record else None)
+    script = read(Path(f"{settings.replay}.{rank}"), facts) if settings.replay else None
+    return EventOrder(script, create(Path(f"{settings.record}.{rank}"), facts) if settings.record else None)
 
 
 class ServerHost:
-    """Server loops of a rank.
-
-    Attributes
-    ----------
-    loop : ServerLoop
-        Of the rank's own shard.
-    loops : dict of int to ServerLoop
-        By shard.
-    outcomes : list of list of PartResult
-        On rank 0: results of all parts, by step.
-    """
+    """Server loops of a rank: `loops` by shard, and `loop` of its own shard."""
 
     def __init__(self, context: ServerContext, bus: MessageBus, ledger: MemoryLedger, order: EventOrder):
-        self._context, self._ledger = context, ledger
-        self.outcomes: list[list[PartResult]] = []
+        self._context, self._ledger, rank = context, ledger, context.rank
         self._replicas: ServerReplicas | None = None
-        rank = context.rank
+        mails: dict[int, Mail] = {rank: bus}
         if context.has_chains:
-            replicas = ServerReplicas(bus, rank, context.servers, context.workers, context.settings.replicas)
-            replicas.servers |= {shard: self._make(mail, shard, order) for shard, mail in replicas.mails.items()}
-            self._replicas, self.loops = replicas, replicas.servers
-        else:
-            self.loops = {rank: self._make(bus, rank, order)}
+            self._replicas = ServerReplicas(bus, rank, context.servers, context.workers, context.settings.replicas)
+            mails = dict(self._replicas.mails)
+        self.loops = {shard: self._make(mail, shard, order) for shard, mail in mails.items()}
+        if self._replicas is not None:
+            self._replicas.servers = self.loops
         self.loop = self.loops[rank]
         self._expect()
 
-    def _make(self, bus: ServerMail, shard: int, order: EventOrder) -> ServerLoop:
+    def _make(self, bus: Mail, shard: int, order: EventOrder) -> ServerLoop:
         context, memory = self._context, self._context.memory
         flat, wide, master = context.flat, context.wide, context.plan.precision.master
         key_states = []
@@ -89,12 +79,11 @@ class ServerHost:
         with self._context.recorder("communication", "serve"):
             last = self.loop.until_made(step + 1)
         self._expect()
-        outcomes = self.loop.work.outcome(step)
-        if self._context.rank == 0:
-            self.outcomes.append(outcomes)
-        loss, count, norm = joined(outcomes)
+        loss, count, norm = joined(self.loop.work.outcome(step))
         if self._context.rule.synchronous:
-            norm = self.loop.norms.pop(step, None)
+            norm = self.loop.norms.get(step)
+        for loop in self.loops.values():
+            loop.norms = {at: value for at, value in loop.norms.items() if at > step}
         return RankStep(loss, count, norm, last, 0)
 
     def quiesce(self, steps: int) -> None:
@@ -105,18 +94,16 @@ class ServerHost:
             self._replicas.until(lambda: all(loop.rests >= count for loop in self.loops.values()))
 
     def key_states(self) -> Iterator[ShardState]:
-        """States of all keys of this rank, its own shard's first."""
+        """States of all keys, those of its own shard first."""
         for loop in self.loops.values():
             yield from loop.store.key_states.values()
 
     def load(self, steps: int, updates: int) -> None:
-        """Continue after `steps` steps and `updates` updates."""
         for loop in self.loops.values():
             loop.begin(steps)
             loop.store.updates = updates
 
     def refresh(self) -> None:
-        """Apply assignments to the weights."""
         for key_state in self.key_states():
             key_state.refresh()
 
@@ -127,15 +114,7 @@ class ServerHost:
 
     def _expect(self) -> None:
         """Enter the forecast for steps with the largest number of parts so far into the ledger."""
-        context = self._context
+        context, states = self._context, len(self._context.optimizer.states())
         for shard, loop in self.loops.items():
-            keys = [key_state.key for key_state in loop.store.key_states.values()]
-            size = of_shard(
-                context.plan,
-                keys,
-                len(context.optimizer.states()),
-                workers=len(context.workers),
-                synchronous=context.rule.synchronous,
-                parts=loop.parts,
-            )
+            size = of_shard(context.plan, context.settings, context.keys, shard, states, loop.parts)
             self._ledger.expect(size, part=shard)

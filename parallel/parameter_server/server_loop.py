@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from parallel.parameter_server.consistency import GONE, ConsistencyRule
 from parallel.parameter_server.event_order import EventOrder
-from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
+from parallel.parameter_server.messages import Envelope, Mail, MessageHandle, MessageKind, ServerMessage
 from parallel.parameter_server.shard_store import AsyncStore, SyncStore
 from parallel.parameter_server.work_assignment import PartResult, WorkAssignment, WorkPart
-from parallel.parameter_server.worker_clocks import ConsistencyRule, WorkerClocks
-
-
-class ServerMail(Protocol):
-    """Interface of a message bus, for servers and workers."""
-
-    accept: Callable[[int, ServerMessage], Sequence[Any]]
-
-    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> Any: ...
-    def poll(self) -> Envelope | None: ...
-    def idle(self) -> None: ...
-    def abandon(self, *kinds: MessageKind) -> None: ...
 
 
 class ServerFailed(RuntimeError):
@@ -37,7 +25,7 @@ class ServerLoop:
 
     def __init__(
         self,
-        bus: ServerMail,
+        bus: Mail,
         store: AsyncStore | SyncStore,
         rule: ConsistencyRule,
         workers: Sequence[int],
@@ -47,12 +35,10 @@ class ServerLoop:
     ):
         self._bus, self.store, self._rule, self.order = bus, store, rule, order
         self._workers, self._servers, self._here = list(workers), list(servers), here
-        self._number = {rank: number for number, rank in enumerate(workers)}
+        self._peers = [rank for rank in (*workers, *servers) if rank != servers[here]]
         self.begin(0)
-        self.ticks: list[tuple[float, int, int]] = []  # time, worker, and its number of steps
         self.gaps: Counter[int] = Counter()  # reads by gap between the reader's clock and the slowest worker's
         self.applied: Counter[int] = Counter()  # applied pushes by key
-        self.norms: dict[int, float | None] = {}  # gradient norm by step, with synchronous updates
         self.parts = 0  # most parts of a step so far
         self.rests = self._awaited_rests = 0  # quiescent points
         self.stop_requested = False
@@ -66,12 +52,13 @@ class ServerLoop:
 
     def begin(self, steps: int) -> None:
         """Reset to a state in which all workers have made `steps` steps."""
-        self.clocks = WorkerClocks(len(self._workers), steps)
+        self.clocks = [steps] * len(self._workers)
         self.work = WorkAssignment(len(self._workers), steps)  # used on the first server only
+        self.norms: dict[int, float | None] = {}  # gradient norm by step, with synchronous updates
         self.store.applied = steps
-        self._parts: dict[int, int] = {}
-        self._last: dict[int, bool] = {}
-        self._squares: dict[int, dict[int, Any]] = {}
+        self._last = -1  # number of steps after which the training ends
+        self._parts: dict[int, int] = {}  # number of parts of the steps to be applied, with synchronous updates
+        self._squares: dict[int, dict[int, Sequence[Any]]] = {}
         self._squared = steps  # steps whose sums of squares this server has sent
 
     # ------------------------------------------------------------------------------------------ serving
@@ -81,10 +68,10 @@ class ServerLoop:
 
         Raises `ServerFailed` once the training has failed on all ranks.
         """
-        self._serve(lambda: self.clocks.least >= steps and self.store.applied >= steps)
+        self._serve(lambda: self._reach >= steps)
         if len(self._gone) == len(self._workers):
             raise ServerFailed("all workers are dead")
-        return self._last.get(steps, False)
+        return self._last == steps
 
     def until_quiescent(self) -> None:
         """Serve until all workers rest and nothing is in flight. Raises `ServerFailed`."""
@@ -110,7 +97,7 @@ class ServerLoop:
             while not enough():
                 if self._handle_next():
                     continue
-                if len(self._over) == len(self._workers) + len(self._servers) - 1:
+                if len(self._over) == len(self._peers):
                     raise ServerFailed(self.problem or "")
                 if self.problem is None and self._over.issuperset(self._workers):
                     raise ServerFailed("all workers are dead")
@@ -135,27 +122,23 @@ class ServerLoop:
         if self.problem is None:
             self.problem = problem
             self.order.clear()
-            for peer in [*self._workers, *self._servers]:
-                if peer != self._servers[self._here]:
-                    self._bus.send(peer, ServerMessage(MessageKind.PROBLEM))
+            for peer in self._peers:
+                self._bus.send(peer, ServerMessage(MessageKind.PROBLEM))
 
-    # ------------------------------------------------------------------------------------------ envelopes
+    # ------------------------------------------------------------------------------------------ messages
 
     def _receive_buffers(self, source: int, message: ServerMessage) -> list[Any]:
-        """Buffers for the vectors of a message."""
-        rows = [np.empty(message.rows, np.int64)] if message.rows > 0 else []
-        if message.kind is MessageKind.SQUARES:
-            return [np.empty(message.elements, np.float64)]
         if message.kind is MessageKind.PUSH and message.rows < 0:
             return [self.store.gradient_buffer(message.key)[: message.elements]]
-        if message.elements:
-            like = self.store.key_states[message.key].piece.weights
-            return [*rows, np.empty(message.elements, like.dtype)]
-        return rows
+        if message.kind is MessageKind.SQUARES:
+            return [np.empty(message.elements, np.float64)]
+        rows = [np.empty(message.rows, np.int64)] if message.rows > 0 else []
+        if not message.elements:
+            return rows
+        return [*rows, np.empty(message.elements, self.store.key_states[message.key].piece.weights.dtype)]
 
-    def _answer(self, request: Envelope, kind: MessageKind, *vectors: Any, **fields: Any) -> Any:
-        """Send an answer with the key and the ticket of a request; empty vectors are left out."""
-        vectors = tuple(vector for vector in vectors if len(vector))
+    def _answer(self, request: Envelope, kind: MessageKind, *vectors: Any, **fields: Any) -> MessageHandle:
+        """Send an answer with the key and the ticket of a request."""
         key, ticket = request.message.key, request.message.ticket
         answer = ServerMessage(kind, key, elements=sum(map(len, vectors)), ticket=ticket, **fields)
         return self._bus.send(request.source, answer, *vectors)
@@ -168,10 +151,10 @@ class ServerLoop:
     @property
     def _reach(self) -> int:
         """Number of steps of every worker that the weights contain."""
-        return min(self.store.applied, self.clocks.least)
+        return min(self.store.applied, *self.clocks)
 
     def _draw(self, envelope: Envelope) -> None:
-        message, worker = envelope.message, self._number[envelope.source]
+        message, worker = envelope.message, self._workers.index(envelope.source)
         if self._is_stale(envelope):
             return
         if worker in self._drawn and message.ticket and self._drawn[worker].ticket == message.ticket:
@@ -197,7 +180,7 @@ class ServerLoop:
         return envelope.message.ticket < latest
 
     def _pull(self, envelope: Envelope) -> None:
-        gap = envelope.message.clock - self.clocks.least
+        gap = envelope.message.clock - min(self.clocks)
         assert gap <= self._rule.staleness, f"a gap of {gap} clocks at a read, with {self._rule.name}"
         self.gaps[gap] += 1
         self.order.note(envelope)
@@ -207,34 +190,32 @@ class ServerLoop:
         message, piece = envelope.message, self.store.key_states[envelope.message.key].piece
         if message.number < 0:
             self._send_weights(envelope, MessageKind.COPY)
-            return
-        vector = [piece.weights, *piece.state.values()][message.number].copy()
-        self._answer(envelope, MessageKind.COPY, vector, number=message.number)
+        else:
+            vector = [piece.weights, *piece.state.values()][message.number].copy()
+            self._answer(envelope, MessageKind.COPY, vector, number=message.number)
 
     def _send_weights(self, envelope: Envelope, kind: MessageKind) -> None:
         """Send a key, or rows of it."""
         message, key_state = envelope.message, self.store.key_states[envelope.message.key]
         weights = key_state.visible
         if message.rows >= 0:
-            assert key_state.key.table is not None
             rows = envelope.vectors[0] if envelope.vectors else np.zeros(0, np.int64)
-            weights = weights[key_state.key.table.places(rows, key_state.key.span)]  # a copy
-        clocks = tuple(self.clocks.vector)
+            weights = weights[key_state.key.places(rows)]  # a copy
+        clocks = tuple(self.clocks)
         sent = self._answer(envelope, kind, weights, clock=self._reach, stop=self.stop_requested, clocks=clocks)
         if message.rows < 0:
             key_state.add_reader(sent)
 
     def _push(self, envelope: Envelope) -> None:
-        message, key_state = envelope.message, self.store.key_states[envelope.message.key]
+        message = envelope.message
         if message.rows < 0:
             gradient = envelope.vectors[0]
         else:
-            assert key_state.key.table is not None
             gradient = self.store.gradient_buffer(message.key)
             gradient[...] = 0
             if envelope.vectors:
                 rows, values = envelope.vectors
-                gradient[key_state.key.table.places(rows, key_state.key.span)] = values
+                gradient[self.store.key_states[message.key].key.places(rows)] = values
         self.parts = max(self.parts, message.parts)
         self.applied[message.key] += self.store.push(message, gradient)
         self.order.note(envelope)
@@ -242,11 +223,11 @@ class ServerLoop:
         self._advance()
 
     def _tick(self, envelope: Envelope) -> None:
-        message, worker = envelope.message, self._number[envelope.source]
-        self.clocks.tick(worker, message.clock)
+        message, worker = envelope.message, self._workers.index(envelope.source)
+        self.clocks[worker] = max(self.clocks[worker], message.clock)  # ticks may come late or twice
         self._parts[message.clock - 1] = message.parts
-        self._last[message.clock] = bool(message.stop)
-        self.ticks.append((time.perf_counter(), worker, message.clock))
+        if message.stop:
+            self._last = message.clock
         self.order.note(envelope)
         self._advance()
 
@@ -265,27 +246,26 @@ class ServerLoop:
         """Answer all RESTs once every living worker rests, no part must be redone, and all updates are made."""
         if not self._resting or len(self._resting) < len(self._workers) - len(self._gone) or self.work.returned:
             return
-        if self.store.applied < self.clocks.least:
+        if self.store.applied < min(self.clocks):
             return
         if isinstance(self.store, AsyncStore):
             self.store.quiesce()
-        self.work.forget(self.clocks.least)
+        self.work.forget(min(self.clocks))
         self.rests += 1
         for envelope in self._resting.values():
             self._answer_rest(envelope)
         self._resting.clear()
 
     def _answer_rest(self, envelope: Envelope) -> None:
-        clocks = tuple(self.clocks.vector)
-        self._answer(envelope, MessageKind.RESTED, number=self.store.updates, clocks=clocks)
+        self._answer(envelope, MessageKind.RESTED, number=self.store.updates, clocks=tuple(self.clocks))
 
     def _handle_death(self, envelope: Envelope) -> None:
         """Return a dead worker's part and exclude its clock."""
-        worker = self._number[envelope.source]
+        worker = self._workers.index(envelope.source)
         self._gone.add(envelope.source)
         self._resting.pop(envelope.source, None)
         self.work.gone(worker)
-        self.clocks.leave(worker)
+        self.clocks[worker] = GONE
         self.remind()
         self._release()
         self._advance()
@@ -302,28 +282,27 @@ class ServerLoop:
             self._squares.setdefault(clock, {})[self._servers.index(envelope.source)] = envelope.vectors
             self._advance()
 
-    # ------------------------------------------------------------------------------------------ steps as one update
-
     def _advance(self) -> None:
         """With synchronous updates: exchange a complete step's sums of squares; update once all have arrived."""
         store = self.store
         if not isinstance(store, SyncStore):
-            store.applied = self.clocks.least
+            store.applied = min(self.clocks)
+            self._parts.clear()
             self._release()
             return
-        clock, parts = store.applied, self._parts.get(store.applied)
-        if self._squared == clock < self.clocks.least and parts is not None and store.is_complete(parts):
+        clock = store.applied
+        if self._squared == clock < min(self.clocks) and clock in self._parts and store.is_complete(self._parts[clock]):
             mine = store.squares()
             self._squared += 1
-            self._squares.setdefault(clock, {})[self._here] = (mine,) if len(mine) else ()
-            for server, rank in enumerate(self._servers):
-                if server != self._here:
-                    message = ServerMessage(MessageKind.SQUARES, clock=clock, elements=len(mine))
-                    self._bus.send(rank, message, *([mine] if len(mine) else []))
+            self._squares.setdefault(clock, {})[self._here] = (mine,)
+            for server in self._servers:
+                if server != self._servers[self._here]:
+                    self._bus.send(server, ServerMessage(MessageKind.SQUARES, clock=clock, elements=len(mine)), mine)
         if self._squared == clock + 1 and len(self._squares.get(clock, ())) == len(self._servers):
             sums = self._squares.pop(clock)
             squares = np.concatenate([np.zeros(0), *(vector for at in range(len(sums)) for vector in sums[at])])
             self.norms[clock] = norm = store.finish(squares)
+            self._parts = {at: parts for at, parts in self._parts.items() if at > clock}
             if norm is not None and not math.isfinite(norm):
                 raise FloatingPointError(f"the norm of the gradient is not finite in step {clock}")
             self._release()

@@ -6,10 +6,12 @@ The arrival order of gradients is unknown, so the forecast counts the worst case
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
 from parallel.data_parallel.partition_spec import PartitionSpec
+from parallel.engine.settings import Settings
+from parallel.parameter_server.consistency import rule_of
 from parallel.parameter_server.key_assignment import ServerKey
 
 
@@ -21,11 +23,12 @@ def of_worker(plan: PartitionSpec, synchronous: bool) -> Counter[str]:
 
 
 def of_shard(
-    plan: PartitionSpec, keys: Sequence[ServerKey], states: int, *, workers: int, synchronous: bool, parts: int
+    plan: PartitionSpec, settings: Settings, keys: Iterable[ServerKey], shard: int, states: int, parts: int
 ) -> Counter[str]:
     """Bytes of the keys of one server, with `states` optimizer vectors and at most `parts` parts in a step."""
-    precision, size = plan.precision, sum(key.span.size for key in keys)
-    wide = precision.wide.itemsize
+    precision, keys = plan.precision, [key for key in keys if key.server == shard]
+    workers, synchronous = plan.ranks - settings.servers, rule_of(settings.consistency).synchronous
+    size, wide = sum(key.span.size for key in keys), precision.wide.itemsize
     bytes_ = Counter(parameters=size * precision.storage.itemsize, optimizer=size * wide * (states + precision.master))
     for key in keys if parts else ():
         landing = workers if key.table is None else 1  # rows arrive in temporary memory and are expanded one by one

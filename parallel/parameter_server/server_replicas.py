@@ -7,14 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
-from parallel.parameter_server.replication_chain import (
-    ChainMember,
-    ReplicationChainLost,
-    ReplicationChains,
-    UndeliveredMessage,
-)
-from parallel.parameter_server.server_loop import ServerLoop, ServerMail
+from parallel.parameter_server.messages import Envelope, Mail, MessageHandle, MessageKind, ServerMessage
+from parallel.parameter_server.replication_chain import ChainMember, ReplicationChainLost, ReplicationChains
+from parallel.parameter_server.server_loop import ServerLoop
 
 
 class ServerReplicas:
@@ -30,7 +25,7 @@ class ServerReplicas:
         By shard; set by the caller.
     """
 
-    def __init__(self, bus: ServerMail, me: int, servers: Sequence[int], workers: Sequence[int], replicas: int):
+    def __init__(self, bus: Mail, me: int, servers: Sequence[int], workers: Sequence[int], replicas: int):
         self._bus, self.me, self.ranks, self._workers = bus, me, list(servers), set(workers)
         self.chains = ReplicationChains(servers, replicas)
         self.mails = {shard: ShardMail(self, shard) for shard in self.chains.of(me)}
@@ -40,15 +35,15 @@ class ServerReplicas:
         self._failed = False
         bus.accept = self._receive_buffers
 
-    def send(self, rank: int, message: ServerMessage, *vectors: Any) -> Any:
+    def send(self, rank: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
         """Send to a rank, possibly this one; after a PROBLEM, which is the last message of its sender, nothing else."""
         self._failed |= message.kind is MessageKind.PROBLEM
         if self._failed and message.kind is not MessageKind.PROBLEM:
-            return UndeliveredMessage()
+            return MessageHandle()
         if rank != self.me:
             return self._bus.send(rank, message, *vectors)
         self._to_self.append(Envelope(rank, message, tuple(vector.copy() for vector in vectors)))
-        return UndeliveredMessage()
+        return MessageHandle()
 
     def dispatch(self) -> bool:
         """Dispatch the next message; returns False if there is none."""
@@ -117,25 +112,22 @@ class ServerReplicas:
         return self.mails[message.shard].accept(source, message)
 
 
-class ShardMail:
+class ShardMail(Mail):
     """Message bus of one shard's server: messages arrive in the chain's order, and only the tail sends."""
 
     def __init__(self, replicas: ServerReplicas, shard: int):
         self._replicas, self.shard = replicas, shard
         self.member = ChainMember(replicas.me, shard, replicas.chains, replicas.send)
-        self.accept: Callable[[int, ServerMessage], Sequence[Any]] = lambda source, message: ()
         self._last_sent: dict[int, tuple[ServerMessage, tuple[Any, ...]]] = {}
 
-    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> Any:
+    def send(self, peer: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
         """Answer a worker, or send to the current head of another shard."""
-        replicas, ranks = self._replicas, self._replicas.ranks
-        if message.kind is MessageKind.PROBLEM:
-            return replicas.send(peer, message)
-        if peer in ranks:
+        ranks, is_problem = self._replicas.ranks, message.kind is MessageKind.PROBLEM
+        if peer in ranks and not is_problem:
             shard = ranks.index(peer)
             self._last_sent[shard] = message._replace(shard=shard, sender=ranks[self.shard]), vectors
-            return self._send_to_shard(shard) if self.member.is_tail else UndeliveredMessage()
-        return replicas.send(peer, message, *vectors) if self.member.is_tail else UndeliveredMessage()
+            return self._send_to_shard(shard) if self.member.is_tail else MessageHandle()
+        return self._replicas.send(peer, message, *vectors) if self.member.is_tail or is_problem else MessageHandle()
 
     def resend(self) -> None:
         """Resend the last message to each shard, as it may have been lost."""
@@ -152,11 +144,8 @@ class ShardMail:
     def idle(self) -> None:
         self._replicas.idle()
 
-    def abandon(self, *kinds: MessageKind) -> None:
-        """No-op: a server awaits no answers."""
-
-    def _send_to_shard(self, shard: int) -> Any:
+    def _send_to_shard(self, shard: int) -> MessageHandle:
         chain, (message, vectors) = self._replicas.chains[shard], self._last_sent[shard]
         if not chain:  # lost, and the training will end
-            return UndeliveredMessage()
+            return MessageHandle()
         return self._replicas.send(chain[0], message, *vectors)

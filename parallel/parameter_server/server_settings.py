@@ -1,12 +1,47 @@
-"""Validation of the settings of a training with servers."""
+"""Settings of a training with servers: their validation, and the context of its parts."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from parallel.data_parallel.run_context import RunContext
 from parallel.engine.settings import Settings
+from parallel.optim.optimizers import Optimizer
 from parallel.optim.precision import PRECISIONS
-from parallel.parameter_server.worker_clocks import rule_of
+from parallel.parameter_server.consistency import ConsistencyRule, rule_of
+from parallel.parameter_server.key_assignment import ServerKey
+
+
+@dataclass(frozen=True)
+class ServerContext(RunContext):
+    """Run context with settings, optimizer and the keys of all servers."""
+
+    settings: Settings
+    optimizer: Optimizer
+    keys: tuple[ServerKey, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.plan.rank
+
+    @property
+    def servers(self) -> range:
+        """Ranks of the servers: the first ones."""
+        return range(self.settings.servers)
+
+    @property
+    def workers(self) -> range:
+        return range(self.settings.servers, self.plan.ranks)
+
+    @property
+    def rule(self) -> ConsistencyRule:
+        return rule_of(self.settings.consistency)
+
+    @property
+    def has_chains(self) -> bool:
+        """True if messages pass through replication chains and requests are repeated."""
+        return self.settings.fault_tolerant or self.settings.replicas > 1
 
 
 def factors(text: str) -> dict[int, float]:
@@ -27,27 +62,24 @@ def factors(text: str) -> dict[int, float]:
 
 def refuse_servers(settings: Settings, ranks: int, lamb: bool) -> None:
     """Raise ValueError for settings that are invalid with servers."""
-    servers, rule = settings.servers, rule_of(settings.consistency)
-    if settings.device != "cpu":
-        raise ValueError(f"device: servers and workers are on the host, found {settings.device}")
-    if servers < 1:
-        raise ValueError(f"servers: expected at least 1, found {servers}")
-    if servers >= ranks:
-        raise ValueError(f"servers: {servers} of {ranks} rank{'s' * (ranks > 1)} leave no workers")
-    if PRECISIONS[settings.precision].scaled:
-        why = "needs a loss scale that is equal on all workers, and these do not synchronise"
-        raise ValueError(f"precision: {settings.precision} {why}")
-    if lamb and (servers > 1 or not rule.synchronous):
-        raise ValueError("optimizer: lamb needs norms of whole tensors, which bsp on one server has")
-    if not 1 <= settings.replicas <= servers:
-        raise ValueError(f"replicas: expected 1 to {servers}, as many as servers, found {settings.replicas}")
-    if settings.replicas > 1 and (settings.record or settings.replay):
-        raise ValueError(f"replicas: expected 1 with record or replay, found {settings.replicas}")
-    if settings.check_every:
-        found = settings.check_every
-        raise ValueError(f"check_every: expected 0, since ps has one copy of each parameter; found {found}")
-    if settings.record and settings.record == settings.replay:
-        raise ValueError(f"record: {settings.record} is the file to replay")
+    servers, replicas, rule = settings.servers, settings.replicas, rule_of(settings.consistency)
+    precision, checked, recorded = settings.precision, settings.check_every, settings.record or settings.replay
+    for is_wrong, text in (
+        (settings.device != "cpu", f"device: servers and workers are on the host, found {settings.device}"),
+        (servers < 1, f"servers: expected at least 1, found {servers}"),
+        (servers >= ranks, f"servers: {servers} of {ranks} rank{'s' * (ranks > 1)} leave no workers"),
+        (PRECISIONS[precision].scaled, f"precision: {precision} needs a loss scale that is equal on all workers"),
+        (
+            lamb and (servers > 1 or not rule.synchronous),
+            "optimizer: lamb needs bsp on one server, for norms of tensors",
+        ),
+        (not 1 <= replicas <= servers, f"replicas: expected 1 to {servers}, as many as servers, found {replicas}"),
+        (replicas > 1 and recorded, f"replicas: expected 1 with record or replay, found {replicas}"),
+        (checked, f"check_every: expected 0, since ps has one copy of each parameter; found {checked}"),
+        (recorded and settings.record == settings.replay, f"record: {settings.record} is the file to replay"),
+    ):
+        if is_wrong:
+            raise ValueError(text)
     for rank, factor in factors(settings.slow).items():
         if not servers <= rank < ranks:
             raise ValueError(f"slow: rank {rank} is no worker; these are {servers} to {ranks - 1}")

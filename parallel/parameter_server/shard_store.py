@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,16 +20,9 @@ from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import Optimizer, block_squares, clip_factor
 from parallel.parameter_server.key_assignment import ServerKey
-from parallel.parameter_server.messages import ServerMessage
+from parallel.parameter_server.messages import MessageHandle, ServerMessage
 from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool
 from quant.types import Array
-
-
-class PendingRead(Protocol):
-    """Message in flight that reads weights."""
-
-    def done(self) -> bool:
-        """True once the message has left."""
 
 
 class ShardState:
@@ -37,47 +30,40 @@ class ShardState:
 
     def __init__(self, key: ServerKey, piece: OptimizerSpan):
         self.key, self.piece = key, piece
-        self._readers: list[PendingRead] = []
+        self._readers: list[MessageHandle] = []
 
     @property
     def visible(self) -> Array:
         """Weights in the operators' dtype."""
         return self.piece.weights if self.piece.stored is None else self.piece.stored
 
-    def add_reader(self, reader: PendingRead) -> None:
+    def add_reader(self, reader: MessageHandle) -> None:
         """Register a message that reads `visible` until it is done."""
-        self._readers = [other for other in self._readers if not other.done()]
-        self._readers.append(reader)
+        self._readers = [other for other in (*self._readers, reader) if not other.done()]
 
     def prepare(self, gradient: Array) -> OptimizerSpan:
         """The piece with this gradient, ready for an update; copied first if a message still reads it."""
+        piece = self.piece
         if not all(reader.done() for reader in self._readers):
-            self._copy_visible()
-        self._readers = []
-        self.piece.gradient = gradient
-        return self.piece
+            if piece.stored is None:
+                piece.weights = piece.weights.copy()
+            else:
+                piece.stored = piece.stored.copy()
+        self._readers, piece.gradient = [], gradient
+        return piece
 
     def refresh(self) -> None:
         """Update `visible` after an assignment to the weights."""
         if self.piece.stored is not None:
             narrow(self.piece.weights, self.piece.stored.dtype, out=self.piece.stored)
 
-    def _copy_visible(self) -> None:
-        if self.piece.stored is None:
-            self.piece.weights = self.piece.weights.copy()
-        else:
-            self.piece.stored = self.piece.stored.copy()
-
 
 class ShardStore:
     """Common part of both stores; ``make(size, dtype)`` allocates gradients.
 
-    Attributes
-    ----------
-    applied : int
-        Number of steps whose gradients are all in the weights.
-    updates : int
-        Number of updates of every key, after quiescence.
+    `applied` is the number of steps whose gradients are all in the weights, `updates` that of updates of every key,
+    after quiescence. ``push(message, gradient)`` takes over a gradient in a `gradient_buffer`, and returns False for a
+    duplicate.
     """
 
     def __init__(
@@ -99,10 +85,6 @@ class ShardStore:
     def gradient_buffer(self, key: int) -> Array:
         """Memory for a gradient that arrives."""
         return self._pools[key].take()
-
-    def push(self, message: ServerMessage, gradient: Array) -> bool:
-        """Take a gradient in a `gradient_buffer`, which the store owns from then on; returns False for a duplicate."""
-        raise NotImplementedError
 
 
 class AsyncStore(ShardStore):
@@ -191,11 +173,13 @@ class SyncStore(ShardStore):
 
         It is None without targets. Nothing is updated if it is not finite.
         """
-        norm, count = None, self.count
+        norm, count = None, sum(self._counts.values())
         if count:
             norm, factor = clip_factor(squares, 1 / count, self._clip)
             if np.isfinite(norm):
-                self._update(1 / count * factor)
+                pieces = [self.key_states[number].prepare(total) for number, total in self._totals.items()]
+                everything = AllBlocks([piece.span for piece in pieces])
+                self._optimizer.update(pieces, self.updates, 1 / count * factor, everything.gather)
                 self.updates += 1
         for number, total in self._totals.items():
             if total is not None:
@@ -204,13 +188,3 @@ class SyncStore(ShardStore):
         self._totals, self._counts = {}, {}
         self.applied += 1
         return norm
-
-    @property
-    def count(self) -> int:
-        """Number of targets of the received parts."""
-        return sum(self._counts.values())
-
-    def _update(self, scale: float) -> None:
-        pieces = [self.key_states[number].prepare(total) for number, total in self._totals.items()]
-        everything = AllBlocks([piece.span for piece in pieces])
-        self._optimizer.update(pieces, self.updates, scale, everything.gather)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from parallel.parameter_server.consistency import ConsistencyRule
 from parallel.parameter_server.key_assignment import ServerKey
-from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
-from parallel.parameter_server.server_loop import ServerFailed, ServerMail
+from parallel.parameter_server.messages import Envelope, Mail, MessageKind, ServerMessage
+from parallel.parameter_server.server_loop import ServerFailed
 from parallel.parameter_server.work_assignment import PartResult, WorkPart
-from parallel.parameter_server.worker_clocks import ConsistencyRule
 from quant.types import Array
 
 
@@ -28,15 +29,14 @@ class WorkerClient:
 
     def __init__(
         self,
-        bus: ServerMail,
+        bus: Mail,
         rule: ConsistencyRule,
         keys: Sequence[ServerKey],
         servers: Sequence[int],
         vectors: Sequence[Array],
     ):
         self._bus, self._rule, self._keys, self._servers = bus, rule, keys, list(servers)
-        self._vectors = list(vectors)
-        self.vector = self._vectors[0]  # weights in use
+        self.vector, *self._others = vectors  # weights in use, and the vector for prefetches, if any
         self.stop_requested = False  # True if some rank has requested to end, as known here
         self.last = -1  # step after which the training ends; -1 if it is not set
         self.updates = 0  # of the servers, as of the last quiescent point
@@ -55,20 +55,13 @@ class WorkerClient:
         self._over: set[int] = set()  # servers that have sent their last message
         bus.accept = self._receive_buffers
 
-    @property
-    def _prefetches(self) -> bool:
-        return len(self._vectors) > 1
-
-    # ------------------------------------------------------------------------------------------ operations
-
     def draw(self, clock: int, parts: int, done: tuple[WorkPart, PartResult] | None, stop: bool) -> WorkPart | None:
         """Request the next part; None if none is left in the step. `done` is the part finished before."""
         message = ServerMessage(MessageKind.DRAW, clock=clock, parts=parts, stop=stop or self.stop_requested)
         if done is not None:
             part, outcome = done
-            message = message._replace(
-                before=part.clock, number=part.number, loss=outcome.loss, targets=outcome.targets, factor=outcome.norm
-            )
+            loss, targets, norm, _ = outcome
+            message = message._replace(before=part.clock, number=part.number, loss=loss, targets=targets, factor=norm)
         self._requeued = False  # an AGAIN from now on may concern a part that this draw does not get
         self._bus.send(self._servers[0], message)
         self._until(lambda: bool(self._work))
@@ -82,8 +75,8 @@ class WorkerClient:
         `order` is that of the keys' use; of a table, only these rows are pulled.
         """
         self._clock = clock
-        if self._prefetches:
-            self.vector = self._other()
+        self._others.append(self.vector)
+        self.vector = self._others.pop(0)
         for number in order:
             if self._keys[number].table is not None:
                 self._known.pop(number, None)
@@ -108,27 +101,16 @@ class WorkerClient:
 
         Of a table, `rows` are those with a non-zero gradient.
         """
-        key = self._keys[number]
-        message = ServerMessage(
-            MessageKind.PUSH,
-            number,
-            part.clock,
-            number=part.number,
-            parts=parts,
-            elements=len(gradient),
-            targets=targets,
-            factor=factor,
-        )
-        vectors = [gradient]
+        key, vectors = self._keys[number], [gradient]
+        fields: dict[str, Any] = {"number": part.number, "parts": parts, "targets": targets, "factor": factor}
         if key.table is not None:
             here = key.table.within(rows, key.span)
-            values = gradient[key.table.places(here, key.span)]
-            message = message._replace(rows=len(here), elements=len(values))
-            vectors = [here, values] if len(here) else []
+            vectors, fields["rows"] = [here, gradient[key.places(here)]], len(here)
+        message = ServerMessage(MessageKind.PUSH, number, part.clock, elements=len(vectors[-1]), **fields)
         self._bus.send(self._servers[key.server], message, *vectors)
         self._unacknowledged[number] += 1
-        if self._prefetches and key.table is None:
-            self._pull(number, self._other(), None)
+        if self._others and key.table is None:
+            self._pull(number, self._others[0], None)
         self.poll()
 
     def acknowledged(self) -> None:
@@ -159,24 +141,21 @@ class WorkerClient:
 
     def copy(self) -> Array:
         """Read all weights; returns the vector that contains them."""
-        for key in self._keys:
-            self._copy(key, -1)
-        self._until(lambda: not self._copying)
+        self._copy([-1])
         return self.vector
 
     def copies(self, count: int, dtype: Any) -> list[Array]:
         """Read all state that a checkpoint keeps, as full vectors: weights, then `count` optimizer states."""
         self._whole = [np.zeros(len(self.vector), dtype) for _ in range(1 + count)]
-        for key in self._keys:
-            for number in range(len(self._whole)):
-                self._copy(key, number)
-        self._until(lambda: not self._copying)
+        self._copy(range(1 + count))
         whole, self._whole = self._whole, []
         return whole
 
-    def _copy(self, key: ServerKey, number: int) -> None:
-        self._copying.add((key.number, number))
-        self._bus.send(self._servers[key.server], ServerMessage(MessageKind.READ, key.number, number=number))
+    def _copy(self, numbers: Sequence[int]) -> None:
+        for key, number in product(self._keys, numbers):
+            self._copying.add((key.number, number))
+            self._bus.send(self._servers[key.server], ServerMessage(MessageKind.READ, key.number, number=number))
+        self._until(lambda: not self._copying)
 
     def _check_requeued(self) -> None:
         """Raise `Requeued` and drop open requests if the first server has sent AGAIN."""
@@ -188,7 +167,6 @@ class WorkerClient:
             raise Requeued
 
     def forget(self) -> None:
-        """Invalidate all pulled keys."""
         self._known.clear()
 
     def give_up(self) -> None:
@@ -238,15 +216,10 @@ class WorkerClient:
                 raise AssertionError(f"a worker received {kind.name} from rank {source}")
         return True
 
-    # ------------------------------------------------------------------------------------------ messages
-
     def _until(self, enough: Callable[[], bool]) -> None:
         while not enough():
             if not self.poll():
                 self._bus.idle()
-
-    def _other(self) -> Array:
-        return next(vector for vector in self._vectors if vector is not self.vector)
 
     def _arrives_fresh(self, number: int) -> bool:
         """Wait for the pull of a key, if any; returns True if the key is as fresh as the rule requires."""
@@ -264,11 +237,10 @@ class WorkerClient:
         message, vectors = ServerMessage(MessageKind.PULL, number, self._clock), []
         if key.table is not None:
             self._rows[number] = here = key.table.within(rows, key.span)
-            message, vectors = message._replace(rows=len(here)), [here] if len(here) else []
+            message, vectors = message._replace(rows=len(here)), [here]
         self._bus.send(self._servers[key.server], message, *vectors)
 
     def _receive_buffers(self, source: int, message: ServerMessage) -> list[Array]:
-        """Buffers for the vectors of a message."""
         key = self._keys[message.key]
         if message.number >= 0:
             return [self._whole[message.number][key.span.start : key.span.stop]]
@@ -282,7 +254,7 @@ class WorkerClient:
         message, key = envelope.message, self._keys[envelope.message.key]
         into = self._pulling.pop(message.key)
         if key.table is not None and envelope.vectors:
-            into[key.table.places(self._rows[message.key], key.span)] = envelope.vectors[0]
+            into[key.places(self._rows[message.key])] = envelope.vectors[0]
         self._known[message.key] = message.clock
         self.clocks = message.clocks
         self.stop_requested |= bool(message.stop)

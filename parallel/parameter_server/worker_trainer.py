@@ -22,11 +22,10 @@ from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.parameter_server.gradient_sink import ServerGradients
 from parallel.parameter_server.key_assignment import keys_of_unit
 from parallel.parameter_server.message_bus import MessageBus
+from parallel.parameter_server.messages import Mail
 from parallel.parameter_server.retry import RetryQueue
-from parallel.parameter_server.server_context import ServerContext
-from parallel.parameter_server.server_loop import ServerMail
 from parallel.parameter_server.server_memory import of_worker
-from parallel.parameter_server.server_settings import factors
+from parallel.parameter_server.server_settings import ServerContext, factors
 from parallel.parameter_server.work_assignment import PartResult, RankStep, WorkPart, joined
 from parallel.parameter_server.worker_client import Requeued, WorkerClient
 from quant.types import Array
@@ -40,7 +39,7 @@ class WorkerTrainer:
     ):
         self._context, self._loss, self._ledger = context, loss, ledger
         plan, memory, settings, length = context.plan, context.memory, context.settings, context.flat.length
-        self._mail: ServerMail = bus
+        self._mail: Mail = bus
         if context.has_chains:
             self._mail = RetryQueue(bus, context.servers, settings.replicas, context.storage, context.wide)
         synchronous = context.rule.synchronous
@@ -50,9 +49,8 @@ class WorkerTrainer:
         scratch = memory.private("buffers", plan.scratch(adds=False), context.wide)
         for bucket in buckets:
             bucket.use_scratch(scratch)
-        self._gradients = ServerGradients(
-            self.client, plan, buckets, context.keys, gradient, not synchronous, settings.clip or None
-        )
+        clip = settings.clip or None
+        self._gradients = ServerGradients(self.client, plan, buckets, context.keys, gradient, not synchronous, clip)
         self._has_table = any(key.table is not None for key in context.keys)
         self._keys_of_unit = [keys_of_unit(plan, context.keys, number) for number in range(len(plan.units))]
         self._order = list(dict.fromkeys(key for keys in self._keys_of_unit for key in keys))
@@ -113,7 +111,6 @@ class WorkerTrainer:
         self.client.updates = updates
 
     def refresh(self) -> None:
-        """Invalidate pulled weights."""
         self.client.forget()
 
     def leave(self, failed: bool) -> None:
@@ -128,8 +125,7 @@ class WorkerTrainer:
     def _work(self, clock: int, stop: bool) -> tuple[list[PartResult], int]:
         """Process parts of a step, and parts left by other workers, until none is left; results and early pushes."""
         outcomes: list[PartResult] = []
-        done: tuple[WorkPart, PartResult] | None = None
-        early = 0
+        done, early = None, 0
         while True:
             with self._context.recorder("communication", "draw"):
                 part = self.client.draw(clock, len(self._batches[clock]), done, stop)
@@ -143,7 +139,6 @@ class WorkerTrainer:
                 done = part, outcome
 
     def _part(self, part: WorkPart, batch: Batch, parts: int) -> PartResult:
-        """Forward and backward of a microbatch."""
         began, client, recorder = time.perf_counter(), self.client, self._context.recorder
         passing, count = self._pass(batch, part.clock), int(self._loss.count(batch.y))
         rows = np.unique(batch.x).astype(np.int64) if self._has_table else None

@@ -10,17 +10,17 @@ import numpy as np
 from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
 from parallel.optim.optimizers import SGD, OptimizerSpan
+from parallel.parameter_server.consistency import rule_of
 from parallel.parameter_server.event_order import EventOrder
 from parallel.parameter_server.key_assignment import ServerKey
-from parallel.parameter_server.messages import Envelope, MessageKind, ServerMessage
-from parallel.parameter_server.replication_chain import ReplicationChainLost, UndeliveredMessage
+from parallel.parameter_server.messages import Envelope, MessageHandle, MessageKind, ServerMessage
+from parallel.parameter_server.replication_chain import ReplicationChainLost
 from parallel.parameter_server.retry import RetryQueue
 from parallel.parameter_server.server_loop import ServerFailed, ServerLoop
 from parallel.parameter_server.server_replicas import ServerReplicas
 from parallel.parameter_server.shard_store import AsyncStore, ShardState, SyncStore
 from parallel.parameter_server.work_assignment import PartResult
 from parallel.parameter_server.worker_client import Requeued, WorkerClient
-from parallel.parameter_server.worker_clocks import rule_of
 
 RATE, KEYS = 0.5, 2
 IN_VAIN = 3000
@@ -44,7 +44,7 @@ class Mailbox:
         if peer not in self.world.dead:
             self.world.lines.setdefault((self.rank, peer), deque()).append((message, [v.copy() for v in vectors]))
             self.world.in_vain = 0
-        return UndeliveredMessage()
+        return MessageHandle()
 
     def poll(self):
         self.world.turn(self.rank)

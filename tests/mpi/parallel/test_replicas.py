@@ -11,11 +11,10 @@ from support import tiny_models
 
 from collectives import Communicator
 from parallel.decentralized import gossip, group_averaging
-from parallel.decentralized.averaging_style import ReplicaSums
+from parallel.decentralized.averaging_style import LocalSGD, ReplicaSums
 from parallel.decentralized.gossip import Gossip
 from parallel.decentralized.group_averaging import GroupAveraging
 from parallel.decentralized.hogwild import LINE
-from parallel.decentralized.local_sgd import LocalSGD
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
 from parallel.engine.data_parallel_engine import Engine

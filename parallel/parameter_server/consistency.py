@@ -1,0 +1,46 @@
+"""Consistency rules: limits on the staleness of weights that a worker may read. No MPI.
+
+A worker's clock counts its finished steps. A read for step c must include all pushes of every worker's first c - s
+steps, where s is the staleness. (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", NIPS 2013.)
+
+>>> [rule_of(text).allows(7, least=4) for text in ("bsp", "ssp:3", "async")]
+[False, True, True]
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+STALENESS = {"bsp": 0, "async": math.inf}
+"""Rules without a parameter."""
+
+GONE = 1 << 62
+"""Clock of a dead worker."""
+
+
+class ConsistencyRule(NamedTuple):
+    """Consistency rule: its name on the command line, and its staleness, infinite for ``async``."""
+
+    name: str
+    staleness: float
+
+    def allows(self, clock: int, least: int) -> bool:
+        """True if a read for step `clock` is allowed once every worker has made `least` steps."""
+        return clock - least <= self.staleness
+
+    @property
+    def synchronous(self) -> bool:
+        """True if the gradients of a step form one update (staleness 0)."""
+        return self.staleness == 0
+
+
+def rule_of(text: str) -> ConsistencyRule:
+    """Parse a rule such as ``ssp:3``; ValueError for others."""
+    if text in STALENESS:
+        return ConsistencyRule(text, STALENESS[text])
+    if not (found := re.fullmatch("ssp:([0-9]+)", text)):
+        raise ValueError(f"consistency: expected bsp, async, or ssp:S with a whole number S from 0 on, found {text!r}")
+    return ConsistencyRule(text, int(found[1]))
