@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections import deque
 from typing import Any
 
@@ -64,6 +65,12 @@ BUDGET = 1 << 22
 
 SPINS = 4000
 """Polls of a flag before the core is yielded, if every rank has a core of its own."""
+
+YIELDS = 100
+"""Yields of the core in one wait before it sleeps between polls, if ranks share cores."""
+
+NAP = 2e-5
+"""Seconds of such a sleep; the kernel's timer adds about 50 us."""
 
 MOST_SEGMENTS = 8
 
@@ -114,7 +121,8 @@ class NodeMemory:
         neighbours = self.comm.allgather((rank, os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
-        self.spins = SPINS if len(usable_cores()) >= self.size else 30
+        self.oversubscribed = len(usable_cores()) < self.size
+        self.spins = 30 if self.oversubscribed else SPINS
         budget = reduced(self.comm, min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
         self.cells = [min(CELL, max(256, budget // (CELLS * self.size) // LINE * LINE))]
         self.cells += [max(256, budget // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
@@ -141,10 +149,17 @@ class NodeMemory:
         able = self.readers[peer].able(MPI.Get_address(found), addresses[peer], 8) and found[0] == peer + 1
         return bool(reduced(self.comm, bool(able), MPI.LAND))  # also a barrier: all flags are zero, `mine` was read
 
-    def yielding(self) -> None:
-        """Yield the core, after driving MPI progress: peers may be waiting for our sends."""
+    def yielding(self, turn: int = 0) -> None:
+        """Yield the core, after driving MPI progress: peers may be waiting for our sends.
+
+        `turn`: number of yields in one wait. A rank that waits long sleeps if ranks share cores: the scheduler gives a
+        process that only yields as much of the core as one that works.
+        """
         self.comm.Iprobe()
-        pause()
+        if turn > YIELDS and self.oversubscribed:
+            time.sleep(NAP)
+        else:
+            pause()
 
     def flush(self) -> None:
         """Send the queued messages of all edges whose slots are free."""
@@ -248,7 +263,7 @@ class MailboxEdge:
             self.node.flush()
             spins -= 1
             if spins < 0:
-                self.node.yielding()
+                self.node.yielding(-spins)
 
     def wait_flag(self, at: int, wanted: int) -> None:
         """Wait until the flag is set; send queued messages meanwhile, on which peers may depend."""
@@ -258,7 +273,7 @@ class MailboxEdge:
                 self.node.flush()
             spins -= 1
             if spins < 0:
-                self.node.yielding()
+                self.node.yielding(-spins)
 
     def wait_acknowledged(self, number: int) -> None:
         """Wait until the peer has received the message."""
