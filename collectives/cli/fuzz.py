@@ -25,6 +25,9 @@ from collectives.cli.launcher import ProgramParser
 from collectives.conformance.launches import Launch, describe_end, find_mpiexec
 from collectives.fuzzing.sequences import Step, sequence
 
+MOST_FAULTS = 5
+"""Faults after which the program ends."""
+
 
 class Fault(NamedTuple):
     """A seed that failed, and the messages of the ranks and of mpiexec."""
@@ -40,7 +43,6 @@ class Job(NamedTuple):
     ranks: int
     threads: int
     calls: int
-    without: str
     limit: float
     control: bool = False
 
@@ -52,8 +54,7 @@ class Job(NamedTuple):
         steps = ",".join(f"{step.thread}.{step.number}" for step in only)
         words = [f"{seed}:{steps}" if steps else str(seed) for seed in seeds]
         with tempfile.TemporaryDirectory() as folder:
-            options = [str(self.limit), str(self.calls), str(self.threads), self.without]
-            options += ["yes" if self.control else "no", *words]
+            options = [str(self.limit), str(self.calls), str(self.threads), "yes" if self.control else "no", *words]
             launch = Launch(self.mpiexec, self.ranks, "collectives.fuzzing.fuzz_rank", Path(folder))
             status, output = launch.run(options, 10 * self.limit + 60 * len(seeds))
             calls, seed = 0, seeds[0]
@@ -78,21 +79,19 @@ class Job(NamedTuple):
         Parts are left out, first large ones, then smaller ones, as long as what remains fails.
         """
         until = time.monotonic() + seconds
-        steps = sequence(seed, self.threads, self.calls, self.without.split(","))
+        steps = sequence(seed, self.threads, self.calls)
         last: Fault | None = None
-        part = max(1, len(steps) // 2)
+        part, start, shorter = max(1, len(steps) // 2), 0, False
         while time.monotonic() < until:
-            start, less = 0, False
-            while start < len(steps) and time.monotonic() < until:
-                fewer = steps[:start] + steps[start + part :]
-                fault = self.run([seed], fewer)[1] if fewer else None
-                if fault is not None:
-                    steps, last, less = fewer, fault, True
-                else:
-                    start += part
-            if part == 1 and not less:
-                break
-            part = max(1, part // 2)
+            if start >= len(steps):
+                if part == 1 and not shorter:
+                    break
+                part, start, shorter = max(1, part // 2), 0, False
+            fewer = steps[:start] + steps[start + part :]
+            if fewer and (fault := self.run([seed], fewer)[1]):
+                steps, last, shorter = fewer, fault, True
+            else:
+                start += part
         return steps, last
 
 
@@ -104,19 +103,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--seeds", type=numbers, default=numbers("0:30"), metavar="LIST", help="as in 3,5 or 0:30 (default 0:30)")
     add("--threads", type=int, default=2, metavar="N", help="threads of each rank (default 2)")
     add("--calls", type=int, default=40, metavar="N", help="steps of each thread (default 40)")
-    add("--without", default="", metavar="WORDS", help="kinds of steps, methods, forms and flags to leave out: a,b")
     add("--control", action="store_true", help="the MPI's own in the place of ours: are the faults its own?")
     add("--limit", type=float, default=60, metavar="SECONDS", help="for each step (default 60)")
     add("--shrink", type=float, default=120, metavar="SECONDS", help="to spend on each fault (default 120; 0: none)")
-    add("--faults", type=int, default=5, metavar="N", help="end after so many (default 5)")
     args = parser.parse_args(argv)
     if (mpiexec := find_mpiexec()) is None:
         parser.error("there is no mpiexec: set MPIEXEC to one")
     total, faults, began = 0, 0, time.perf_counter()
     for ranks in args.ranks:
-        job = Job(mpiexec, ranks, args.threads, args.calls, args.without, args.limit, args.control)
+        job = Job(mpiexec, ranks, args.threads, args.calls, args.limit, args.control)
         seeds, here = list(args.seeds), 0
-        while seeds and faults < args.faults:
+        while seeds and faults < MOST_FAULTS:
             calls, fault = job.run(seeds[:20])
             here += calls
             if fault is None:

@@ -1,6 +1,6 @@
 """One rank's side of scripts/fuzz.py.
 
-    python -m collectives.fuzzing.fuzz_rank FOLDER SECONDS CALLS THREADS WITHOUT CONTROL SEED[:THREAD.NUMBER,...] ...
+    python -m collectives.fuzzing.fuzz_rank FOLDER SECONDS CALLS THREADS CONTROL SEED[:THREAD.NUMBER,...] ...
 
 Writes a line of JSON to FOLDER/rank-N when a seed begins and when it ends. SECONDS without a new step end
 the process with the stacks of all threads in FOLDER/stack-N; an error ends it at once, as the other ranks may wait for
@@ -13,18 +13,88 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpi4py import MPI
 
-from collectives.fuzzing.seed_runner import run
-from collectives.fuzzing.sequences import sequence
+from collectives import Communicator
+from collectives.fuzzing.sequences import Step, sequence
+from collectives.fuzzing.step_runner import Player
+
+
+def run(
+    world: MPI.Intracomm,
+    seed: int,
+    steps: Sequence[Step],
+    begins: Callable[[Step], object] = lambda step: None,
+    control: bool = False,
+) -> tuple[int, str]:
+    """Run the steps of one seed; collective over `world`.
+
+    The threads run one after the other on the MPI's own communicators, and together on ours. `begins` is called with
+    each step as it begins, in its thread. `control` puts the MPI's own in the place of ours. Returns the number of our
+    calls on this rank, and the first difference or the traceback of our first error, empty if there is none.
+    """
+    threads = sorted({step.thread for step in steps})
+    parts = [[step for step in steps if step.thread == thread] for thread in threads]
+    wanted = {}
+    for part in parts:
+        plain = world.Dup()
+        player = Player(plain, seed, begins)
+        player.run(part)
+        wanted.update(player.results)
+        plain.Free()
+    bases = [world.Dup() for _ in parts]
+    ours = bases if control else [Communicator(base) for base in bases]
+    players = [Player(comm, seed, begins) for comm in ours]
+    faults: list[str] = []
+
+    def play(player: Player, part: list[Step]) -> None:
+        try:
+            player.run(part)
+        except BaseException:
+            faults.append(f"at {player.now}\n{traceback.format_exc()}")
+
+    others = [threading.Thread(target=play, args=both, daemon=True) for both in zip(players[1:], parts[1:])]
+    for thread in others:
+        thread.start()
+    play(players[0], parts[0])
+    while not faults and (others := [thread for thread in others if thread.is_alive()]):
+        others[0].join(0.05)
+    if not faults:
+        found = {place: result for player in players for place, result in player.results.items()}
+        for step in steps:
+            one, other = wanted.get((step.thread, step.number)), found.get((step.thread, step.number))
+            if one != other:
+                faults.append(f"at {step}\n{difference(one, other)}")
+                break
+        for comm in ours:
+            if isinstance(comm, Communicator):
+                comm.close()
+        for base in bases:
+            base.Free()
+    return sum(player.calls for player in players), "\n".join(faults)
+
+
+def difference(wanted: list[bytes] | None, found: list[bytes] | None) -> str:
+    if wanted is None or found is None or len(wanted) != len(found):
+        return f"the MPI's own gave {wanted and len(wanted)} arrays, ours {found and len(found)}"
+    number = next(number for number, pair in enumerate(zip(wanted, found)) if pair[0] != pair[1])
+    one, other = wanted[number], found[number]
+    first = next((i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))
+    near = slice(first // 8 * 8, first // 8 * 8 + 24)
+    return (
+        f"array {number} of {len(wanted)}, {len(one)} and {len(other)} bytes, from byte {first} on: the MPI's own gave "
+        f"{one[near]!r}, ours {other[near]!r}"
+    )
 
 
 def main() -> None:
     """Run the seeds one after the other, until one of them shows a fault."""
-    folder, seconds, calls, threads, without, control, *seeds = sys.argv[1:]
+    folder, seconds, calls, threads, control, *seeds = sys.argv[1:]
     rank = MPI.COMM_WORLD.Get_rank()
     with open(Path(folder, f"rank-{rank}"), "w") as lines, open(Path(folder, f"stack-{rank}"), "w") as stack:
 
@@ -39,7 +109,7 @@ def main() -> None:
             seed, _, kept = word.partition(":")
             write(seed=int(seed))
             watch()
-            steps = sequence(int(seed), int(threads), int(calls), without.split(","))
+            steps = sequence(int(seed), int(threads), int(calls))
             if kept:
                 steps = [step for step in steps if f"{step.thread}.{step.number}" in kept.split(",")]
             try:
@@ -47,9 +117,7 @@ def main() -> None:
             except Exception:
                 made, fault = 0, f"outside of our communicators:\n{traceback.format_exc()}"
             write(seed=int(seed), calls=made, fault=fault)
-            if fault.find("Traceback") >= 0:
-                os._exit(3)
-            if any(MPI.COMM_WORLD.allgather(bool(fault))):
+            if "Traceback" in fault or any(MPI.COMM_WORLD.allgather(bool(fault))):
                 os._exit(3)
         faulthandler.dump_traceback_later(float(seconds), exit=True)  # the end of the process may hang, too
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from random import Random
 from typing import NamedTuple
 
@@ -98,11 +97,5 @@ def draw(seed: int, thread: int, number: int) -> Step:
     )
 
 
-def sequence(seed: int, threads: int, calls: int, without: Container[str] = ()) -> list[Step]:
-    """Draw the steps of all threads, `calls` of each; `without` names kinds of steps, forms and flags to leave out."""
-    drawn = [draw(seed, thread, number) for thread in range(threads) for number in range(calls)]
-    return [
-        step._replace(flags=frozenset(flag for flag in step.flags if flag not in without))
-        for step in drawn
-        if not any(word in without for word in (step.kind, step.form, step.method, step.op) if word)
-    ]
+def sequence(seed: int, threads: int, calls: int) -> list[Step]:
+    return [draw(seed, thread, number) for thread in range(threads) for number in range(calls)]

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from collectives import Communicator, algorithms, test_all, wait_all
 from collectives.algorithms import catalog
-from collectives.fuzzing.drawn_arguments import Arguments
+from collectives.fuzzing.drawn_call import DrawnCall
 from collectives.fuzzing.sequences import Step
 
 LOW = np.uint64(0xFFFFFFFF)
@@ -29,23 +29,14 @@ def compose(left: Any, inout: Any, _: MPI.Datatype) -> None:
 
 
 def add(left: Any, inout: Any, _: MPI.Datatype) -> None:
-    """Add, modulo 2**64."""
     total = np.frombuffer(inout, "u8")
     total += np.frombuffer(left, "u8")
 
 
+MAKING = ("dup", "clone", "split", "create", "wrap")
+"""Steps that make a communicator of another one."""
+
 FUNCTIONS = {"affine": (compose, False), "add": (add, True)}
-
-
-class DrawnCall:
-    """A call with its arguments, which may end later than the step that began it."""
-
-    def __init__(self, step: Step, comm: Any, arguments: Arguments) -> None:
-        self.step, self.comm, self.arguments = step, comm, arguments
-        self.request: Any = None
-
-    def record(self, results: Results) -> None:
-        results.setdefault((self.step.thread, self.step.number), []).extend(self.arguments.result())
 
 
 class Player:
@@ -56,7 +47,7 @@ class Player:
     step as it begins.
     """
 
-    def __init__(self, base: Any, seed: int, begins: Callable[[Step], object] = lambda step: None) -> None:
+    def __init__(self, base: Any, seed: int, begins: Callable[[Step], object]) -> None:
         self.begins = begins
         self.native = not isinstance(base, Communicator)
         self.seed = seed
@@ -77,7 +68,10 @@ class Player:
             comm = self.comms[step.comm % len(self.comms)]
             if comm == MPI.COMM_NULL and step.kind in ("call", "object", "exchange", "copied op", "copy"):
                 continue
-            getattr(self, f"_{step.kind.replace(' ', '_')}")(step, comm)
+            if step.kind not in MAKING:
+                getattr(self, f"_{step.kind.replace(' ', '_')}")(step, comm)
+            elif len(self.comms) < 5:
+                self.comms.append(MPI.COMM_NULL if comm == MPI.COMM_NULL else self._made(step, comm))
         last = self.now or Step(0, -1, "end")
         self._complete(last, None)
         self._release()
@@ -86,8 +80,6 @@ class Player:
             if comm != MPI.COMM_NULL:
                 comm.Free()
         del self.comms[1:]
-
-    # -------------------------------------------------------------------------------- calls on arrays
 
     def _op(self, step: Step) -> MPI.Op | None:
         if not step.op:
@@ -118,28 +110,27 @@ class Player:
 
     def _call(self, step: Step, comm: Any) -> None:
         self.calls += 1
-        arguments = Arguments(step, comm, self.seed, self._op(step), self.native)
-        call = DrawnCall(step, comm, arguments)
-        keywords = arguments.keywords | self._chosen(step)
+        call = DrawnCall(step, comm, self.seed, self._op(step), self.native)
+        keywords = call.keywords | self._chosen(step)
         method = getattr(comm, step.method)
         turns = 1 + step.pick % 3 if step.form == "bound" else 1
         if self.native or step.form == "blocking":
             for turn in range(turns):
                 if turn:
-                    arguments.refill()
-                method(*arguments.positional, **keywords)
-                call.record(self.results)
+                    call.refill()
+                method(*call.positional, **keywords)
+                self._record(call)
             if step.form == "kept":
-                call.request = lambda: method(*arguments.positional, **keywords)
+                call.request = lambda: method(*call.positional, **keywords)
                 self.kept.append(call)
             else:
-                self._free_type(call)
+                call.free_type()
             return
         persistent = step.form in ("bound", "kept")
         name = f"{step.method}_init" if persistent else f"I{step.method.lower()}"
-        call.request = getattr(comm, name)(*arguments.positional, **keywords)
+        call.request = getattr(comm, name)(*call.positional, **keywords)
         if "type freed" in step.flags:
-            self._free_type(call)
+            call.free_type()
         if step.form == "pending":
             self.pending.append(call)
         elif not persistent:
@@ -147,16 +138,15 @@ class Player:
         else:
             for turn in range(turns):
                 if turn:
-                    arguments.refill()
+                    call.refill()
                 call.request.Start()
                 self._wait([call], step.pick // (turn + 1), ends=False)
             self.kept.append(call)
             if step.form == "bound":
                 self._release(lambda other: other is call)
 
-    def _free_type(self, call: DrawnCall) -> None:
-        if call.arguments.derived and call.arguments.datatype != MPI.DATATYPE_NULL:
-            call.arguments.datatype.Free()
+    def _record(self, call: DrawnCall) -> None:
+        self.results.setdefault((call.step.thread, call.step.number), []).extend(call.result())
 
     def _wait(self, calls: list[DrawnCall], pick: int, ends: bool = True) -> None:
         """Complete the calls in one of several ways, and record the results."""
@@ -174,9 +164,9 @@ class Player:
             while not (test_all if way == 2 else MPI.Request.Testall)(requests):
                 pass
         for call in calls:
-            call.record(self.results)
+            self._record(call)
             if ends:
-                self._free_type(call)
+                call.free_type()
 
     def _complete(self, step: Step, _: Any) -> None:
         """Complete all pending calls, or some of them, in an order of this rank's own."""
@@ -195,25 +185,22 @@ class Player:
         """Start kept requests once more, all of them before the first is waited for."""
         for call in self.kept:
             self.calls += 1
-            call.arguments.refill()
+            call.refill()
             if self.native:
                 call.request()
-                call.record(self.results)
+                self._record(call)
             else:
                 call.request.Start()
         if self.kept and not self.native:
             self._wait(list(self.kept), step.pick, ends=False)
 
     def _release(self, gone: Callable[[DrawnCall], bool] = lambda call: True) -> None:
-        """Free kept requests."""
         for call in self.kept:
             if gone(call):
                 if not self.native:
                     call.request.Free()
-                self._free_type(call)
+                call.free_type()
         self.kept = [call for call in self.kept if not gone(call)]
-
-    # -------------------------------------------------------------------------------- objects, and messages
 
     def _object(self, step: Step, comm: Any) -> None:
         """A collective on Python objects."""
@@ -221,73 +208,44 @@ class Player:
         root, mine = step.pick % size, (step.number, rank, "x" * (step.pick % 7))
         self.calls += 1
         pairs = [(mine, other) for other in range(size)]
-        match step.method:
-            case "barrier":
-                found = comm.barrier()
-            case "bcast":
-                found = comm.bcast(mine if rank == root else None, root=root)
-            case "gather":
-                found = comm.gather(mine, root=root)
-            case "scatter":
-                found = comm.scatter(pairs if rank == root else None, root=root)
-            case "allgather":
-                found = comm.allgather(mine)
-            case "alltoall":
-                found = comm.alltoall(pairs)
-            case "reduce":
-                found = comm.reduce(rank + step.number, op=MPI.SUM, root=root)
-            case method:
-                found = getattr(comm, method)(rank * 7 % 5, op=(MPI.SUM, MPI.MAX)[step.pick % 2])
+        arguments: dict[str, tuple[Any, ...]] = {
+            "barrier": (),
+            "bcast": (mine if rank == root else None, root),
+            "gather": (mine, root),
+            "scatter": (pairs if rank == root else None, root),
+            "allgather": (mine,),
+            "alltoall": (pairs,),
+            "reduce": (rank + step.number, MPI.SUM, root),
+        }
+        sum_or_largest = rank * 7 % 5, (MPI.SUM, MPI.MAX)[step.pick % 2]
+        found = getattr(comm, step.method)(*arguments.get(step.method, sum_or_largest))
         self.results[step.thread, step.number] = [repr(found).encode()]
 
     def _exchange(self, step: Step, comm: Any) -> None:
-        """Messages around a ring."""
         rank, size = comm.Get_rank(), comm.Get_size()
         sent, received = np.full(step.pick % 50, rank), np.empty(50, int)
         comm.Sendrecv(sent, (rank + 1) % size, 5, received, (rank - 1) % size, 5)
         found = comm.sendrecv(rank, (rank - 1) % size, 6, None, (rank + 1) % size, 6)
         self.results[step.thread, step.number] = [received[: len(sent)].tobytes(), repr(found).encode()]
 
-    # -------------------------------------------------------------------------------- communicators
-
-    def _dup(self, step: Step, comm: Any) -> None:
-        self._append(comm, comm.Dup)
-
-    def _clone(self, step: Step, comm: Any) -> None:
-        self._append(comm, comm.Clone)
-
-    def _split(self, step: Step, comm: Any) -> None:
-        def split() -> Any:
-            rank = comm.Get_rank()
+    def _made(self, step: Step, comm: Any) -> Any:
+        """A communicator made of another one by a step of `MAKING`."""
+        rank, size = comm.Get_rank(), comm.Get_size()
+        if step.kind == "split":
             color = Random(f"{self.seed} {step.number} {rank}").choice((0, 0, 1, MPI.UNDEFINED))
             return comm.Split(color, -rank if step.pick % 2 else rank)
-
-        self._append(comm, split)
-
-    def _create(self, step: Step, comm: Any) -> None:
-        def create() -> Any:
+        if step.kind == "create":
             group = comm.Get_group()
-            part = group.Incl(range(comm.Get_size() - step.pick % 2 or 1))
+            part = group.Incl(range(size - step.pick % 2 or 1))
             created = comm.Create(part)
             part.Free()
             group.Free()
             return created
-
-        self._append(comm, create)
-
-    def _wrap(self, step: Step, comm: Any) -> None:
-        """A communicator of ours over a new one of the MPI's."""
-
-        def wrap() -> Any:
+        if step.kind == "wrap":  # ours over a new one of the MPI's
             plain = MPI.Intracomm(comm).Dup()
-            nodes = [rank % 2 for rank in range(plain.Get_size())] if step.pick % 3 == 1 else None
+            nodes = [rank % 2 for rank in range(size)] if step.pick % 3 == 1 else None
             return plain if self.native else Communicator(plain, shared=step.pick % 5 > 0, nodes=nodes)
-
-        self._append(comm, wrap)
-
-    def _append(self, comm: Any, make: Callable[[], Any]) -> None:
-        if len(self.comms) < 5:
-            self.comms.append(MPI.COMM_NULL if comm == MPI.COMM_NULL else make())
+        return comm.Dup() if step.kind == "dup" else comm.Clone()
 
     def _copy(self, step: Step, comm: Any) -> None:
         """A copy of the object, if it can be copied, must give the same results."""
@@ -300,12 +258,9 @@ class Player:
         if total[0] != sum(range(twin.Get_size())):
             raise AssertionError(f"{step}: {total}")
 
-    def _free(self, step: Step, _: Any, several: int = 1) -> None:
+    def _free(self, step: Step, _: Any) -> None:
         """Free communicators, in an order of this rank's own if several, with calls under way on them or not."""
-        places = list(range(1, len(self.comms)))[-several:]
-        if not places:
-            return
-        gone = [self.comms[place] for place in places]
+        gone = self.comms[1:][-1 if step.kind == "free" else -3 :]
         self._release(lambda call: any(call.comm is comm for comm in gone))
         if step.pick % 2:
             self._complete(step, None)
@@ -313,12 +268,9 @@ class Player:
         for comm in gone:
             if comm != MPI.COMM_NULL:
                 comm.Free()
-        del self.comms[places[0] :]
+        del self.comms[len(self.comms) - len(gone) :]
 
-    def _free_out_of_order(self, step: Step, comm: Any) -> None:
-        self._free(step, comm, 3)
-
-    # -------------------------------------------------------------------------------- operations
+    _free_out_of_order = _free
 
     def _free_ops(self, *unused: Any) -> None:
         """Free all of the user's operations, after the calls that they are in."""

@@ -6,7 +6,7 @@ More of them: ``python scripts/fuzz.py``, which also shrinks those that fail.
 import pytest
 from mpi4py import MPI
 
-from collectives.fuzzing.seed_runner import run
+from collectives.fuzzing.fuzz_rank import run
 from collectives.fuzzing.sequences import sequence
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a drawn call for one rank: arrays with closed contents, and the ways to spell them."""
+"""A drawn call on one rank: arrays with random contents, and the ways to spell them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from collectives.fuzzing.sequences import Step
 
 ROOTED = ("Bcast", "Reduce", "Scatter", "Gather", "Scatterv", "Gatherv")
 """Methods in which ranks differ in the arrays that they have, while making a shared array is collective."""
+
+KINDS = {
+    **dict.fromkeys(("Allreduce", "Reduce", "Scan", "Exscan"), ("vector", "vector")),
+    "Scatter": ("blocks", "vector"),
+    **dict.fromkeys(("Gather", "Allgather"), ("vector", "blocks")),
+    "Alltoall": ("blocks", "blocks"),
+    "Scatterv": ("unequal", "own"),
+    **dict.fromkeys(("Gatherv", "Allgatherv"), ("own", "unequal")),
+    "Alltoallv": ("unequal", "unequal"),
+}
+"""Send and receive buffers: a vector, a block of each rank, the own one of unequal blocks, or all of these."""
 
 GUARD = 3
 """Elements before and after what a call may touch."""
@@ -42,8 +53,8 @@ class DLPackOnly:
         return self.array.__dlpack__(**options)
 
 
-class Arguments:
-    """One rank's arguments of one call.
+class DrawnCall:
+    """One rank's arguments of one call, and its request if it may end later than the step that began it.
 
     A `native` call, the MPI's own, may use all of a receive buffer where ours must not.
     """
@@ -71,17 +82,19 @@ class Arguments:
         self._wholes: list[tuple[np.ndarray, bool]] = []
         self._ignored: list[np.ndarray] = []
         self.positional: list[Any] = []
+        self.request: Any = None
         self.keywords: dict[str, Any] = {} if op is None else {"op": op}
-        getattr(self, f"_{step.method.lower()}")()
+        n = step.n
+        self._lengths = self._common.choice([0, n, n // 2 + 1, n], (self.size, self.size))  # of unequal blocks
+        if self.in_place:
+            self._lengths = np.minimum(self._lengths, self._lengths.T)
+        getattr(self, f"_{step.method.lower()}", self._arrays)()
         self.refill()
-
-    # -------------------------------------------------------------------------------- arrays
 
     def _room(self, count: int, is_input: bool) -> np.ndarray:
         """Room for `count` elements of the data type, with guards around it."""
         count = count * self.extent
-        shared = "shared" in self.step.flags and self.step.method not in ROOTED and self.dtype.names is None
-        shared = shared and not self.native
+        shared = "shared" in self.step.flags and not (self.native or self.dtype.names or self.step.method in ROOTED)
         length = count + 2 * GUARD
         whole = self.comm.empty(length, self.dtype) if shared else np.zeros(length, self.dtype)
         self._wholes.append((whole, is_input))
@@ -114,7 +127,9 @@ class Arguments:
                 parts.append((whole.astype("d") if self.dtype.char == "g" else whole).tobytes())
         return [*parts, repr(kept).encode()]
 
-    # -------------------------------------------------------------------------------- spellings
+    def free_type(self) -> None:
+        if self.derived and self.datatype != MPI.DATATYPE_NULL:
+            self.datatype.Free()
 
     def _spelled(self, array: np.ndarray, count: int) -> Any:
         """A vector, or blocks of `count` elements each."""
@@ -137,10 +152,6 @@ class Arguments:
     def _rooted(self) -> None:
         self.keywords["root"] = np.array(self.root) if "root as an array" in self.step.flags else self.root
 
-    def _lengths(self, *shape: int) -> np.ndarray:
-        n = self.step.n
-        return self._common.choice([0, n, n // 2 + 1, n], shape)
-
     def _displs(self, lengths: list[int]) -> tuple[list[int] | None, int]:
         """Places of blocks, close together or in reverse order with gaps; and the room for all."""
         if "packed" in self.step.flags:
@@ -148,31 +159,43 @@ class Arguments:
         ends = list(accumulate(length + 1 for length in reversed(lengths)))
         return [end - length - 1 for end, length in zip(ends, reversed(lengths))][::-1], ends[-1]
 
-    # -------------------------------------------------------------------------------- methods
+    def _side(self, kind: str, sends: bool, is_input: bool) -> Any:
+        """A send or receive buffer of one of the `KINDS`, spelled."""
+        lengths = self._lengths[:, 0].tolist()
+        if self.step.method == "Alltoallv":
+            lengths = (self._lengths[self.rank] if sends else self._lengths[:, self.rank]).tolist()
+        if kind == "unequal":
+            displs, count = self._displs(lengths)
+            return self._spelled_v(self._room(count, is_input), lengths, displs)
+        n = self.step.n
+        count = {"vector": n, "blocks": n * self.size, "own": lengths[self.rank], "total": sum(lengths)}[kind]
+        return self._spelled(self._room(count, is_input), n if kind == "blocks" else count)
+
+    def _arrays(self) -> None:
+        """Buffers of all methods but those below, in which a root alone has the larger one; its own is in place."""
+        sent, received = KINDS[self.step.method]
+        rooted, scatters = self.step.method in ROOTED, self.step.method.startswith("Scatter")
+        if rooted:
+            self._rooted()
+        here = self.rank == self.root or not rooted
+        in_place = self.in_place and here
+        send = recv = None
+        if here or not scatters:
+            send = self._in_place() if in_place and not scatters else self._side(sent, True, True)
+        if scatters and in_place:
+            recv = self._in_place()
+        elif here or scatters:
+            recv = self._side(received, False, in_place)
+        self.positional = [send, recv]
+        if self.step.method == "Exscan" and self.rank == 0:
+            self._ignored.append(self._wholes[-1][0][GUARD:-GUARD])
 
     def _barrier(self) -> None:
         pass
 
     def _bcast(self) -> None:
         self._rooted()
-        self.positional = [self._spelled(self._room(self.step.n, self.rank == self.root), self.step.n)]
-
-    def _allreduce(self) -> None:
-        n = self.step.n
-        send = None if self.in_place else self._spelled(self._room(n, True), n)
-        recv = self._room(n, self.in_place)
-        self.positional = [self._in_place() if send is None else send, self._spelled(recv, n)]
-        if self.step.method == "Exscan" and self.rank == 0:
-            self._ignored.append(recv)
-
-    _scan = _exscan = _allreduce
-
-    def _reduce(self) -> None:
-        self._rooted()
-        if self.rank == self.root:
-            self._allreduce()
-        else:
-            self.positional = [self._spelled(self._room(self.step.n, True), self.step.n), None]
+        self.positional = [self._side("vector", True, self.rank == self.root)]
 
     def _reduce_scatter_block(self) -> None:
         n, total = self.step.n, self.step.n * self.size
@@ -185,70 +208,9 @@ class Arguments:
         self.positional = [self._in_place(), *spelled] if send is None else spelled
 
     def _reduce_scatter(self) -> None:
-        lengths = self._lengths(self.size).tolist()
-        mine, total = lengths[self.rank], sum(lengths)
+        send = self._in_place() if self.in_place else self._side("total", True, True)
+        recv = self._side("total" if self.in_place else "own", False, self.in_place)
         if self.in_place:
-            recv = self._room(total, True)
-            self._ignored.append(recv[mine * self.extent :])
-            self.positional = [self._in_place(), self._spelled(recv, total), lengths]
-        else:
-            send, recv = self._room(total, True), self._room(mine, False)
-            self.positional = [self._spelled(send, total), self._spelled(recv, mine), lengths]
-
-    def _scatter(self) -> None:
-        self._rooted()
-        n, here = self.step.n, self.rank == self.root
-        send = self._spelled(self._room(n * self.size, True), n) if here else None
-        stays = here and self.in_place
-        self.positional = [send, self._in_place() if stays else self._spelled(self._room(n, False), n)]
-
-    def _gather(self) -> None:
-        self._rooted()
-        if self.rank == self.root:
-            self._allgather()
-        else:
-            self.positional = [self._spelled(self._room(self.step.n, True), self.step.n), None]
-
-    def _allgather(self) -> None:
-        n = self.step.n
-        send = self._in_place() if self.in_place else self._spelled(self._room(n, True), n)
-        self.positional = [send, self._spelled(self._room(n * self.size, self.in_place), n)]
-
-    def _alltoall(self) -> None:
-        n, whole = self.step.n, self.step.n * self.size
-        send = self._in_place() if self.in_place else self._spelled(self._room(whole, True), n)
-        self.positional = [send, self._spelled(self._room(whole, self.in_place), n)]
-
-    def _scatterv(self) -> None:
-        self._rooted()
-        lengths = self._lengths(self.size).tolist()
-        displs, count = self._displs(lengths)
-        mine, here = lengths[self.rank], self.rank == self.root
-        send = self._spelled_v(self._room(count, True), lengths, displs) if here else None
-        stays = here and self.in_place
-        self.positional = [send, self._in_place() if stays else self._spelled(self._room(mine, False), mine)]
-
-    def _allgatherv(self) -> None:
-        lengths = self._lengths(self.size).tolist()
-        displs, count = self._displs(lengths)
-        mine = lengths[self.rank]
-        send = self._in_place() if self.in_place else self._spelled(self._room(mine, True), mine)
-        self.positional = [send, self._spelled_v(self._room(count, self.in_place), lengths, displs)]
-
-    def _gatherv(self) -> None:
-        self._rooted()
-        if self.rank == self.root:
-            self._allgatherv()
-        else:
-            mine = int(self._lengths(self.size)[self.rank])
-            self.positional = [self._spelled(self._room(mine, True), mine), None]
-
-    def _alltoallv(self) -> None:
-        lengths = self._lengths(self.size, self.size)
-        if self.in_place:
-            lengths = np.minimum(lengths, lengths.T)
-        sent, received = lengths[self.rank].tolist(), lengths[:, self.rank].tolist()
-        displs, count = self._displs(sent)
-        send = self._in_place() if self.in_place else self._spelled_v(self._room(count, True), sent, displs)
-        displs, count = self._displs(received)
-        self.positional = [send, self._spelled_v(self._room(count, self.in_place), received, displs)]
+            mine = int(self._lengths[self.rank, 0])
+            self._ignored.append(self._wholes[-1][0][GUARD + mine * self.extent : -GUARD])
+        self.positional = [send, recv, self._lengths[:, 0].tolist()]
