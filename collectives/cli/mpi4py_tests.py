@@ -6,7 +6,7 @@
 The tests come from the source distribution of the installed mpi4py, which pip downloads the first time. Each file is an
 mpiexec of its own, under the MPI of this Python's environment; MPIEXEC names another. A file with failures runs once
 more on the MPI's own communicators: tests that fail there too are shown and do not count. Files and the cases left out,
-with reasons, are the tables of scripts/conformance/files.py. Ends with status 1 if a test fails.
+with reasons, are the tables of collectives/conformance/test_files.py. Ends with status 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import NamedTuple
 from collectives.cli.arguments import rank_counts
 from collectives.cli.launcher import ProgramParser
 from collectives.conformance.launches import Launch, describe_end, find_mpiexec
-from collectives.conformance.test_files import EXCLUDED, EXCLUDED_ARRAYS, FILES
-from collectives.conformance.test_sources import fetched
+from collectives.conformance.test_files import EXCLUDED, EXCLUDED_ARRAYS, FAKE_GPU, FILES, fetched
 
 
 class Outcome(NamedTuple):
@@ -32,42 +31,26 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
-def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
-    """Read the ranks' files: the outcomes of tests that all ranks have ended, and whether all ended all tests.
+KINDS = ("excluded", "skipped", "passed", "failed")
+"""Kinds of outcomes; the last one of any rank is that of the test."""
 
-    If not, the outcomes hold the first test in which a rank ended or stood, too, and none after it.
+
+def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
+    """Read the ranks' files: the outcomes of tests that all ranks have begun, and whether all ended all tests.
+
+    A test in which a rank ended or stood has failed.
     """
+    ranks = [{line["test"]: line for line in launch.lines(rank)} for rank in range(launch.ranks)]
+    begun = {rank: lines for rank, lines in enumerate(ranks) if lines}  # others were ended before the first test
     outcomes: dict[str, Outcome] = {}
-    order: dict[str, int] = {}
-    unfinished: list[tuple[float, str, int]] = []
-    for rank in range(launch.ranks):
-        place, position = "the start", -1.0
-        for line in launch.lines(rank):
-            kind, place = line.get("outcome"), line["test"]
-            position = order.setdefault(place, len(order))
-            before = outcomes.get(place)
-            if kind is None or kind == "end":
-                continue
-            if before is None or (kind == "failed" and before.kind != "failed") or before.kind == "skipped":
-                outcomes[place] = Outcome(kind, f"rank {rank} of {launch.ranks}:\n{line.get('text', '')}")
-            place, position = "between tests", position + 0.5
-        if place:
-            unfinished.append((position, place, rank))
-    if not unfinished:
-        return outcomes, True
-    if order:  # a rank that wrote nothing was ended by the others before it came to the first test
-        first = next(iter(order))
-        unfinished = [
-            (0.0, first, rank) if place == "the start" else (at, place, rank) for at, place, rank in unfinished
-        ]
-    position, first, _ = min(unfinished)
-    outcomes = {name: outcome for name, outcome in outcomes.items() if order[name] <= position}
-    texts = [outcomes[first].text] if first in outcomes else []
-    for rank in [rank for _, place, rank in unfinished if place == first]:
-        texts.append(f"rank {rank} of {launch.ranks} ended or stood in it:\n{launch.stack(rank)}")
-    if first in order:
-        outcomes[first] = Outcome("failed", "\n".join(texts))
-    return outcomes, False
+    for name in dict.fromkeys(name for lines in begun.values() for name in lines):
+        if name and all(name in lines for lines in begun.values()):
+            several = []
+            for rank, lines in begun.items():
+                text = lines[name].get("text", f"ended or stood in it:\n{launch.stack(rank)}")
+                several.append(Outcome(lines[name]["outcome"], f"rank {rank} of {launch.ranks}:\n{text}"))
+            outcomes[name] = max(several, key=lambda outcome: KINDS.index(outcome.kind))
+    return outcomes, all("" in lines for lines in ranks)
 
 
 def run(mpiexec: str, ranks: int, module: str, seconds: float, native: bool = False) -> dict[str, Outcome]:
@@ -91,7 +74,6 @@ def run(mpiexec: str, ranks: int, module: str, seconds: float, native: bool = Fa
 
 
 def cell(outcomes: dict[str, Outcome], also_natively: set[str]) -> str:
-    """Counts of one file on so many ranks, for the table."""
     count = Counter("native" if name in also_natively else kind for name, (kind, _) in outcomes.items())
     words = {"passed": "", "failed": " FAILED", "native": " failed, natively too", "skipped": " skipped"}
     words["excluded"] = " left out"
@@ -115,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit(str(error))
     if missing := [name for name in files if not (tests / f"{name}.py").exists()]:
         parser.error(f"mpi4py has no {', '.join(missing)}")
-    for pattern, why in EXCLUDED_ARRAYS + EXCLUDED:
+    for pattern, why in ((f"arrays of {EXCLUDED_ARRAYS}", FAKE_GPU), *EXCLUDED):
         print(f"left out: {pattern} ({why})")
     messages: dict[str, str] = {}
     faults = passed = 0
@@ -124,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         for size in args.ranks:
             outcomes = run(mpiexec, size, module, args.limit)
             failed = {name for name, (kind, _) in outcomes.items() if kind == "failed"}
-            natively: dict[str, Outcome] = run(mpiexec, size, module, args.limit, native=True) if failed else {}
+            natively = run(mpiexec, size, module, args.limit, native=True) if failed else {}
             also = {name for name in failed if name in natively and natively[name].kind == "failed"}
             also.discard(f"{module} (the launch)")
             print(f"{module:22} {size} ranks  {cell(outcomes, also)}", flush=True)

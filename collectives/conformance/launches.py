@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,9 +41,8 @@ class Launch(NamedTuple):
             )  # fmt: skip
             status: int | None = None
             try:
-                status = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                pass
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(limit)
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -50,18 +50,17 @@ class Launch(NamedTuple):
             output.seek(0)
             return status, "\n".join(output.read().splitlines()[-40:])
 
+    def _written(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text() if file.exists() else ""
+
     def lines(self, rank: int) -> list[dict[str, Any]]:
-        """The lines that a rank has written."""
-        file = self.folder / f"rank-{rank}"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [json.loads(line) for line in self._written(f"rank-{rank}").splitlines()]
 
     def stack(self, rank: int) -> str:
-        """The stacks that a rank has written."""
-        file = self.folder / f"stack-{rank}"
-        return file.read_text() if file.exists() else ""
+        return self._written(f"stack-{rank}")
 
 
 def describe_end(status: int | None, output: str) -> str:
-    """End of a launch as text."""
     how = "did not end" if status is None else f"ended with status {status}"
     return f"mpiexec {how}; its last lines:\n{output}"

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
 from fnmatch import fnmatchcase
+from importlib.metadata import version
+from pathlib import Path
 
 FILES = (
     # collectives on buffers: blocking, non-blocking, persistent; of unequal blocks; between groups; among neighbours
@@ -34,14 +41,40 @@ EXCLUDED = (
 )
 """Cases that are not run, as patterns of ``module.class.method``, each with the reason."""
 
-EXCLUDED_ARRAYS = (("FakeGPUArray*", FAKE_GPU),)
-"""Kinds of arrays that no case is run with, as patterns of class names in mpi4py's ``arrayimpl``, with the reason."""
+EXCLUDED_ARRAYS = "FakeGPUArray"
+"""First letters of the classes in mpi4py's ``arrayimpl`` that no case is run with, as for `FAKE_GPU`."""
 
 
-def reason(name: str, table: tuple[tuple[str, str], ...]) -> str | None:
-    """Reason for which a case or a kind of array is left out; None if it is not.
+def reason(name: str) -> str | None:
+    """Reason for which a case is left out; None if it is not.
 
-    >>> reason("test_comm.TestCommWorld.testSize", EXCLUDED) is None
+    >>> reason("test_comm.TestCommWorld.testSize") is None
     True
     """
-    return next((text for pattern, text in table if fnmatchcase(name, pattern)), None)
+    return next((text for pattern, text in EXCLUDED if fnmatchcase(name, pattern)), None)
+
+
+def fetched() -> Path:
+    """Folder with mpi4py's tests; downloaded with pip the first time and stored in the user's cache."""
+    release = version("mpi4py")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus"
+    tests = cache / f"mpi4py-{release}" / "test"
+    if tests.is_dir():
+        return tests
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-binary", "mpi4py", "--dest", folder, f"mpi4py=={release}"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+        archives = list(Path(folder).glob("mpi4py-*.tar.gz"))
+        if done.returncode or not archives:
+            last = "\n".join(done.stdout.splitlines()[-5:])
+            raise RuntimeError(f"pip cannot download the source distribution of mpi4py {release}:\n{last}")
+        with tarfile.open(archives[0]) as archive:
+            archive.extractall(folder, filter="data")
+        try:
+            (Path(folder) / f"mpi4py-{release}").rename(tests.parent)
+        except OSError:
+            if not tests.is_dir():  # another process was not faster
+                raise
+    return tests
