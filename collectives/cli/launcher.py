@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -104,29 +104,26 @@ def _prints() -> bool:
     return MPI.COMM_WORLD.Get_rank() == 0
 
 
-def _ancestors() -> Iterator[int]:
+def _ancestors() -> Iterator[tuple[Path, list[str]]]:
+    """Folder in /proc of each process above this one, and the program names in its first two words."""
     pid = os.getppid()
     while pid > 1:
-        yield pid
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        folder = Path(f"/proc/{pid}")
+        words = (folder / "cmdline").read_bytes().split(b"\0")[:2]
+        yield folder, [os.path.basename(os.fsdecode(word)) for word in words]
+        pid = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 @cache
 def on_terminal(descriptor: int = 2) -> bool:
     """True if standard error (or output, 1) ends at a terminal: this process's own, or the launcher's."""
-    if os.isatty(descriptor):
-        return True
-    try:
-        for pid in _ancestors():
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]
-            names = [os.path.basename(os.fsdecode(word)) for word in command]
+    with suppress(OSError, IndexError, ValueError):
+        for folder, names in _ancestors():
             if any(name.startswith(LAUNCHERS) for name in names):
-                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                target = os.readlink(folder / f"fd/{descriptor}")
                 if target.startswith(("/dev/pts/", "/dev/tty", "/dev/console")):
                     return True
-    except (OSError, IndexError, ValueError):
-        pass
-    return False
+    return os.isatty(descriptor)
 
 
 def launcher_stream(descriptor: int) -> TextIO | None:
@@ -137,18 +134,17 @@ def launcher_stream(descriptor: int) -> TextIO | None:
     """
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         with suppress(OSError, IndexError, ValueError):
-            for pid in _ancestors():
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-                if os.path.basename(os.fsdecode(command)) in OPEN_MPI:
-                    return open(f"/proc/{pid}/fd/{descriptor}", "a")
+            for folder, names in _ancestors():
+                if names[0] in OPEN_MPI:
+                    return open(folder / f"fd/{descriptor}", "a")
     return None
 
 
-def progress(total: int, description: str, unit: str = "it") -> tqdm[Any]:
+def progress(total: int, description: str, unit: str = "it") -> tqdm[Any] | ProgressLines:
     """Progress on rank 0's standard error: a bar, or, without a terminal, a line every `PLAIN` seconds."""
     root = MPI.COMM_WORLD.Get_rank() == 0
     if root and not on_terminal():
-        return Lines(total=total, desc=description, unit=unit, file=sys.stderr)
+        return ProgressLines(total, description, unit)
     look: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True, "leave": False}
     return tqdm(total=total, desc=description, unit=unit, disable=not root, **look)
 
@@ -157,35 +153,30 @@ PLAIN = 10.0
 """Seconds between two lines of progress without a terminal."""
 
 
-class Lines(tqdm):
-    """Progress in whole lines, for a file or a pipe."""
+class ProgressLines(AbstractContextManager["ProgressLines"]):
+    """Progress in whole lines, for a file or a pipe, with the methods of a bar."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, **options: Any):
-        self._clock, self._postfix = clock, ""
+    def __init__(self, total: int, description: str, unit: str, clock: Callable[[], float] = time.monotonic):
+        self.n, self._total, self._title, self._clock = 0, total, f"{description}: {unit}", clock
+        self._postfix = ""
         self._last = self._began = clock()
-        super().__init__(leave=False, mininterval=0, miniters=1, **options)
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
-        """Set the text of the next lines."""
         self._postfix = s and f", {s}"
 
-    def update(self, n: float | None = 1) -> bool | None:
+    def update(self, n: int = 1) -> None:
         """Advance by `n`; print a line if the last one is `PLAIN` seconds old."""
-        self.n += n or 0
+        self.n += n
         now = self._clock()
         if now - self._last >= PLAIN:
             self._last = now
-            share = f" ({self.n / self.total:.0%})" if self.total else ""
-            took = self.format_interval(now - self._began)
-            print(f"{self.desc}: {self.unit} {self.n} of {self.total}{share}{self._postfix}, {took}", file=self.fp)
-            self.fp.flush()
-        return None
+            share = f" ({self.n / self._total:.0%})" if self._total else ""
+            took = tqdm.format_interval(now - self._began)
+            text = f"{self._title} {self.n} of {self._total}{share}{self._postfix}, {took}"
+            print(text, file=sys.stderr, flush=True)
 
-    def display(self, *_: Any, **__: Any) -> None:
-        """No-op: there is no bar."""
-
-    def clear(self, *_: Any, **__: Any) -> None:
-        """No-op: there is no bar."""
+    def __exit__(self, *_: object) -> None:
+        """No-op."""
 
 
 def say(text: str = "") -> None:

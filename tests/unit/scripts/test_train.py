@@ -311,7 +311,7 @@ def test_lines_of_progress_come_at_their_times(monkeypatch, capsys):
     from collectives.cli import launcher
 
     now = 0.0
-    with launcher.Lines(total=10, desc="race", unit="turn", file=sys.stderr, clock=lambda: now) as bar:
+    with launcher.ProgressLines(10, "race", "turn", clock=lambda: now) as bar:
         for step in range(10):
             now = 4.0 * step
             bar.set_postfix_str("loss 1")
