@@ -14,16 +14,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from collectives import Communicator, algorithms
+from collectives import Communicator
 from collectives.algorithms.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
 from collectives.analysis import draw
 from collectives.benchmark.cases import CASES
 from collectives.cli.launcher import ProgramParser
 from collectives.schedule.semantics import MEANINGS
-from collectives.selection.timing_table import NATIVE
-
-METHODS = {name: [CASES[form].method for form in (name, f"{name}v") if form in CASES] for name in CATALOG}
-"""Communicator methods of each collective of the catalogue."""
 
 SMALL, DRAWN = 3, 5
 """Ranks in the drawings of meanings and of schedules."""
@@ -89,7 +85,6 @@ def times(formula: str, unit: str) -> str:
 
 
 def cost(entry: Algorithm) -> str:
-    """Cost of an algorithm in alpha, beta and gamma."""
     factors = {"α": entry.rounds, "n β": entry.beta or entry.volume, "n γ": entry.gamma or entry.combined}
     return at_most(entry, " + ".join(filter(None, (times(formula, unit) for unit, formula in factors.items()))))
 
@@ -97,13 +92,6 @@ def cost(entry: Algorithm) -> str:
 def at_most(entry: Algorithm, formula: str) -> str:
     """The formula, marked with ≤ if it is an upper limit."""
     return f"≤ {formula}" if formula and not entry.exact else formula
-
-
-def order(entry: Algorithm) -> str:
-    """Yes, no, or a condition: rank order is kept."""
-    if not entry.ordered:
-        return "no"
-    return "by neighbours" if entry.placed else "kept"
 
 
 def source(entry: Algorithm) -> str:
@@ -116,24 +104,11 @@ def source(entry: Algorithm) -> str:
     return ""
 
 
-def first_line(described: object) -> str:
-    """The first line of a docstring."""
-    return (inspect.getdoc(described) or "").splitlines()[0]
-
-
-def rows(heads: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table without the columns that are empty."""
-    used = [column for column in range(len(heads)) if any(line[column] for line in lines)]
-    table = [[row[column] for column in used] for row in [heads, ["---"] * len(heads), *lines]]
-    return "".join(f"| {' | '.join(row)} |\n" for row in table)
-
-
 def fenced(text: str) -> str:
     return f"```text\n{text}\n```\n"
 
 
 def bounds(collective: str) -> str:
-    """Sentence with the lower bounds."""
     bound = BOUNDS[collective]
     parts = [f"{pretty(bound.rounds)} rounds"]
     if bound.volume != "0":
@@ -144,33 +119,34 @@ def bounds(collective: str) -> str:
 
 
 def table(collective: str) -> str:
-    """The algorithms of a collective."""
+    """The algorithms of a collective as a Markdown table without empty columns."""
     reduces = MEANINGS[collective].reduces
     v_forms = any(entry.private for entry in CATALOG[collective].values())
-    heads = ["algorithm", "idea", "rounds", "bytes", "combined", "cost", "rank order", "lengths", "source"]
     lines = [
-        [
-            f"`{name}`",
-            entry.idea,
-            at_most(entry, pretty(entry.rounds)),
-            at_most(entry, times(entry.volume, "n")),
-            at_most(entry, times(entry.combined, "n")),
-            cost(entry),
-            order(entry) if reduces else "",
-            ("not needed" if entry.private else "sent ahead") if v_forms else "",
-            source(entry),
-        ]
+        {
+            "algorithm": f"`{name}`",
+            "idea": entry.idea,
+            "rounds": at_most(entry, pretty(entry.rounds)),
+            "bytes": at_most(entry, times(entry.volume, "n")),
+            "combined": at_most(entry, times(entry.combined, "n")),
+            "cost": cost(entry),
+            "rank order": ("no" if not entry.ordered else "by neighbours" if entry.placed else "kept") * reduces,
+            "lengths": ("not needed" if entry.private else "sent ahead") * v_forms,
+            "source": source(entry),
+        }
         for name, entry in CATALOG[collective].items()
     ]
-    return rows(heads, lines)
+    heads = [head for head in lines[0] if any(line[head] for line in lines)]
+    rows = [heads, ["---"] * len(heads), *([line[head] for head in heads] for line in lines)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def chapter(collective: str) -> Iterator[str]:
     """Section of one collective."""
     meaning = MEANINGS[collective]
     yield f"## {collective}\n"
-    for method in METHODS[collective]:
-        yield f"- `{method}`: {first_line(getattr(Communicator, method))}"
+    for method in (CASES[form].method for form in (collective, f"{collective}v") if form in CASES):
+        yield f"- `{method}`: {(inspect.getdoc(getattr(Communicator, method)) or '').splitlines()[0]}"
     yield ""
     if meaning.synchronises:
         yield "No data moves: no rank returns before all ranks have entered.\n"
@@ -185,22 +161,9 @@ def chapter(collective: str) -> Iterator[str]:
         yield fenced(draw.table(schedules, blocks(collective, name, DRAWN) * segments))
 
 
-def overview() -> str:
-    """Table of the methods of a communicator and the algorithms of each."""
-    methods: dict[tuple[str, ...], list[str]] = {}
-    for collective in CATALOG:
-        for method in METHODS[collective]:
-            accepted = algorithms(method.lower() if method.endswith("v") else collective)
-            names = [name for name in accepted if name != NATIVE]
-            methods.setdefault((collective, *names), []).append(f"`{method}`")
-    lines = [[", ".join(found), ", ".join(f"`{name}`" for name in names)] for (_, *names), found in methods.items()]
-    return rows(["method", "algorithms"], lines)
-
-
 def page() -> str:
-    """Text of the page in Markdown."""
     chapters = (line for collective in CATALOG for line in chapter(collective))
-    return f"{HEAD}\n## Overview\n\n{overview()}\n" + "\n".join(chapters).rstrip() + "\n"
+    return HEAD + "\n" + "\n".join(chapters).rstrip() + "\n"
 
 
 def main() -> int:
