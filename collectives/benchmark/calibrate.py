@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +18,11 @@ from mpi4py import MPI
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, EdgeCost, LinearCost, PiecewiseCost, SharedCardCost
 from collectives.analysis.simulate import price
-from collectives.benchmark import chorus_side
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers
 from collectives.benchmark.predictions import layout_of
 from collectives.benchmark.timing import Contestant, make_call, race
 from collectives.schedule.semantics import after, before
-from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Schedule, numbers
+from collectives.schedule.steps import Copy, Reduce, Schedule, Send, numbers
 
 LENGTHS = (8, 1 << 10, 1 << 13, *(1 << power for power in range(15, 40)))
 """Bytes of the messages that are timed, up to the longest that the race can have."""
@@ -57,7 +57,7 @@ def lengths(largest: int) -> list[int]:
 
 def calibrate(
     plain: MPI.Intracomm,
-    comm: MPI.Intracomm,
+    comm: Any,
     memory: str,
     mode: str,
     largest: int,
@@ -69,73 +69,56 @@ def calibrate(
     `memory` and `mode` may decide the transport of messages. `largest` is the longest message in bytes, `seconds` the
     time per length, probe and sweep; `tick` is called after every length.
     """
+    rank, nodes = plain.Get_rank(), comm.nodes or (0,) * plain.Get_size()
+    node, at = nodes[rank], lengths(largest)
+    place = nodes[:rank].count(node)
 
-    def probe(two_plain: MPI.Intracomm, two: MPI.Intracomm, length: int) -> dict[str, float]:
-        return _probe(two_plain, two, memory, mode, length, seconds)
+    def curves(pair: tuple[int, int]) -> tuple[EdgeCost, EdgeCost]:
+        """(message, combining) from the ranks that name the same pair."""
+        names = {name: color for color, name in enumerate(sorted(set(plain.allgather(pair))))}
+        two = comm.Split(names[pair], rank)
+        mine = MPI.Intracomm(plain.Split(names[pair], rank))
+        sweeps = []  # several, so that a disturbance of the machine affects one of them only
+        for _ in range(SWEEPS):
+            sweep: list[list[float] | None] = []
+            for length in at:
+                sweep.append(_probe(mine, two, memory, mode, length, seconds) if mine.Get_size() == 2 else None)
+                tick()
+            sweeps.append(sweep)
+        mine.Free()
+        two.Free()
+        measured = [sweep for those in plain.allgather(sweeps) for sweep in those if sweep[0] is not None]
+        fastest = np.min(measured or np.zeros((1, len(at), len(PROBES))), axis=0).T
+        times = dict(zip(PROBES, fastest, strict=True))
+        ways = ("alone", "both ways")
+        added = (np.maximum(times[f"{way} and combined"] - times[way], 0.0) for way in ways)
+        message, combining = (
+            SharedCardCost(*(PiecewiseCost(tuple(at), tuple(curve.tolist())) for curve in both))
+            for both in ((times[way] for way in ways), added)
+        )
+        return message, combining
 
-    nodes = chorus_side.nodes(comm)
-    rank, node = plain.Get_rank(), nodes[plain.Get_rank()]
-    place, at = nodes[:rank].count(node), lengths(largest)
-    inside = _curves(plain, comm, (node, place // 2), at, probe, tick)
+    inside = curves((node, place // 2))
     between: tuple[EdgeCost, EdgeCost] = (LinearCost(0.0, 0.0), LinearCost(0.0, 0.0))
-    if len(set(nodes)) > 1:
-        pair = (node // 2, -1) if place == 0 else (-1 - rank, 0)
-        between = _curves(plain, comm, pair, at, probe, tick)
-    copy = _copies(plain, at)
-    adding = inside[1] if any(nodes.count(node) > 1 for node in nodes) else between[1]
-    return CalibratedCosts(ClusteredNetwork(tuple(nodes), inside[0], between[0], adding), copy)
-
-
-def _curves(
-    plain: MPI.Intracomm,
-    comm: MPI.Intracomm,
-    pair: tuple[int, int],
-    at: Sequence[int],
-    probe: Callable[[MPI.Intracomm, MPI.Intracomm, int], dict[str, float]],
-    tick: Callable[[], object],
-) -> tuple[EdgeCost, EdgeCost]:
-    """(message, combining) from the ranks that name the same pair."""
-    names = {name: color for color, name in enumerate(sorted(set(plain.allgather(pair))))}
-    two: Any = comm.Split(names[pair], plain.Get_rank())
-    mine = MPI.Intracomm(plain.Split(names[pair], plain.Get_rank()))
-    sweeps = []  # several, so that a disturbance of the machine affects one of them only
-    for _ in range(SWEEPS):
-        sweep: list[Any] = []
-        for length in at:
-            sweep.append(probe(mine, two, length) if mine.Get_size() == 2 else None)
-            tick()
-        sweeps.append(sweep)
-    mine.Free()
-    two.Free()
-    measured = [sweep for those in plain.allgather(sweeps) for sweep in those if sweep[0] is not None]
-    times = {
-        name: np.min([[one[name] for one in sweep] for sweep in measured] or [[0.0] * len(at)], axis=0)
-        for name in PROBES
-    }
-
-    def curve(seconds: Any) -> PiecewiseCost:
-        return PiecewiseCost(tuple(at), tuple(seconds.tolist()))
-
-    ways = ("alone", "both ways")
-    added = (np.maximum(times[f"{way} and combined"] - times[way], 0.0) for way in ways)
-    return SharedCardCost(*(curve(times[way]) for way in ways)), SharedCardCost(*map(curve, added))
+    if comm.nodes:
+        between = curves((node // 2, -1) if place == 0 else (-1 - rank, 0))
+    adding = inside[1] if len(set(nodes)) < len(nodes) else between[1]
+    return CalibratedCosts(ClusteredNetwork(tuple(nodes), inside[0], between[0], adding), _copies(plain, at))
 
 
 def _probe(
     plain: MPI.Intracomm, comm: MPI.Intracomm, memory: str, mode: str, length: int, seconds: float
-) -> dict[str, float]:
-    """Seconds of every probe, between two ranks."""
-    contestants = []
-    kind = DTYPES["float32"]
+) -> list[float]:
+    contestants, kind = [], DTYPES["float32"]
     for probe, (collective, algorithm, vectors, in_place) in PROBES.items():
         case = CASES[collective]
         buffers = CaseBuffers(case, comm, vectors * length // kind.itemsize, kind, memory, in_place)
-        call, close = make_call(comm, case.method, mode, buffers.args, chorus_side.keywords(algorithm, None))
+        call, close = make_call(comm, case.method, mode, buffers.args, {"algorithm": algorithm})
         contestants.append(Contestant(probe, buffers, call, close))
     timings = race(plain, contestants, iterations=200, warmup=10, seconds=seconds)
     for one in contestants:
         one.close()
-    return {one.name: timing.median / 1e6 for one, timing in zip(contestants, timings, strict=True)}
+    return [timing.median / 1e6 for timing in timings]
 
 
 def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> PiecewiseCost:
@@ -168,25 +151,21 @@ def predicted_us(
 
     `in_place`: ranks have their own blocks at their places, so that none are copied there.
     """
-    blocks = catalog.blocks(collective, algorithm, size)
     layout = layout_of(collective, algorithm, size, nbytes, segments)
     schedules = catalog.build_all(collective, algorithm, size, 0, segments, costs.network.nodes)
     finish = price(schedules, layout, 1, costs.network).finish
     kept = [0] * size
     if not in_place and collective != "broadcast":
+        blocks = catalog.blocks(collective, algorithm, size)
         kept = [layout.length(_kept(collective, s, rank, size, segments, blocks)) for rank, s in enumerate(schedules)]
     return 1e6 * max(end + float(costs.copy(own)) * (own > 0) for end, own in zip(finish, kept, strict=True))
 
 
 def _kept(collective: str, schedule: Schedule, rank: int, size: int, segments: int, blocks: int) -> tuple[range, ...]:
     """Chunks that are input and output of a rank unchanged, which a call out of place copies."""
-    brought = set(before(collective, rank, size, 0, segments, blocks))
-    taken = after(collective, rank, size, 0, segments, blocks)
-    written = {
-        chunk
-        for steps in schedule
-        for step in steps
-        if isinstance(step, (Recv, RecvReduce, Reduce, Copy))
-        for chunk in numbers(step.target if isinstance(step, (Reduce, Copy)) else step.chunks)
-    }
-    return tuple(range(chunk, chunk + 1) for chunk in sorted(brought.intersection(taken) - written))
+    kept = set(before(collective, rank, size, 0, segments, blocks))
+    kept &= after(collective, rank, size, 0, segments, blocks).keys()
+    for step in chain.from_iterable(schedule):
+        if not isinstance(step, Send):
+            kept.difference_update(numbers(step.target if isinstance(step, (Reduce, Copy)) else step.chunks))
+    return tuple(range(chunk, chunk + 1) for chunk in sorted(kept))

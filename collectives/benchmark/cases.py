@@ -7,10 +7,9 @@ contestant can pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -29,105 +28,76 @@ EXACT = {"float16": 2048, "bfloat16": 256, "int8": 127, "uint8": 255, "int16": 3
 MODULUS, SHIFTS, ROOT = 31, 3, 0
 
 
-def _plain(comm: MPI.Intracomm, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.empty(count, dtype)
+MEMORIES = ("plain", "symmetric")
+"""Memory of a program's arrays: NumPy's, or that of `Communicator.empty`, which is collective."""
 
 
-def _symmetric(comm: Any, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The shape must be the same on all ranks, so that of the longest array is taken. Collective."""
-    array: np.ndarray = comm.empty(comm.allreduce(count, MPI.MAX), dtype)[:count]
-    return array
+def even_form(collective: str) -> str:
+    """Collective on equal blocks; a v-form runs its algorithms on blocks of other lengths."""
+    return collective.removesuffix("v")
 
 
-MEMORIES: dict[str, Callable[[MPI.Intracomm, int, np.dtype[Any]], NDArray[Any]]] = {
-    "plain": _plain,
-    "symmetric": _symmetric,
-}
-"""Allocation of a program's arrays: NumPy, or `Communicator.empty`, which is collective."""
+def largest_modulus(size: int, dtype: np.dtype[Any]) -> int:
+    """The longest pattern whose sum over all ranks stays exact in `dtype`."""
+    return max(1, min(MODULUS, EXACT.get(dtype.name, 2**20) // size - (SHIFTS - 1) + 1))
 
 
-@dataclass(frozen=True)
-class DataPattern:
-    """The closed form of all inputs, for `size` ranks and one dtype."""
-
-    size: int
-    modulus: int
-
-    @classmethod
-    def fitting(cls, size: int, dtype: np.dtype[Any]) -> DataPattern:
-        """The largest pattern whose sum over all ranks stays exact in `dtype`."""
-        largest = EXACT.get(dtype.name, 2**20) // size
-        return cls(size, max(1, min(MODULUS, largest - (SHIFTS - 1) + 1)))
-
-    def input(self, rank: int, start: int, stop: int) -> NDArray[np.int32]:
-        return self.total([rank], start, stop)
-
-    def total(self, ranks: Sequence[int], start: int, stop: int) -> NDArray[np.int32]:
-        """The sum of the inputs of `ranks`: one period of the pattern is summed and repeated."""
-        one = np.arange(start, start + self.modulus)
-        period = np.sum([(one + 3 * r) % self.modulus for r in ranks], axis=0)
-        return np.resize(period.astype(np.int32), stop - start)
+def total(ranks: Sequence[int], modulus: int, start: int, stop: int) -> NDArray[np.int32]:
+    """Elements of the sum of the inputs of `ranks`: one period of the pattern is summed and repeated."""
+    one = np.arange(start, start + modulus)
+    period = np.sum([(one + 3 * r) % modulus for r in ranks], axis=0)
+    return np.resize(period.astype(np.int32), stop - start)
 
 
-def _all(size: int) -> float:
-    return 1.0
-
-
-def _others(size: int) -> float:
-    return (size - 1) / size
-
-
-def _twice(size: int) -> float:
-    return 2 * (size - 1) / size
-
-
-@dataclass(frozen=True)
-class BenchmarkCase:
-    """One collective: its method, busbw as a multiple of algbw, its meaning, and the form of its arguments."""
+class BenchmarkCase(NamedTuple):
+    """One collective: its method, its meaning, and the form of its arguments."""
 
     method: str
-    factor: Callable[[int], float]
     meaning: Meaning
-    equal: bool = False  # every rank's block has the same length, so the total is a multiple of the ranks
     counts: str = ""  # where a v-form has its counts: with "send", "recv", "both", or an "argument" of their own
     home: str = ""  # in place, the input lies in the receive buffer: in "whole" or in the own "block"
 
-    def sends(self, p: DataPattern, rank: int, at: list[int]) -> NDArray[np.int32] | None:
-        """Input of a rank, whose blocks begin `at` these elements; None if it has none."""
-        blocks = [block % p.size for block in self.meaning.before(rank, p.size, ROOT, p.size)]
-        return np.concatenate([p.input(rank, at[b], at[b + 1]) for b in blocks]) if blocks else None
+    @property
+    def equal(self) -> bool:
+        """True if every rank's block has the same length, so that the total is a multiple of the ranks."""
+        return not self.meaning.vector and not self.counts
 
-    def receives(self, p: DataPattern, rank: int, at: list[int]) -> tuple[NDArray[np.int32] | None, int]:
+    def sends(self, modulus: int, rank: int, at: list[int]) -> NDArray[np.int32] | None:
+        """Input of a rank, whose blocks begin `at` these elements; None if it has none."""
+        size = len(at) - 1
+        blocks = [block % size for block in self.meaning.before(rank, size, ROOT, size)]
+        return np.concatenate([total([rank], modulus, at[b], at[b + 1]) for b in blocks]) if blocks else None
+
+    def receives(self, modulus: int, rank: int, at: list[int]) -> tuple[NDArray[np.int32] | None, int]:
         """Result of a rank, None if it has none, and the number of inputs in each sum."""
-        sums = [(b % p.size, list(ranks)) for b, ranks in self.meaning.after(rank, p.size, ROOT, p.size).items()]
+        size = len(at) - 1
+        sums = [(b % size, list(ranks)) for b, ranks in self.meaning.after(rank, size, ROOT, size).items()]
         if not sums:
             return None, 0
-        return np.concatenate([p.total(ranks, at[b], at[b + 1]) for b, ranks in sums]), len(sums[0][1])
+        return np.concatenate([total(ranks, modulus, at[b], at[b + 1]) for b, ranks in sums]), len(sums[0][1])
 
 
 CASES: dict[str, BenchmarkCase] = {
-    "broadcast": BenchmarkCase("Bcast", _all, MEANINGS["broadcast"]),
-    "reduce": BenchmarkCase("Reduce", _all, MEANINGS["reduce"], home="whole"),
-    "scatter": BenchmarkCase("Scatter", _others, MEANINGS["scatter"], equal=True),
-    "gather": BenchmarkCase("Gather", _others, MEANINGS["gather"], equal=True, home="block"),
-    "allgather": BenchmarkCase("Allgather", _others, MEANINGS["allgather"], equal=True, home="block"),
-    "reduce_scatter": BenchmarkCase(
-        "Reduce_scatter_block", _others, MEANINGS["reduce_scatter"], equal=True, home="whole"
-    ),
-    "allreduce": BenchmarkCase("Allreduce", _twice, MEANINGS["allreduce"], home="whole"),
-    "barrier": BenchmarkCase("Barrier", _all, MEANINGS["barrier"]),
-    "alltoall": BenchmarkCase("Alltoall", _others, MEANINGS["alltoall"], equal=True, home="whole"),
-    "scan": BenchmarkCase("Scan", _all, MEANINGS["scan"], home="whole"),
-    "exscan": BenchmarkCase("Exscan", _all, MEANINGS["exscan"], home="whole"),
-    "scatterv": BenchmarkCase("Scatterv", _others, MEANINGS["scatter"], counts="send"),
-    "gatherv": BenchmarkCase("Gatherv", _others, MEANINGS["gather"], counts="recv", home="block"),
-    "allgatherv": BenchmarkCase("Allgatherv", _others, MEANINGS["allgather"], counts="recv", home="block"),
-    "reduce_scatterv": BenchmarkCase(
-        "Reduce_scatter", _others, MEANINGS["reduce_scatter"], counts="argument", home="whole"
-    ),
-    "alltoallv": BenchmarkCase("Alltoallv", _others, MEANINGS["alltoall"], counts="both"),
+    name: BenchmarkCase(method, MEANINGS[even_form(name)], counts, home)
+    for name, method, counts, home in (
+        ("broadcast", "Bcast", "", ""),
+        ("reduce", "Reduce", "", "whole"),
+        ("scatter", "Scatter", "", ""),
+        ("gather", "Gather", "", "block"),
+        ("allgather", "Allgather", "", "block"),
+        ("reduce_scatter", "Reduce_scatter_block", "", "whole"),
+        ("allreduce", "Allreduce", "", "whole"),
+        ("barrier", "Barrier", "", ""),
+        ("alltoall", "Alltoall", "", "whole"),
+        ("scan", "Scan", "", "whole"),
+        ("exscan", "Exscan", "", "whole"),
+        ("scatterv", "Scatterv", "send", ""),
+        ("gatherv", "Gatherv", "recv", "block"),
+        ("allgatherv", "Allgatherv", "recv", "block"),
+        ("reduce_scatterv", "Reduce_scatter", "argument", "whole"),
+        ("alltoallv", "Alltoallv", "both", ""),
+    )
 }
-ALIASES = {"bcast": "broadcast", "reduce_scatter_block": "reduce_scatter", "reducescatter": "reduce_scatter"}
 
 
 def elements(case: BenchmarkCase, nbytes: int, itemsize: int, size: int) -> int:
@@ -137,31 +107,32 @@ def elements(case: BenchmarkCase, nbytes: int, itemsize: int, size: int) -> int:
 
 
 class CaseBuffers:
-    """The arrays of one rank for one case, their contents, and the arguments of the call."""
+    """The arrays of one rank for one case, their contents, and the arguments of the call.
+
+    Data that only moves goes as integers where MPI lacks its dtype.
+    """
 
     def __init__(
         self,
         case: BenchmarkCase,
-        comm: MPI.Intracomm,
+        comm: Any,
         n: int,
         dtype: np.dtype[Any],
         memory: str = "plain",
         in_place: bool = False,
-        disguise: bool = False,
     ) -> None:
-        self.case = case
-        self.unknown_to_mpi = dtype.name in ("float16", "bfloat16")
         rank, size = comm.Get_rank(), comm.Get_size()
         counts = list(even(n, size))
         starts = [0, *accumulate(counts)]
-        pattern = DataPattern.fitting(size, dtype)
-        gives, (gets, self._gain) = case.sends(pattern, rank, starts), case.receives(pattern, rank, starts)
-        self._rank, self._shift = rank, 0
+        modulus = largest_modulus(size, dtype)
+        gives, (gets, self._gain) = case.sends(modulus, rank, starts), case.receives(modulus, rank, starts)
+        self.case, self._shift = case, 0
 
-        def array(values: NDArray[np.int32] | None, count: int | None = None) -> NDArray[Any] | None:
-            """Collective for symmetric memory: all ranks make their arrays, empty ones too."""
-            length = 0 if values is None else len(values) if count is None else count
-            made = MEMORIES[memory](comm, length, dtype)
+        def array(values: NDArray[np.int32] | None, length: int = 0) -> NDArray[Any] | None:
+            """Collective for symmetric memory: all ranks make arrays as long as the longest, and empty ones too."""
+            length = 0 if values is None else length or len(values)
+            symmetric = memory == "symmetric"
+            made = comm.empty(comm.allreduce(length, MPI.MAX), dtype)[:length] if symmetric else np.empty(length, dtype)
             if values is None:
                 return None
             made[: len(values)] = values
@@ -169,47 +140,29 @@ class CaseBuffers:
 
         self._want = None if gets is None else gets.astype(dtype)
         moves_home = bool(in_place and case.home and gets is not None)
-        recv = array(gets, n if moves_home and case.home == "whole" else None)
+        stays = in_place and rank == ROOT and case.method.startswith("Scatter")
+        recv = array(gets, n if moves_home and case.home == "whole" else 0)
         self._gives = array(gives) if case.method != "Bcast" else recv if rank == ROOT else None
         self._home: NDArray[Any] | None = None
         if moves_home and recv is not None:
             self._home = recv if case.home == "whole" else recv[starts[rank] : starts[rank + 1]]
-        self._result = None if recv is None or self._want is None else recv[: len(self._want)]
-        if in_place and rank == ROOT and case.method.startswith("Scatter"):
-            self._result = None
+        self._result = None if recv is None or self._want is None or stays else recv[: len(self._want)]
         self._holds_input = self._home is not None or (case.method == "Bcast" and rank == ROOT)
-        # Positional arguments of the collective's method, in mpi4py's order.
-        self.args = self._arguments(recv, counts, in_place, disguise)
 
-    def _arguments(
-        self, recv: NDArray[Any] | None, counts: list[int], in_place: bool, disguise: bool
-    ) -> tuple[Any, ...]:
-        case = self.case
-
-        def shown(x: NDArray[Any] | None) -> Any:
-            """Data that only moves may go as integers where MPI lacks its dtype."""
-            hidden = disguise and self.unknown_to_mpi and not case.meaning.reduces
-            return x.view(np.uint16) if x is not None and hidden else x
-
-        send, got = shown(self._gives), shown(recv)
-        if case.method == "Barrier":
-            return ()
-        if case.method == "Bcast":
-            return (got, ROOT)
-        if case.counts == "send" and send is not None:
-            send = [send, counts]
-        if case.counts == "recv" and got is not None:
-            got = [got, counts]
-        if case.counts == "both":
-            send, got = [send, counts], [got, [counts[self._rank]] * len(counts)]
-        if self._home is not None:
-            send = MPI.IN_PLACE
-        if in_place and self._rank == ROOT and case.method.startswith("Scatter"):
-            got = MPI.IN_PLACE
+        hidden = dtype.name in ("float16", "bfloat16") and not case.meaning.reduces
+        send, got = (x.view(np.uint16) if x is not None and hidden else x for x in (self._gives, recv))
         if case.method == "Exscan" and got is None:  # rank 0 receives nothing, yet hands over a buffer
-            got = np.empty_like(self._gives)
+            got = np.empty_like(send)
+        sent: Any = MPI.IN_PLACE if self._home is not None else send
+        if sent is send is not None and case.counts in ("send", "both"):
+            sent = [send, counts]
+        received: Any = MPI.IN_PLACE if stays else got
+        if got is not None and case.counts in ("recv", "both"):
+            received = [got, counts if case.counts == "recv" else [counts[rank]] * size]
         options = (counts, case.counts == "argument"), (MPI.SUM, case.meaning.reduces), (ROOT, case.meaning.rooted)
-        return (send, got, *(value for value, wanted in options if wanted))
+        arrays = {"Barrier": (), "Bcast": (received,)}.get(case.method, (sent, received))
+        # Positional arguments of the collective's method, in mpi4py's order.
+        self.args = (*arrays, *(value for value, wanted in options if wanted))
 
     def advance(self) -> None:
         """Give every element of the input a new value, as a program does between two calls."""
@@ -229,7 +182,6 @@ class CaseBuffers:
             self._result.fill(99)
 
     def wrong(self) -> int:
-        """Number of wrong elements in the result of this rank."""
         if self._result is None or self._want is None:
             return 0
         want = self._want + self._want.dtype.type(self._shift * self._gain)

@@ -6,6 +6,7 @@ play([made.allreduce(x, out) for made, x, out in ...])
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -21,39 +22,26 @@ Move = Callable[[dict[int, Any]], None]
 
 
 class InProcessRequest:
-    """A collective that completes as soon as every rank has started its request."""
+    """A rank's part of a collective, which completes as soon as every rank has started its request."""
 
-    def __init__(self, start: Callable[[InProcessRequest], None]):
-        self._start = start
+    def __init__(self, comm: InProcessComm, message: Any, move: Move):
+        self.comm, self.message, self.move = comm, message, move
         self.over = False
 
     def Start(self) -> None:
         self.over = False
-        self._start(self)
+        call = self.comm.calls[next(self.comm.numbers)]
+        call[self.comm.Get_rank()] = self
+        if len(call) == self.comm.Get_size():
+            self.move({rank: request.message for rank, request in call.items()})
+            for request in call.values():
+                request.over = True
 
     def Test(self) -> bool:
         return self.over
 
     def Free(self) -> None:
         """No-op."""
-
-
-class _InProcessHub:
-    """Matching of the ranks' calls, in the order of each rank."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self.calls: dict[int, dict[int, tuple[InProcessRequest, Any]]] = {}
-
-    def enter(self, number: int, rank: int, request: InProcessRequest, message: Any, move: Move) -> None:
-        """Register the call of a rank; that of the last rank moves the messages of all."""
-        call = self.calls.setdefault(number, {})
-        call[rank] = request, message
-        if len(call) == self.size:
-            move({each: message for each, (_, message) in call.items()})
-            for one, _ in call.values():
-                one.over = True
-            del self.calls[number]
 
 
 def _all_to_all(messages: dict[int, Any]) -> None:
@@ -63,8 +51,7 @@ def _all_to_all(messages: dict[int, Any]) -> None:
 
 
 def _in_place(op: MPI.Op, messages: dict[int, np.ndarray]) -> None:
-    combine = next(each for kind, each in ((MPI.SUM, np.add), (MPI.MAX, np.maximum)) if kind == op)
-    total = combine.reduce(list(messages.values()))
+    total = (np.add if op == MPI.SUM else np.maximum).reduce(list(messages.values()))
     for message in messages.values():
         message[...] = total
 
@@ -76,33 +63,28 @@ def _part(message: Any, rank: int) -> np.ndarray:
 
 
 class InProcessComm:
-    """Communicator between threads, with the methods that encoded collectives use."""
+    """Communicator of one rank, with the methods that encoded collectives use; calls match by their order."""
 
     nodes = None
 
-    def __init__(self, hub: _InProcessHub, rank: int):
-        self._hub, self._rank, self._numbers = hub, rank, count()
+    def __init__(self, size: int, rank: int, calls: dict[int, dict[int, InProcessRequest]]):
+        self._size, self._rank, self.calls, self.numbers = size, rank, calls, count()
 
     def Get_rank(self) -> int:
         return self._rank
 
     def Get_size(self) -> int:
-        return self._hub.size
+        return self._size
 
     def empty(self, shape: Any, dtype: Any) -> np.ndarray:
         return np.empty(shape, dtype)
 
-    def Alltoallv_init(self, sent: Any, received: Any) -> InProcessRequest:
-        return self._request((sent, received), _all_to_all)
-
-    def _request(self, message: Any, move: Move) -> InProcessRequest:
-        return InProcessRequest(
-            lambda request: self._hub.enter(next(self._numbers), self._rank, request, message, move)
-        )
-
     def Iallreduce(self, sent: Any, received: np.ndarray, op: MPI.Op) -> InProcessRequest:
-        (request := self._request(received, partial(_in_place, op))).Start()
+        (request := InProcessRequest(self, received, partial(_in_place, op))).Start()
         return request
+
+    def Alltoallv_init(self, sent: Any, received: Any) -> InProcessRequest:
+        return InProcessRequest(self, (sent, received), _all_to_all)
 
     def Ialltoallv(self, sent: Any, received: Any) -> InProcessRequest:
         (request := self.Alltoallv_init(sent, received)).Start()
@@ -110,15 +92,13 @@ class InProcessComm:
 
     def Allgatherv_init(self, sent: Any, received: Any) -> InProcessRequest:
         wire, sizes, places, kind = received
-        size = self.Get_size()
-        mine = [wire, [sizes[self._rank]] * size, [places[self._rank]] * size, kind]
+        mine = [wire, [sizes[self._rank]] * self._size, [places[self._rank]] * self._size, kind]
         return self.Alltoallv_init(mine, received)
 
 
 def played(size: int) -> list[Any]:
-    """The communicators of so many ranks."""
-    hub = _InProcessHub(size)
-    return [InProcessComm(hub, rank) for rank in range(size)]
+    calls: dict[int, dict[int, InProcessRequest]] = defaultdict(dict)
+    return [InProcessComm(size, rank, calls) for rank in range(size)]
 
 
 def play(motions: Sequence[Motion]) -> None:

@@ -7,14 +7,12 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 
-from collectives.benchmark import chorus_side
 from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
-from collectives.benchmark.cases import CASES, DTYPES, BenchmarkCase, CaseBuffers, elements
+from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements, even_form
 from collectives.benchmark.result_rows import Row, make_row
-from collectives.benchmark.timing import MODES, Contestant, Timing, make_call, race
+from collectives.benchmark.timing import MODES, Contestant, make_call, race
 from collectives.runtime import native
 from collectives.selection.timing_table import NATIVE
 
@@ -28,11 +26,7 @@ class RaceOptions(NamedTuple):
     segments: int | None = None
     against: str = NATIVE
     costs: Mapping[tuple[str, str], CalibratedCosts] | None = None  # by memory and mode: rows get predictions
-    limits: Mapping[str, Any] = MappingProxyType({})  # `iterations`, `warmup`, `seconds` and `seed` of the race
-
-
-Contestants = dict[tuple[str, str, str], Contestant]
-"""By algorithm, memory and mode."""
+    limits: Mapping[str, Any] = MappingProxyType({})  # `iterations`, `warmup` and `seconds` of the race
 
 
 def enter(
@@ -71,7 +65,7 @@ def enter(
 
 def measure(
     plain: MPI.Intracomm,
-    comm: MPI.Intracomm,
+    comm: Any,
     collective: str,
     algorithms: list[str],
     nbytes: int,
@@ -80,80 +74,41 @@ def measure(
 ) -> tuple[list[Row], dict[str, str]]:
     """Race `algorithms` of one collective at one size, in all memories and modes, against the native one in each mode.
 
-    Parameters
-    ----------
-    plain, comm
-        The MPI's communicator and ours, over the same ranks.
-    nbytes
-        Size of the whole array; rounded up to whole elements, or to equal blocks where needed.
-
-    Returns
-    -------
-    rows
-        One per algorithm, memory and mode that took part, equal on all ranks.
-    absent
-        The others, with the reason.
+    `plain` and `comm` are the MPI's communicator and ours, over the same ranks. `nbytes`, the size of the whole array,
+    is rounded up to whole elements, or to equal blocks where needed. Returns a row per algorithm, memory and mode that
+    took part, equal on all ranks, and the reason for each that did not.
     """
-    case, kind = CASES[collective], DTYPES[dtype]
-    n = 0 if collective == "barrier" else elements(case, nbytes, kind.itemsize, plain.Get_size())
-    running, absent = _contestants(plain, comm, case, n, kind, algorithms, options)
+    case, kind, size = CASES[collective], DTYPES[dtype], plain.Get_size()
+    n = 0 if collective == "barrier" else elements(case, nbytes, kind.itemsize, size)
+    nbytes = n * kind.itemsize
+    entries: dict[tuple[str, str, str], Contestant | str] = {}
+    ours = {memory: CaseBuffers(case, comm, n, kind, memory, options.in_place) for memory in options.memories}
+    for mode, (memory, buffers), name in product(options.modes, ours.items(), algorithms):
+        given = {"algorithm": name, "segments": options.segments}
+        keywords = {key: value for key, value in given.items() if value not in ("auto", None)}
+        entries[name, memory, mode] = enter(plain, comm, name, keywords, buffers, mode)
+    if options.against == NATIVE and any(isinstance(entry, Contestant) for entry in entries.values()):
+        shared = ours.get("plain") or CaseBuffers(case, plain, n, kind, "plain", options.in_place)
+        for mode in options.modes:
+            entries[NATIVE, "plain", mode] = enter(plain, plain, NATIVE, {}, shared, mode)
+    running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
+    absent = {key[0]: entry for key, entry in entries.items() if isinstance(entry, str)}
     timings = dict(zip(running, race(plain, list(running.values()), **options.limits) if running else (), strict=True))
     for contestant in running.values():
         contestant.close()
     natives = {mode: timings.pop((NATIVE, "plain", mode), None) for mode in options.modes}
-    rows = [
-        _row(comm, collective, key, n * kind.itemsize, timing, natives[key[2]], dtype, options)
-        for key, timing in timings.items()
-    ]
+    rows = []
+    for (algorithm, memory, mode), timing in timings.items():
+        labels = {"dtype": dtype, "memory": memory, "mode": mode, "in_place": options.in_place}
+        labels["segments"] = options.segments
+        chosen, pieces = algorithm, options.segments
+        if algorithm == "auto":
+            name = even_form(collective) if collective == "reduce_scatterv" else collective
+            symmetric = memory == "symmetric"
+            chosen, pieces = comm.choice(name, nbytes, form=mode, symmetric=symmetric, in_place=options.in_place)[:2]
+            labels |= {"chosen": chosen, "chosen_segments": pieces}
+        if options.costs is not None and chosen != NATIVE:
+            setting = even_form(collective), chosen, size, nbytes, options.segments or pieces or 1, options.in_place
+            labels["predicted_us"] = predicted_us(options.costs[memory, mode], *setting)
+        rows.append(make_row(collective, algorithm, size, nbytes, timing, natives[mode], **labels))
     return rows, absent
-
-
-def _contestants(
-    plain: MPI.Intracomm,
-    comm: MPI.Intracomm,
-    case: BenchmarkCase,
-    n: int,
-    kind: np.dtype[Any],
-    algorithms: list[str],
-    options: RaceOptions,
-) -> tuple[Contestants, dict[str, str]]:
-    """All that take part in the race, and the others with the reason."""
-    entries: dict[tuple[str, str, str], Contestant | str] = {}
-    ours = {memory: CaseBuffers(case, comm, n, kind, memory, options.in_place) for memory in options.memories}
-    for mode, (memory, buffers), name in product(options.modes, ours.items(), algorithms):
-        keywords = chorus_side.keywords(name, options.segments)
-        entries[name, memory, mode] = enter(plain, comm, name, keywords, buffers, mode)
-    if options.against == NATIVE and any(isinstance(entry, Contestant) for entry in entries.values()):
-        shared = ours.get("plain")
-        if shared is None or shared.unknown_to_mpi:
-            shared = CaseBuffers(case, plain, n, kind, "plain", options.in_place, disguise=True)
-        for mode in options.modes:
-            entries[NATIVE, "plain", mode] = enter(plain, plain, NATIVE, {}, shared, mode)
-    running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
-    return running, {key[0]: entry for key, entry in entries.items() if isinstance(entry, str)}
-
-
-def _row(
-    comm: MPI.Intracomm,
-    collective: str,
-    key: tuple[str, str, str],
-    nbytes: int,
-    timing: Timing,
-    native_timing: Timing | None,
-    dtype: str,
-    options: RaceOptions,
-) -> Row:
-    """The row of one contestant, with the model's prediction if there are costs."""
-    (algorithm, memory, mode), size, segments = key, comm.Get_size(), options.segments
-    chosen, pieces = algorithm, segments
-    if algorithm == "auto":
-        chosen, pieces = chorus_side.choice(comm, collective, nbytes, mode, memory, options.in_place)
-    expected = None
-    if options.costs is not None and chosen != NATIVE:
-        setting = (chorus_side.even(collective), chosen, size, nbytes, segments or pieces or 1)
-        expected = predicted_us(options.costs[memory, mode], *setting, in_place=options.in_place)
-    row = make_row(
-        collective, algorithm, size, nbytes, timing, native_timing, expected,
-        dtype=dtype, memory=memory, mode=mode, in_place=options.in_place, segments=segments,
-    )  # fmt: skip
-    return row | {"chosen": chosen, "chosen_segments": pieces} if algorithm == "auto" else row

@@ -34,7 +34,6 @@ class CostPrediction(NamedTuple):
     gamma: float  # seconds to combine a byte
 
     def of(self, size: int) -> ClusteredNetwork:
-        """The network of so many ranks."""
         return ClusteredNetwork(regular(size, self.per_node), self.node, self.network, LinearCost(0, self.gamma))
 
 
@@ -74,7 +73,6 @@ def _simulator(collective: str, name: str, size: int, per_node: int) -> VectorSi
 
 
 def played(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
-    """Seconds by simulation."""
     simulator = _simulator(collective, name, size, model.per_node)
     return float(simulator.price(layout_of(collective, name, size, nbytes), 1, model.of(size)).max())
 
@@ -88,14 +86,12 @@ def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPr
     entry = catalog.find(collective, name)
     if size <= model.per_node:
         return float(entry.seconds(size, nbytes, *model.node, model.gamma))
-    alpha = model.network.alpha * _weight(collective, name, _without(model, "beta"))
-    beta = model.network.beta * _weight(collective, name, _without(model, "alpha"))
-    return float(entry.seconds(size, nbytes, alpha, beta, model.gamma))
-
-
-def _without(model: CostPrediction, cost: str) -> CostPrediction:
-    node, network = (wire._replace(**{cost: 0.0}) for wire in (model.node, model.network))
-    return CostPrediction(model.per_node, node, network, 0.0)
+    scaled = {}
+    for cost, other in (("alpha", "beta"), ("beta", "alpha")):
+        node, network = (wire._replace(**{other: 0.0}) for wire in (model.node, model.network))
+        alone = CostPrediction(model.per_node, node, network, 0.0)
+        scaled[cost] = getattr(network, cost) * _weight(collective, name, alone)
+    return float(entry.seconds(size, nbytes, **scaled, gamma=model.gamma))
 
 
 @lru_cache(maxsize=256)
@@ -108,26 +104,20 @@ def _weight(collective: str, name: str, model: CostPrediction) -> float:
 
 def bound(collective: str, size: int, nbytes: int, model: CostPrediction) -> float:
     """Seconds that no algorithm can beat: of rounds, bytes and additions each, between ranks and between nodes."""
-    nodes = size // model.per_node
-    cheapest = LinearCost(*map(min, model.node, model.network)) if nodes else model.node
-    per_node = nbytes * (model.per_node if collective == "alltoall" else 1)  # what the ranks of a node hold together
-    between = [_bound(collective, nodes, per_node, model.network)] if nodes > 1 else []
-    combined = nbytes * float(catalog.evaluate(catalog.BOUNDS[collective].combined, size)) * model.gamma
-    return max(_bound(collective, size, nbytes, cheapest), combined if size > 1 else 0.0, *between, 0.0)
-
-
-def _bound(collective: str, size: int, nbytes: int, wire: LinearCost) -> float:
-    least = catalog.BOUNDS[collective]
     if size == 1:
         return 0.0
-    return max(
-        float(catalog.evaluate(least.rounds, size)) * wire.alpha,
-        float(catalog.evaluate(least.volume, size)) * nbytes * wire.beta,
-    )
+    least, nodes = catalog.BOUNDS[collective], size // model.per_node
+    cheapest = LinearCost(*map(min, model.node, model.network)) if nodes else model.node
+    per_node = nbytes * (model.per_node if collective == "alltoall" else 1)  # what the ranks of a node hold together
+    seconds = [nbytes * float(catalog.evaluate(least.combined, size)) * model.gamma]
+    for ends, held, wire in ((size, nbytes, cheapest), (nodes, per_node, model.network)):
+        if ends > 1:
+            seconds.append(float(catalog.evaluate(least.rounds, ends)) * wire.alpha)
+            seconds.append(float(catalog.evaluate(least.volume, ends)) * held * wire.beta)
+    return max(seconds)
 
 
 def row(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> PredictionRow:
-    """Prediction for one algorithm."""
     entry, nodes = catalog.find(collective, name), -(-size // model.per_node)
     able = playable(collective, name, size, nodes)
     seconds = (played if able else by_formula)(collective, name, size, nbytes, model)

@@ -1,8 +1,10 @@
-"""Summary statistics and JSON files of results."""
+"""Summary statistics and files of results."""
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,30 @@ import numpy as np
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """The median and the quartiles."""
     return dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist(), strict=True))
 
 
 def write(path: Path | None, report: dict[str, Any]) -> None:
-    """Write all results as JSON, unless there is no path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+"""Suffixes of pictures."""
+
+
+def check_folder(folder: Path) -> None:
+    """Create a folder and write into it; OSError if either fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"1")
+
+
+def check_writable(path: Path) -> None:
+    """OSError if no file of this name can be written."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no plain file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} may not be written")
+    check_folder(path.parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from collectives.benchmark.cases import CASES
+from collectives.benchmark.cases import even_form
 from collectives.benchmark.timing import Timing
 from collectives.selection.timing_file import machine, mpi_name
 
@@ -15,25 +15,22 @@ Report = dict[str, Any]
 KEY = ("collective", "algorithm", "dtype", "bytes", "memory", "mode", "in_place", "segments")
 
 
+BUS_SHARES = {"allreduce": 2} | dict.fromkeys(("scatter", "gather", "allgather", "reduce_scatter", "alltoall"), 1)
+"""busbw over algbw, in units of (p-1)/p; 1 for other collectives."""
+
+
 def bandwidths(collective: str, size: int, nbytes: int, microseconds: float) -> tuple[float, float]:
     """(algbw, busbw) in GB/s (1e9 bytes), as nccl-tests defines them.
 
     >>> bandwidths("allreduce", 4, 1_000_000, 1000.0)
     (1.0, 1.5)
     """
-    algbw = nbytes / microseconds / 1e3 if microseconds else 0.0
-    return algbw, algbw * CASES[collective].factor(size)
+    algbw, share = nbytes / microseconds / 1e3 if microseconds else 0.0, BUS_SHARES.get(even_form(collective))
+    return algbw, algbw * (share * (size - 1) / size if share else 1.0)
 
 
 def make_row(
-    collective: str,
-    algorithm: str,
-    size: int,
-    nbytes: int,
-    ours: Timing,
-    native: Timing | None,
-    predicted_us: float | None,
-    **labels: Any,
+    collective: str, algorithm: str, size: int, nbytes: int, ours: Timing, native: Timing | None, **labels: Any
 ) -> Row:
     """One row of the report; `labels` are dtype, memory, mode and further descriptions."""
     algbw, busbw = bandwidths(collective, size, nbytes, ours.median)
@@ -43,6 +40,7 @@ def make_row(
         "dtype": "float32",
         "bytes": nbytes,
         "memory": "plain",
+        "predicted_us": None,
         **labels,
         "ours_us": ours.median,
         "native_us": native.median if native else None,
@@ -50,21 +48,16 @@ def make_row(
         "p99_us": ours.p99,
         "min_us": ours.low,
         "max_us": ours.high,
-        "mean_us": ours.mean,
         "native_p99_us": native.p99 if native else None,
-        "native_min_us": native.low if native else None,
-        "native_max_us": native.high if native else None,
         "iterations": ours.iterations,
         "algbw_gbs": algbw,
         "busbw_gbs": busbw,
-        "predicted_us": predicted_us,
         "wrong": ours.wrong,
         "native_wrong": native.wrong if native else None,
     }
 
 
 def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:
-    """Content of the JSON file."""
     return {"mpi": mpi_name(), "ranks": ranks, "machine": machine(), **extra, "rows": rows}
 
 

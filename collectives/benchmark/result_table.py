@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from collectives.benchmark.result_rows import Report, Row
 
 
-def _number(value: Any) -> str:
-    if value is None:
-        return "-"
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, (str, int)):
+        return "-" if value is None else str(value)
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.1f}"
 
 
@@ -22,84 +22,68 @@ def _algorithm(row: Row) -> str:
 
 
 def _predicted_ratio(row: Row) -> float | None:
-    """Ratio of the predicted to the measured time."""
     return row["predicted_us"] / row["ours_us"] if row.get("predicted_us") and row["ours_us"] else None
 
 
-Column = tuple[str, int, Callable[[Row], str]]
-
-
-def _field(name: str, show: Callable[[Any], str] = _number) -> Callable[[Row], str]:
-    return lambda row: show(row.get(name))
-
+Column = tuple[str, int, str | Callable[[Row], Any]]
+"""Title, width (negative: aligned to the left), and the row's field or a function of the row."""
 
 COLUMNS: list[Column] = [
-    ("# Size", -10, lambda row: str(row["bytes"])),
+    ("# Size", -10, "bytes"),
     ("Algorithm", -24, _algorithm),
-    ("Ours(us)", 11, _field("ours_us")),
-    ("Native(us)", 11, _field("native_us")),
-    ("Ratio", 7, _field("ratio")),
-    ("algbw(GB/s)", 12, _field("algbw_gbs")),
-    ("busbw(GB/s)", 12, _field("busbw_gbs")),
-    ("predicted", 10, _field("predicted_us")),
-    ("/ ours", 7, lambda row: _number(_predicted_ratio(row))),
-    ("#wrong", 7, _field("wrong", str)),
+    ("Ours(us)", 11, "ours_us"),
+    ("Native(us)", 11, "native_us"),
+    ("Ratio", 7, "ratio"),
+    ("algbw(GB/s)", 12, "algbw_gbs"),
+    ("busbw(GB/s)", 12, "busbw_gbs"),
+    ("predicted", 10, "predicted_us"),
+    ("/ ours", 7, _predicted_ratio),
+    ("#wrong", 7, "wrong"),
 ]
 FULL: list[Column] = [
-    ("Min(us)", 11, _field("min_us")),
-    ("Max(us)", 11, _field("max_us")),
-    ("p99(us)", 11, _field("p99_us")),
-    ("Nat.min(us)", 12, _field("native_min_us")),
-    ("Nat.max(us)", 12, _field("native_max_us")),
-    ("Nat.p99(us)", 12, _field("native_p99_us")),
-    ("Iterations", 11, _field("iterations", str)),
+    ("Min(us)", 11, "min_us"),
+    ("Max(us)", 11, "max_us"),
+    ("p99(us)", 11, "p99_us"),
+    ("Nat.p99(us)", 12, "native_p99_us"),
+    ("Iterations", 11, "iterations"),
 ]
 
 
-def _line(cells: list[str], columns: list[Column]) -> str:
-    aligned = [
-        cell.ljust(-width) if width < 0 else cell.rjust(width)
-        for cell, (_, width, _) in zip(cells, columns, strict=True)
-    ]
-    return " ".join(aligned).rstrip()
+class TableStyle:
+    """Columns and title of a table: `full` has those of -f too; several memories or modes get a column of their own."""
 
-
-class TableStyle(NamedTuple):
-    """Columns and title of a table. Several memories or modes get a column, one is named in the title."""
-
-    full: bool = False  # with the columns that OSU shows under -f
-    memories: Sequence[str] = ()
-    modes: Sequence[str] = ()
-
-    def _varying(self) -> list[str]:
-        return [name for name, all in (("memory", self.memories), ("mode", self.modes)) if len(all) > 1]
-
-    def columns(self) -> list[Column]:
-        """The columns of the table."""
+    def __init__(self, full: bool = False, memories: Sequence[str] = (), modes: Sequence[str] = ()) -> None:
+        self._varying = [name for name, all in (("memory", memories), ("mode", modes)) if len(all) > 1]
         first, *others = COLUMNS
-        varying: list[Column] = [(name.capitalize(), -12, _field(name, str)) for name in self._varying()]
-        return [first, *varying, *others, *(FULL if self.full else [])]
+        varying: list[Column] = [(name.capitalize(), -12, name) for name in self._varying]
+        self._columns = [first, *varying, *others, *(FULL if full else [])]
+        self._title = ""
+
+    def _line(self, cells: Iterable[str]) -> str:
+        widths = [width for _, width, _ in self._columns]
+        aligned = [f"{cell:{'<' if width < 0 else '>'}{abs(width)}}" for cell, width in zip(cells, widths, strict=True)]
+        return " ".join(aligned).rstrip()
 
     def heading(self) -> str:
-        """The line that names the columns."""
-        return _line([title for title, _, _ in self.columns()], self.columns())
+        return self._line(title for title, _, _ in self._columns)
 
     def line(self, row: Row) -> str:
-        """One row as text."""
-        return _line([show(row) for _, _, show in self.columns()], self.columns())
+        return self._line(_text(row.get(at) if isinstance(at, str) else at(row)) for _, _, at in self._columns)
 
     def title(self, row: Row) -> str:
         """The comment line above a block of rows that differ in size, algorithm and what has a column."""
-        varying = self._varying()
         words = [row["collective"], row["dtype"]]
-        words += [] if "mode" in varying else [row.get("mode", "blocking")]
-        words += [] if "memory" in varying else [f"{row['memory']} memory"]
+        words += [] if "mode" in self._varying else [row.get("mode", "blocking")]
+        words += [] if "memory" in self._varying else [f"{row['memory']} memory"]
         return f"# {', '.join(words)}{', in place' if row.get('in_place') else ''}"
 
-    def block_of(self, row: Row) -> tuple[Any, ...]:
-        """Key of a block of rows with one title."""
-        same = ("collective", "dtype", "mode", "memory", "in_place")
-        return tuple(row.get(name) for name in same if name not in self._varying())
+    def lines(self, rows: Iterable[Row]) -> Iterator[str]:
+        """Further rows as text, under a new title where it changes."""
+        for row in rows:
+            if self._title != (title := self.title(row)):
+                self._title = title
+                yield from ("", title, self.heading())
+            yield self.line(row)
 
 
 def verdict(rows: list[Row]) -> str | None:
@@ -116,7 +100,6 @@ def verdict(rows: list[Row]) -> str | None:
 
 
 def preamble(report: Report) -> list[str]:
-    """Comment lines with the origin of the figures."""
     lines = [f"# MPI: {report['mpi']}; ranks: {report['ranks']}; {report['machine']}"]
     if report["ranks"] > (cores := os.cpu_count() or 1):
         lines.append(f"# {report['ranks']} ranks share {cores} cores, so these times measure the scheduler as well")

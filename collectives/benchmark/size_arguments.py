@@ -26,21 +26,15 @@ def parse_sizes(text: str) -> list[int]:
     """
     found: set[int] = set()
     for item in text.split(","):
-        parts = item.split(":")
-        if len(parts) == 1:
-            found.add(parse_size(item))
-            continue
-        if len(parts) > 3:
-            raise argparse.ArgumentTypeError(f"{item!r} is no range; write low:high or low:high:factor")
-        low, high = parse_size(parts[0]), parse_size(parts[1])
-        factor = int(parts[2]) if len(parts) == 3 and parts[2].isdigit() else 2 if len(parts) == 2 else 0
-        if factor < 2:
-            raise argparse.ArgumentTypeError(f"{item!r}: the factor must be a whole number of at least 2")
-        if not 1 <= low <= high:
-            raise argparse.ArgumentTypeError(f"{item!r}: a range needs 1 <= low <= high")
-        while low <= high:
-            found.add(low)
-            low *= factor
+        first, *others = item.split(":")
+        size, high = parse_size(first), parse_size(others[0] if others else first)
+        factor = others[1] if len(others) == 2 else "2"
+        if len(others) > 2 or not factor.isdigit() or int(factor) < 2 or (others and not 1 <= size <= high):
+            expected = "low:high or low:high:factor with 1 <= low <= high and a factor of at least 2"
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {item!r}")
+        while size <= high:
+            found.add(size)
+            size = size * int(factor) or 1
     return sorted(found)
 
 

@@ -7,7 +7,8 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -32,30 +33,21 @@ class Contestant:
     wrong: int = 0
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Latencies in microseconds of one contestant's timed calls, and its wrong elements over all ranks."""
 
     median: float
-    p99: float
+    p99: float  # a latency that occurred, never an interpolation
     low: float
     high: float
-    mean: float
     iterations: int
     wrong: int
 
 
 def summarise(microseconds: NDArray[np.float64], wrong: int = 0) -> Timing:
-    """The statistics that the table shows; p99 is a latency that occurred, never an interpolation."""
-    return Timing(
-        median=float(np.median(microseconds)),
-        p99=float(np.percentile(microseconds, 99, method="higher")),
-        low=float(np.min(microseconds)),
-        high=float(np.max(microseconds)),
-        mean=float(np.mean(microseconds)),
-        iterations=len(microseconds),
-        wrong=wrong,
-    )
+    low, median, high = map(float, np.quantile(microseconds, (0, 0.5, 1)))
+    p99 = float(np.percentile(microseconds, 99, method="higher"))
+    return Timing(median, p99, low, high, len(microseconds), wrong)
 
 
 def make_call(
@@ -71,10 +63,9 @@ def make_call(
 
         return restart, request.Free
     if mode == "nonblocking":
-        start = getattr(comm, "I" + method[0].lower() + method[1:])
+        start = getattr(comm, "I" + method.lower())
         return lambda: start(*args, **keywords).Wait(), lambda: None
-    bound = getattr(comm, method)
-    return (lambda: bound(*args, **keywords)) if keywords else (lambda: bound(*args)), lambda: None
+    return partial(getattr(comm, method), *args, **keywords), lambda: None
 
 
 def checkpoints(iterations: int) -> set[int]:
@@ -107,12 +98,6 @@ def _passes(comm: MPI.Intracomm, contestants: list[Contestant], count: int, orde
                 contestant.wrong += contestant.buffers.wrong()
 
 
-def _agreed_seconds(comm: MPI.Intracomm, since: float) -> float:
-    seconds = np.array(time.perf_counter() - since)
-    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
-    return float(seconds)
-
-
 def race(
     comm: MPI.Intracomm,
     contestants: list[Contestant],
@@ -120,41 +105,31 @@ def race(
     iterations: int = 1000,
     warmup: int = 10,
     seconds: float = 1.0,
-    seed: int = 1,
 ) -> list[Timing]:
     """Time all contestants against each other within one run; timings are in their order, equal on all ranks.
 
-    Parameters
-    ----------
-    comm
-        The plain communicator: its native barrier precedes every call, and ranks agree on iteration counts over it.
-    contestants
-        At least one; the same ones in the same order on all ranks.
-    iterations, warmup
-        Timed and untimed calls per contestant, at most.
-    seconds
-        Time per contestant after which fewer iterations are made (never fewer than five).
-    seed
-        Seed of the random order; equal on all ranks.
+    The native barrier of `comm` precedes every call. `iterations` and `warmup` are timed and untimed calls of each
+    contestant, at most; `seconds` the time of each after which fewer timed calls are made, but never less than five.
+    The contestants, at least one, are the same on all ranks.
     """
-    order = random.Random(seed)
+    order = random.Random(1)
     budget = seconds * len(contestants)
-    _passes(comm, contestants, 1, order, keep=False)
-    since = time.perf_counter()
-    _passes(comm, contestants, 1, order, keep=False)
-    one = _agreed_seconds(comm, since)
-    more = max(0, min(warmup - 2, int(budget / 4 / one)))
-    since = time.perf_counter()
-    _passes(comm, contestants, more, order, keep=False)
-    one = _agreed_seconds(comm, since) / more if more else one
+
+    def turn_seconds(count: int, keep: bool = False) -> float:
+        since = time.perf_counter()
+        _passes(comm, contestants, count, order, keep)
+        return float(comm.allreduce(time.perf_counter() - since, MPI.MAX)) / count
+
+    turn_seconds(1)
+    one = turn_seconds(1)
+    if more := max(0, min(warmup - 2, int(budget / 4 / one))):
+        one = turn_seconds(more)
     gc.collect()
-    _passes(comm, contestants, min(iterations, max(FEWEST, int(budget / one))), order, keep=True)
+    turn_seconds(min(iterations, max(FEWEST, int(budget / one))), keep=True)
 
     timings = []
     for contestant in contestants:
         slowest = np.array(contestant.nanoseconds, np.int64)
         comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-        wrong = np.array(contestant.wrong, np.int64)
-        comm.Allreduce(MPI.IN_PLACE, wrong, MPI.SUM)
-        timings.append(summarise(slowest / 1e3, int(wrong)))
+        timings.append(summarise(slowest / 1e3, comm.allreduce(contestant.wrong)))
     return timings

@@ -118,6 +118,5 @@ def offset(comm: MPI.Intracomm) -> float:
 
 
 def write(path: Path, entries: Iterable[Entry], **about: Any) -> None:
-    """Write a trace; `about` is shown with it."""
     trace = {"traceEvents": list(entries), "displayTimeUnit": "ns", "otherData": about}
     path.write_text(json.dumps(trace, indent=0) + "\n")

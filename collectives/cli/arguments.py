@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from pathlib import Path
 
+from collectives.benchmark.reports import PICTURES
 from collectives.compressed import QuantCodec
 from quant import PerGroup, PerTensor, QuantSpec, parse
 
@@ -14,19 +17,14 @@ def words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def names_of(what: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> Callable[[str], list[str]]:
-    """Argument type: a list of names that are `known`; with aliases, ``all`` and other spellings stand for them."""
+def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Argument type: a list of names that are `known`, or ``all``."""
     known = list(known)
 
     def names(text: str) -> list[str]:
-        found = words(text)
-        if aliases is not None:
-            found = [aliases.get(word.lower(), word.lower()) for word in found]
-            found = known if "all" in found else list(dict.fromkeys(found))
-        for name in found:
-            if name not in known:
-                every = ", all" if aliases is not None else ""
-                raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; known: {', '.join(known)}{every}")
+        found = known if text == "all" else words(text)
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}, all")
         return found
 
     return names
@@ -77,10 +75,11 @@ def shareable(spec: QuantSpec) -> bool:
     return all(kinds)
 
 
-def missing_matplotlib() -> str | None:
-    """Message if pictures cannot be drawn; None if they can."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        return f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'"
-    return None
+def picture_file(text: str) -> Path:
+    """Argument type: name of a picture; an error where pictures cannot be drawn."""
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"expected a name that ends in one of {', '.join(PICTURES)}, found {text}")
+    if not find_spec("matplotlib"):
+        raise argparse.ArgumentTypeError("pictures need matplotlib: pip install 'chorus-mpi[plot]'")
+    return path

@@ -13,28 +13,31 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from mpi4py import MPI
 
-from collectives.benchmark import chorus_side, result_table
+from collectives import Communicator
+from collectives.algorithms import catalog
+from collectives.benchmark import result_table
 from collectives.benchmark.calibrate import SWEEPS, CalibratedCosts, calibrate, lengths
-from collectives.benchmark.cases import ALIASES, CASES, DTYPES, MEMORIES, elements
+from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, elements, even_form
 from collectives.benchmark.measure import RaceOptions, measure
-from collectives.benchmark.reports import write
-from collectives.benchmark.result_rows import Report, Row, make_report, merge
+from collectives.benchmark.reports import check_writable, write
+from collectives.benchmark.result_rows import Report, make_report, merge
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
 from collectives.cli import launcher
-from collectives.cli.arguments import missing_matplotlib, names_of, words
-from collectives.cli.writable_files import check_writable
+from collectives.cli.arguments import names_of, picture_file, words
 
 LONGEST = 1 << 26
 """Bytes up to which messages are timed; longer ones are extrapolated."""
 
+CostsByForm = dict[tuple[str, str], CalibratedCosts]
+"""By memory and mode."""
+
 MODE_HELP = ("plain calls, the default", "time I... and Wait", "time Start and Wait")
 
-collective_list = names_of("collective", chorus_side.known_collectives(), ALIASES)
+collective_list = names_of("collective", CASES)
 
 
 def make_parser() -> launcher.LauncherParser:
@@ -57,45 +60,49 @@ def make_parser() -> launcher.LauncherParser:
     warmup = launcher.at_least(2, int)
     add("--warmup", type=warmup, default=20, metavar="N", help="calls before these, at most (default 20)")
     add("--seconds", type=launcher.at_least(0, float), default=1.0, metavar="S", help="time per row (default 1)")
-    add("--seed", type=int, default=1, help="of the random order of contestants")
     add("-f", "--full", action="store_true", help="show min, max, p99 and iterations too")
     add("--json", type=Path, metavar="FILE", help="write all rows to FILE")
-    add("--plot", type=Path, metavar="FILE", help="draw the race into FILE (PNG, SVG, PDF)")
-    add("--merge", nargs="+", metavar="FILE", help="measure nothing: join the JSON files of several launches")
+    add("--plot", type=picture_file, metavar="FILE", help="draw the race into FILE (PNG, SVG, PDF)")
+    add(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: join the JSON files of several launches"
+    )
     return parser
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = make_parser()
     args = parser.parse_args(argv)
     args.modes = list(dict.fromkeys(args.modes or MODES[:1]))
     try:
-        for collective in args.collective:
-            chorus_side.resolve(collective, args.algorithm)
+        args.algorithms = {collective: resolve(collective, args.algorithm) for collective in args.collective}
     except ValueError as error:
         parser.error(f"argument --algorithm: {error}")
-    if args.merge:
-        try:
-            args.merge = merge([json.loads(Path(name).read_text()) for name in args.merge])
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"argument --merge: {error}")
-    fault = MPI.COMM_WORLD.bcast(_unwritable(args) if MPI.COMM_WORLD.Get_rank() == 0 else None)
-    if fault:
+    try:
+        args.merge = args.merge and merge([json.loads(path.read_text()) for path in args.merge])
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"argument --merge: {error}")
+    if fault := MPI.COMM_WORLD.bcast(_unwritable(args) if MPI.COMM_WORLD.Get_rank() == 0 else None):
         parser.error(fault)
     return args
 
 
+def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
+    """Algorithm names for one collective: ``all`` becomes ``auto`` and every known one; ValueError for unknown ones."""
+    known = ["auto", *catalog.names(even_form(collective))]
+    for name in wanted:
+        if name not in ("all", *known):
+            raise ValueError(f"{collective} has no algorithm {name!r}; known: {', '.join(known)}")
+    return list(dict.fromkeys(name for word in wanted for name in (known if word == "all" else [word])))
+
+
 def _unwritable(args: argparse.Namespace) -> str | None:
     """Reason why a file is not writable, checked before the measurements; None if it is."""
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        try:
-            if path:
-                check_writable(path)
-        except OSError as error:
-            return f"argument {option}: {error}"
-    fault = missing_matplotlib() if args.plot else None
-    return fault and f"argument --plot: {fault}"
+    try:
+        for path in filter(None, (args.json, args.plot)):
+            check_writable(path)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, int]]:
@@ -107,56 +114,35 @@ def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, 
             yield from ((collective, dtype, nbytes) for nbytes in dict.fromkeys(sizes))
 
 
-def costs(
-    args: argparse.Namespace, plain: MPI.Intracomm, comm: MPI.Intracomm
-) -> dict[tuple[str, str], CalibratedCosts] | None:
+def costs(args: argparse.Namespace, plain: MPI.Intracomm, comm: Communicator) -> CostsByForm | None:
     """Measure message costs in every memory and mode; None without predictions."""
     if not args.model or plain.Get_size() == 1:
         return None
     largest, forms = min(LONGEST, max(args.sizes)), list(product(args.memory, args.modes))
-    kinds = 1 + (len(set(chorus_side.nodes(comm))) > 1)
+    kinds = 2 if comm.nodes else 1
     with launcher.progress(len(forms) * len(lengths(largest)) * SWEEPS * kinds, "timing messages", "length") as bar:
         return {form: calibrate(plain, comm, *form, largest, min(0.04, args.seconds / 4), bar.update) for form in forms}
-
-
-class RowPrinter:
-    """Prints rows as a table; a new title where the collective, dtype or another constant of a block changes."""
-
-    def __init__(self, report: Report, style: result_table.TableStyle) -> None:
-        self.style = style
-        self._block: Any = None
-        for line in result_table.preamble(report):
-            launcher.say(line)
-
-    def show(self, rows: Iterable[Row]) -> None:
-        """Print some rows."""
-        for row in rows:
-            if self.style.block_of(row) != self._block:
-                self._block = self.style.block_of(row)
-                for line in ("", self.style.title(row), self.style.heading()):
-                    launcher.say(line)
-            launcher.say(self.style.line(row))
 
 
 def bench(args: argparse.Namespace) -> Report:
     """Run all measurements of the command line and print rows as they complete."""
     plain = MPI.COMM_WORLD
-    comm = chorus_side.communicator(plain)
+    comm = Communicator(plain)
     report = make_report(plain.Get_size(), [], against=args.against)
-    printer = RowPrinter(report, result_table.TableStyle(args.full, args.memory, args.modes))
+    style = result_table.TableStyle(args.full, args.memory, args.modes)
+    launcher.say("\n".join(result_table.preamble(report)))
     options = RaceOptions(
         args.memory, args.modes, args.in_place, args.segments, args.against, costs(args, plain, comm),
-        {name: getattr(args, name) for name in ("iterations", "warmup", "seconds", "seed")},
+        {name: getattr(args, name) for name in ("iterations", "warmup", "seconds")},
     )  # fmt: skip
     todo = list(configurations(args, plain.Get_size()))
     with launcher.progress(len(todo), "racing", "row") as bar:
         for collective, dtype, nbytes in todo:
             bar.set_postfix_str(f"{collective} {format_size(nbytes)}")
-            algorithms = chorus_side.resolve(collective, args.algorithm)
-            rows, absent = measure(plain, comm, collective, algorithms, nbytes, dtype, options)
-            printer.show(rows)
-            for name, reason in absent.items():
-                launcher.say(f"# {collective} {nbytes}: no {name}: {reason}")
+            rows, absent = measure(plain, comm, collective, args.algorithms[collective], nbytes, dtype, options)
+            missing = [f"# {collective} {nbytes}: no {name}: {reason}" for name, reason in absent.items()]
+            for line in (*style.lines(rows), *missing):
+                launcher.say(line)
             if "auto" in absent:
                 raise RuntimeError(f"{collective} of {nbytes} bytes of {dtype} failed: {absent['auto']}")
             report["rows"] += rows
@@ -165,17 +151,15 @@ def bench(args: argparse.Namespace) -> Report:
 
 
 def show_merged(args: argparse.Namespace) -> Report:
-    """Show the report joined from several launches."""
     report: Report = args.merge
     memories, modes = (list(dict.fromkeys(row[name] for row in report["rows"])) for name in ("memory", "mode"))
-    printer = RowPrinter(report, result_table.TableStyle(args.full, memories, modes))
-    launcher.say(f"# medians over {report['launches']} launches")
-    printer.show(report["rows"])
+    style = result_table.TableStyle(args.full, memories, modes)
+    about = [*result_table.preamble(report), f"# medians over {report['launches']} launches"]
+    launcher.say("\n".join([*about, *style.lines(report["rows"])]))
     return report
 
 
 def main() -> int:
-    """Measure or merge, write the files, and return 1 if any result was wrong."""
     args = parse()
     report = show_merged(args) if args.merge else bench(args)
     if MPI.COMM_WORLD.Get_rank() == 0:

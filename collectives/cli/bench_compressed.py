@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark.reports import quartiles, write
+from collectives.benchmark.reports import quartiles
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.cli import launcher
 from collectives.cli.arguments import names_of, shareable, specs
@@ -36,7 +37,7 @@ from collectives.compressed import (
     TwoShotAllreduce,
     run,
 )
-from collectives.compressed.compression_model import CompressionForecast, fitted, forecast
+from collectives.compressed.compression_model import fitted, forecast
 
 WAYS = {
     "segmented": SegmentedAllreduce,
@@ -49,7 +50,6 @@ PLAIN = ("native", "plain")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = launcher.LauncherParser(__doc__)
     add, ways = parser.add_argument, (*WAYS, SHARED)
     add("--sizes", type=parse_sizes, default=parse_sizes("1M,16M"), metavar="BYTES", help="of float32 (default 1M,16M)")
@@ -57,7 +57,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     names = f"{', '.join(ways)} (default segmented)"
     add("--ways", type=names_of("way", ways), default="segmented", metavar="NAMES", help=names)
     add("--turns", type=launcher.at_least(1, int), default=15, metavar="N", help="of each (default 15)")
-    add("--json", type=Path, metavar="FILE", help="write all results")
     args = parser.parse_args(argv)
     if SHARED in args.ways and (unfit := [name for name, spec in args.specs.items() if not shareable(spec)]):
         parser.error(
@@ -73,56 +72,40 @@ def _sum(encoded: Any, x: np.ndarray, out: np.ndarray) -> None:
     run(encoded.allreduce(x, out))
 
 
-def contestants(comm: Communicator, count: int, args: argparse.Namespace) -> tuple[dict[str, Sum], list[Any]]:
-    """Contestants by name, and the objects to close afterwards."""
-    found: dict[str, Sum] = {"native": MPI.COMM_WORLD.Allreduce, "plain": comm.Allreduce}
-    bound: list[Any] = []
-    for way, (name, spec) in product(args.ways, args.specs.items()):
-        if way == SHARED:
-            bound.append(SharedScale(comm, count, spec.bits, getattr(spec.granularity, "size", count) or 1))
-        else:
-            bound.append(WAYS[way](comm, count, QuantCodec(spec)))
-        found[f"{way} {name}"] = partial(_sum, bound[-1])
-    return found, bound
-
-
 def race(comm: Communicator, nbytes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One length; a row for each contestant, the same on all ranks."""
     count = nbytes // 4
     x = np.random.default_rng(comm.Get_rank()).standard_normal(count, np.float32)
     out, total = np.empty_like(x), np.empty_like(x)
     MPI.COMM_WORLD.Allreduce(x, total)
-    found, bound = contestants(comm, count, args)
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    wrong, names = {}, list(found)
-    for turn in range(args.turns + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            MPI.COMM_WORLD.Barrier()
-            began = time.perf_counter()
-            found[name](x, out)
-            spent = MPI.COMM_WORLD.allreduce(time.perf_counter() - began, MPI.MAX)
-            if turn:
-                seconds[name].append(spent)
+    found: dict[str, Sum] = {"native": MPI.COMM_WORLD.Allreduce, "plain": comm.Allreduce}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    wrong = {}
+    with ExitStack() as stack:
+        for way, (name, spec) in product(args.ways, args.specs.items()):
+            if way == SHARED:
+                made: Any = SharedScale(comm, count, spec.bits, getattr(spec.granularity, "size", count) or 1)
             else:
-                wrong[name] = float(np.linalg.norm(out - total)) / max(float(np.linalg.norm(total)), 1e-30)
-    for made in bound:
-        made.close()
-    rows = []
-    for name, values in seconds.items():
-        row = {"bytes": nbytes, "name": name, **quartiles(values), "error": wrong[name]}
-        rows.append(row | {"ratio": quartiles(np.divide(values, seconds["plain"]).tolist())})
-    return rows
-
-
-def show(rows: list[dict[str, Any]], expected: dict[str, CompressionForecast]) -> None:
-    """The rows of one length as text."""
-    say(f"\n{format_size(rows[0]['bytes'])}\n{'':28}{'ms':>9}  {'quartiles':>17}  {'/ plain':>7}  {'error':>8}")
-    for row in rows:
-        spread = f"{1e3 * row['q1']:.3f} - {1e3 * row['q3']:.3f}"
-        error = f"{row['error']:8.2%}" if row["name"] not in PLAIN else ""
-        say(f"{row['name']:28}{1e3 * row['median']:9.3f}  {spread:>17}  {row['ratio']['median']:7.3f}  {error:>8}")
-    for name, made in expected.items():
-        say(f"forecast for {name}: {made}: {'it pays' if made.pays else 'plain is quicker'}")
+                made = WAYS[way](comm, count, QuantCodec(spec))
+            stack.callback(made.close)
+            found[f"{way} {name}"] = partial(_sum, made)
+        names = list(found)
+        for turn in range(args.turns + 1):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                MPI.COMM_WORLD.Barrier()
+                began = time.perf_counter()
+                found[name](x, out)
+                spent = MPI.COMM_WORLD.allreduce(time.perf_counter() - began, MPI.MAX)
+                if turn:
+                    seconds[name].append(spent)
+                else:
+                    wrong[name] = float(np.linalg.norm(out - total)) / max(float(np.linalg.norm(total)), 1e-30)
+    plain = seconds["plain"]
+    return [
+        {"name": name, "error": wrong[name], "ratio": float(np.median(np.divide(seconds[name], plain)))}
+        | quartiles(seconds[name])
+        for name in names
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,18 +114,16 @@ def main(argv: list[str] | None = None) -> int:
     comm = Communicator(MPI.COMM_WORLD)
     nodes, library = len(set(comm.nodes or (0,))), MPI.Get_library_version().splitlines()[0].strip()
     say(f"{comm.Get_size()} ranks on {nodes} node{'s' * (nodes > 1)}, {library}")
-    report = []
     wire = fitted(comm)
     for nbytes in args.sizes:
         expected = {name: forecast(comm, nbytes // 4, QuantCodec(spec), wire) for name, spec in args.specs.items()}
-        rows = race(comm, nbytes, args)
-        report += [
-            {**row, "forecast": {name: made._asdict() for name, made in expected.items()}, "ranks": comm.Get_size()}
-            for row in rows
-        ]
-        show(rows, expected)
-    if comm.Get_rank() == 0:
-        write(args.json, {"rows": report})
+        say(f"\n{format_size(nbytes)}\n{'':28}{'ms':>9}  {'quartiles':>17}  {'/ plain':>7}  {'error':>8}")
+        for row in race(comm, nbytes, args):
+            spread = f"{1e3 * row['q1']:.3f} - {1e3 * row['q3']:.3f}"
+            error = f"{row['error']:8.2%}" if row["name"] not in PLAIN else ""
+            say(f"{row['name']:28}{1e3 * row['median']:9.3f}  {spread:>17}  {row['ratio']:7.3f}  {error:>8}")
+        for name, made in expected.items():
+            say(f"forecast for {name}: {made}: {'it pays' if made.pays else 'plain is quicker'}")
     return 0
 
 

@@ -7,7 +7,7 @@ import re
 
 from collectives.analysis.cost_functions import LinearCost
 from collectives.benchmark.predictions import CostPrediction
-from collectives.selection.cost_model import BUILT_IN
+from collectives.cli.launcher import at_least
 from collectives.selection.timing_file import TableError, default_path, read
 from collectives.selection.timing_table import TimingTable
 
@@ -15,39 +15,26 @@ TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "Gbit/s": 1e9 / 8, "Mbit/s": 1e6 / 8}
 
 
-def _quantity(text: str, units: dict[str, float]) -> tuple[float, float | None] | None:
-    """A number, and the factor of its unit if there is one; None if the text is neither."""
+def _quantity(text: str, units: dict[str, float], expected: str) -> tuple[float, float | None]:
     match = re.fullmatch(rf"([\d.]+(?:e[+-]?\d+)?)\s*({'|'.join(units)}|)", text.strip())
-    return match and (float(match[1]), units.get(match[2]))
+    if not match or not (float(match[1]) or units is TIMES):
+        raise argparse.ArgumentTypeError(f"{text!r} is no {expected}")
+    return float(match[1]), units.get(match[2])
 
 
 def seconds(text: str) -> float:
     """A time such as 5us, 0.2ms or 2e-6 (seconds)."""
-    found = _quantity(text, TIMES)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write it as 5us, 0.2ms or 2e-6 (seconds)")
-    return found[0] * (found[1] or 1.0)
+    number, unit = _quantity(text, TIMES, "time; write it as 5us, 0.2ms or 2e-6 (seconds)")
+    return number * (unit or 1.0)
 
 
 def per_byte(text: str) -> float:
     """Seconds a byte, from a rate such as 12.5GB/s or 10Gbit/s, or as a number of seconds."""
-    found = _quantity(text, RATES)
-    if not found or not found[0]:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no rate; write it as 12.5GB/s, 10Gbit/s or 8e-11 (seconds a byte)"
-        )
-    return 1 / (found[0] * found[1]) if found[1] else found[0]
-
-
-def ranks(text: str) -> int:
-    """A number of ranks."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of ranks, at least 1")
-    return int(text)
+    number, unit = _quantity(text, RATES, "rate; write it as 12.5GB/s, 10Gbit/s or 8e-11 (seconds a byte)")
+    return 1 / (number * unit) if unit else number
 
 
 def table(path: str) -> TimingTable:
-    """A table of `chorus tune`, from its file."""
     try:
         return read(path)
     except (OSError, TableError) as error:
@@ -55,9 +42,8 @@ def table(path: str) -> TimingTable:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for message costs and placement."""
     add = parser.add_argument
-    add("--per-node", type=ranks, default=1, metavar="K", help="ranks on each node (default 1)")
+    add("--per-node", type=at_least(1, int), default=1, metavar="K", help="ranks on each node (default 1)")
     add("--table", type=table, metavar="FILE", help="costs from chorus tune (default: your own, if there is one)")
     add("--alpha", type=seconds, metavar="TIME", help="a message between nodes")
     add("--beta", type=per_byte, metavar="RATE", help="of a node's card")
@@ -68,10 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def model(arguments: argparse.Namespace) -> CostPrediction:
     """Cost model from the options; missing values come from the tuned table, else from the defaults."""
-    tuned = arguments.table
-    if tuned is None and default_path().exists():
-        tuned = read(default_path())
-    known = BUILT_IN if tuned is None else tuned.costs
+    path = default_path()
+    known = (arguments.table or (read(path) if path.exists() else TimingTable())).costs
     given = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma
     default = *known.shared[:2], *known.network[:2], known.shared.gamma
     node_alpha, node_beta, alpha, beta, gamma = (d if g is None else g for g, d in zip(given, default, strict=True))
@@ -90,6 +74,5 @@ def describe(model: CostPrediction) -> str:
 
 
 def time(value: float) -> str:
-    """Seconds as text."""
     unit = next((unit for unit in ("s", "ms") if value >= TIMES[unit]), "us")
     return f"{value / TIMES[unit]:.4g} {unit}"

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +19,14 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.benchmark.size_arguments import parse_sizes
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.launcher import ProgramParser, say
 from collectives.transport.device import cuda_aware
 
+BUDGET, MOST = 0.5, 100
+"""Seconds and calls of a measurement."""
 
-def seconds(world: MPI.Intracomm, call: Callable[[], object], budget: float = 0.5, most: int = 100) -> float:
+
+def seconds(world: MPI.Intracomm, call: Callable[[], object]) -> float:
     """Median over calls of the time that the slowest rank took; equally many calls on all ranks."""
 
     def once() -> float:
@@ -32,17 +36,7 @@ def seconds(world: MPI.Intracomm, call: Callable[[], object], budget: float = 0.
         return float(world.allreduce(time.perf_counter() - start, MPI.MAX))
 
     first = max(once(), once(), 1e-6)
-    return statistics.median(once() for _ in range(max(3, min(most, int(budget / first)))))
-
-
-def measure(world: MPI.Intracomm, comm: Communicator, xp: Any, nbytes: int) -> tuple[float, float, bool]:
-    """Seconds of an allreduce and of a broadcast of so many bytes of float32, and whether the sums are right."""
-    n = max(1, nbytes // 4)
-    x, y = xp.full(n, world.Get_rank() + 1, "f4"), xp.zeros(n, "f4")
-    comm.Allreduce(x, y)
-    found = y.get() if hasattr(y, "get") else y
-    right = bool((found == sum(range(1, world.Get_size() + 1))).all())
-    return seconds(world, lambda: comm.Allreduce(x, y)), seconds(world, lambda: comm.Bcast(y)), right
+    return statistics.median(once() for _ in range(max(3, min(MOST, int(BUDGET / first)))))
 
 
 def main() -> int:
@@ -52,7 +46,7 @@ def main() -> int:
     parser.add_argument("--direct", action="store_true", help="hand device memory over whatever the MPI says")
     args = parser.parse_args()
     world = MPI.COMM_WORLD
-    cupy = import_module("cupy")
+    rank, size, cupy = world.Get_rank(), world.Get_size(), import_module("cupy")
     ways: dict[str, tuple[Communicator, Any]] = {
         "NumPy": (Communicator(world), np),
         "CuPy, staged": (Communicator(world, cuda_aware=False), cupy),
@@ -60,21 +54,19 @@ def main() -> int:
     if args.direct or cuda_aware():
         ways["CuPy, direct"] = (Communicator(world, cuda_aware=True), cupy)
     wrong = 0
-    if world.Get_rank() == 0:
-        print(f"\n# float32, {world.Get_size()} ranks; algbw = size / time in 1e9 bytes a second")
-        print(f"{'Size':>12} {'arrays':14} {'allreduce(us)':>14} {'algbw':>8} {'broadcast(us)':>14} {'algbw':>8}")
+    say(f"\n# float32, {size} ranks; algbw = size / time in 1e9 bytes a second")
+    say(f"{'Size':>12} {'arrays':14} {'allreduce(us)':>14} {'algbw':>8} {'broadcast(us)':>14} {'algbw':>8}")
     for nbytes in args.sizes:
         for name, (comm, xp) in ways.items():
-            allreduce, broadcast, right = measure(world, comm, xp, nbytes)
-            wrong += not world.allreduce(right, MPI.LAND)
-            if world.Get_rank() == 0:
-                print(
-                    f"{nbytes:12} {name:14} {allreduce * 1e6:14.1f} {nbytes / allreduce / 1e9:8.2f} "
-                    f"{broadcast * 1e6:14.1f} {nbytes / broadcast / 1e9:8.2f}",
-                    flush=True,
-                )
-    if wrong and world.Get_rank() == 0:
-        print(f"{wrong} results were wrong")
+            n = max(1, nbytes // 4)
+            x, y = xp.full(n, rank + 1, "f4"), xp.zeros(n, "f4")
+            comm.Allreduce(x, y)
+            wrong += not world.allreduce(bool((y == sum(range(1, size + 1))).all()), MPI.LAND)
+            times = seconds(world, partial(comm.Allreduce, x, y)), seconds(world, partial(comm.Bcast, y))
+            cells = (f"{spent * 1e6:14.1f} {nbytes / spent / 1e9:8.2f}" for spent in times)
+            say(f"{nbytes:12} {name:14} {' '.join(cells)}")
+    if wrong:
+        say(f"{wrong} results were wrong")
     return 1 if wrong else 0
 
 

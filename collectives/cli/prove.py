@@ -22,7 +22,7 @@ from tqdm import tqdm
 from collectives.algorithms import catalog
 from collectives.analysis.matching import ScheduleError
 from collectives.analysis.prove import Proof, prove
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.launcher import ProgramParser, at_least
 from collectives.schedule import semantics
 from collectives.schedule.topology import Nodes, numbered
 
@@ -67,15 +67,11 @@ Costs: TypeAlias = tuple[Fraction, ...]
 
 def costs(vector: int, proof: Proof) -> Costs:
     """Costs of one schedule; volumes of the busiest rank, in vectors."""
-    return (
-        Fraction(proof.rounds),
-        Fraction(max(*proof.sent, *proof.received), vector),
-        Fraction(max(proof.combined), vector),
-    )
+    volume = max(*proof.sent, *proof.received)
+    return Fraction(proof.rounds), Fraction(volume, vector), Fraction(max(proof.combined), vector)
 
 
 def check_costs(collective: str, name: str, size: int, done: Costs, segments: int = 1, nodes: int = 1) -> None:
-    """Compare the costs at the worst root with the catalogue and the lower bounds."""
     entry, bound = catalog.find(collective, name), catalog.BOUNDS[collective]
     formulas, names = (entry.rounds, entry.volume, entry.combined), ("rounds", "volume", "combined")
     for what, value, formula, least in zip(names, done, formulas, bound, strict=True):
@@ -95,11 +91,9 @@ class ProvedAlgorithm(NamedTuple):
     costs: Costs
 
     def line(self, size: int) -> str:
-        """Row of the table."""
         bounds = [catalog.evaluate(formula, size) for formula in catalog.BOUNDS[self.collective]]
-        rounds, volume, combined = (
-            f"{float(value):.4g} ({float(bound):.4g})" for value, bound in zip(self.costs, bounds, strict=True)
-        )
+        pairs = zip(self.costs, bounds, strict=True)
+        rounds, volume, combined = (f"{float(value):.4g} ({float(bound):.4g})" for value, bound in pairs)
         ordered = catalog.find(self.collective, self.name).ordered and semantics.MEANINGS[self.collective].reduces
         order = "kept" if ordered else ""
         return f"{self.collective:<16}{self.name:<20}{rounds:>14}{volume:>18}{combined:>18}  {order}".rstrip()
@@ -109,8 +103,7 @@ def prove_algorithm(collective: str, name: str, max_size: int) -> ProvedAlgorith
     """Prove an algorithm for all numbers of ranks; ScheduleError at the first fault."""
     entry = catalog.find(collective, name)
     ordered = alike = True  # so far, where it must be
-    proved = 0
-    where = ""
+    proved, where = 0, ""
     try:
         for size in range(1, max_size + 1):
             blocks = catalog.blocks(collective, name, size)
@@ -143,11 +136,9 @@ def prove_algorithm(collective: str, name: str, max_size: int) -> ProvedAlgorith
 
 def main() -> int:
     parser = ProgramParser(__doc__)
-    parser.add_argument("--max-size", type=int, default=64, help="largest number of ranks (default 64)")
+    parser.add_argument("--max-size", type=at_least(1, int), default=64, help="largest number of ranks (default 64)")
     parser.add_argument("--collective", action="append", choices=list(catalog.CATALOG), help="only this one")
     arguments = parser.parse_args()
-    if arguments.max_size < 1:
-        parser.error("--max-size must be at least 1")
     collectives = arguments.collective or list(catalog.CATALOG)
     entries = [(collective, name) for collective in collectives for name in catalog.names(collective)]
     began, size = time.perf_counter(), arguments.max_size

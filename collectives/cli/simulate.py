@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -22,13 +21,12 @@ from collectives.benchmark import predictions as paper
 from collectives.benchmark.predictions import CostPrediction, PredictionRow
 from collectives.benchmark.size_arguments import format_size, parse_size, parse_sizes
 from collectives.cli import cost_arguments
-from collectives.cli.arguments import missing_matplotlib
+from collectives.cli.arguments import picture_file
 from collectives.cli.cost_arguments import time
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.launcher import ProgramParser, at_least
 
 
 def table(rows: list[PredictionRow]) -> list[str]:
-    """The rows as text, the best one marked."""
     best = min(rows, key=lambda row: row.seconds)
     heading = f"{'algorithm':<22}{'rounds':>10}{'bytes':>16}{'time':>12}{'/ best':>9}{'bound':>12}{'/ bound':>9}"
     lines = [f"{heading}  priced by"]
@@ -46,7 +44,6 @@ def table(rows: list[PredictionRow]) -> list[str]:
 def sweep(
     collective: str, points: Iterable[tuple[int, int]], names: list[str], model: CostPrediction
 ) -> list[PredictionRow]:
-    """All algorithms at all (ranks, bytes)."""
     todo = tqdm([(name, *point) for point in points for name in names], desc="pricing", unit="price", disable=None)
     return [paper.row(collective, name, size, nbytes, model) for name, size, nbytes in todo]
 
@@ -66,25 +63,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")
     add("--algorithm", metavar="NAME,...", help="only these")
-    add("--ranks", type=int, default=4096, metavar="P", help="ranks (default 4096)")
+    count = at_least(1, int)
+    add("--ranks", type=count, default=4096, metavar="P", help="ranks (default 4096)")
     add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
     cost_arguments.add_options(parser)
-    add("--plot", type=Path, metavar="FILE", help="draw time against ranks and against size (PNG, SVG, PDF)")
-    add("--up-to", type=int, default=1 << 16, metavar="P", help="ranks in the picture (default 65536)")
+    add("--plot", type=picture_file, metavar="FILE", help="draw time against ranks and against size (PNG, SVG, PDF)")
+    add("--up-to", type=count, default=1 << 16, metavar="P", help="ranks in the picture (default 65536)")
     add("--sizes", type=parse_sizes, default="8:256M:8", metavar="SIZES", help="in the picture (8:256M:8)")
     arguments = parser.parse_args(argv)
-    for name in ("ranks", "up_to"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, found {getattr(arguments, name)}")
     known = catalog.names(arguments.collective)
     wanted = arguments.algorithm.split(",") if arguments.algorithm else known
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"--algorithm: {arguments.collective} has no {', '.join(unknown)}; known: {', '.join(known)}")
     arguments.algorithm = wanted
-    if arguments.plot:
-        if fault := missing_matplotlib():
-            parser.error(fault)
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
     return arguments
 
 

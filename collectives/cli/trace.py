@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
 from mpi4py import MPI
 
+from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.analysis.simulate import price
-from collectives.benchmark import chorus_side, traces
+from collectives.benchmark import traces
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements
 from collectives.benchmark.predictions import layout_of
 from collectives.benchmark.size_arguments import format_size, parse_size
@@ -32,28 +32,27 @@ WARMUP = 5
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line; errors are shown by rank 0 and end all ranks."""
     parser = launcher.LauncherParser(__doc__)
-    add = parser.add_argument
+    add, count = parser.add_argument, launcher.at_least(1, int)
     add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")
     add("--algorithm", default="ring", metavar="NAME", help="the catalogue's (default ring)")
-    add("--segments", type=int, default=1, metavar="K", help="pipeline K segments of the data (default 1)")
+    add("--segments", type=count, default=1, metavar="K", help="pipeline K segments of the data (default 1)")
     add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
-    add("--memory", choices=list(MEMORIES), default="plain", help="where the arrays lie (default plain)")
+    add("--memory", choices=MEMORIES, default="plain", help="where the arrays lie (default plain)")
     add("-o", "--output", type=Path, default=Path("out/trace.json"), metavar="FILE", help="default out/trace.json")
     add("--model", action="store_true", help="run nothing: simulate the ranks with these costs")
-    add("--ranks", type=cost_arguments.ranks, default=8, metavar="P", help="ranks of the model (default 8)")
+    add("--ranks", type=count, default=8, metavar="P", help="ranks of the model (default 8)")
     cost_arguments.add_options(parser)
     arguments = parser.parse_args(argv)
     try:
         catalog.find(arguments.collective, arguments.algorithm)
     except ValueError as error:
         parser.error(f"argument --algorithm: {error}")
-    if arguments.segments < 1 or (arguments.segments > 1 and arguments.collective == "barrier"):
-        parser.error(f"argument --segments: at least 1, and 1 for a barrier; found {arguments.segments}")
+    if arguments.segments > 1 and arguments.collective == "barrier":
+        parser.error("argument --segments: expected 1 for a barrier")
     return arguments
 
 
 def simulated(arguments: argparse.Namespace) -> list[traces.Entry]:
-    """The simulated call."""
     collective, name, size, segments = (getattr(arguments, n) for n in ("collective", "algorithm", "ranks", "segments"))
     model = cost_arguments.model(arguments)
     nodes = regular(size, model.per_node)
@@ -63,21 +62,11 @@ def simulated(arguments: argparse.Namespace) -> list[traces.Entry]:
     return [*traces.names(nodes, traces.LANES), *traces.of_model(events, nodes)]
 
 
-def timed(calls: tuple[Callable[[], object], ...]) -> list[float]:
-    """Do the calls; times at which each began, and at which the last one ended."""
-    clock = time.perf_counter
-    times = []
-    for call in calls:
-        times.append(clock())
-        call()
-    times.append(clock())
-    return times
-
-
 def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces.Entry] | None:
     """Run and record the call: on rank 0 the entries of all ranks, None on others."""
-    comm = chorus_side.communicator(plain)
-    rank, size, nodes = plain.Get_rank(), plain.Get_size(), chorus_side.nodes(comm)
+    comm = Communicator(plain)
+    rank, size = plain.Get_rank(), plain.Get_size()
+    nodes = comm.nodes or (0,) * size
     collective, name, segments = arguments.collective, arguments.algorithm, arguments.segments
     case, kind = CASES[collective], DTYPES["float32"]
     n = 0 if collective == "barrier" else elements(case, arguments.bytes, kind.itemsize, size)
@@ -92,7 +81,10 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
     buffers.advance()
     buffers.poison()
     plain.Barrier()
-    times = timed(program.calls)
+    times = [time.perf_counter()]  # at which each call began, and the last one ended
+    for call in program.calls:
+        call()
+        times.append(time.perf_counter())
     if buffers.wrong():
         raise RuntimeError(f"rank {rank}: the result of the recorded call is wrong")
     kinds = [traces.kind_of(call, waits) for call, waits in zip(program.calls, program.waits, strict=True)]
@@ -108,7 +100,6 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Record and write."""
     arguments, plain = parse(argv), MPI.COMM_WORLD
     if arguments.model:
         entries = simulated(arguments) if plain.Get_rank() == 0 else None

@@ -11,7 +11,7 @@ file per machine and MPI. An interrupted launch keeps its measurements.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +21,13 @@ from collectives import Communicator
 from collectives.benchmark.cases import CASES, DTYPES
 from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
-from collectives.benchmark.tuner import TunerCandidates, TunerSetting, candidates, contest, measure_costs, say_row
+from collectives.benchmark.tuner import TunerCandidates, TunerSetting, candidates, contest, fastest, measure_costs
 from collectives.cli import launcher
-from collectives.cli.arguments import missing_matplotlib, names_of
+from collectives.cli.arguments import names_of, picture_file
 from collectives.cli.bench import collective_list
 from collectives.selection import timing_file
 from collectives.selection.timing_file import DamagedTable, TableError
-from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Rows, TimingKey, TimingTable, shape
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Row, TimingKey, TimingTable, shape
 
 EVEN = [name for name in CASES if not name.endswith("v")]
 
@@ -39,28 +39,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     names = "names, or all (default: even ones)"
     add("--collective", type=collective_list, default=EVEN, metavar="NAME,...", help=names)
     add("--sizes", type=parse_sizes, default="8:32M:8", metavar="SIZES", help="8:64M:4, or 8,1K,64K (default 8:32M:8)")
-    forms, dtypes = names_of("form", MODES), names_of("dtype", DTYPES)
+    forms = names_of("form", MODES)
     add("--form", type=forms, default="blocking", metavar="NAME,...", help=f"of {', '.join(MODES)}")
-    add("--dtype", type=dtypes, default="float32", metavar="NAME", help=f"one of {', '.join(DTYPES)}")
+    add("--dtype", choices=list(DTYPES), default="float32", metavar="NAME", help=f"one of {', '.join(DTYPES)}")
     add("--seconds", type=seconds, default=0.1, metavar="S", help="per candidate and row (default 0.1)")
     add("--iterations", type=count, default=500, metavar="N", help="timed calls, at most (default 500)")
-    add("--table", metavar="FILE", help="instead of the one in the cache directory")
-    add("--plot", metavar="FILE", help="draw the winners by size and ranks, of the whole table (PNG, SVG, PDF)")
+    table = timing_file.default_path()
+    add("--table", type=Path, default=table, metavar="FILE", help="instead of the one in the cache directory")
+    add(
+        "--plot",
+        type=picture_file,
+        metavar="FILE",
+        help="draw the winners by size and ranks, of the whole table (PNG, SVG, PDF)",
+    )
     add("--show", action="store_true", help="measure nothing: print the table")
     add("--dry-run", action="store_true", help="measure nothing: print the candidates of each row")
     args = parser.parse_args(argv)
-    args.table = Path(args.table) if args.table else timing_file.default_path()
-    if len(args.dtype) != 1:
-        parser.error("argument --dtype: one, since a table holds times of one only")
-    if args.plot and (fault := missing_matplotlib()):
-        parser.error(f"argument --plot: {fault}")
     return args
 
 
-def known(path: Path) -> tuple[TimingTable, str | None]:
+def known(path: Path) -> tuple[TimingTable | None, str | None]:
     """Existing table and a remark about it; a damaged one is replaced.
 
-    TableError if the file must not be changed: it is of a newer version, or of another machine.
+    None if the file must not be changed: it is of a newer version, or of another machine.
     """
     try:
         return timing_file.read(path), None
@@ -68,6 +69,8 @@ def known(path: Path) -> tuple[TimingTable, str | None]:
         return TimingTable(), None
     except DamagedTable as error:
         return TimingTable(), f"{error}; it is begun anew"
+    except (OSError, TableError) as error:
+        return None, f"{error}; move it away, or choose another with --table"
 
 
 def settings(args: argparse.Namespace) -> Iterator[TunerSetting]:
@@ -76,7 +79,7 @@ def settings(args: argparse.Namespace) -> Iterator[TunerSetting]:
         for collective in args.collective:
             if collective != "barrier" or nbytes == args.sizes[0]:
                 for form in args.form:
-                    yield TunerSetting(collective, form, args.dtype[0], 0 if collective == "barrier" else nbytes)
+                    yield TunerSetting(collective, form, args.dtype, 0 if collective == "barrier" else nbytes)
 
 
 def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Counter[str], int]:
@@ -87,27 +90,25 @@ def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Cou
         costs = measure_costs(plain, comm, 10 * args.seconds, table.costs)
         table = table._replace(costs=costs)
         for name, wire in costs._asdict().items():
-            fitted = "" if wire != TimingTable().costs._asdict()[name] else "  (not measured)"
             speed = f"{1e-9 / wire.beta:.2f} GB/s, combining {1e-9 / wire.gamma:.2f} GB/s"
-            launcher.say(f"{name:<16}{wire.alpha * 1e6:.2f} us a message, {speed}{fitted}")
-        todo = list(settings(args))
-        fields: dict[tuple[str, ...], TunerCandidates] = {}
+            launcher.say(f"{name:<16}{wire.alpha * 1e6:.2f} us a message, {speed}")
+        todo, wrong = list(settings(args)), 0
+        fields: defaultdict[tuple[str, ...], TunerCandidates] = defaultdict(TunerCandidates)
         wins: Counter[str] = Counter()
-        wrong = 0
         limits = {"iterations": args.iterations, "seconds": args.seconds, "warmup": 10}
         with launcher.progress(len(todo), "tuning", "row") as bar:
             for setting in todo:
                 bar.set_postfix_str(f"{setting.collective} {format_size(setting.nbytes)}")
-                field = fields.setdefault(setting[:3], TunerCandidates())
+                field = fields[setting[:3]]
                 able = candidates(setting.collective, setting.nbytes, size, comm.nodes, costs)
                 nbytes, row, absent = contest(plain, comm, setting, field.left(able), limits)
                 field.note(row)
-                launcher.say(say_row(setting, nbytes, row))
+                launcher.say(f"{setting.collective:<16}{cells(nbytes, row)}")
                 for choice, reason in absent.items():
                     launcher.say(f"# no {choice}: {reason}")
                     wrong += reason.startswith("wrong")
                 if row:
-                    wins[min(row, key=row.__getitem__).algorithm] += 1
+                    wins[fastest(row).algorithm] += 1
                     key = TimingKey(setting.collective, setting.form, size, shape(comm.nodes, size))
                     table = table.merged(TimingTable(costs, {key: {nbytes: row}}))
                     if rank == 0:
@@ -116,35 +117,24 @@ def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Cou
     return table, wins, wrong
 
 
-def show(table: TimingTable) -> None:
-    """Print the table: the winner of every row, and the MPI's own time against it."""
-    for key, rows in sorted(table.entries.items()):
-        launcher.say(f"\n# {key.collective}, {key.form}, {key.ranks} ranks on nodes of {key.placement}")
-        launcher.say(f"{'# Size':<12} {'Winner':<28} {'Time(us)':>12} {'Native(us)':>12} {'Ratio':>7}")
-        for nbytes, row in rows.items():
-            best = min(row, key=row.__getitem__)
-            native = row.get(AlgorithmChoice(NATIVE))
-            against = f"{native * 1e6:>12.2f} {row[best] / native:>7.2f}" if native else f"{'-':>12} {'-':>7}"
-            launcher.say(f"{nbytes:<12} {best!s:<28} {row[best] * 1e6:>12.2f} {against}")
+def cells(nbytes: int, row: Row) -> str:
+    """A row as text: the winner, the MPI's own time, and the ratio of the two."""
+    if not row:
+        return f"{nbytes:<12} no candidate took part"
+    best = fastest(row)
+    native = row.get(AlgorithmChoice(NATIVE))
+    against = f"{native * 1e6:>12.2f} {row[best] / native:>7.2f}" if native else f"{'-':>12} {'-':>7}"
+    return f"{nbytes:<12} {best!s:<28} {row[best] * 1e6:>12.2f} {against}"
 
 
-def native_rows(entries: dict[TimingKey, Rows]) -> tuple[int, int]:
-    """(rows in which the MPI's own was the fastest, rows)."""
-    rows = [row for series in entries.values() for row in series.values()]
-    return sum(min(row, key=row.__getitem__).algorithm == NATIVE for row in rows), len(rows)
+HEADING = f"{'# Size':<12} {'Winner':<28} {'Time(us)':>12} {'Native(us)':>12} {'Ratio':>7}"
 
 
 def main() -> int:
     """Measure, show or draw; 1 if a result was wrong or the table could not be used."""
     args = parse()
     plain = MPI.COMM_WORLD
-    existing: tuple[TimingTable | None, str | None] = (None, None)
-    if plain.Get_rank() == 0:
-        try:
-            existing = known(args.table)
-        except (OSError, TableError) as error:
-            existing = None, f"{error}; move it away, or choose another with --table"
-    table, message = plain.bcast(existing)
+    table, message = plain.bcast(known(args.table) if plain.Get_rank() == 0 else None)
     if message:
         launcher.say(f"# {message}")
     if table is None:
@@ -159,12 +149,16 @@ def main() -> int:
             able = candidates(setting.collective, setting.nbytes, plain.Get_size(), nodes, table.costs)
             launcher.say(f"{setting.collective:<16}{setting.form:<12}{setting.nbytes:>12}  {', '.join(map(str, able))}")
     elif args.show:
-        show(table)
+        for key, rows in sorted(table.entries.items()):
+            launcher.say(f"\n# {key.collective}, {key.form}, {key.ranks} ranks on nodes of {key.placement}\n{HEADING}")
+            for nbytes, row in rows.items():
+                launcher.say(cells(nbytes, row))
     else:
         table, wins, wrong = tune(args, table)
         launcher.say("# winners: " + ", ".join(f"{name} {times}" for name, times in wins.most_common()))
-    won, rows = native_rows(table.entries)
-    launcher.say(f"# in the table: {rows} rows; the MPI's own collective is the fastest in {won}")
+    winners = [fastest(row).algorithm for rows in table.entries.values() for row in rows.values()]
+    won = winners.count(NATIVE)
+    launcher.say(f"# in the table: {len(winners)} rows; the MPI's own collective is the fastest in {won}")
     if args.plot and plain.Get_rank() == 0:
         from collectives.benchmark.race_plots import plot_winners
 

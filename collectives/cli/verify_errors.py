@@ -11,11 +11,11 @@ a real run; only messages are copies. The exit code is 1 if a sum is more than a
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -49,12 +49,10 @@ TOLERANCE = 0.1
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Norm of the error over the norm of the expected values."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def noise(rank: int, count: int) -> np.ndarray:
-    """Input of a rank."""
     return np.random.default_rng(rank).standard_normal(count).astype(np.float32)
 
 
@@ -66,40 +64,32 @@ def once(codec: Codec, x: np.ndarray) -> float:
     return relative(out, x)
 
 
-def inputs(ranks: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """The inputs of all ranks, and their sum."""
-    terms = [noise(rank, count) for rank in range(ranks)]
-    return terms, np.asarray(np.sum(terms, axis=0, dtype=np.float64))
+def played_sum(sums: Sequence[Any], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Results of all ranks, and the sum of their inputs."""
+    terms = np.array([noise(rank, count) for rank in range(len(sums))])
+    total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
+    play([each.allreduce(x, x) for each, x in zip(sums, terms)])
+    return terms, total
 
 
 def error(way: type[FlatAllreduce], ranks: int, codec: Callable[[int], Codec], count: int) -> float:
     """Relative error of a sum; the codec is made of a rank's number."""
-    terms, total = inputs(ranks, count)
-    sums = [way(comm, count, codec(comm.Get_rank())) for comm in played(ranks)]
-    play([each.allreduce(x, x) for each, x in zip(sums, terms)])
-    return float(np.max([relative(found, total) for found in terms]))
+    found, total = played_sum([way(comm, count, codec(comm.Get_rank())) for comm in played(ranks)], count)
+    return float(np.max([relative(one, total) for one in found]))
 
 
 def in_steps(ranks: int, bits: int, group: int, count: int) -> float:
     """The error of a sum of integers of one scale, as root mean square, in steps of the scale."""
-    terms, total = inputs(ranks, count)
-    peaks = np.maximum.reduceat(np.max(np.abs(terms), axis=0), np.arange(0, count, group))
     made = [SharedScale(comm, count, bits, group) for comm in played(ranks)]
-    play([each.allreduce(x, x) for each, x in zip(made, terms)])
-    steps = np.repeat(peaks / made[0].largest, group)[:count]
-    return float(np.sqrt(np.mean(np.square((terms[0] - total) / steps))))
+    found, total = played_sum(made, count)
+    peaks = np.max([np.abs(noise(rank, count)) for rank in range(ranks)], axis=0)
+    steps = np.maximum.reduceat(peaks, np.arange(0, count, group)) / made[0].largest
+    return float(np.sqrt(np.mean(np.square((found[0] - total) / np.repeat(steps, group)[:count]))))
 
 
 def of_integers(ranks: int) -> float:
     """Error law of shared-scale integers: p errors uniform in -1/2 .. 1/2, which holds from 3 bits on."""
     return math.sqrt(ranks / 12)
-
-
-def elements(text: str) -> int:
-    """A size, 1 or more."""
-    if not (found := parse_size(text)):
-        raise argparse.ArgumentTypeError("expected an element or more, found 0")
-    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,8 +98,10 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--ranks", type=rank_counts, default="2,3,4,8,16,32,64", metavar="NUMBERS", help="default 2,3,4,8,16,32,64")
     add("--specs", type=specs, default="int8_g128,int4_g128", metavar="NAMES", help="default int8_g128,int4_g128")
-    add("--elements", type=elements, default="64K", metavar="N", help="of a vector (default 64K)")
+    add("--elements", type=parse_size, default="64K", metavar="N", help="of a vector (default 64K)")
     args = parser.parse_args(argv)
+    if not args.elements:
+        parser.error("argument --elements: expected an element or more, found 0")
     off = []
     for name, spec in args.specs.items():
         codec = partial(QuantCodec, spec, None)
@@ -123,11 +115,8 @@ def main(argv: list[str] | None = None) -> int:
             if shared:
                 group = getattr(spec.granularity, "size", args.elements)
                 pairs.append((in_steps(ranks, spec.bits, group, args.elements), of_integers(ranks)))
-            cells = []
-            for found, wanted in pairs:
-                off.append(abs(found / wanted - 1))
-                cells += [f"{found:.3f}", f"{wanted:.3f}"]
-            print(f"| {ranks} | {' | '.join(cells)} |", flush=True)
+            off += [abs(found / wanted - 1) for found, wanted in pairs]
+            print(f"| {ranks} | {' | '.join(f'{number:.3f}' for pair in pairs for number in pair)} |", flush=True)
         print()
     worst = np.max(off)  # NaN if one is
     print(f"at most {worst:.1%} off")

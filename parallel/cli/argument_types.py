@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
 
-from collectives.cli.writable_files import PICTURES
+from collectives.benchmark.reports import PICTURES
 
 
 def integers(text: str) -> list[int]:

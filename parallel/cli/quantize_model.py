@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.benchmark.reports import check_writable
 from collectives.cli import launcher
 from collectives.cli.launcher import at_least, say
-from collectives.cli.writable_files import check_writable
 from collectives.selection.timing_file import machine
 from parallel.benchmark.training_output import format_score
 from parallel.checkpoint.checkpoint_files import CheckpointError

@@ -22,9 +22,9 @@ from pathlib import Path
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.benchmark.reports import check_folder, check_writable
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from collectives.cli.writable_files import check_folder, check_writable
 from collectives.errors import OutOfMemory
 from parallel.benchmark.training_output import OutputError, short
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, step_of

@@ -137,7 +137,9 @@ def test_closed_forms(name, size, dtype):
 def make_row(**labels):
     ours = timing.summarise(np.array([10.0, 20.0, 30.0]))
     native = timing.summarise(np.array([40.0, 40.0, 40.0]))
-    return result_rows.make_row("allreduce", "ring", 4, 1024, ours, native, 12.5, mode="blocking", **labels)
+    return result_rows.make_row(
+        "allreduce", "ring", 4, 1024, ours, native, predicted_us=12.5, mode="blocking", **labels
+    )
 
 
 def test_json_holds_what_readers_expect(tmp_path):
@@ -164,7 +166,7 @@ def test_json_holds_what_readers_expect(tmp_path):
 
 
 def test_no_native_time_is_null_and_a_dash():
-    row = result_rows.make_row("allreduce", "ring", 2, 8, timing.summarise(np.ones(3)), None, None)
+    row = result_rows.make_row("allreduce", "ring", 2, 8, timing.summarise(np.ones(3)), None)
     assert row["native_us"] is None and row["ratio"] is None
     assert result_table.TableStyle().line(row).split()[:5] == ["8", "ring", "1.00", "-", "-"]
 

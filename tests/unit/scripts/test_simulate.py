@@ -83,8 +83,8 @@ def test_rates(text, expected):
     [
         ("--collective allreduces", "invalid choice: 'allreduces'"),
         ("--algorithm rink", "allreduce has no rink; known: linear, mst, ring"),
-        ("--ranks 0", "--ranks must be at least 1, found 0"),
-        ("--per-node 0", "expected a number of ranks, at least 1"),
+        ("--ranks 0", "--ranks: 0 is below 1"),
+        ("--per-node 0", "--per-node: 0 is below 1"),
         ("--alpha soon", "'soon' is no time"),
         ("--beta 0GB/s", "'0GB/s' is no rate"),
         ("--table nowhere.json", "nowhere.json"),
