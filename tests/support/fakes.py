@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from collectives.transport.loopback import LoopbackHub
+from support.loopback import LoopbackHub
 from support.standin import cupy
 
 __all__ = ["Foreign", "GpuHub", "NoInterface", "cupy"]

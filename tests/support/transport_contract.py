@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from collectives.transport.loopback import LoopbackHub
 from collectives.transport.wire import Iovec
+from support.loopback import LoopbackHub
 
 
 def spmd(size, program, patience=20.0):

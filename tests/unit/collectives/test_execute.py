@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import argument_spellings
+from support.loopback import LoopbackHub
 from support.transport_contract import spmd
 
 from collectives.algorithms import catalog
@@ -19,7 +20,6 @@ from collectives.schedule import semantics
 from collectives.schedule.chunks import MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, numbers, one, span
-from collectives.transport.loopback import LoopbackHub
 
 ENTRIES = [(collective, name) for collective in catalog.CATALOG for name in catalog.names(collective)]
 SIZES = [1, 2, 3, 4, 5, 7, 8]

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
+from support.loopback import LoopbackHub
 from support.transport_contract import CONTRACT, asking, begin, piece, spmd, swap
-
-from collectives.transport.loopback import LoopbackHub
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
