@@ -1,14 +1,46 @@
 """What all tests share: the harness for many ranks, and the communicators to test with."""
 
+import hashlib
 import os
 import sys
 import tempfile
+from collections import defaultdict
 
 import pytest
 
 os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/chorus-tests"  # what was tuned on this machine decides nothing
 
 pytest_plugins = ["support.harness"]
+
+
+def parameter_values(item):
+    """Values of a test's case, one for each `parametrize`; by identity, since all cases of a test share them."""
+    params = dict(item.callspec.params)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield tuple(names), tuple(id(params.pop(name)) for name in names)
+    yield from ((name, id(value)) for name, value in params.items())  # of fixtures
+
+
+def shuffled(item):
+    """Key of an order that mixes the values of all parameters, and is the same on all ranks."""
+    return hashlib.md5(item.name.encode()).digest()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
+def pytest_collection_modifyitems(items):
+    """Mark `full` all cases of a test but a few in which every value of every parameter occurs."""
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("full") is None:
+            tests[item.parent.nodeid, item.originalname].append(item)
+    for cases in tests.values():
+        seen = set()
+        for item in sorted(cases, key=shuffled):
+            values = set(parameter_values(item))
+            if values <= seen:
+                item.add_marker(pytest.mark.full)
+            seen |= values
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Tests of the documentation: programs run, commands and files exist, links resolve, costs are exact."""
 
 import ast
+import contextlib
 import doctest
 import importlib
 import json
@@ -15,8 +16,10 @@ import tomllib
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
+from support.program_runs import call
 
 import collectives
 import parallel
@@ -29,6 +32,7 @@ from collectives.cli.document_algorithms import page
 from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.semantics import MEANINGS, vector
 from parallel.cli.main import find, take_ranks
+from parallel.cli.programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -146,11 +150,16 @@ def test_json_parses(path):
             json.loads(block.text)
 
 
-def command_line(program):
-    """Arguments that start a program: a script, or a command of `chorus`."""
-    words = program.split()
-    start = ["-m", "parallel.cli.main", *words[1:]] if words[0] == "chorus" else [program]
-    return [sys.executable, *start]
+def run_program(program, *arguments):
+    """Run a script, or a command of `chorus`, with its `main` in this process if it has one."""
+    if program.startswith("chorus "):
+        module = PROGRAMS[program.removeprefix("chorus ")].module
+    elif wrapped := re.search(r'run\("([\w.]+)"', (ROOT / program).read_text(encoding="utf-8")):
+        module = wrapped[1]
+    else:
+        return run([sys.executable, program, *arguments])
+    with contextlib.chdir(ROOT), mock.patch.dict(os.environ, COLUMNS="200"):
+        return call(importlib.import_module(module).main, *arguments)
 
 
 @cache
@@ -158,7 +167,7 @@ def options_of(program):
     """Text with all options of a program: its --help, or the source of a shell script."""
     if program.startswith("scripts/") and not program.endswith(".py"):
         return (ROOT / program).read_text()
-    done = run([*command_line(program), "--help"])
+    done = run_program(program, "--help")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -209,7 +218,7 @@ def check_command(command, execute=False):
             option = argument.split("=")[0]
             assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", options_of(program)), f"no option {option}"
     if execute and program in CHEAP and not launched and not several:
-        done = run([*command_line(program), *arguments, *CHEAP[program]])
+        done = run_program(program, *arguments, *CHEAP[program])
         assert done.returncode == 0, done.stderr
 
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ VAGUE = re.compile(
 """Words for persons where the subject is data: STYLE of the project wants the field's verbs."""
 
 
+@cache
 def trees():
     """Path and syntax tree of every module of the packages."""
     return [(path, ast.parse(path.read_text())) for path in FILES]
@@ -51,7 +53,7 @@ def documented(tree):
 def test_docstrings_open_with_a_noun_or_an_imperative(path):
     wrong = [
         f"{path.relative_to(ROOT)}:{line} {name}: {text.splitlines()[0]}"
-        for line, name, text in documented(ast.parse(path.read_text()))
+        for line, name, text in documented(dict(trees())[path])
         if OPENINGS.match(text) or VAGUE.search(text.splitlines()[0])
     ]
     assert not wrong, "\n".join(wrong)
