@@ -22,15 +22,9 @@ class ReplicaSums(NamedTuple):
 class AveragingStyle:
     """Base class of averaging styles of replicas `vector`, which change in place. Construction is collective.
 
-    The number of the last step, requested by a rank that wants to end or has failed, is sent with the exchanged
-    replicas. It is set far enough ahead to be known to all ranks in time (`reach`).
-
-    Attributes
-    ----------
-    part : array
-        Contribution of the rank to the sum that is the number of ranks times the mean.
-    last : float
-        Number of the last step, as known to this rank; inf if it is not set.
+    The number of the `last` step, requested by a rank that wants to end or has failed, is sent with the exchanged
+    replicas. It is set far enough ahead to be known to all ranks in time (`reach`), and inf before. `part` is the
+    contribution of the rank to the sum that is the number of ranks times the mean.
     """
 
     def __init__(self, context: RunContext, vector: Array):
@@ -44,7 +38,6 @@ class AveragingStyle:
         raise NotImplementedError
 
     def request_stop(self, step: int) -> None:
-        """Request the end, from `step` on."""
         self.last = min(self.last, step + self.reach(step))
 
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
@@ -74,7 +67,6 @@ class AveragingStyle:
         """Free resources without synchronising. Not collective."""
 
     def average_all(self, sums: ReplicaSums) -> ReplicaSums:
-        """Set all replicas to their mean."""
         self.drain()
         _, sums = self.exchange_status(self.comm, sums)
         self.mean(self.vector)

@@ -20,9 +20,7 @@ from parallel.decentralized.push_sum import PushSumMass
 from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
-HALF = 0.5
-HEAD = 128
-"""Bytes before the vector in a message: weight and last step, padded so that the vector is aligned."""
+HEAD = 128  # bytes before the vector in a message: weight and last step, padded so that the vector is aligned
 
 
 def turns(size: int) -> int:
@@ -120,7 +118,7 @@ class Gossip(AveragingStyle):
         to, source = peers(self.rank, self.size, step)
         out, into = self._out[step % len(self._out)], self._in[step % len(self._in)]
         progress_until(out.request.Test)
-        self.mass.keep(HALF)  # the other half is as large
+        self.mass.keep(0.5)  # the other half is as large
         out.x[...] = self.mass.x
         out.head[...] = self.mass.w, self.last
         into.request = self._wire.Irecv(into.bytes, source)
@@ -128,7 +126,6 @@ class Gossip(AveragingStyle):
         self._coming[step] = into
 
     def _take(self, sent: int, wait: bool) -> None:
-        """Add a message, if it has arrived."""
         message = self._coming[sent]
         if wait:
             progress_until(message.request.Test)

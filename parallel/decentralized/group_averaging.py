@@ -75,8 +75,7 @@ def share(rank: int, size: int, most: int, step: int) -> float:
     axes = grid(size, most)
     if not axes:
         return 1.0
-    places = prod(axes)
-    twins = sum(other % places == rank % places for other in range(size))
+    twins = len(range(rank % prod(axes), size, prod(axes)))
     return 1 / (axes[step % len(axes)] * twins)
 
 

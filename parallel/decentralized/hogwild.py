@@ -18,10 +18,8 @@ from parallel.decentralized.averaging_style import AveragingStyle, ReplicaSums
 from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
-LINE = 128
-"""Bytes before the weights in the window: one counter, in separate cache lines."""
-ENDS = 1 << 48
-"""Value that a request to end adds to the counter; larger than any number of steps."""
+LINE = 128  # bytes before the weights in the window: one counter, in separate cache lines
+ENDS = 1 << 48  # added to the counter by a request to end; larger than any number of steps
 
 
 class SharedWindow(VectorAllocator):

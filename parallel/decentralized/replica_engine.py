@@ -33,8 +33,7 @@ from parallel.runtime.consistency_check import StepFailed, check_equal
 from parallel.runtime.step_report import Evaluation, StepReport
 from quant.types import Array
 
-OWN = "dp-naive"
-"""Layout of the single-rank engine."""
+OWN = "dp-naive"  # layout of the single-rank engine
 
 
 class ReplicaEngine(BaseEngine):
@@ -68,12 +67,7 @@ class ReplicaEngine(BaseEngine):
     """
 
     def __init__(
-        self,
-        model: Operator,
-        loss: Any,
-        comm: Communicator,
-        optimizer: Optimizer,
-        settings: Settings,
+        self, model: Operator, loss: Any, comm: Communicator, optimizer: Optimizer, settings: Settings
     ) -> None:
         check(comm, settings)
         refuse(settings, comm.Get_size())
@@ -105,10 +99,7 @@ class ReplicaEngine(BaseEngine):
         ledger.expect(Counter(buffers=buffers), part=settings.layout)
         return ledger
 
-    # ------------------------------------------------------------------------------------------ training
-
     def share(self, micro_batches: int) -> range:
-        """Numbers of this rank's microbatches."""
         return LAYOUTS["dp"].share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
@@ -156,8 +147,7 @@ class ReplicaEngine(BaseEngine):
             except Exception as error:
                 problem = error
         raise_on_all(self._comm, _cause(problem), "the model was not tested", StepFailed)
-        means = (found.loss, found.measure or 0.0, 1.0) if found.count else (0.0, 0.0, 0.0)
-        sums = np.array(means) * found.count
+        sums = np.array([found.loss, found.measure or 0.0, 1.0]) * found.count if found.count else np.zeros(3)
         self._comm.Allreduce(MPI.IN_PLACE, sums)
         loss, measured = (sums[:2] / sums[2]).tolist() if sums[2] else (math.nan, math.nan)
         return Evaluation(loss, None if measure is None else measured, int(sums[2]))
@@ -167,8 +157,6 @@ class ReplicaEngine(BaseEngine):
         with self._averaged() as (own, mean):
             squares = float(((own - mean) ** 2).sum(dtype=np.float64))
         return float(np.sqrt(self._comm.allreduce(squares) / self._comm.Get_size()))
-
-    # ------------------------------------------------------------------------------------------ its state
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """As of `Engine`, after averaging replicas and optimizer states, from which all ranks continue."""
@@ -210,8 +198,6 @@ class ReplicaEngine(BaseEngine):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------------ parts
-
     def _own(self, batches: Sequence[Batch]) -> StepReport:
         """Step of this rank; after a failure a step without microbatches, so that the exchanges continue."""
         if self._problem is None:
@@ -222,7 +208,6 @@ class ReplicaEngine(BaseEngine):
         return self._engine.step(())
 
     def _raise_failures(self) -> None:
-        """Raise on all ranks if one of them has failed."""
         problem, self._problem = self._problem, None
         raise_on_all(self._comm, _cause(problem), "a rank has failed", StepFailed)
 
@@ -242,7 +227,6 @@ class ReplicaEngine(BaseEngine):
 
 
 def _numbered(batches: Sequence[Batch]) -> list[Batch]:
-    """Copies of the microbatches with consecutive numbers."""
     ordered = sorted((batch_of(some, at) for at, some in enumerate(batches)), key=lambda batch: batch.number)
     return [Batch(number, *rest) for number, (_, *rest) in enumerate(ordered)]
 

@@ -11,6 +11,7 @@ from parallel.decentralized import gossip, hogwild
 from parallel.decentralized.averaging_style import AveragingStyle, LocalSGD
 from parallel.decentralized.group_averaging import GroupAveraging, default_size
 from parallel.engine.settings import STYLE_FIELDS, Settings
+from parallel.optim.precision import PRECISIONS
 from parallel.runtime.vector_memory import VectorAllocator
 from quant.types import Array
 
@@ -27,7 +28,7 @@ class StyleEntry(NamedTuple):
     options: tuple[str, ...] = ()
     least: int = 1  # smallest `tau`
     memory: Callable[[Communicator, str], VectorAllocator] = VectorAllocator  # of the weights
-    precisions: tuple[str, ...] | None = None  # None for all
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
@@ -60,23 +61,21 @@ STYLES = {
 
 def refuse(settings: Settings, ranks: int) -> None:
     """Raise ValueError for settings that a style does not support; the message names the setting."""
-    name, tau, group = settings.layout, settings.tau, settings.group
+    name, tau, group, most = settings.layout, settings.tau, settings.group, max(2, ranks)
     if name not in STYLES:
         raise ValueError(f"layout: expected one of {', '.join(STYLES)}, found {name!r}")
-    entry = STYLES[name]
-    if settings.device not in entry.devices:
-        raise ValueError(f"device: {name} is for {' and '.join(entry.devices)}, found {settings.device}")
+    entry, precision, device, checked = STYLES[name], settings.precision, settings.device, settings.check_every
+    precisions = entry.precisions
     for option in STYLE_FIELDS:
         if (value := getattr(settings, option)) is not None and option not in entry.options:
             raise ValueError(f"{option}: {name} has none, found {value}")
-    if tau is not None and tau < entry.least:
-        raise ValueError(f"tau: expected {entry.least} steps or more, found {tau}")
-    if group is not None and not 2 <= group <= max(2, ranks):
-        raise ValueError(f"group: expected 2 to {max(2, ranks)} of {ranks} ranks, found {group}")
-    if entry.precisions is not None and settings.precision not in entry.precisions:
-        raise ValueError(f"precision: {name} has {' or '.join(entry.precisions)}, found {settings.precision}")
-    if settings.reproducible:
-        raise ValueError(f"reproducible: with {name} the result depends on the number of ranks; leave it out")
-    if settings.check_every:
-        found = settings.check_every
-        raise ValueError(f"check_every: with {name} ranks have different weights; leave it out, found {found}")
+    for is_wrong, text in (
+        (device not in entry.devices, f"device: {name} is for {' and '.join(entry.devices)}, found {device}"),
+        (tau is not None and tau < entry.least, f"tau: expected {entry.least} steps or more, found {tau}"),
+        (group is not None and not 2 <= group <= most, f"group: expected 2 to {most} of {ranks} ranks, found {group}"),
+        (precision not in precisions, f"precision: {name} has {' or '.join(precisions)}, found {precision}"),
+        (settings.reproducible, f"reproducible: with {name} the result depends on the number of ranks; leave it out"),
+        (checked, f"check_every: with {name} ranks have different weights; leave it out, found {checked}"),
+    ):
+        if is_wrong:
+            raise ValueError(text)

@@ -14,17 +14,13 @@ import math
 import re
 from typing import NamedTuple
 
-STALENESS = {"bsp": 0, "async": math.inf}
-"""Rules without a parameter."""
-
-GONE = 1 << 62
-"""Clock of a dead worker."""
+STALENESS = {"bsp": 0, "async": math.inf}  # of rules without a parameter
+GONE = 1 << 62  # clock of a dead worker
 
 
 class ConsistencyRule(NamedTuple):
-    """Consistency rule: its name on the command line, and its staleness, infinite for ``async``."""
+    """Consistency rule: its staleness, infinite for ``async``."""
 
-    name: str
     staleness: float
 
     def allows(self, clock: int, least: int) -> bool:
@@ -40,7 +36,7 @@ class ConsistencyRule(NamedTuple):
 def rule_of(text: str) -> ConsistencyRule:
     """Parse a rule such as ``ssp:3``; ValueError for others."""
     if text in STALENESS:
-        return ConsistencyRule(text, STALENESS[text])
+        return ConsistencyRule(STALENESS[text])
     if not (found := re.fullmatch("ssp:([0-9]+)", text)):
         raise ValueError(f"consistency: expected bsp, async, or ssp:S with a whole number S from 0 on, found {text!r}")
-    return ConsistencyRule(text, int(found[1]))
+    return ConsistencyRule(int(found[1]))

@@ -17,8 +17,7 @@ from parallel.parameter_server.messages import Envelope, MessageKind
 ORDERED = frozenset({MessageKind.DRAW, MessageKind.PULL, MessageKind.PUSH, MessageKind.TICK, MessageKind.REST})
 """Kinds whose order influences the result; the others are handled at once."""
 
-FORMAT = "chorus order 1"
-"""First entry of a record file."""
+FORMAT = "chorus order 1"  # in the first line of a record file
 
 
 class EventEntry(NamedTuple):
@@ -74,7 +73,6 @@ class EventOrder:
         return None if self._script is None else self._script[self._handled].number
 
     def note(self, envelope: Envelope, number: int = -1) -> None:
-        """Record that a message was handled."""
         self._handled += 1
         if self._record is not None:
             entry = int(envelope.message.kind), envelope.source, envelope.message.key, number
@@ -90,7 +88,6 @@ class EventOrder:
             self._record.close()
 
     def clear(self) -> None:
-        """Drop all waiting messages."""
         self._waiting = []
 
 

@@ -35,7 +35,6 @@ class EmbeddingTable(NamedTuple):
         return places[(places >= 0) & (places < span.size)]
 
     def within(self, rows: Array, span: Span) -> Array:
-        """Rows that have elements in a span."""
         first, stop = (span.start - self.start) // self.width, -(-(span.stop - self.start) // self.width)
         return rows[(rows >= first) & (rows < stop)]
 
@@ -50,7 +49,6 @@ class ServerKey(NamedTuple):
     table: EmbeddingTable | None  # set if the key is pushed and pulled by rows
 
     def places(self, rows: Array) -> Array:
-        """Positions of the elements of the table's rows."""
         assert self.table is not None
         return self.table.places(rows, self.span)
 
@@ -88,6 +86,5 @@ def keys_of(plan: PartitionSpec, grad_buckets: Sequence[GradBucket], servers: in
 
 
 def keys_of_unit(plan: PartitionSpec, keys: Sequence[ServerKey], unit: int) -> list[int]:
-    """Numbers of the keys that contain parameters of a unit."""
     spans = [place.span for place in plan.flat.places if unit in plan.users[id(place.parameter)]]
     return [key.number for key in keys if any(key.span.intersection(span).size for span in spans)]

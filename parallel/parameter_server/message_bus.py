@@ -19,14 +19,9 @@ from mpi4py import MPI
 
 from parallel.parameter_server.messages import Envelope, Mail, MessageFormat, MessageHandle, MessageKind, ServerMessage
 
-HEADER, VECTOR = 0, 1
-"""Message tags."""
-
-BUSY_TURNS = 200
-"""Fruitless polls before a rank sleeps."""
-
-SLEEP_SECONDS = 5e-5
-"""Sleep between two polls."""
+HEADER, VECTOR = 0, 1  # tags
+BUSY_TURNS = 200  # fruitless polls before a rank sleeps
+SLEEP_SECONDS = 5e-5  # between two polls
 
 DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 """Error classes that indicate the death of a peer."""
@@ -55,9 +50,7 @@ class SentMessage(MessageHandle):
 
     def done(self) -> bool:
         """True if the message has left, or its receiver is dead."""
-        if self._peer in self._bus.lost:
-            return True
-        return succeeds(lambda: finished(self._requests)) is not False
+        return self._peer in self._bus.lost or succeeds(lambda: finished(self._requests)) is not False
 
 
 class MessageBus(Mail):
@@ -89,8 +82,7 @@ class MessageBus(Mail):
         if peer in self.lost:
             return sent
         succeeds(lambda: requests.extend(self._comm.Isend([data, MPI.BYTE], peer, tag) for data, tag in parts))
-        for vector in vectors:
-            self.traffic["sent", message.kind, peer] += vector.nbytes
+        self.traffic["sent", message.kind, peer] += sum(vector.nbytes for vector in vectors)
         self._sending = [other for other in self._sending if not other.done()]
         self._sending.append(sent)
         return sent
@@ -105,7 +97,6 @@ class MessageBus(Mail):
         return None
 
     def idle(self) -> None:
-        """Yield the core after many fruitless polls."""
         self._idle_turns += 1
         if self._idle_turns > BUSY_TURNS:
             self._sending = [sent for sent in self._sending if not sent.done()]
@@ -150,7 +141,6 @@ class MessageBus(Mail):
                 self._post_receives(at)
 
     def _post_receives(self, at: int) -> None:
-        """Post the receives of the vectors that a header announces."""
         message, peer = self._wire.unpack(self._headers[at]), self._peers[at]
         if not message.elements and message.rows <= 0:
             self._complete(at, message, ())
@@ -163,8 +153,7 @@ class MessageBus(Mail):
 
     def _complete(self, at: int, message: ServerMessage, vectors: tuple[Any, ...]) -> None:
         peer = self._peers[at]
-        for vector in vectors:
-            self.traffic["received", message.kind, peer] += vector.nbytes
+        self.traffic["received", message.kind, peer] += sum(vector.nbytes for vector in vectors)
         self._arrived.append(Envelope(peer, message, vectors))
         if succeeds(self._requests[at].Start):
             self._posted.append(at)
@@ -172,7 +161,6 @@ class MessageBus(Mail):
             self._lose(at)
 
     def _lose(self, at: int) -> None:
-        """Handle the death of a peer."""
         UNFINISHED.append((self._arriving.pop(at, None), self._headers[at], self._sending))
         if at in self._posted:
             self._posted.remove(at)

@@ -25,31 +25,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from enum import IntEnum, auto
+from enum import IntEnum
 from typing import Any, NamedTuple
 
-
-class MessageKind(IntEnum):
-    """Kind of a message."""
-
-    DRAW = auto()
-    WORK = auto()
-    PULL = auto()
-    WEIGHTS = auto()
-    PUSH = auto()
-    ACK = auto()
-    TICK = auto()
-    READ = auto()
-    COPY = auto()
-    REST = auto()
-    RESTED = auto()
-    SQUARES = auto()
-    PROBLEM = auto()
-    AGAIN = auto()
-    HELD = auto()
-    GONE = auto()
-    LOST = auto()
-    BYE = auto()
+MessageKind = IntEnum(
+    "MessageKind",
+    "DRAW WORK PULL WEIGHTS PUSH ACK TICK READ COPY REST RESTED SQUARES PROBLEM AGAIN HELD GONE LOST BYE",
+)
 
 
 class ServerMessage(NamedTuple):
@@ -76,13 +58,7 @@ class ServerMessage(NamedTuple):
 
 
 class MessageFormat:
-    """Binary format of headers with the clocks of `workers` workers, of fixed length.
-
-    >>> wire = MessageFormat(2)
-    >>> message = ServerMessage(MessageKind.PUSH, key=3, clock=7, number=1, elements=256, clocks=(7, 6))
-    >>> wire.unpack(wire.pack(message)) == message
-    True
-    """
+    """Binary format of headers with the clocks of `workers` workers, of fixed length."""
 
     def __init__(self, workers: int):
         self._workers = workers

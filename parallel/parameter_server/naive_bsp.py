@@ -9,8 +9,7 @@ from mpi4py import MPI
 
 from quant.types import Array
 
-SERVER = 0
-"""Rank of the server; the other ranks are workers."""
+SERVER = 0  # its rank; the other ranks are workers
 
 
 def train(

@@ -33,7 +33,7 @@ class ReplicationChainLost(RuntimeError):
     """All members of a chain are dead."""
 
 
-class ReplicationChains:
+class ReplicationChains(list[tuple[int, ...]]):
     """Living members of every shard's chain, as known to this rank.
 
     The chain of shard i initially consists of the `replicas` servers i, i+1, ... around the ring.
@@ -46,15 +46,8 @@ class ReplicationChains:
     """
 
     def __init__(self, servers: Sequence[int], replicas: int):
-        self._chains = [
-            tuple(servers[(first + step) % len(servers)] for step in range(replicas)) for first in range(len(servers))
-        ]
-
-    def __getitem__(self, shard: int) -> tuple[int, ...]:
-        return self._chains[shard]
-
-    def __len__(self) -> int:
-        return len(self._chains)
+        ring = (*servers, *servers)
+        super().__init__(ring[first : first + replicas] for first in range(len(servers)))
 
     def of(self, rank: int) -> list[int]:
         """Shards that a server is a member of, its own first."""
@@ -65,7 +58,7 @@ class ReplicationChains:
         """Remove a dead server from all chains; returns the shards concerned. Raises if a chain becomes empty."""
         concerned = self.of(rank)
         for shard in concerned:
-            self._chains[shard] = tuple(member for member in self[shard] if member != rank)
+            self[shard] = tuple(member for member in self[shard] if member != rank)
         if empty := [shard for shard in concerned if not self[shard]]:
             raise ReplicationChainLost(
                 f"server {empty[0]} of {len(self)} is lost: rank {rank} was the last that had its parameters"
@@ -136,7 +129,6 @@ class ChainMember:
                 self._handle_death(sorted(self._dead))
 
     def _neighbours(self) -> tuple[int | None, int | None]:
-        """Previous and next member; None at the ends."""
         row = (None, *self._chain, None)
         place = row.index(self._me)
         return row[place - 1], row[place + 1]

@@ -29,7 +29,6 @@ class RetryQueue(Mail):
         bus.accept = self._receive_buffers
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
-        """Send to a server or its successor."""
         if message.kind is MessageKind.PROBLEM:
             return self._bus.send(peer, message)
         shard = self._servers.index(peer)
@@ -62,7 +61,6 @@ class RetryQueue(Mail):
         self._bus.idle()
 
     def leave(self) -> None:
-        """Send BYE to all servers."""
         for server in self._servers:
             self._bus.send(server, ServerMessage(MessageKind.BYE))
 

@@ -25,7 +25,6 @@ from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizers import LAMB, Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.parameter_server.consistency import GONE, rule_of
-from parallel.parameter_server.event_order import EventOrder
 from parallel.parameter_server.key_assignment import buckets_of, keys_of
 from parallel.parameter_server.message_bus import MessageBus
 from parallel.parameter_server.messages import MessageKind
@@ -72,8 +71,8 @@ class ParameterServer(BaseEngine):
         On rank 0, ``server.work.outcome(step)`` has the results of all parts of a step, until `quiesce`.
     worker : WorkerClient or None
     keys : tuple of ServerKey
-    flat : FlatParams
-    ledger : MemoryLedger
+    flat, ledger
+        As of `Engine`.
 
     Raises
     ------
@@ -82,12 +81,7 @@ class ParameterServer(BaseEngine):
     """
 
     def __init__(
-        self,
-        model: Operator,
-        loss: Any,
-        comm: Communicator,
-        optimizer: Optimizer,
-        settings: Settings = SERVER_DEFAULTS,
+        self, model: Operator, loss: Any, comm: Communicator, optimizer: Optimizer, settings: Settings = SERVER_DEFAULTS
     ) -> None:
         check(comm, settings)
         refuse_servers(settings, comm.Get_size(), isinstance(optimizer, LAMB))
@@ -103,10 +97,9 @@ class ParameterServer(BaseEngine):
         self.steps = self._skipped = 0  # `_skipped` were no updates, as of the last quiescent point
         self._failed = self._is_closed = False
         self._is_quiescent = True
-        is_server = context.rank in context.servers
-        make_order = partial(open_order, context) if is_server else EventOrder
-        self._order = collective_call(comm, make_order, "order of messages")
-        peers = [rank for rank in (*context.workers, *context.servers) if rank != context.rank]
+        self._order = collective_call(comm, partial(open_order, context), "order of messages")
+        peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
+        is_server = context.plan.rank in context.servers
         self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers))
         self._role: ServerHost | WorkerTrainer
         if is_server:
@@ -136,7 +129,7 @@ class ParameterServer(BaseEngine):
 
     @property
     def updates(self) -> int:
-        return self._role.updates
+        return self._role.loop.store.updates if isinstance(self._role, ServerHost) else self._role.client.updates
 
     def share(self, micro_batches: int) -> range:
         """Microbatches of this rank in an evaluation; in a step they are drawn."""
@@ -145,7 +138,7 @@ class ParameterServer(BaseEngine):
         if self.settings.fault_tolerant:
             return range(micro_batches)
         servers, workers = self._context.servers, self._context.workers
-        return contiguous(micro_batches, self._context.rank - len(servers), len(workers))
+        return contiguous(micro_batches, self._context.plan.rank - len(servers), len(workers))
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
         """Take part in the next step; the report is of the whole step on rank 0, of this rank's parts on the others.
@@ -200,13 +193,9 @@ class ParameterServer(BaseEngine):
         if not self.settings.fault_tolerant:
             raise_on_all(self._comm, problem, "evaluation", consistency_check.StepFailed)
             sums = [entry for some in self._comm.allgather(sums) for entry in some]
-        count = sum(targets for _, targets, _ in sums)
-        if not count:
-            return Evaluation(math.nan, math.nan if measure else None, 0)
-        loss = math.fsum(loss for loss, _, _ in sums) / count
-        return Evaluation(loss, math.fsum(measured for *_, measured in sums) / count if measure else None, count)
-
-    # ------------------------------------------------------------------------------------------ state
+        losses, counts, measured = zip(*sums) if sums else ((), (), ())
+        divisor = sum(counts) or math.nan
+        return Evaluation(math.fsum(losses) / divisor, math.fsum(measured) / divisor if measure else None, sum(counts))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """As of `Engine.tensor_slices`; empty on workers."""
@@ -215,13 +204,12 @@ class ParameterServer(BaseEngine):
             yield from tensor_slices([state.piece for state in self._role.key_states()], own)
 
     def refresh(self) -> None:
-        """Apply assignments to the slices, on all ranks."""
         self._role.refresh()
 
     @property
     def is_reporter(self) -> bool:
         """True on the rank that reports progress: rank 0 or, if fault-tolerant, the first living worker."""
-        rank, workers = self._context.rank, self._context.workers
+        rank, workers = self._context.plan.rank, self._context.workers
         if not self.settings.fault_tolerant:
             return rank == 0
         if self.worker is None:
@@ -252,7 +240,6 @@ class ParameterServer(BaseEngine):
         return result
 
     def state(self) -> dict[str, Any]:
-        """As of `Engine.state`, after `quiesce`."""
         self.quiesce()
         return {"steps": self.steps, "updates": self.updates, "scaling": PRECISIONS["fp32"].loss_scale().state()}
 
@@ -302,7 +289,7 @@ class ParameterServer(BaseEngine):
                 self.worker.give_up()
             self._bus.flush()
             if self.settings.fault_tolerant:
-                why = f"rank {self._context.rank}: {problem}" if problem else "another rank has given up"
+                why = f"rank {self._context.plan.rank}: {problem}" if problem else "another rank has given up"
                 failed = consistency_check.StepFailed(f"the training has ended: {why}")
                 # All workers find a lost chain.
                 failed.elsewhere = problem is None or isinstance(error, ReplicationChainLost)

@@ -24,8 +24,10 @@ RECORDED = ("seed", "precision", "reproducible", "clip", "servers", "consistency
 
 
 def open_order(context: ServerContext) -> EventOrder:
-    """Order of events of this server, with the files to record and to replay."""
-    settings, rank = context.settings, context.rank
+    """Order of events of this rank; on servers with the files to record and to replay."""
+    settings, rank = context.settings, context.plan.rank
+    if rank in context.workers:
+        return EventOrder()
     facts = {name: getattr(settings, name) for name in RECORDED}
     facts["optimizer"] = [(f"optimizer's {what}", value) for what, value in context.optimizer.describe().items()]
     facts |= {"ranks": context.plan.ranks, "keys": [key.span for key in context.keys]}
@@ -37,15 +39,12 @@ class ServerHost:
     """Server loops of a rank: `loops` by shard, and `loop` of its own shard."""
 
     def __init__(self, context: ServerContext, bus: MessageBus, ledger: MemoryLedger, order: EventOrder):
-        self._context, self._ledger, rank = context, ledger, context.rank
+        self._context, self._ledger, rank = context, ledger, context.plan.rank
         self._replicas: ServerReplicas | None = None
-        mails: dict[int, Mail] = {rank: bus}
+        make, servers, workers = partial(self._make, order=order), context.servers, context.workers
         if context.has_chains:
-            self._replicas = ServerReplicas(bus, rank, context.servers, context.workers, context.settings.replicas)
-            mails = dict(self._replicas.mails)
-        self.loops = {shard: self._make(mail, shard, order) for shard, mail in mails.items()}
-        if self._replicas is not None:
-            self._replicas.servers = self.loops
+            self._replicas = ServerReplicas(bus, rank, servers, workers, context.settings.replicas, make)
+        self.loops = {rank: make(bus, rank)} if self._replicas is None else self._replicas.servers
         self.loop = self.loops[rank]
         self._expect()
 
@@ -64,13 +63,8 @@ class ServerHost:
             key_states[-1].refresh()
         kind, make = SyncStore if context.rule.synchronous else AsyncStore, partial(memory.private, "gradients")
         store = kind(key_states, context.optimizer, context.settings.clip or None, context.plan.reproducible, make)
-        order = order if shard == context.rank else EventOrder()
+        order = order if shard == context.plan.rank else EventOrder()
         return ServerLoop(bus, store, context.rule, context.workers, context.servers, shard, order)
-
-    @property
-    def updates(self) -> int:
-        """Updates of every weight, after `quiesce`."""
-        return self.loop.store.updates
 
     def step(self, step: int, batches: Sequence[Batch], stop: bool) -> RankStep:
         """Serve until all workers have made a step."""

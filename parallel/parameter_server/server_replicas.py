@@ -11,25 +11,23 @@ from parallel.parameter_server.messages import Envelope, Mail, MessageHandle, Me
 from parallel.parameter_server.replication_chain import ChainMember, ReplicationChainLost, ReplicationChains
 from parallel.parameter_server.server_loop import ServerLoop
 
+MakeServer = Callable[[Mail, int], ServerLoop]
+
 
 class ServerReplicas:
-    """Servers of all chains that a rank is a member of.
+    """Servers of all chains that a rank is a member of, made by ``make(mail, shard)``, its own shard's first.
 
     A mail's `poll` raises `ReplicationChainLost` if the last server of some parameters is dead.
-
-    Attributes
-    ----------
-    mails : dict of int to ShardMail
-        Message bus of each shard's server, this rank's own shard first.
-    servers : dict of int to ServerLoop
-        By shard; set by the caller.
     """
 
-    def __init__(self, bus: Mail, me: int, servers: Sequence[int], workers: Sequence[int], replicas: int):
-        self._bus, self.me, self.ranks, self._workers = bus, me, list(servers), set(workers)
+    def __init__(
+        self, bus: Mail, me: int, servers: Sequence[int], workers: Sequence[int], replicas: int, make: MakeServer
+    ):
+        self.bus, self.me, self.ranks, self._workers = bus, me, list(servers), set(workers)
         self.chains = ReplicationChains(servers, replicas)
         self.mails = {shard: ShardMail(self, shard) for shard in self.chains.of(me)}
-        self.servers: dict[int, ServerLoop] = {}
+        self.own = next(iter(self.mails.values()))
+        self.servers = {shard: make(mail, shard) for shard, mail in self.mails.items()}
         self._to_self: deque[Envelope] = deque()
         self._left: set[int] = set()
         self._failed = False
@@ -41,13 +39,12 @@ class ServerReplicas:
         if self._failed and message.kind is not MessageKind.PROBLEM:
             return MessageHandle()
         if rank != self.me:
-            return self._bus.send(rank, message, *vectors)
+            return self.bus.send(rank, message, *vectors)
         self._to_self.append(Envelope(rank, message, tuple(vector.copy() for vector in vectors)))
         return MessageHandle()
 
     def dispatch(self) -> bool:
-        """Dispatch the next message; returns False if there is none."""
-        envelope = self._to_self.popleft() if self._to_self else self._bus.poll()
+        envelope = self._to_self.popleft() if self._to_self else self.bus.poll()
         if envelope is None:
             return False
         kind = envelope.message.kind
@@ -73,7 +70,7 @@ class ServerReplicas:
         others = set(self.ranks) - {self.me}
         self._serve_until_left(self._workers)
         for rank in others:
-            self._bus.send(rank, ServerMessage(MessageKind.BYE))
+            self.bus.send(rank, ServerMessage(MessageKind.BYE))
         self._serve_until_left(others)
 
     def _serve_until_left(self, ranks: set[int]) -> None:
@@ -84,15 +81,7 @@ class ServerReplicas:
     def _serve(self, enough: Callable[[], bool]) -> None:
         while not enough():
             self.servers[self.own.shard].catch_up()
-            self.idle()
-
-    @property
-    def own(self) -> ShardMail:
-        """Mail of the shard that this rank started with."""
-        return next(iter(self.mails.values()))
-
-    def idle(self) -> None:
-        self._bus.idle()
+            self.bus.idle()
 
     def _handle_death(self, rank: int) -> None:
         self.own.member.ordered.append(Envelope(rank, ServerMessage(MessageKind.LOST)))
@@ -135,14 +124,13 @@ class ShardMail(Mail):
             self._send_to_shard(shard)
 
     def poll(self) -> Envelope | None:
-        """Next message to handle."""
         while not self.member.ordered:
             if self is not self._replicas.own or not self._replicas.dispatch():
                 return None
         return self.member.ordered.popleft()
 
     def idle(self) -> None:
-        self._replicas.idle()
+        self._replicas.bus.idle()
 
     def _send_to_shard(self, shard: int) -> MessageHandle:
         chain, (message, vectors) = self._replicas.chains[shard], self._last_sent[shard]

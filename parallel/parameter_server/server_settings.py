@@ -22,10 +22,6 @@ class ServerContext(RunContext):
     keys: tuple[ServerKey, ...]
 
     @property
-    def rank(self) -> int:
-        return self.plan.rank
-
-    @property
     def servers(self) -> range:
         """Ranks of the servers: the first ones."""
         return range(self.settings.servers)
@@ -50,14 +46,11 @@ def factors(text: str) -> dict[int, float]:
     >>> factors("2:5,3:1.5")
     {2: 5.0, 3: 1.5}
     """
-    found = {}
-    for pair in filter(None, text.split(",")):
-        rank, _, factor = pair.partition(":")
-        try:
-            found[int(rank)] = float(factor)
-        except ValueError:
-            raise ValueError(f"slow: expected RANK:FACTOR, found {pair!r}") from None
-    return found
+    pairs = (pair.split(":") for pair in text.split(",") if pair)
+    try:
+        return {int(rank): float(factor) for rank, factor in pairs}
+    except ValueError:
+        raise ValueError(f"slow: expected RANK:FACTOR,..., found {text!r}") from None
 
 
 def refuse_servers(settings: Settings, ranks: int, lamb: bool) -> None:

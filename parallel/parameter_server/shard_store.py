@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.data_parallel.grad_norm import AllBlocks, blocks_of
-from parallel.nn.flat_params import BLOCK, Span
+from parallel.data_parallel.grad_norm import AllBlocks
 from parallel.nn.kernels.storage import narrow
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer_span import OptimizerSpan
@@ -100,30 +99,27 @@ class AsyncStore(ShardStore):
         self._applied_parts: dict[int, set[tuple[int, int]]] = {number: set() for number in self.key_states}
         self._current = (0, 1)  # step, and its number of parts
         self._quiesced_at = 0
-        self._new_updates = dict.fromkeys(self.key_states, 0)  # since the last quiescent point
 
     def _rate(self, step: int) -> float:
         clock, parts = self._current
         return rate_at(self._scheduled, clock) / parts
 
     def push(self, message: ServerMessage, gradient: Array) -> bool:
-        key, part = message.key, (message.clock, message.number)
-        new = message.clock >= self._quiesced_at and part not in self._applied_parts[key]
+        key, part, applied = message.key, (message.clock, message.number), self._applied_parts[message.key]
+        new = message.clock >= self._quiesced_at and part not in applied
         if new:
-            self._applied_parts[key].add(part)
             self._current = message.clock, message.parts
             piece = self.key_states[key].prepare(gradient)
-            self._optimizer.update([piece], self.updates + self._new_updates[key], message.factor)
-            self._new_updates[key] += 1
+            self._optimizer.update([piece], self.updates + len(applied), message.factor)
+            applied.add(part)
         self._pools[key].give(gradient)
         return new
 
     def quiesce(self) -> None:
         """Mark that all parts of all steps are applied to all keys; later pushes are duplicates."""
-        new = max(self._new_updates.values(), default=0)
-        assert all(number == new for number in self._new_updates.values()), f"updates differ: {self._new_updates}"
-        self.updates += new
-        self._new_updates = dict.fromkeys(self._new_updates, 0)
+        counts = {len(parts) for parts in self._applied_parts.values()}
+        assert len(counts) <= 1, f"numbers of updates differ: {counts}"
+        self.updates += sum(counts)
         for parts in self._applied_parts.values():
             parts.clear()
         self._quiesced_at = self.applied
@@ -138,8 +134,6 @@ class SyncStore(ShardStore):
         self._numbers: dict[int, set[int]] = {number: set() for number in self.key_states}
         self._counts: dict[int, int] = {}
         self._totals: dict[int, Array] = {}
-        spans = [key_state.key.span for key_state in key_states] or [Span(0, 0)]
-        self.span = Span(min(span.start for span in spans), max(span.stop for span in spans))
 
     def push(self, message: ServerMessage, gradient: Array) -> bool:
         """Add a gradient: as a leaf of the canonical tree, or in order of arrival."""
@@ -159,14 +153,11 @@ class SyncStore(ShardStore):
         return all(len(numbers) == parts for numbers in self._numbers.values())
 
     def squares(self) -> Array:
-        """Block sums of squares of the step's gradient, float64, of this server's span."""
-        sums = np.zeros(self.span.size // BLOCK)
-        self._totals = {number: counter.total() for number, counter in self._counters.items()}
-        for number, total in self._totals.items():
-            if total is not None:
-                span = self.key_states[number].key.span
-                sums[blocks_of(Span(span.start - self.span.start, span.stop - self.span.start))] = block_squares(total)
-        return sums
+        """Block sums of squares of the step's gradient, float64, in order of spans; empty without parts."""
+        totals = {number: counter.total() for number, counter in self._counters.items()}
+        self._totals = {number: total for number, total in totals.items() if total is not None}
+        in_order = sorted(self._totals, key=lambda number: self.key_states[number].key.span)
+        return np.concatenate([np.zeros(0), *(block_squares(self._totals[number]) for number in in_order)])
 
     def finish(self, squares: Array) -> float | None:
         """Make the update, from the block sums of squares of all servers; returns the norm of the gradient.
@@ -181,10 +172,10 @@ class SyncStore(ShardStore):
                 everything = AllBlocks([piece.span for piece in pieces])
                 self._optimizer.update(pieces, self.updates, 1 / count * factor, everything.gather)
                 self.updates += 1
-        for number, total in self._totals.items():
-            if total is not None:
-                self._pools[number].give(total)
-            self._numbers[number].clear()
+        for number, numbers in self._numbers.items():
+            numbers.clear()
+            if number in self._totals:
+                self._pools[number].give(self._totals[number])
         self._totals, self._counts = {}, {}
         self.applied += 1
         return norm

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 
 from parallel.data.sampler import Batch, batch_of
-from parallel.data_parallel.grad_bucket import GradBucket
+from parallel.data_parallel.grad_bucket import GradBucket, of, users_of
+from parallel.data_parallel.partition_spec import PartitionSpec
 from parallel.engine.base import type_of
 from parallel.engine.memory_ledger import MemoryLedger, predict_activations
 from parallel.engine.microbatch_pass import MicrobatchPass
 from parallel.nn.flat_params import Span
-from parallel.nn.operator import ArraySpec, PassMode
+from parallel.nn.operator import ArraySpec, Parameter, PassMode
 from parallel.optim.optimizer_span import OptimizerSpan
-from parallel.parameter_server.gradient_sink import ServerGradients
-from parallel.parameter_server.key_assignment import keys_of_unit
+from parallel.optim.optimizers import block_squares, clip_factor, total
+from parallel.parameter_server.key_assignment import ServerKey, keys_of_unit
 from parallel.parameter_server.message_bus import MessageBus
 from parallel.parameter_server.messages import Mail
 from parallel.parameter_server.retry import RetryQueue
@@ -29,6 +30,85 @@ from parallel.parameter_server.server_settings import ServerContext, factors
 from parallel.parameter_server.work_assignment import PartResult, RankStep, WorkPart, joined
 from parallel.parameter_server.worker_client import Requeued, WorkerClient
 from quant.types import Array
+
+
+class ServerGradients:
+    """Gradient sink that pushes a bucket once the backward has left its units, or at the end if a norm is needed first.
+
+    If `separate`, every part is an update of its own, whose norm is limited to `clip` here. `early` counts the buckets
+    pushed before the end of the backward.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerClient,
+        plan: PartitionSpec,
+        buckets: Sequence[GradBucket],
+        keys: Sequence[ServerKey],
+        vector: Array,
+        separate: bool,
+        clip: float | None,
+    ):
+        self._worker, self._vector, self._separate = worker, vector, separate
+        self._clip = clip if separate else None
+        self._buckets = list(buckets)
+        self._of = {id(place.parameter): bucket for bucket in self._buckets for place in bucket.places}
+        self._last_units = [units[0] for units in users_of(buckets, plan)]
+        self._keys = [[key for key in keys if key.bucket == bucket.number] for bucket in buckets]
+        self._squares: dict[int, float] = {}  # by bucket
+        self.early = 0
+
+    def begin_backward(self, part: WorkPart, parts: int, count: int, rows: Array | None) -> None:
+        """Begin the backward of a part of a step of `parts` parts, with `count` targets and these rows of the table."""
+        self._part, self._parts, self._count, self._rows = part, parts, count, rows
+        self._factor = 1 / count if count else 0.0
+        self._squares, self.early = {}, 0
+        for bucket in self._buckets:
+            span = bucket.span
+            bucket.reset(self._vector[span.start : span.stop])
+            bucket.begin_backward()
+
+    def __call__(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
+        of(self._of, parameter).accumulate(parameter, compute)
+        self._worker.poll()
+
+    def left(self, unit: int) -> None:
+        """Push the buckets whose last unit the backward has left."""
+        for bucket, last in zip(self._buckets, self._last_units):
+            if last == unit:
+                self._complete(bucket)
+                if self._clip is None:
+                    self._push(bucket)
+                    self.early += 1
+        self._worker.poll()
+
+    def end_backward(self) -> float:
+        """Push the remaining buckets and return the norm per target; FloatingPointError if it is not finite."""
+        late = [bucket for bucket in self._buckets if bucket.number not in self._squares]
+        for bucket in late:
+            self._complete(bucket)
+        norm = math.sqrt(math.fsum(self._squares.values())) * self._factor
+        if self._clip is not None:
+            late = self._buckets
+            self._factor *= clip_factor(np.array([norm**2]), 1.0, self._clip).factor
+        for bucket in late:
+            self._push(bucket)
+        return norm
+
+    def _complete(self, bucket: GradBucket) -> None:
+        bucket.end_backward()
+        bucket.complete()
+        squares = total(block_squares(bucket.vector)) if self._separate else 0.0
+        if not math.isfinite(squares):
+            finite = np.isfinite(self._vector)
+            names = ", ".join(place.parameter.name for place in bucket.places if not finite[slice(*place.span)].all())
+            raise FloatingPointError(f"the gradient of {names} is not finite in step {self._part.clock}")
+        self._squares[bucket.number] = squares
+
+    def _push(self, bucket: GradBucket) -> None:
+        for key in self._keys[bucket.number]:
+            gradient = self._vector[key.span.start : key.span.stop]
+            self._worker.push(key.number, self._part, self._parts, self._count, self._factor, gradient, self._rows)
 
 
 class WorkerTrainer:
@@ -54,18 +134,12 @@ class WorkerTrainer:
         self._has_table = any(key.table is not None for key in context.keys)
         self._keys_of_unit = [keys_of_unit(plan, context.keys, number) for number in range(len(plan.units))]
         self._order = list(dict.fromkeys(key for keys in self._keys_of_unit for key in keys))
-        self._slow, self._delay = factors(settings.slow).get(context.rank, 1.0), settings.delay
+        self._slow, self._delay = factors(settings.slow).get(context.plan.rank, 1.0), settings.delay
         self._batches: dict[int, Sequence[Batch]] = {}
-        self._known_shapes: set[tuple[Any, ...]] = set()
+        self._known_specs: set[tuple[ArraySpec, ...]] = set()
         ledger.expect(of_worker(plan, synchronous))
 
-    @property
-    def updates(self) -> int:
-        """Updates made by the servers, as of the last quiescent point."""
-        return self.client.updates
-
     def step(self, step: int, batches: Sequence[Batch], stop: bool) -> RankStep:
-        """Process parts of a step until none is left."""
         self._batches[step] = batches
         outcomes, early = self._work(step, stop)
         last = self.client.last == step
@@ -114,11 +188,8 @@ class WorkerTrainer:
         self.client.forget()
 
     def leave(self, failed: bool) -> None:
-        """Announce that this rank needs the servers no more.
-
-        Not after a failure on all ranks: the messages would remain unmatched, and the next communicator might receive
-        them.
-        """
+        """Announce that this rank needs the servers no more."""
+        # Not after a failure on all ranks: unmatched messages might be received by the next communicator.
         if isinstance(self._mail, RetryQueue) and (self._context.settings.fault_tolerant or not failed):
             self._mail.leave()
 
@@ -170,13 +241,11 @@ class WorkerTrainer:
         norm = self._gradients.end_backward()
         with recorder("communication", "push"):
             client.acknowledged()
-        return PartResult(passing.total, count, norm, self._context.rank - len(self._context.servers))
+        return PartResult(passing.total, count, norm, self._context.plan.rank - len(self._context.servers))
 
-    def _specs(self, batch: Batch) -> tuple[ArraySpec, ArraySpec]:
-        """Shapes and dtypes of inputs and targets in the passes."""
-        x, y = batch.x, batch.y
-        wide = type_of(y, self._context.wide)
-        return ArraySpec(x.shape, type_of(x, self._context.storage)), ArraySpec(y.shape, wide)
+    def _specs(self, batch: Batch) -> tuple[ArraySpec, ...]:
+        arrays = (batch.x, self._context.storage), (batch.y, self._context.wide)
+        return tuple(ArraySpec(array.shape, type_of(array, dtype)) for array, dtype in arrays)
 
     def _pass(self, batch: Batch, clock: int | None) -> MicrobatchPass:
         """Forward and backward state of a microbatch; `clock` is None in an evaluation."""
@@ -185,12 +254,11 @@ class WorkerTrainer:
         return MicrobatchPass(x, y, PassMode(clock is not None, seed, clock or 0, samples), self._loss)
 
     def _record_shapes(self, passing: MicrobatchPass, batch: Batch) -> None:
-        """Enter new shapes of a microbatch into the ledger."""
-        shapes = batch.x.shape, batch.y.shape
-        if passing.problem is not None or shapes in self._known_shapes:
+        specs = self._specs(batch)
+        if passing.problem is not None or specs in self._known_specs:
             return
-        self._known_shapes.add(shapes)
+        self._known_specs.add(specs)
         self._context.memory.record_peak("activations", passing.nbytes())
         with suppress(NotImplementedError):  # a user's model may have no outlines
-            activations, work = predict_activations(self._context.plan, self._loss, *self._specs(batch))
+            activations, work = predict_activations(self._context.plan, self._loss, *specs)
             self._ledger.expect(Counter(activations=activations), work)

@@ -168,8 +168,8 @@ class Training:
 
     def serve(self, rank):
         """What `ParameterServer` does on a server."""
-        replicas = ServerReplicas(Mailbox(self.world, rank), rank, self.servers, self.workers, self.replicas)
-        replicas.servers |= {shard: self.make(mail, shard) for shard, mail in replicas.mails.items()}
+        box = Mailbox(self.world, rank)
+        replicas = ServerReplicas(box, rank, self.servers, self.workers, self.replicas, self.make)
         own = replicas.servers[rank]
         for step in range(self.steps):
             own.until_made(step + 1)
