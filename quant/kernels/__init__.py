@@ -31,11 +31,6 @@ def _module(name: str) -> Mapping[str, Any]:
         return {}
 
 
-def available(form: str) -> bool:
-    """True if kernels of this form ("compiled", "device") can be loaded."""
-    return bool(_module(form))
-
-
 @contextmanager
 def forms(*names: str) -> Iterator[None]:
     """Use only these faster forms within a `with` block (for tests and benchmarks); no names: the reference."""

@@ -541,15 +541,15 @@ def _packer(bits):
     def pack_blocks(codes, out):
         for block in range(codes.size // BLOCK):
             part, into = codes[block * BLOCK : (block + 1) * BLOCK], out[block * 4 * bits : (block + 1) * 4 * bits]
-            shift = place = 0
+            shift = 0
             for power in powers:
                 apart = 4 * power
                 for i in range(apart):
                     byte = 0
                     for k in range(8 // power):
                         byte |= ((part[k * apart + i] >> shift) & ((1 << power) - 1)) << (k * power)
-                    into[place + i] = B(byte)
-                place, shift = place + apart, shift + power
+                    into[4 * shift + i] = B(byte)
+                shift += power
 
     return loop(pack_blocks)
 
@@ -568,15 +568,15 @@ def _unpacker(bits):
     def unpack_blocks(packed, out):
         for block in range(out.size // BLOCK):
             part, into = packed[block * 4 * bits : (block + 1) * 4 * bits], out[block * BLOCK : (block + 1) * BLOCK]
-            shift = place = 0
+            shift = 0
             for power in powers:
                 apart = 4 * power
                 for k in range(8 // power):
                     for i in range(apart):
-                        field = B(((part[place + i] >> (k * power)) & ((1 << power) - 1)) << shift)
+                        field = B(((part[4 * shift + i] >> (k * power)) & ((1 << power) - 1)) << shift)
                         at = k * apart + i
                         into[at] = B(into[at] | field) if shift else field
-                place, shift = place + apart, shift + power
+                shift += power
 
     return loop(unpack_blocks)
 

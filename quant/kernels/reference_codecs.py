@@ -399,62 +399,47 @@ def _may_overflow(scales: Array, reach: np.float32, zeros: Array = 0.0) -> bool:
 def pack(codes: Array, bits: int, out: Array) -> None:
     """Pack codes of 1 to 7 bits, one per byte, densely into `out`, in the format of `quant.packing`."""
     xp = array_namespace(codes)
-    blocks = len(codes) // BLOCK
-    step = TILE // BLOCK if xp is np else max(blocks, 1)
-    for first in range(0, blocks, step):
-        last = min(first + step, blocks)
-        words = codes[first * BLOCK : last * BLOCK].view(xp.uint32).reshape(last - first, BLOCK // 4)
-        planes = out[first * 4 * bits : last * 4 * bits].reshape(last - first, 4 * bits)
-        shift = place = 0
+    for words, planes in _blocks(codes, bits, out):
+        shift = 0
         for power in POWERS[bits]:
-            plane = xp.empty((last - first, power), xp.uint32)
-            for j in range(power):
-                gathered = (words[:, j] >> shift) & _every_byte(power)
-                for k in range(1, 8 // power):
-                    gathered |= ((words[:, k * power + j] >> shift) & _every_byte(power)) << (k * power)
-                plane[:, j] = gathered
-            planes[:, place : place + 4 * power] = plane.view(xp.uint8)
-            place, shift = place + 4 * power, shift + power
-    if len(codes) % BLOCK:
-        out[blocks * 4 * bits :] = _pack_stream(codes[blocks * BLOCK :], bits)
+            fields = ((words >> shift) & _every_byte(power)).reshape(-1, 8 // power, power)
+            plane = fields[:, 0]
+            for k in range(1, 8 // power):
+                plane |= fields[:, k] << (k * power)
+            planes[:, 4 * shift : 4 * (shift + power)] = xp.ascontiguousarray(plane).view(xp.uint8)
+            shift += power
+    if rest := len(codes) % BLOCK:
+        fields = (codes[-rest:, None] >> xp.arange(bits, dtype=xp.uint8)) & 1
+        out[-packed_nbytes(rest, bits) :] = xp.packbits(fields, bitorder="little")
 
 
 def unpack(packed: Array, bits: int, out: Array) -> None:
     """Unpack the codes of `pack` into `out`: array of uint8, shape (n,)."""
     xp = array_namespace(packed)
-    blocks = len(out) // BLOCK
+    for words, planes in _blocks(out, bits, packed):
+        shift = 0
+        for power in POWERS[bits]:
+            plane = xp.ascontiguousarray(planes[:, 4 * shift : 4 * (shift + power)]).view(xp.uint32)
+            fields = words.reshape(-1, 8 // power, power)
+            for k in range(8 // power):
+                field = ((plane >> (k * power)) & _every_byte(power)) << shift
+                fields[:, k] = fields[:, k] | field if shift else field
+            shift += power
+    if rest := len(out) % BLOCK:
+        stream = xp.unpackbits(packed[-packed_nbytes(rest, bits) :], bitorder="little")[: rest * bits]
+        out[-rest:] = (stream.reshape(rest, bits) << xp.arange(bits, dtype=xp.uint8)).sum(axis=1)
+
+
+def _blocks(codes: Array, bits: int, packed: Array) -> Iterator[tuple[Array, Array]]:
+    """Views of whole blocks in tiles: 8 words of codes per block, and the bytes of its planes."""
+    xp, blocks = array_namespace(codes), len(codes) // BLOCK
     step = TILE // BLOCK if xp is np else max(blocks, 1)
     for first in range(0, blocks, step):
         last = min(first + step, blocks)
-        planes = packed[first * 4 * bits : last * 4 * bits].reshape(last - first, 4 * bits)
-        words = out[first * BLOCK : last * BLOCK].view(xp.uint32).reshape(last - first, BLOCK // 4)
-        shift = place = 0
-        for power in POWERS[bits]:
-            plane = xp.ascontiguousarray(planes[:, place : place + 4 * power]).view(xp.uint32)
-            for j in range(power):
-                for k in range(8 // power):
-                    field = ((plane[:, j] >> (k * power)) & _every_byte(power)) << shift
-                    words[:, k * power + j] = words[:, k * power + j] | field if shift else field
-            place, shift = place + 4 * power, shift + power
-    if len(out) % BLOCK:
-        out[blocks * BLOCK :] = _unpack_stream(packed[blocks * 4 * bits :], bits, len(out) % BLOCK)
+        words = codes[first * BLOCK : last * BLOCK].view(xp.uint32).reshape(-1, BLOCK // 4)
+        yield words, packed[first * 4 * bits : last * 4 * bits].reshape(-1, 4 * bits)
 
 
 def _every_byte(power: int) -> np.uint32:
     """Word whose bytes each have the lowest `power` bits set."""
     return np.uint32((2**power - 1) * 0x01010101)
-
-
-def _pack_stream(codes: Array, bits: int) -> Array:
-    """Codes as a stream of bits, least significant first."""
-    xp, nbytes = array_namespace(codes), packed_nbytes(len(codes), bits)
-    stream = xp.zeros(8 * nbytes, xp.uint8)
-    stream[: len(codes) * bits] = ((codes[:, None] >> xp.arange(bits, dtype=xp.uint8)) & 1).reshape(-1)
-    return (stream.reshape(nbytes, 8) << xp.arange(8, dtype=xp.uint8)).sum(axis=1).astype(xp.uint8)
-
-
-def _unpack_stream(packed: Array, bits: int, count: int) -> Array:
-    """Inverse of `_pack_stream`, for this many codes."""
-    xp = array_namespace(packed)
-    stream = ((packed[:, None] >> xp.arange(8, dtype=xp.uint8)) & 1).reshape(-1)[: count * bits]
-    return (stream.reshape(count, bits) << xp.arange(bits, dtype=xp.uint8)).sum(axis=1).astype(xp.uint8)

@@ -5,8 +5,7 @@ Observers take batches on any number of ranks; `allreduce` gives exactly the res
 
 from collections.abc import Callable
 
-from quant.observers.clipping import Entropy, MeanSquare, Percentile
-from quant.observers.histogram import Histogram
+from quant.observers.histogram import Histogram, MeanSquare, Percentile
 from quant.observers.ranges import MinMax
 from quant.spec.quant_spec import QuantSpec
 
@@ -14,8 +13,7 @@ OBSERVERS: dict[str, Callable[[QuantSpec], MinMax | Histogram]] = {
     "minmax": lambda spec: MinMax(),
     "percentile": lambda spec: Percentile(),
     "meansquare": lambda spec: MeanSquare(spec.bits, spec.symmetric),
-    "entropy": lambda spec: Entropy(spec.bits, spec.symmetric),
 }
 """Observers that give a range, by name: functions of the spec of the codes."""
 
-__all__ = ["OBSERVERS", "Entropy", "Histogram", "MeanSquare", "MinMax", "Percentile"]
+__all__ = ["OBSERVERS", "Histogram", "MeanSquare", "MinMax", "Percentile"]

@@ -1,8 +1,9 @@
-"""Mergeable histogram of fixed size, independent of the order of observation."""
+"""Mergeable histogram of fixed size, independent of the order of observation, and ranges that clip rare values."""
 
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from quant.types import Array
 
 LEAST = -149
 """log2 of the narrowest bins: the smallest positive float32."""
+
+CANDIDATES = 256
+"""Number of fractions of the whole range that are tried."""
 
 
 class Histogram(Ranges):
@@ -93,16 +97,66 @@ class Histogram(Ranges):
         bins, exponents, lows, highs = allgather(comm, mine).T
         if any(bins != len(self.counts)):
             raise ValueError(f"histograms of different numbers of bins do not add up: {sorted(set(bins.astype(int)))}")
-        merged = type(self)(**self._settings())
+        merged = copy(self)
+        merged.counts = np.empty_like(self.counts)
         merged.exponent, merged.low, merged.high = int(exponents.max()), float(-lows.max()), float(highs.max())
         comm.Allreduce(self._counts_at(merged.exponent), merged.counts)  # the sum, as is mpi4py's default
         return merged
-
-    def _settings(self) -> dict[str, Any]:
-        """Constructor arguments of an equal observer."""
-        return {"bins": len(self.counts)}
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         if not self.total:
             raise ValueError("no range: nothing was observed yet")
         return np.array([self.low], np.float32), np.array([self.high], np.float32)
+
+
+class Percentile(Histogram):
+    """Range between percentiles, accurate to a bin: (100 - percentile) / 2 per cent of elements lie beyond each end."""
+
+    def __init__(self, percentile: float = 99.9, bins: int = 2048):
+        if not 0 < percentile <= 100:
+            raise ValueError(f"percentile: expected above 0 and at most 100, found {percentile}")
+        super().__init__(bins)
+        self.percentile = percentile
+
+    def range(self) -> tuple[np.ndarray, np.ndarray]:
+        low, high = super().range()
+        edges, counts = self.edges(), np.cumsum(self.counts)
+        beyond = self.total * (100 - self.percentile) / 200
+        lower = edges[np.searchsorted(counts, beyond, "right")]
+        upper = edges[np.searchsorted(counts, self.total - beyond, "left") + 1]
+        return np.maximum(low, np.float32(lower)), np.minimum(high, np.float32(upper))
+
+
+class MeanSquare(Histogram):
+    """Range with the least mean squared error of rounding to `bits` bits and clipping.
+
+    It is one of `CANDIDATES` equally spaced fractions of the whole range; ties go to the wider one.
+    """
+
+    def __init__(self, bits: int = 8, symmetric: bool = True, bins: int = 2048):
+        if not 2 <= bits <= 8:
+            raise ValueError(f"bits: expected 2 to 8, found {bits}")
+        super().__init__(bins)
+        self.bits, self.symmetric = bits, symmetric
+
+    def range(self) -> tuple[np.ndarray, np.ndarray]:
+        low, high = (float(bound[0]) for bound in super().range())
+        low, high = min(low, 0.0), max(high, 0.0)
+        if self.symmetric:
+            high = max(-low, high)
+            low = -high
+        fractions = np.arange(CANDIDATES, 0, -1) / CANDIDATES
+        best = fractions[int(np.argmin([self._loss(fraction * low, fraction * high) for fraction in fractions]))]
+        return np.array([best * low], np.float32), np.array([best * high], np.float32)
+
+    def _loss(self, low: float, high: float) -> float:
+        """Sum of squared errors of codes that cover this range, from the middles of the bins."""
+        used = np.flatnonzero(self.counts)
+        values = self.edges()[used] + self.width / 2
+        steps = 2**self.bits - 1 - self.symmetric
+        step = (high - low) / steps or 1.0
+        codes = np.clip(np.rint((values - low) / step), 0, steps)
+        # Within a step rounding costs step^2 / 12 on the average, however many bins there are in it.
+        fine = (values >= low) & (values <= high) & (step <= self.width)
+        error = np.where(fine, step**2 / 12, (codes * step + low - values) ** 2)
+        return float((self.counts[used] * error).sum())

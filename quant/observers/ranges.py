@@ -39,7 +39,7 @@ class Ranges:
             raise ValueError(f"granularity: expected {self.granularity}, as observed, found {spec.granularity}")
         if spec.code == "kmeans" or spec.q_range == "peak" or spec.scales.parent is not None:
             raise ValueError(f"a range alone does not make scales for {spec}")
-        low, high = (np.atleast_1d(bound).astype(np.float32)[:, None] for bound in self.range())
+        low, high = (bound[:, None] for bound in self.range())
         if spec.symmetric:
             size = np.maximum(abs(low), abs(high)) if spec.signed else np.maximum(high, np.float32(0))
             return {"scales": _positive(scales.symmetric_scale(spec, size))}

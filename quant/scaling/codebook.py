@@ -21,7 +21,7 @@ def thresholds(levels: Array) -> Array:
     return (low * np.float32(0.5) + high * np.float32(0.5)).astype(np.float32)
 
 
-def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) -> np.ndarray:
+def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
     """Optimal k levels (least sum of squared distances), ascending: float64; the last repeat if values are fewer.
 
     The best clusters of sorted values are intervals. With D[j][i] the least cost of the first i values in j intervals,
@@ -32,8 +32,7 @@ def kmeans_exact(values: np.ndarray, k: int, weights: np.ndarray | None = None) 
     >>> kmeans_exact(np.array([1.0, 2.0, 10.0, 12.0]), 2)
     array([ 1.5, 11. ])
     """
-    points, index = np.unique(np.asarray(values, np.float64), return_inverse=True)
-    mass = np.bincount(index, None if weights is None else np.asarray(weights, np.float64), len(points))
+    points, mass = np.unique(np.asarray(values, np.float64), return_counts=True)
     if len(points) <= k:
         return np.concatenate([points, np.full(k - len(points), points[-1])])
     middle = points.mean()  # sums of squares lose less about the middle

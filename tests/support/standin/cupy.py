@@ -547,6 +547,7 @@ FUNCTIONS = frozenset(
         "log",
         "matmul",
         "ones",
+        "packbits",
         "pad",
         "repeat",
         "rint",
@@ -555,6 +556,7 @@ FUNCTIONS = frozenset(
         "subtract",
         "take_along_axis",
         "tanh",
+        "unpackbits",
         "where",
         "zeros_like",
     ]

@@ -35,8 +35,8 @@ def best_by_trying(values, k, weights):
 def test_the_best_there_are(n, k):
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        values, weights = np.round(rng.standard_normal(n), seed % 3), rng.integers(1, 4, n).astype(float)
-        levels = kmeans_exact(values, k, weights)
+        values, weights = np.round(rng.standard_normal(n), seed % 3), rng.integers(1, 4, n)
+        levels = kmeans_exact(np.repeat(values, weights), k)
         assert len(levels) == k and (np.diff(levels) >= 0).all()
         if len(np.unique(values)) >= k:
             assert cost(values, levels, weights) == pytest.approx(best_by_trying(values, k, weights), abs=1e-12)
