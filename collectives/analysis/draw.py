@@ -48,7 +48,8 @@ def step(it: Step, count: int) -> str:
         case Recv(peer, what):
             return f"←{peer} {chunks(what, count)}".rstrip()
         case RecvReduce(peer, what, side):
-            return _sided(f"←{peer} {chunks(what, count)}", side)
+            incoming = f"←{peer} {chunks(what, count)}"
+            return f"{incoming} +" if side == "left" else f"+ {incoming}"
         case Reduce(source, target, side):
             mine = chunks(target, count)
             both = (chunks(source, count), mine) if side == "left" else (mine, chunks(source, count))
@@ -56,10 +57,6 @@ def step(it: Step, count: int) -> str:
         case Copy(source, target):
             return f"{chunks(target, count)} = {chunks(source, count)}"
     raise TypeError(f"expected a step, found {it!r}")
-
-
-def _sided(incoming: str, side: str) -> str:
-    return f"{incoming} +" if side == "left" else f"+ {incoming}"
 
 
 def table(schedules: Sequence[Schedule], count: int, width: int = 0) -> str:

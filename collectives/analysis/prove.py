@@ -156,28 +156,23 @@ class _SymbolicRun:
 
 def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
     """Within a round nothing may arrive on a chunk that is being sent or on which another message arrives."""
-    busy = {
-        chunk: position
-        for position, step in enumerate(steps)
-        if isinstance(step, Send)
-        for chunk in numbers(step.chunks)
-    }
-    for kind in (Recv, RecvReduce):
-        for position, step in enumerate(steps):
-            if not isinstance(step, (Recv, RecvReduce)) or not isinstance(step, kind):
-                continue
-            spot = ScheduleLocation(rank, index, position)
-            for chunk in numbers(step.chunks):
-                other = steps[busy[chunk]] if chunk in busy else None
-                if kind is Recv and other is not None:
-                    raise ScheduleError(
-                        f"{spot.of(step)}: hazard, chunk {chunk} is in use by step {busy[chunk]} of the same round, "
-                        f"{describe(other)}"
-                    )
-                if isinstance(other, Recv):
-                    raise ScheduleError(f"{spot.of(step)}: hazard, {describe(other)} lands there too")
-                if kind is Recv:
-                    busy[chunk] = position
+    busy: dict[int, int] = {}
+    places = [
+        (at, step) for kind in (Send, Recv, RecvReduce) for at, step in enumerate(steps) if isinstance(step, kind)
+    ]
+    for at, step in places:
+        spot = ScheduleLocation(rank, index, at)
+        for chunk in numbers(step.chunks):
+            other = steps[busy[chunk]] if chunk in busy else None
+            if isinstance(step, Recv) and other is not None:
+                raise ScheduleError(
+                    f"{spot.of(step)}: hazard, chunk {chunk} is in use by step {busy[chunk]} of the same round, "
+                    f"{describe(other)}"
+                )
+            if isinstance(step, RecvReduce) and isinstance(other, Recv):
+                raise ScheduleError(f"{spot.of(step)}: hazard, {describe(other)} lands there too")
+            if not isinstance(step, RecvReduce):
+                busy[chunk] = at
 
 
 def _terms(value: Value) -> str:

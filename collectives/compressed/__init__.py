@@ -24,17 +24,15 @@ Every collective is a generator that yields requests to wait for, so that the ca
 `run` does just that. `SegmentedAllreduce` encodes one segment while another is in flight.
 """
 
-from collectives.compressed.bound_collective import BoundCollective, Motion, run, staggered
+from collectives.compressed.bound_collective import Motion, run
 from collectives.compressed.codec import Codec, QuantCodec
 from collectives.compressed.encoded_alltoall import EncodedAlltoall
-from collectives.compressed.hierarchical_codec import HierarchicalAllreduce, crowded
 from collectives.compressed.partition import VectorPartition
-from collectives.compressed.segmented_allreduce import SegmentedAllreduce
+from collectives.compressed.segmented_allreduce import HierarchicalAllreduce, SegmentedAllreduce, crowded
 from collectives.compressed.shared_scale import SharedScale
 from collectives.compressed.two_shot_and_ring import FlatAllreduce, RingAllreduce, TwoShotAllreduce
 
 __all__ = [
-    "BoundCollective",
     "Codec",
     "EncodedAlltoall",
     "FlatAllreduce",
@@ -48,5 +46,4 @@ __all__ = [
     "VectorPartition",
     "crowded",
     "run",
-    "staggered",
 ]

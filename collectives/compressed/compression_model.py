@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.analysis.cost_functions import LinearCost
 from collectives.communicator import Communicator
 from collectives.compressed import Codec, VectorPartition, crowded
 from collectives.transport.mailbox import usable_cores
@@ -27,21 +28,6 @@ TIMES = 5
 
 SAMPLE = 1 << 18
 """Most elements that kernels are timed with, and scaled from."""
-
-
-class LinkCost(NamedTuple):
-    """Seconds of a sum on this communicator: alpha + bytes * beta.
-
-    >>> LinkCost(1e-5, 1e-9).seconds(1_000_000)
-    0.00101
-    """
-
-    alpha: float
-    beta: float
-
-    def seconds(self, nbytes: float) -> float:
-        """Seconds of a plain sum; an encoded one moves the same share of its bytes."""
-        return self.alpha + nbytes * self.beta
 
 
 class CompressionForecast(NamedTuple):
@@ -94,7 +80,7 @@ def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
     return max(1.0, *(list(nodes).count(node) / len(found) for node, found in shared.items()))
 
 
-def fitted(comm: Communicator) -> LinkCost:
+def fitted(comm: Communicator) -> LinearCost:
     """Measure the cost of sums at two lengths. Collective; takes as long as about 12 MiB of messages."""
     seconds = []
     for length in LENGTHS:
@@ -103,11 +89,11 @@ def fitted(comm: Communicator) -> LinkCost:
     short, long = _slowest(comm, seconds)
     nbytes = [4 * length for length in LENGTHS]
     beta = max(0.0, (long - short) / (nbytes[1] - nbytes[0]))
-    return LinkCost(max(0.0, short - nbytes[0] * beta), beta)
+    return LinearCost(max(0.0, short - nbytes[0] * beta), beta)
 
 
 def forecast(
-    comm: Communicator, count: int, codec: Codec, wire: LinkCost | None = None, feedback: bool = False
+    comm: Communicator, count: int, codec: Codec, wire: LinearCost | None = None, feedback: bool = False
 ) -> CompressionForecast:
     """Predict the time of a sum of `count` float32, plain and compressed in two shots. Collective.
 
@@ -118,7 +104,7 @@ def forecast(
     `feedback` the kernels include error feedback: decoding the encoded vector, and a subtraction.
     """
     wire = wire or fitted(comm)
-    inside = _within_nodes(comm) if crowded(comm) else LinkCost(0.0, 0.0)
+    inside = _within_nodes(comm) if crowded(comm) else LinearCost(0.0, 0.0)
     length = max(1, min(count, SAMPLE))
     x = np.random.default_rng(0).standard_normal(length, np.float32)
     out, bytes_ = np.empty_like(x), np.empty(codec.nbytes(length), np.uint8)
@@ -136,11 +122,11 @@ def forecast(
     twice = 1 + 1 / len(encoders)  # every term, and this rank's part of the sum
     recording = (decode + subtract) * twice if feedback else 0
     kernels = crowd * count * (encode * twice + add + decode + recording)
-    return CompressionForecast(wire.seconds(4 * count), wire.seconds(encoded) + inside.seconds(4 * count), kernels)
+    return CompressionForecast(wire(4 * count), wire(encoded) + inside(4 * count), kernels)
 
 
-def _within_nodes(comm: Communicator) -> LinkCost:
+def _within_nodes(comm: Communicator) -> LinearCost:
     """Cost of sums within the slowest node."""
     with comm.Split(comm.nodes[comm.Get_rank()], comm.Get_rank()) as node:  # type: ignore[index]
         found = fitted(node)
-    return LinkCost(*_slowest(comm, list(found)))
+    return LinearCost(*_slowest(comm, list(found)))

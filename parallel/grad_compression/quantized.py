@@ -10,15 +10,34 @@ from __future__ import annotations
 import numpy as np
 
 from collectives import Communicator
-from collectives.compressed import Motion, QuantCodec
+from collectives.compressed import Codec, HierarchicalAllreduce, Motion, QuantCodec, SegmentedAllreduce, crowded
 from parallel.data_parallel.grad_bucket import GradBucket
-from parallel.grad_compression.codec_compressor import CodecCompressor
 from parallel.nn.flat_params import BLOCK
 from parallel.nn.kernels.philox import key_of
 from quant import grouped
 
 SCALES = 2.0**-149, float(np.finfo(np.float32).max)
 """Smallest and largest scale: those of float32."""
+
+
+class CodecCompressor:
+    """Encoded allreduce of `count` elements in two shots, segment by segment.
+
+    With several ranks on several nodes, the ranks of a node are summed first, as they share its link.
+    """
+
+    def __init__(self, comm: Communicator, count: int, codec: Codec, feedback: bool = True):
+        self.feedback = feedback
+        self._sum = (HierarchicalAllreduce if crowded(comm) else SegmentedAllreduce)(comm, count, codec)
+
+    def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
+        yield from self._sum.allreduce(x, out, lost)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def close(self) -> None:
+        self._sum.close()
 
 
 def nearest(bits: int, comm: Communicator, bucket: GradBucket) -> CodecCompressor:

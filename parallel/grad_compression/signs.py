@@ -11,7 +11,7 @@ import numpy as np
 
 from collectives import Communicator
 from parallel.data_parallel.grad_bucket import GradBucket
-from parallel.grad_compression.codec_compressor import CodecCompressor
+from parallel.grad_compression.quantized import CodecCompressor
 from parallel.nn.flat_params import BLOCK
 
 

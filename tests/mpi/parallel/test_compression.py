@@ -8,8 +8,9 @@ from mpi4py import MPI
 from support import tiny_models
 
 from collectives import Communicator
+from collectives.analysis.cost_functions import LinearCost
 from collectives.compressed import HierarchicalAllreduce, QuantCodec, SegmentedAllreduce, compression_model
-from collectives.compressed.compression_model import CompressionForecast, LinkCost, crowding, forecast
+from collectives.compressed.compression_model import CompressionForecast, crowding, forecast
 from collectives.runtime.requests import wait_all
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint
@@ -344,14 +345,14 @@ def test_ranks_of_a_node_add_up_before_they_encode(monkeypatch):
     """With two ranks on a node, the leaders' sum; the forecast is of that too, and of what it takes within nodes."""
     nodes = [rank // 2 for rank in range(MPI.COMM_WORLD.size)]
     several = MPI.COMM_WORLD.size > 2
-    codec, wire = QuantCodec(grouped(8, 256, "fp32")), LinkCost(0, 1e-9)
+    codec, wire = QuantCodec(grouped(8, 256, "fp32")), LinearCost(0, 1e-9)
     with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm, engine(comm, "int8") as made:
         sums = [reducer.compressor._sum for reducer in made._gradients.reducers]
         assert {type(each) for each in sums} == {HierarchicalAllreduce if several else SegmentedAllreduce}
         train(made, range(2))
         for each in sums:
             assert not several or (each._between is None) == bool(comm.rank % 2)
-        monkeypatch.setattr(compression_model, "fitted", lambda comm: LinkCost(0, 2e-9))
+        monkeypatch.setattr(compression_model, "fitted", lambda comm: LinearCost(0, 2e-9))
         found = forecast(comm, 1 << 20, codec, wire)
     inside = 4 * 2e-9 * (1 << 20) if several else 0
     assert found.messages == pytest.approx(1e-9 * codec.nbytes(1 << 20) + inside, rel=0.01)
@@ -363,7 +364,7 @@ def test_noting_what_is_lost_takes_time_too(comm, monkeypatch):
     monkeypatch.setattr(compression_model, "crowding", lambda nodes, cores: 1.0)
     codec, twice = QuantCodec(grouped(8, 256, "fp32")), 1 + 1 / comm.size
     for feedback, noting in ((False, 0), (True, 10 * twice)):
-        made = forecast(comm, 100, codec, LinkCost(0, 0), feedback=feedback)
+        made = forecast(comm, 100, codec, LinearCost(0, 0), feedback=feedback)
         assert made.kernels == pytest.approx(twice + 4 + 2 + noting)
 
 
