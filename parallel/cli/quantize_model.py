@@ -33,12 +33,10 @@ from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt
 from parallel.ptq.evaluation import LayerErrorRow, compare, evaluate
 from parallel.ptq.load_model import TrainedModel
-from parallel.ptq.methods import METHODS
-from parallel.ptq.mixed_precision import WIDTHS, PrecisionMixture, mixture, options_of
+from parallel.ptq.mixed_precision import SENSITIVITIES, WIDTHS, PrecisionMixture, mixture, options_of
 from parallel.ptq.packed_weights import nbytes
 from parallel.ptq.quantizable_layers import layers_of
-from parallel.ptq.quantize_model import check, quantise, with_inputs
-from parallel.ptq.sensitivity import SENSITIVITIES
+from parallel.ptq.quantize_model import METHODS, check, quantise, with_inputs
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.records import EvalScore
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
@@ -54,7 +52,7 @@ STEPS = 4
 PICTURE = Path("out/quantised.png")
 """Default of --plot."""
 
-OF_MIXED = ("search", "sensitivity", "widths", "groups", "pareto")
+OF_MIXED = ("search", "sensitivity", "widths", "pareto")
 OF_CHECKPOINT = ("spec", "method", "activations", "observer", "calibrate", "samples", "mixed", "report", "output")
 NEEDED = {"checkpoint": OF_CHECKPOINT + OF_MIXED, "mixed": OF_MIXED, "activations": ("observer",)}
 """Options without effect unless another one is given."""
@@ -80,7 +78,6 @@ def parser() -> launcher.LauncherParser:
     add("--search", default="milp", choices=list(SEARCHES), help="default milp")
     add("--sensitivity", default="loss", choices=list(SENSITIVITIES), help="weight of a layer's error (default loss)")
     add("--widths", type=integers, default=list(WIDTHS), metavar="B,B", help="widths of a layer (default 2 to 8)")
-    add("--groups", type=integers, metavar="N,N", help="group sizes of a layer (default: from half to four times)")
     add("--pareto", type=Path, metavar="PNG", help="picture of uniform widths and of the search's choices")
 
     add = result.add_argument_group("output").add_argument
@@ -169,14 +166,10 @@ def mixture_of(job: QuantizeJob) -> PrecisionMixture:
     args, spec, model = job.args, job.spec, job.trained.model
     layers = layers_of(model)
     check(layers, spec, args.method, job.activations, args.observer)
-    own = [spec.granularity.size] if isinstance(spec.granularity, PerGroup) else None
-    specs = list(dict.fromkeys([*options_of(spec, args.widths, args.groups), *options_of(spec, args.widths, own)]))
+    specs = options_of(spec, args.widths)
     seen = {} if METHODS[args.method].blind else calibrate(model, layers, job.mine, job.comm)
-
-    def losses(weights: Any) -> Any:
-        return SENSITIVITIES[args.sensitivity](model, job.trained.loss, layers, weights, job.mine, job.comm)
-
-    return mixture(model, layers, specs, seen, args.method, losses, job.comm)
+    estimate = SENSITIVITIES[args.sensitivity](model, job.trained.loss, layers, job.mine, job.comm)
+    return mixture(model, layers, specs, seen, args.method, estimate, job.comm)
 
 
 def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:

@@ -46,9 +46,7 @@ class InputMoments:
         total._range = self._range.allreduce(comm)
         comm.Allreduce(self.moments, total.moments)
         comm.Allreduce(self._total, total._total)
-        rows = np.empty(1, np.int64)
-        comm.Allreduce(np.array([self.rows], np.int64), rows)
-        total.rows = int(rows[0])
+        total.rows = sum(comm.allgather(self.rows))
         return total
 
     @property

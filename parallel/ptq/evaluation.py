@@ -92,8 +92,8 @@ def compare(
     comm.Allreduce(sums, total)
     rows = []
     for layer, (size, alone, all_) in zip(layers, total):
-        packed, w = weights[layer.name], layer.matrix
-        errors = (_ratio(_square(packed.quantized.matrix - w), _square(w)), _ratio(alone, size), _ratio(all_, size))
+        packed, w = weights[layer.name].quantized, layer.matrix
+        errors = (_ratio(_square(packed.matrix - w), _square(w)), _ratio(alone, size), _ratio(all_, size))
         bits = 8 * packed.nbytes / max(w.size, 1)
         rows.append(LayerErrorRow(layer.name, layer.shape, bits, packed.nbytes, w.nbytes, *errors))
     return rows

@@ -1,4 +1,4 @@
-"""Mixed precision: options per layer with their bytes and losses, and the choice among them."""
+"""Mixed precision: options per layer with their bytes and losses (measured or estimated), and the choice among them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from parallel.nn.operator import Operator
+from parallel.data.sampler import Batch
+from parallel.nn.gradient_checks import checked
+from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.calibration import InputMoments
+from parallel.ptq.evaluation import evaluate
 from parallel.ptq.packed_weights import FewBitWeight, packed
-from parallel.ptq.quantizable_layers import QuantizableLayer
+from parallel.ptq.quantizable_layers import QuantizableLayer, to_matrix
 from parallel.ptq.quantize_model import rounded
 from parallel.runtime.collective_errors import collective_call
 from quant import PerGroup, QuantSpec
@@ -21,24 +24,23 @@ from quant.search import SEARCHES, Choice, SearchTable
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
 """Code widths that a layer may have."""
 
+LossEstimate = Callable[[QuantizableLayer, FewBitWeight], float]
+"""Function of a layer and its quantised weight: expected increase of the loss."""
 
-def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS, groups: Sequence[int] | None = None) -> list[QuantSpec]:
-    """Spec of linear codes in other widths and, if it has groups, other group sizes; else ValueError.
 
-    By default, groups have half, once, twice and four times their size.
+def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS) -> list[QuantSpec]:
+    """Spec of linear codes in other widths, groups of half, once, twice and four times their size; else ValueError.
 
     >>> from quant import grouped
-    >>> [(one.bits, one.granularity.size) for one in options_of(grouped(3, 32), [2, 4], [32, 64])]
-    [(2, 32), (2, 64), (4, 32), (4, 64)]
+    >>> [(one.bits, one.granularity.size) for one in options_of(grouped(3, 1), [2, 4])]
+    [(2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
     """
     if not spec.linear:
         raise ValueError(f"mixed: widths are those of linear codes, and codes {spec.code} have one")
     own = spec.granularity
     if not isinstance(own, PerGroup):
-        if groups:
-            raise ValueError("mixed: groups of several sizes are for specs that have groups")
         return [spec.replace(bits=bits) for bits in widths]
-    sizes = groups or [size for size in (own.size // 2, own.size, 2 * own.size, 4 * own.size) if size]
+    sizes = [size for size in (own.size // 2, own.size, 2 * own.size, 4 * own.size) if size]
     return [spec.replace(bits=bits, granularity=PerGroup(size, own.axis)) for bits in widths for size in sizes]
 
 
@@ -84,15 +86,78 @@ def mixture(
     specs: Sequence[QuantSpec],
     moments: dict[str, InputMoments],
     method: str,
-    sensitivity: Callable[[Sequence[Sequence[FewBitWeight]]], np.ndarray],
+    estimate: LossEstimate,
     comm: Any,
 ) -> PrecisionMixture:
     """Round every layer of `layers_of(model)` by every option of `specs`, and estimate losses. Collective.
 
-    `moments` is the result of `calibrate`, `method` a key of `METHODS`; `sensitivity` maps the weights of every layer
-    by every option to losses, as a function of `SENSITIVITIES` with its other arguments bound.
+    `moments` is the result of `calibrate`, `method` a key of `METHODS`, `estimate` a result of one of `SENSITIVITIES`.
     """
     flat = rounded([(layer, spec) for layer in layers for spec in specs], moments, method, comm)
     weights = [flat[first : first + len(specs)] for first in range(0, len(flat), len(specs))]
-    nbytes = [[weight.nbytes for weight in options] for options in weights]
-    return PrecisionMixture(model, layers, specs, weights, SearchTable(np.array(nbytes), sensitivity(weights)))
+    nbytes = np.array([[weight.nbytes for weight in options] for options in weights])
+    losses = np.array([[estimate(layer, weight) for weight in options] for layer, options in zip(layers, weights)])
+    return PrecisionMixture(model, layers, specs, weights, SearchTable(nbytes, losses))
+
+
+def by_loss(
+    model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
+) -> LossEstimate:
+    """Increase of the mean loss with a single layer quantised. Collective, and so is every estimate: a forward pass."""
+    base = evaluate(model, loss, batches, comm).loss
+    return lambda layer, weight: evaluate(packed(model, {layer.name: weight}), loss, batches, comm).loss - base
+
+
+def by_fisher(
+    model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
+) -> LossEstimate:
+    """Half the squared error of each weight times the mean of its squared gradients (second-order estimate).
+
+    The mean is over samples: the empirical Fisher information, in place of the diagonal of the Hessian (Y. LeCun,
+    J. Denker, S. Solla, "Optimal Brain Damage", 1990). Cost: a backward pass for every sample. Collective.
+    """
+    information = fisher(model, loss, layers, batches, comm)
+    return lambda layer, weight: 0.5 * float((information[layer.name] * np.square(weight.matrix - layer.matrix)).sum())
+
+
+def fisher(
+    model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
+) -> dict[str, np.ndarray]:
+    """Mean squared gradient of each weight over all ranks' samples, by layer, as matrices. Collective."""
+    sums = {layer.name: np.zeros(layer.shape) for layer in layers}
+
+    def add() -> int:
+        samples = 0
+        for batch in batches:
+            for x, y in zip(batch.x, batch.y):
+                found = gradients(model, loss, x[None], y[None])
+                for layer in layers:
+                    sums[layer.name] += np.square(to_matrix(found[layer.name], layer.transposed), dtype=np.float64)
+                samples += 1
+        return samples
+
+    samples = sum(comm.allgather(collective_call(comm, add, "these samples have no gradients")))
+    means = {name: np.empty_like(own) for name, own in sums.items()}
+    for name, mean in means.items():
+        comm.Allreduce(sums[name], mean)
+        mean /= max(samples, 1)
+    return means
+
+
+def gradients(model: Operator, loss: Any, x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    """Gradients of a micro-batch's mean loss, by parameter name."""
+    found: dict[str, np.ndarray] = {}
+
+    def sink(parameter: Any, compute: Any) -> None:
+        one = np.empty(parameter.shape, np.float32)
+        compute(one)
+        found[parameter.name] = found[parameter.name] + one if parameter.name in found else one
+
+    scores, saved = model.forward(x, PassMode(training=False))
+    _, of_loss = loss.forward(scores, y)
+    model.backward(loss.backward(1 / max(loss.count(y), 1), of_loss), saved, checked(model, sink))
+    return found
+
+
+SENSITIVITIES = {"loss": by_loss, "fisher": by_fisher}
+"""Sensitivities by name: functions (model, loss, layers, batches, comm) -> estimate."""

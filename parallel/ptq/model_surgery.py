@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode
+from parallel.nn.operator import Operator, Parameter, PassMode
 from quant.types import Array
 
 OperatorCallback = Callable[[Operator, Array, Array], object]
@@ -43,9 +43,6 @@ class WrappedOperator(Operator):
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
         yield from self.inner.members()
 
-    def outline(self, x: ArraySpec) -> OperatorOutline:
-        return self.inner.outline(x)
-
 
 class ObservedOperator(WrappedOperator):
     """Wrapper that passes the operator, its inputs and outputs to a callback."""
@@ -58,6 +55,3 @@ class ObservedOperator(WrappedOperator):
         y, saved = self.inner.forward(x, run)
         self._callback(self.inner, x, y)
         return y, saved
-
-    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        return self.inner.backward(dy, saved, grads)

@@ -51,11 +51,6 @@ class PackedWeight:
         """Decoded values, recomputed at each access: only codes stay in memory."""
         return from_matrix(self.quantized.matrix, self.shape, self.transposed)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and divisors."""
-        return self.quantized.nbytes
-
 
 class RoundedInput(WrappedOperator):
     """Operator with a packed weight and quantised inputs; multiplies codes where both are integers.
@@ -131,5 +126,5 @@ def weights_of(model: Operator) -> dict[str, PackedWeight]:
 def nbytes(model: Operator) -> int:
     """Bytes of all weights: quantised ones with scales and divisors, others as float32."""
     return 4 * sum(parameter.size for parameter in model.parameters()) + sum(
-        weight.nbytes for weight in weights_of(model).values()
+        weight.quantized.nbytes for weight in weights_of(model).values()
     )

@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.data.sampler import Batch
 from parallel.nn.operator import Operator
 from parallel.ptq.calibration import InputMoments, calibrate, observed
-from parallel.ptq.methods import METHODS, RoundingMethod
 from parallel.ptq.packed_weights import FewBitWeight, packed, rounding
 from parallel.ptq.quantizable_layers import QuantizableLayer, layers_of
-from quant import PerGroup, PerTensor, QuantizedArray, QuantSpec
+from quant import PerGroup, PerTensor, QuantizedArray, QuantSpec, quantize
 from quant.observers import OBSERVERS
+from quant.ptq import awq, gptq, hqq, smoothing
+
+
+def _floating_zeros(spec: QuantSpec) -> QuantSpec:
+    if not spec.linear:
+        raise ValueError(f"hqq moves zero points, and codes {spec.code} have none")
+    plain = spec.scales.format if spec.scales.format in ("fp32", "fp16", "bf16") else "fp16"
+    return spec.replace(symmetric=False, zero=plain, q_range="restricted")
+
+
+class RoundingMethod(NamedTuple):
+    """Rounding method: a function (w, inputs, spec) of a matrix of shape (outputs, inputs), in float32.
+
+    `divides`: the result has divisors. `blind`: it needs no input statistics, and so suits weights that are only looked
+    up. `spec`: spec of the resulting codes, from the requested spec.
+    """
+
+    rounded: Callable[[np.ndarray, InputMoments, QuantSpec], FewBitWeight]
+    divides: bool = False
+    blind: bool = False
+    spec: Callable[[QuantSpec], QuantSpec] = lambda spec: spec
+
+
+def _smoothquant(w: np.ndarray, inputs: InputMoments, spec: QuantSpec) -> FewBitWeight:
+    s = smoothing(inputs.largest, w)
+    return FewBitWeight(quantize(w * s, spec, seed=0), s)
+
+
+METHODS = {
+    "rtn": RoundingMethod(lambda w, inputs, spec: FewBitWeight(quantize(w, spec, seed=0)), blind=True),
+    "gptq": RoundingMethod(
+        lambda w, inputs, spec: FewBitWeight(gptq(w, inputs.moments, spec)),
+        spec=lambda spec: spec.replace(rounding="nearest_even"),
+    ),
+    "awq": RoundingMethod(
+        lambda w, inputs, spec: FewBitWeight(*awq(w, inputs.moments, inputs.sizes, spec)), divides=True
+    ),
+    "smoothquant": RoundingMethod(_smoothquant, divides=True),
+    "hqq": RoundingMethod(
+        lambda w, inputs, spec: FewBitWeight(hqq(w, _floating_zeros(spec))), blind=True, spec=_floating_zeros
+    ),
+}
+"""Rounding methods by name: nearest, and those of `quant.ptq`."""
 
 
 def quantise(

@@ -14,12 +14,10 @@ from parallel.nn.operator import name_all
 from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt, observed
 from parallel.ptq.evaluation import compare, evaluate
-from parallel.ptq.methods import METHODS
-from parallel.ptq.mixed_precision import mixture, options_of
+from parallel.ptq.mixed_precision import SENSITIVITIES, mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, packed, weights_of
 from parallel.ptq.quantizable_layers import layers_of
-from parallel.ptq.quantize_model import quantise, rounded
-from parallel.ptq.sensitivity import SENSITIVITIES
+from parallel.ptq.quantize_model import METHODS, quantise, rounded
 from parallel.trainer.trainer import Training
 from quant import INT8, grouped
 from quant.observers import OBSERVERS
@@ -103,13 +101,10 @@ def test_scores_and_errors_are_those_of_all_samples(comm):
     assert many == alone and many.count == 70
     many, alone = of_all(comm, lambda batches, some: compare(model, made, layers, batches, some))
     np.testing.assert_allclose([row[5:] for row in many], [row[5:] for row in alone], rtol=1e-9)
-    specs = options_of(grouped(3, 16), [2, 3], [16])
+    specs = options_of(grouped(3, 16), [2, 3])
 
     def mixed(sensitivity, batches, some):
-        def losses(weights):
-            return sensitivity(model, loss, layers, weights, batches, some)
-
-        return mixture(model, layers, specs, {}, "rtn", losses, some)
+        return mixture(model, layers, specs, {}, "rtn", sensitivity(model, loss, layers, batches, some), some)
 
     for sensitivity in SENSITIVITIES.values():
         many, alone = of_all(comm, mixed, sensitivity)

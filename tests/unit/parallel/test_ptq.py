@@ -21,12 +21,10 @@ from parallel.ptq import load_model
 from parallel.ptq import packed_weights as module
 from parallel.ptq.calibration import calibrate, dealt, forward, watch
 from parallel.ptq.evaluation import compare, evaluate
-from parallel.ptq.methods import METHODS
-from parallel.ptq.mixed_precision import mixture, options_of
+from parallel.ptq.mixed_precision import SENSITIVITIES, fisher, gradients, mixture, options_of
 from parallel.ptq.packed_weights import RoundedInput, nbytes, packed, weights_of
 from parallel.ptq.quantizable_layers import expect_finite, kind_of, layers_of
-from parallel.ptq.quantize_model import method_for, quantise, rounded
-from parallel.ptq.sensitivity import SENSITIVITIES, fisher, gradients
+from parallel.ptq.quantize_model import METHODS, method_for, quantise, rounded
 from parallel.trainer.trainer import Training
 from quant import INT8, PRESETS, PerGroup, QuantSpec, grouped, parse, quantize, wire_nbytes
 from quant.io import safetensors_file
@@ -119,11 +117,11 @@ def test_bytes_are_those_of_the_layout(name):
     for method in METHODS:
         made = quantise(model, grouped(3, 16), batches, SELF, method=method)
         weights = weights_of(made)
-        assert [weights[layer.name].nbytes for layer in layers] == [
+        assert [weights[layer.name].quantized.nbytes for layer in layers] == [
             wire_nbytes(entry.spec(grouped(3, 16)), layer.shape) + 4 * layer.shape[1] * entry.divides
             for layer, entry in zip(layers, [method_for(layer, method) for layer in layers])
         ]
-        assert nbytes(made) == plain + sum(weight.nbytes for weight in weights.values())
+        assert nbytes(made) == plain + sum(weight.quantized.nbytes for weight in weights.values())
 
 
 @pytest.mark.parametrize("spec", [INT8, parse("int8_row"), grouped(4, 16), parse("int4_g16_zero"), NF4])
@@ -207,8 +205,6 @@ def test_options():
     assert len(options_of(grouped(3, 32))) == 7 * 4
     with pytest.raises(ValueError, match="widths are those of linear codes"):
         options_of(PRESETS["NF4"])
-    with pytest.raises(ValueError, match="for specs that have groups"):
-        options_of(INT8, [2], [32])
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -335,11 +331,8 @@ def test_files_that_are_none(job, tmp_path):
 def test_widths_of_their_own_beat_one_for_all(job, sensitivity):
     """At no more bytes, scales counted; searches agree, and a budget is kept."""
     spec, batches, layers = grouped(3, 32), shown(job), layers_of(job.model)
-
-    def losses(weights):
-        return SENSITIVITIES[sensitivity](job.model, job.loss, layers, weights, batches, SELF)
-
-    made = mixture(job.model, layers, options_of(spec), {}, "rtn", losses, SELF)
+    estimate = SENSITIVITIES[sensitivity](job.model, job.loss, layers, batches, SELF)
+    made = mixture(job.model, layers, options_of(spec), {}, "rtn", estimate, SELF)
     uniform = made.uniform(spec)
     budget = made.budget(spec, 3.0)
     assert budget == made.table.cost(uniform) == sum(wire_nbytes(spec, layer.shape) for layer in layers)
