@@ -75,9 +75,8 @@ def calibrate(
 
     def curves(pair: tuple[int, int]) -> tuple[EdgeCost, EdgeCost]:
         """(message, combining) from the ranks that name the same pair."""
-        names = {name: color for color, name in enumerate(sorted(set(plain.allgather(pair))))}
-        two = comm.Split(names[pair], rank)
-        mine = MPI.Intracomm(plain.Split(names[pair], rank))
+        color = sorted(set(plain.allgather(pair))).index(pair)
+        two, mine = comm.Split(color, rank), MPI.Intracomm(plain.Split(color, rank))
         sweeps = []  # several, so that a disturbance of the machine affects one of them only
         for _ in range(SWEEPS):
             sweep: list[list[float] | None] = []

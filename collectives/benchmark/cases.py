@@ -101,9 +101,9 @@ CASES: dict[str, BenchmarkCase] = {
 
 
 def elements(case: BenchmarkCase, nbytes: int, itemsize: int, size: int) -> int:
-    """Elements of the whole array for a size in bytes, rounded up to elements and equal blocks if needed."""
+    """Elements of the whole array for a size in bytes, rounded up to elements and equal blocks; none of a barrier."""
     unit = itemsize * size if case.equal else itemsize
-    return -(-nbytes // unit) * (unit // itemsize)
+    return 0 if case.meaning.synchronises else -(-nbytes // unit) * (unit // itemsize)
 
 
 class CaseBuffers:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpi4py import MPI
 
 from collectives.benchmark.calibrate import CalibratedCosts, predicted_us
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements, even_form
 from collectives.benchmark.result_rows import Row, make_row
-from collectives.benchmark.timing import MODES, Contestant, make_call, race
+from collectives.benchmark.timing import MODES, Contestant, Timing, make_call, race
 from collectives.runtime import native
 from collectives.selection.timing_table import NATIVE
 
@@ -63,6 +63,21 @@ def enter(
     return Contestant(name, buffers, call, close)
 
 
+Key = TypeVar("Key")
+
+
+def race_entries(
+    plain: MPI.Intracomm, entries: Mapping[Key, Contestant | str], limits: Mapping[str, Any]
+) -> tuple[dict[Key, Timing], dict[Key, str]]:
+    """Race and close all that take part: their timings, and the reasons of the others."""
+    running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
+    timings = race(plain, list(running.values()), **limits) if running else []
+    for contestant in running.values():
+        contestant.close()
+    absent = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
+    return dict(zip(running, timings, strict=True)), absent
+
+
 def measure(
     plain: MPI.Intracomm,
     comm: Any,
@@ -79,7 +94,7 @@ def measure(
     took part, equal on all ranks, and the reason for each that did not.
     """
     case, kind, size = CASES[collective], DTYPES[dtype], plain.Get_size()
-    n = 0 if collective == "barrier" else elements(case, nbytes, kind.itemsize, size)
+    n = elements(case, nbytes, kind.itemsize, size)
     nbytes = n * kind.itemsize
     entries: dict[tuple[str, str, str], Contestant | str] = {}
     ours = {memory: CaseBuffers(case, comm, n, kind, memory, options.in_place) for memory in options.memories}
@@ -91,11 +106,7 @@ def measure(
         shared = ours.get("plain") or CaseBuffers(case, plain, n, kind, "plain", options.in_place)
         for mode in options.modes:
             entries[NATIVE, "plain", mode] = enter(plain, plain, NATIVE, {}, shared, mode)
-    running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
-    absent = {key[0]: entry for key, entry in entries.items() if isinstance(entry, str)}
-    timings = dict(zip(running, race(plain, list(running.values()), **options.limits) if running else (), strict=True))
-    for contestant in running.values():
-        contestant.close()
+    timings, absent = race_entries(plain, entries, options.limits)
     natives = {mode: timings.pop((NATIVE, "plain", mode), None) for mode in options.modes}
     rows = []
     for (algorithm, memory, mode), timing in timings.items():
@@ -111,4 +122,4 @@ def measure(
             setting = even_form(collective), chosen, size, nbytes, options.segments or pieces or 1, options.in_place
             labels["predicted_us"] = predicted_us(options.costs[memory, mode], *setting)
         rows.append(make_row(collective, algorithm, size, nbytes, timing, natives[mode], **labels))
-    return rows, absent
+    return rows, {name: reason for (name, _, _), reason in absent.items()}

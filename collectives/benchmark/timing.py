@@ -77,27 +77,6 @@ def checkpoints(iterations: int) -> set[int]:
     return {round(i * (iterations - 1) / (CHECKS - 1)) for i in range(CHECKS)}
 
 
-def _passes(comm: MPI.Intracomm, contestants: list[Contestant], count: int, order: random.Random, keep: bool) -> None:
-    """`count` times: every contestant once, in random order, each on new data after one neutral barrier."""
-    checked = checkpoints(count)
-    turns = list(contestants)
-    for iteration in range(count):
-        order.shuffle(turns)
-        for contestant in turns:
-            contestant.buffers.advance()
-            if iteration in checked:
-                contestant.buffers.poison()
-            call, clock = contestant.call, time.perf_counter_ns
-            comm.Barrier()
-            begin = clock()
-            call()
-            elapsed = clock() - begin
-            if keep:
-                contestant.nanoseconds.append(elapsed)
-            if iteration in checked:
-                contestant.wrong += contestant.buffers.wrong()
-
-
 def race(
     comm: MPI.Intracomm,
     contestants: list[Contestant],
@@ -112,12 +91,27 @@ def race(
     contestant, at most; `seconds` the time of each after which fewer timed calls are made, but never less than five.
     The contestants, at least one, are the same on all ranks.
     """
-    order = random.Random(1)
+    order, turns = random.Random(1), list(contestants)
     budget = seconds * len(contestants)
 
     def turn_seconds(count: int, keep: bool = False) -> float:
-        since = time.perf_counter()
-        _passes(comm, contestants, count, order, keep)
+        """Seconds of a turn: every contestant once, in random order, each on new data after one neutral barrier."""
+        checked, since = checkpoints(count), time.perf_counter()
+        for iteration in range(count):
+            order.shuffle(turns)
+            for contestant in turns:
+                contestant.buffers.advance()
+                if iteration in checked:
+                    contestant.buffers.poison()
+                call, clock = contestant.call, time.perf_counter_ns
+                comm.Barrier()
+                begin = clock()
+                call()
+                elapsed = clock() - begin
+                if keep:
+                    contestant.nanoseconds.append(elapsed)
+                if iteration in checked:
+                    contestant.wrong += contestant.buffers.wrong()
         return float(comm.allreduce(time.perf_counter() - since, MPI.MAX)) / count
 
     turn_seconds(1)

@@ -16,8 +16,7 @@ from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import UniformNetwork
 from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements, even_form
-from collectives.benchmark.measure import enter
-from collectives.benchmark.timing import Contestant, race
+from collectives.benchmark.measure import enter, race_entries
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import Costs, uniform_network
 from collectives.selection.queries import has_local_counts
@@ -154,22 +153,15 @@ def contest(
     """Race the choices: (bytes, seconds of each that took part and was right, reasons of the others)."""
     collective, form, dtype, nbytes = setting
     case, kind = CASES[collective], DTYPES[dtype]
-    count = 0 if collective == "barrier" else elements(case, nbytes, kind.itemsize, plain.Get_size())
+    count = elements(case, nbytes, kind.itemsize, plain.Get_size())
     buffers = CaseBuffers(case, plain, count, kind, "plain")
     entries = {}
     for choice in choices:
         keywords = choice._asdict() if choice.algorithm != NATIVE else {"algorithm": NATIVE}
         entries[choice] = enter(plain, comm, str(choice), keywords, buffers, form)
-    absent = {choice: entry for choice, entry in entries.items() if isinstance(entry, str)}
-    running = {choice: entry for choice, entry in entries.items() if isinstance(entry, Contestant)}
-    timings = race(plain, list(running.values()), **limits) if running else []
-    row = {}
-    for (choice, contestant), timing in zip(running.items(), timings, strict=True):
-        contestant.close()
-        if timing.wrong:
-            absent[choice] = f"wrong: {timing.wrong} elements"
-        else:
-            row[choice] = timing.median / 1e6
+    timings, absent = race_entries(plain, entries, limits)
+    absent |= {choice: f"wrong: {timing.wrong} elements" for choice, timing in timings.items() if timing.wrong}
+    row = {choice: timing.median / 1e6 for choice, timing in timings.items() if not timing.wrong}
     return count * kind.itemsize, row, absent
 
 

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.benchmark import result_table
-from collectives.benchmark.calibrate import SWEEPS, CalibratedCosts, calibrate, lengths
+from collectives.benchmark.calibrate import SWEEPS, calibrate, lengths
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, elements, even_form
 from collectives.benchmark.measure import RaceOptions, measure
 from collectives.benchmark.reports import check_writable, write
@@ -31,9 +31,6 @@ from collectives.cli.arguments import names_of, picture_file, words
 
 LONGEST = 1 << 26
 """Bytes up to which messages are timed; longer ones are extrapolated."""
-
-CostsByForm = dict[tuple[str, str], CalibratedCosts]
-"""By memory and mode."""
 
 MODE_HELP = ("plain calls, the default", "time I... and Wait", "time Start and Wait")
 
@@ -110,18 +107,8 @@ def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, 
     for collective in args.collective:
         for dtype in args.dtype:
             case, width = CASES[collective], DTYPES[dtype].itemsize
-            sizes = [0] if collective == "barrier" else [elements(case, s, width, ranks) * width for s in args.sizes]
-            yield from ((collective, dtype, nbytes) for nbytes in dict.fromkeys(sizes))
-
-
-def costs(args: argparse.Namespace, plain: MPI.Intracomm, comm: Communicator) -> CostsByForm | None:
-    """Measure message costs in every memory and mode; None without predictions."""
-    if not args.model or plain.Get_size() == 1:
-        return None
-    largest, forms = min(LONGEST, max(args.sizes)), list(product(args.memory, args.modes))
-    kinds = 2 if comm.nodes else 1
-    with launcher.progress(len(forms) * len(lengths(largest)) * SWEEPS * kinds, "timing messages", "length") as bar:
-        return {form: calibrate(plain, comm, *form, largest, min(0.04, args.seconds / 4), bar.update) for form in forms}
+            sizes = dict.fromkeys(elements(case, size, width, ranks) * width for size in args.sizes)
+            yield from ((collective, dtype, nbytes) for nbytes in sizes)
 
 
 def bench(args: argparse.Namespace) -> Report:
@@ -131,10 +118,15 @@ def bench(args: argparse.Namespace) -> Report:
     report = make_report(plain.Get_size(), [], against=args.against)
     style = result_table.TableStyle(args.full, args.memory, args.modes)
     launcher.say("\n".join(result_table.preamble(report)))
-    options = RaceOptions(
-        args.memory, args.modes, args.in_place, args.segments, args.against, costs(args, plain, comm),
-        {name: getattr(args, name) for name in ("iterations", "warmup", "seconds")},
-    )  # fmt: skip
+    costs = None
+    if args.model and plain.Get_size() > 1:
+        longest, forms = min(LONGEST, max(args.sizes)), list(product(args.memory, args.modes))
+        count = len(forms) * len(lengths(longest)) * SWEEPS * (2 if comm.nodes else 1)
+        with launcher.progress(count, "timing messages", "length") as bar:
+            limit = min(0.04, args.seconds / 4)
+            costs = {form: calibrate(plain, comm, *form, longest, limit, bar.update) for form in forms}
+    limits = {name: getattr(args, name) for name in ("iterations", "warmup", "seconds")}
+    options = RaceOptions(args.memory, args.modes, args.in_place, args.segments, args.against, costs, limits)
     todo = list(configurations(args, plain.Get_size()))
     with launcher.progress(len(todo), "racing", "row") as bar:
         for collective, dtype, nbytes in todo:

@@ -69,7 +69,7 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
     nodes = comm.nodes or (0,) * size
     collective, name, segments = arguments.collective, arguments.algorithm, arguments.segments
     case, kind = CASES[collective], DTYPES["float32"]
-    n = 0 if collective == "barrier" else elements(case, arguments.bytes, kind.itemsize, size)
+    n = elements(case, arguments.bytes, kind.itemsize, size)
     buffers = CaseBuffers(case, comm, n, kind, arguments.memory)
     request = getattr(comm, case.method + "_init")(*buffers.args, algorithm=name, segments=segments)
     program = request.program

@@ -74,7 +74,7 @@ def test_bus_bandwidth(collective, factor):
     assert result_rows.bandwidths(collective, 1, 0, 0.0) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "barrier"])
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_become_whole_and_equal_blocks(name, size):
     for nbytes in (0, 1, 4, 8, 1000):
