@@ -21,8 +21,7 @@ from collectives.errors import InvalidArgument, InvalidInput, InvalidType, NotCo
 from collectives.runtime.agreement import agree_on_nodes, common, gather_or_raise
 from collectives.runtime.algorithm_chooser import AlgorithmChooser
 from collectives.runtime.call import BYTE, Call, is_in_place
-from collectives.runtime.collective_declarations import DECLARATIONS
-from collectives.runtime.collective_forms import FORMS, method_name
+from collectives.runtime.collective_forms import DECLARATIONS, FORMS, method_name
 from collectives.runtime.collective_methods import CollectiveMethods
 from collectives.runtime.desync_check import DesyncChecker, is_wanted
 from collectives.runtime.planner import Planner

@@ -21,7 +21,7 @@ from collectives.buffers import staging
 from collectives.buffers.arguments import vector
 from collectives.runtime import binding, transports
 from collectives.runtime import call as calls
-from collectives.runtime.collective_declarations import DECLARATIONS
+from collectives.runtime.collective_forms import DECLARATIONS
 from collectives.selection.select import AlgorithmChoice
 from collectives.transport import device
 
