@@ -87,7 +87,7 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
         times.append(time.perf_counter())
     if buffers.wrong():
         raise RuntimeError(f"rank {rank}: the result of the recorded call is wrong")
-    kinds = [traces.kind_of(call, waits) for call, waits in zip(program.calls, program.waits, strict=True)]
+    kinds = [traces.kind_of(call, test is not None) for call, test in zip(program.calls, program.tests, strict=True)]
     schedule = catalog.build(collective, name, rank, size, 0, segments, nodes)
     count = catalog.blocks(collective, name, size) * segments
     start = plain.allreduce(times[0] - ahead, MPI.MIN)

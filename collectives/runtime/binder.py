@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.buffers.staging import DeviceMemory
 from collectives.runtime.chunk_locations import MESSAGE_WINDOW, ChunkLocations, RoundShape, overlap
-from collectives.runtime.program import LANDING, ElementArray, Program, ReduceKernel, Stream, Task
+from collectives.runtime.ops import Combiner
+from collectives.runtime.program import LANDING, ElementArray, Program, Task
 from collectives.schedule.chunks import MemorySpan, aligned, joined, split
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, Side, Step
 from collectives.transport.wire import ExchangeSupport, Iovec, Wire
@@ -31,8 +33,8 @@ def bind(
     source: ElementArray,
     target: ElementArray,
     wire: Wire,
-    reduce_kernel: ReduceKernel | None = None,
-    stream: Stream | None = None,
+    reduce_kernel: Combiner | None = None,
+    stream: DeviceMemory | None = None,
     first: Iterable[Callable[[], object] | Wait] = (),
     last: Iterable[Callable[[], object] | Wait] = (),
 ) -> Program:
@@ -86,8 +88,8 @@ class _ProgramBinder:
         task: Task,
         memories: list[ElementArray],
         wire: Wire,
-        reduce_kernel: ReduceKernel | None,
-        stream: Stream | None,
+        reduce_kernel: Combiner | None,
+        stream: DeviceMemory | None,
     ) -> None:
         self.task, self.wire, self.reduce_kernel, self.stream = task, wire, reduce_kernel, stream
         self.chunks = ChunkLocations(task, wire, asynchronous=stream is not None)

@@ -17,7 +17,7 @@ from collectives.errors import InvalidArgument
 from collectives.runtime.binder import bind
 from collectives.runtime.call import Blocks, Call, staged
 from collectives.runtime.ops import Combiner, on_device
-from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, ReduceKernel, Task
+from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, Task
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.topology import Nodes
@@ -183,12 +183,12 @@ def bind_call(
         first=[*first, *ends.first],
         last=ends.last,
     )
-    program.keep(ends.keep)
+    program.references += ends.keep
     program.nbytes += ends.nbytes
     return program
 
 
-def reduce_kernel(call: Call) -> ReduceKernel | None:
+def reduce_kernel(call: Call) -> Combiner | None:
     """The call's reduction, on the arrays of the program: those of raw bytes where only MPI can describe elements."""
     kernel = call.combine
     if kernel is None or call.unit.type is not np.void or call.unit.names is not None:  # bfloat16 is of kind V too

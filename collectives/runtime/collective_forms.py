@@ -8,16 +8,124 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from textwrap import fill, indent
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from collectives.runtime.collective_declarations import DECLARATIONS, Declaration
+from collectives.runtime import call as calls
 from collectives.runtime.requests import Request
 
 FORMS = ("blocking", "non-blocking", "persistent")
+
+
+class Declaration(NamedTuple):
+    """One collective: `describe` validates the arguments of mpi4py's method `name` and returns the `Call`.
+
+    `v_form`: for blocks of any length; its programs depend on counts, so calls are not looked up by their arguments.
+    """
+
+    name: str
+    describe: Callable[..., calls.Call]
+    summary: str
+    buffers: tuple[str, ...] = ()
+    v_form: bool = False
+
+
+_IN_PLACE = "or ``MPI.IN_PLACE`` on all ranks, whose {} are then in `recvbuf`."
+_OPERANDS = f"n elements, {_IN_PLACE.format('operands')}"
+_OWN_OPERANDS = "n elements, or ``MPI.IN_PLACE``, if they are in `recvbuf`."
+_SAME = "n elements of the same type."
+_AT_ROOT = "at the root; ignored elsewhere, where it may be None."
+_ROOT_IN_PLACE = "``MPI.IN_PLACE`` at the root, whose {} is then in `recvbuf`."
+_ANY_LENGTH = """`{}` of blocks of any length.
+
+A buffer of several blocks is ``[array, counts]``, ``[array, counts, displs, type]`` and so on."""
+
+DECLARATIONS = (
+    Declaration("Barrier", calls.barrier, "Return once all ranks have entered the barrier."),
+    Declaration(
+        "Bcast",
+        calls.broadcast,
+        "Send the root's vector to all ranks.",
+        ("The vector: read at the root, written elsewhere. The same number of bytes on all ranks.",),
+    ),
+    Declaration(
+        "Reduce",
+        calls.reduce,
+        "Reduce the vectors of all ranks, element by element, into the root's `recvbuf`.",
+        (f"n elements; {_ROOT_IN_PLACE.format('operand')}", f"n elements of the same type {_AT_ROOT}"),
+    ),
+    Declaration(
+        "Allreduce",
+        calls.allreduce,
+        "Reduce the vectors of all ranks, element by element, into every rank's `recvbuf`.\n\n"
+        'All ranks get the same bits, unless the requested algorithm is documented otherwise (``"census"``).',
+        (_OPERANDS, _SAME),
+    ),
+    Declaration(
+        "Scatter",
+        calls.scatter,
+        "Send block r of the root's `sendbuf` to rank r; blocks of equal length.",
+        (f"p blocks {_AT_ROOT}", "One block; ``MPI.IN_PLACE`` at the root leaves its block in `sendbuf`."),
+    ),
+    Declaration(
+        "Gather",
+        calls.gather,
+        "Collect one block of every rank in the root's `recvbuf`; blocks of equal length.",
+        (f"One block; {_ROOT_IN_PLACE.format('block')}", f"p blocks {_AT_ROOT}"),
+    ),
+    Declaration(
+        "Allgather",
+        calls.allgather,
+        "Collect one block of every rank in every rank's `recvbuf`; blocks of equal length.",
+        (f"One block, {_IN_PLACE.format('blocks')}", "p blocks."),
+    ),
+    Declaration(
+        "Reduce_scatter_block",
+        calls.reduce_scatter_block,
+        "Reduce the vectors of all ranks and store block r of the result on rank r; blocks of equal length.",
+        (
+            f"p blocks, {_IN_PLACE.format('operands')}",
+            "One block; in place p blocks, of which the first receives the result and the others are unchanged.",
+        ),
+    ),
+    Declaration(
+        "Reduce_scatter",
+        calls.reduce_scatter,
+        "Reduce the vectors of all ranks and store block r of the result, ``recvcounts[r]`` elements, on rank r.",
+        (
+            f"All blocks, {_IN_PLACE.format('operands')}",
+            "One block; in place all blocks: the result is stored at the beginning, the rest is unchanged.",
+        ),
+        v_form=True,
+    ),
+    Declaration(
+        "Alltoall",
+        calls.alltoall,
+        "Send one block to every rank and receive one from each; blocks of equal length.",
+        (f"p blocks, block r for rank r; {_IN_PLACE.format('blocks')}", "p blocks, block r from rank r."),
+    ),
+    *(
+        Declaration(f"{name}v", describe, _ANY_LENGTH.format(name), v_form=True)
+        for name, describe in (
+            *(("Scatter", calls.scatter), ("Gather", calls.gather)),
+            *(("Allgather", calls.allgather), ("Alltoall", calls.alltoall)),
+        )
+    ),
+    Declaration(
+        "Scan",
+        calls.scan,
+        "Reduce the vectors of ranks 0 to this one, element by element and in rank order.",
+        (_OWN_OPERANDS, _SAME),
+    ),
+    Declaration(
+        "Exscan",
+        calls.exscan,
+        "Reduce the vectors of the ranks below this one, in rank order; rank 0's `recvbuf` is unchanged.",
+        (_OWN_OPERANDS, _SAME),
+    ),
+)
 
 _KEYWORDS = ("*", 'algorithm: str = "auto"', "segments: int | None = None")
 
@@ -36,9 +144,6 @@ _FROM_COMMUNICATOR = {
     "recvcounts": "self._counts(sendbuf, recvbuf, recvcounts)",
 }
 """Arguments of `Declaration.describe` that the communicator adds."""
-
-STUB = Path(__file__).with_name("collective_methods.pyi")
-"""Types of the generated methods, for type checkers and editors; written by `write_stub`."""
 
 
 def method_name(name: str, form: str) -> str:
@@ -62,14 +167,15 @@ def _function(declaration: Declaration, form: str, module: str) -> Callable[...,
     scope |= {"__name__": module, "__package__": __package__}
     exec(code, scope)
     function: Callable[..., Any] = scope[method_name(declaration.name, form)]
-    function.__doc__ = _documentation(declaration, form)
+    function.__doc__ = documentation(declaration, form)
     return function
 
 
 def _source(declaration: Declaration, form: str) -> str:
     names = _arguments(declaration)
     values = _FROM_COMMUNICATOR | {"v_form": repr(declaration.v_form)}
-    call = f"describe({', '.join(values.get(name, name) for name in _parameters(declaration))})"
+    parameters = inspect.signature(declaration.describe).parameters
+    call = f"describe({', '.join(values.get(name, name) for name in parameters)})"
     if form == "non-blocking":
         body = f"return self._begin({call}, algorithm, segments)"
     elif form == "persistent":
@@ -86,63 +192,30 @@ def _source(declaration: Declaration, form: str) -> str:
             f"if key:\n"
             f"    self._run({call}, algorithm, segments, key, {send}, {recv}, {op})"
         )
-    parameters = ", ".join(_signature(declaration, form))
     returns = "None" if form == "blocking" else "Request"
-    return f"def {method_name(declaration.name, form)}({parameters}) -> {returns}:\n{indent(body, '    ')}\n"
-
-
-def _parameters(declaration: Declaration) -> list[str]:
-    return list(inspect.signature(declaration.describe).parameters)
+    heading = f"def {method_name(declaration.name, form)}({', '.join(signature(declaration, form))}) -> {returns}:"
+    return f"{heading}\n{indent(body, '    ')}\n"
 
 
 def _arguments(declaration: Declaration) -> list[str]:
     """Names of mpi4py's arguments."""
-    return [name for name in _parameters(declaration) if name not in ("rank", "size", "v_form")]
+    names = inspect.signature(declaration.describe).parameters
+    return [name for name in names if name not in ("rank", "size", "v_form")]
 
 
-def _signature(declaration: Declaration, form: str) -> list[str]:
+def signature(declaration: Declaration, form: str) -> list[str]:
+    """Parameters of a method, with types and defaults."""
     arguments = [_PARAMETERS.get(name, f"{name}: Any") for name in _arguments(declaration)]
     info = ["info: MPI.Info = MPI.INFO_NULL"] if form == "persistent" else []
     return ["self", *arguments, *info, *_KEYWORDS]
 
 
-def _documentation(declaration: Declaration, form: str) -> str:
+def documentation(declaration: Declaration, form: str) -> str:
+    """Docstring of a method."""
     if form != "blocking":
         return f"{'Start' if form == 'non-blocking' else 'Create a persistent request for'} `{declaration.name}`."
     buffers = (indent(fill(text, 104), "    ") for text in declaration.buffers)
+    if not declaration.buffers:
+        return declaration.summary
     parts = [_DOCUMENTED.get(name) or f"{name} : buffer\n{next(buffers)}" for name in _arguments(declaration)]
-    heading = ["", "Parameters", "-" * 10] if parts else []
-    return "\n".join([declaration.summary, *heading, *parts])
-
-
-def stub() -> str:
-    """Text of the type stub."""
-    lines = [
-        '# mypy: disable-error-code="override"',
-        "# Generated by collectives.runtime.collective_forms.write_stub().",
-        "",
-        "from typing import Any",
-        "",
-        "from mpi4py import MPI",
-        "",
-        "from collectives.runtime.inherited_methods import Inherited",
-        "from collectives.runtime.requests import Request",
-        "",
-        "class CollectiveMethods(Inherited):",
-        '    """Collectives on arrays, in three forms each."""',
-    ]
-    for declaration in DECLARATIONS:
-        for form in FORMS:
-            returns = "None" if form == "blocking" else "Request"
-            lines += ["", f"    def {method_name(declaration.name, form)}("]
-            lines += [f"        {part}," for part in _signature(declaration, form)]
-            lines.append(f"    ) -> {returns}:")
-            text = _documentation(declaration, form)
-            closing = '\n"""' if "\n" in text else '"""'
-            lines += indent(f'"""{text}{closing}', "        ").splitlines()
-    return "\n".join(lines) + "\n"
-
-
-def write_stub() -> None:
-    """Write the type stub, after a change of the declarations."""
-    STUB.write_text(stub())
+    return "\n".join([declaration.summary, "", "Parameters", "-" * 10, *parts])

@@ -1,42 +1,51 @@
 # mypy: disable-error-code="override"
-"""mpi4py's own blocking collectives, such as those on objects, with progress of non-blocking collectives.
+"""mpi4py's own blocking methods, with progress of non-blocking collectives.
 
-A rank that waits in ``bcast`` would not progress its active requests, and a rank that waits for those would never reach
-its ``bcast``. There are two solutions:
+MPI promises progress of all operations while a rank waits in one call. Chorus's collectives would not progress while
+mpi4py's ``Recv`` or ``bcast`` blocks, and two ranks could deadlock. Without active requests each method is mpi4py's
+own. While any request is active
 
-- While any request is active, a thread progresses it during the call.
-- All ranks first complete a non-blocking barrier in every such call, which progresses the active requests. Used where
-  the MPI is not thread-safe, and in reductions of objects: mpi4py receives their messages with ``MPI_Mprobe``, in
-  which MPICH admits no other thread.
+- a point-to-point method starts its non-blocking form and makes progress until that is complete;
+- a thread progresses it during a collective call. Where the MPI is not thread-safe, and in reductions of objects, all
+  ranks first complete a non-blocking barrier in every such call instead, which progresses the active requests: mpi4py
+  receives the messages of these reductions with ``MPI_Mprobe``, in which MPICH admits no other thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from mpi4py import MPI
 
-from collectives.runtime.point_to_point import PointToPoint
 from collectives.runtime.progress import active_requests, progress_until, with_progress_thread
 
 Result = TypeVar("Result")
 
-WITH_THREAD = (
+_COMPLETED = {**dict.fromkeys(("Send", "Ssend", "Rsend", "send", "ssend", "Recv"), 3), "Sendrecv_replace": 5}
+"""Number of each method's arguments before a status."""
+
+_PROBES = ("Probe", "Mprobe", "probe", "mprobe")
+
+_WITH_THREAD = (
     *("barrier", "bcast", "gather", "scatter", "allgather", "alltoall"),
     *("Alltoallw", "Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent", "Cart_map"),
     *("Graph_map", "Create_intercomm", "Spawn", "Spawn_multiple", "Accept", "Connect"),
 )
 
-AFTER_BARRIER = ("reduce", "allreduce", "scan", "exscan")
+_AFTER_BARRIER = ("reduce", "allreduce", "scan", "exscan")
 
 
-class Inherited(PointToPoint):
-    """An Intracomm whose inherited blocking collectives progress active requests. Arguments are mpi4py's."""
+class Inherited(MPI.Intracomm):
+    """An Intracomm whose inherited blocking methods progress active requests. Arguments are mpi4py's."""
 
     _threads = True
     """All ranks may progress other operations in a thread while they wait inside MPI."""
+
+    def __new__(cls, comm: MPI.Intracomm | None = None, **_: Any) -> Self:
+        """Pass on no keywords of `Communicator`."""
+        return super().__new__(cls, comm)
 
     def _accompany(self, call: Callable[[], Result], after_barrier: bool = False) -> Result:
         """Run a blocking call of mpi4py that is collective over this communicator."""
@@ -46,16 +55,95 @@ class Inherited(PointToPoint):
             return with_progress_thread(call)
         return call()
 
+    def Sendrecv(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> None:
+        """As in mpi4py."""
+        if not active_requests:
+            return super().Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+        receive, send = self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag)
+        _wait(receive, status)
+        return _wait(send)
 
-def _accompanying(name: str, after_barrier: bool) -> Callable[..., Any]:
+    def recv(
+        self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> Any:
+        """As in mpi4py."""
+        if active_requests:
+            progress_until(lambda: self.iprobe(source, tag))
+        return super().recv(buf, source, tag, status)
+
+    def sendrecv(
+        self,
+        sendobj: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """As in mpi4py."""
+        if not active_requests:
+            return super().sendrecv(sendobj, dest, sendtag, recvbuf, source, recvtag, status)
+        request = self.isend(sendobj, dest, sendtag)
+        received = self.recv(recvbuf, source, recvtag, status)
+        _wait(request)
+        return received
+
+
+def _wait(request: MPI.Request, status: MPI.Status | None = None) -> None:
+    progress_until(lambda: request.Test(status))
+
+
+def _start(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
+    """Call the non-blocking form of a method."""
+    return getattr(self, ("I" if name[0].isupper() else "i") + name.lower())(*arguments, **keywords)
+
+
+def _complete(self: Inherited, name: str, *arguments: Any, status: MPI.Status | None = None, **keywords: Any) -> None:
+    count = _COMPLETED[name]
+    _wait(_start(self, name, *arguments[:count], **keywords), *arguments[count:] or (status,))
+
+
+def _probe(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
+    """Make progress until a probe finds a message."""
+    found: Any = None
+
+    def arrived() -> bool:
+        nonlocal found
+        found = _start(self, name, *arguments, **keywords)
+        return bool(found)
+
+    progress_until(arrived)
+    return found
+
+
+def _collective(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
+    call = partial(getattr(MPI.Intracomm, name), self, *arguments, **keywords)
+    return self._accompany(call, name in _AFTER_BARRIER)
+
+
+def _with_progress(name: str, active: Callable[..., Any]) -> Callable[..., Any]:
+    """Method that calls mpi4py's without active requests, else `active`."""
     method = getattr(MPI.Intracomm, name)
 
     @wraps(method)
-    def collective(self: Inherited, *arguments: Any, **keywords: Any) -> Any:
-        return self._accompany(partial(method, self, *arguments, **keywords), after_barrier)
+    def wrapper(self: Inherited, *arguments: Any, **keywords: Any) -> Any:
+        if active_requests or active is _collective:  # all ranks take part in a barrier
+            return active(self, name, *arguments, **keywords)
+        return method(self, *arguments, **keywords)
 
-    return collective
+    return wrapper
 
 
-for _name in (*WITH_THREAD, *AFTER_BARRIER):
-    setattr(Inherited, _name, _accompanying(_name, _name in AFTER_BARRIER))
+for _names, _active in ((_COMPLETED, _complete), (_PROBES, _probe), ((*_WITH_THREAD, *_AFTER_BARRIER), _collective)):
+    for _name in _names:
+        setattr(Inherited, _name, _with_progress(_name, _active))

@@ -66,7 +66,7 @@ class NativeRequest(Request, MPI.Request):
 
     def begin(self, gate: Callable[[], bool] | None) -> None:
         super().begin(gate)
-        if self._active:
+        if self.active:
             _start_helper()
 
     def _ended(self) -> None:
@@ -138,7 +138,7 @@ def _progressed() -> bool:
             try:
                 request._advance()
             except BaseException as error:
-                request.fail(error)
+                request.error = error
             advanced |= not request.active or request.program.position != before
     return advanced
 

@@ -212,7 +212,7 @@ class Planner:
 
         with progress_lock:
             for request in [request for request in self._live if request.active]:
-                request.call_at_end(ended)
+                request.on_end = ended
             ended()
 
     def free(self) -> None:
@@ -273,7 +273,7 @@ class Planner:
         ends = buffer_ends(call, None)
         steps = [*first, *ends.first], ends.last
         program = native.program(self.comm, call, form, ends.source.array, ends.target.array, *steps)
-        program.keep(ends.keep)
+        program.references += ends.keep
         return program
 
     def _exchange_counts(self, call: Call, choice: AlgorithmChoice) -> Call:

@@ -6,51 +6,17 @@ A blocking collective runs through the list; for a non-blocking one the position
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.buffers.staging import DeviceMemory
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
 from collectives.transport.wire import ExchangeSupport, Wire
-from collectives.types import Wait
 
 SOURCE, TARGET, SCRATCH, LANDING = range(4)
 """Memories of a program: the user's buffers, scratch for forwarded chunks, and landing memory for operands."""
-
-
-class ReduceKernel(Protocol):
-    """A reduction: `bind(left, right, out)` returns the call that computes out = left op right."""
-
-    def bind(self, left: Any, right: Any, out: Any) -> Callable[[], object]:
-        """Call for these 1-D arrays; `out` may be either operand."""
-        ...
-
-
-class Stream(Protocol):
-    """In-order queue of asynchronous local work, such as a CUDA stream.
-
-    Programs wait for it before they start messages that depend on it, and at the end.
-    """
-
-    ended: Wait
-    """Wait for the work marked last."""
-
-    def empty(self, count: int, dtype: Any) -> Any:
-        """Array of `count` elements that work on the stream can use."""
-        ...
-
-    def working(self, call: Callable[[], object]) -> Callable[[], object]:
-        """The call, with its work queued on the stream."""
-        ...
-
-    def mark(self) -> None:
-        """Mark the end of all work queued so far."""
-        ...
-
-    def follow(self, *arrays: Any) -> None:
-        """Order later work after all work in progress on these arrays."""
-        ...
 
 
 class Task(NamedTuple):
@@ -94,12 +60,18 @@ class Program:
     ----------
     calls, opening, rest
         All calls in order, for `run`; those up to the first wait, for `start`; and the rest.
+    tests
+        For each call that is a wait its test, None for all others.
     begins
         Non-empty rounds and their first index in `calls`.
     position, first
         Index of the next call, and of the first wait, where it is after `start`.
     nbytes
         Scratch memory of the program.
+    references
+        Objects kept alive until the program is freed.
+    stream
+        In-order queue of asynchronous local work: waited for before messages that depend on it start, and at the end.
     swap
         The whole program as one exchange, if it only sends one message and receives one.
     broken
@@ -119,22 +91,17 @@ class Program:
         wire: Wire,
         nbytes: int,
         keep: object,
-        stream: Stream | None = None,
+        stream: DeviceMemory | None = None,
     ) -> None:
         self.calls = tuple(calls)
-        self._tests: tuple[Callable[[], bool] | None, ...] = tuple(tests)
-        self.first = next((i for i, test in enumerate(self._tests) if test is not None), len(self.calls))
+        self.tests = tuple(tests)
+        self.first = next((i for i, test in enumerate(self.tests) if test is not None), len(self.calls))
         self.opening, self.rest = self.calls[: self.first], self.calls[self.first :]
         self.position = self.first
-        self._references = [keep]
+        self.references = [keep]
         self.wire = wire
         self.nbytes = nbytes
         self.stream = stream
-
-    @property
-    def waits(self) -> tuple[bool, ...]:
-        """True for each call that is a wait."""
-        return tuple(test is not None for test in self._tests)
 
     def run(self) -> None:
         for call in self.calls:
@@ -154,7 +121,7 @@ class Program:
 
     def advance(self) -> bool:
         """Run as far as possible without blocking; True at the end."""
-        calls, tests, position = self.calls, self._tests, self.position
+        calls, tests, position = self.calls, self.tests, self.position
         try:
             while position < len(calls):
                 test = tests[position]
@@ -168,14 +135,10 @@ class Program:
         finally:
             self.position = position
 
-    def keep(self, reference: object) -> None:
-        """Keep an object alive until the program is freed."""
-        self._references.append(reference)
-
     def free(self) -> None:
         self.calls = self.opening = self.rest = (_freed,)
-        self._tests = (None,)
-        self._references.clear()
+        self.tests = (None,)
+        self.references.clear()
         self.wire.free()
 
 
