@@ -7,7 +7,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import count, product
 from math import prod
 from typing import Any, Self
@@ -44,6 +44,16 @@ atexit.register(close_all)
 def _uncached(*_: Any) -> CallKey:
     """Replacement of `ProgramCache.run_cached` where every call must be validated: debug mode, or freed."""
     return UNCACHEABLE
+
+
+def _adopting(name: str) -> Callable[..., Any]:
+    """Method as in mpi4py that returns a `Communicator`, or ``MPI.COMM_NULL`` where that returns it."""
+
+    @wraps(getattr(MPI.Intracomm, name))
+    def create(self: Communicator, *arguments: Any, **keywords: Any) -> Any:
+        return self._adopt(self._accompany(partial(getattr(MPI.Intracomm(self), name), *arguments, **keywords)))
+
+    return create
 
 
 class Communicator(CollectiveMethods):
@@ -284,16 +294,13 @@ class Communicator(CollectiveMethods):
         OutOfMemory
             On all ranks, if one of them cannot allocate.
         """
-        planner = self._open_planner()
-        request: tuple[tuple[int, ...], np.dtype] | InvalidInput
+        planner, error = self._open_planner(), None
         try:
-            request = shape_and_dtype(shape, dtype)
-        except InvalidInput as error:
-            request = error
+            lengths, element = shape_and_dtype(shape, dtype)
+        except InvalidInput as invalid:
+            error = invalid
         progress_until(planner.comm.Ibarrier().Test)  # peers may first need the active operations of this rank
-        gather_or_raise(planner.comm, request if isinstance(request, InvalidInput) else None)
-        assert not isinstance(request, InvalidInput)
-        lengths, element = request
+        gather_or_raise(planner.comm, error)
         return planner.transports.allocate(prod(lengths) * element.itemsize).view(element).reshape(lengths)
 
     def zeros(self, shape: Any, dtype: Any = float) -> np.ndarray:
@@ -332,33 +339,13 @@ class Communicator(CollectiveMethods):
             tuning=self._chooser.selector.table,
         )
 
-    def Clone(self) -> Any:
-        """As in mpi4py; returns a `Communicator`."""
-        return self._adopt(self._accompany(MPI.Intracomm(self).Clone))
-
-    def Dup(self, info: MPI.Info | None = None) -> Any:
-        """As in mpi4py; returns a `Communicator`."""
-        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Dup, info)))
-
-    def Dup_with_info(self, info: MPI.Info) -> Any:
-        """As in mpi4py; returns a `Communicator`."""
-        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Dup_with_info, info)))
-
     def Idup(self, info: MPI.Info | None = None) -> Any:
         """As in mpi4py; returns an mpi4py communicator, as it is not usable yet, and a request."""
         return MPI.Intracomm(self).Idup(info)
 
-    def Split(self, color: int = 0, key: int = 0) -> Any:
-        """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` for ``MPI.UNDEFINED``."""
-        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Split, color, key)))
-
-    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Any:
-        """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` for ``MPI.UNDEFINED``."""
-        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Split_type, split_type, key, info)))
-
-    def Create(self, group: MPI.Group) -> Any:
-        """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
-        return self._adopt(self._accompany(partial(MPI.Intracomm(self).Create, group)))
+    Clone, Dup, Dup_with_info, Split, Split_type, Create = map(
+        _adopting, ("Clone", "Dup", "Dup_with_info", "Split", "Split_type", "Create")
+    )
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
@@ -371,45 +358,10 @@ class Communicator(CollectiveMethods):
         Also the end of ``with Communicator(comm) as ours: ...``, except after an exception, which may have occurred on
         this rank alone. Later collectives raise. Resources are released after the last active operation.
         """
-        self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # a rank that failed must not wait for the others
-            self._close()
-
-    def Free(self) -> None:
-        """`close`, and free the MPI communicator; raises for MPI's own, such as ``MPI.COMM_WORLD``. Collective."""
-        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
-            raise InvalidArgument(MPI.ERR_COMM, f"{self.Get_name()} is MPI's own: close() releases Chorus's resources")
-        self._close()
-        super().Free()
-
-    def free(self) -> None:
-        """Free the communicator; for MPI's own, such as ``MPI.COMM_WORLD``, `close` it. Collective."""
-        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
-            self._close()
-        super().free()
-
-    def Disconnect(self) -> None:
-        """`Free` after all communication has completed."""
-        planner = self._planner
-        if planner is not None:
-            progress_until(lambda: not planner.active)
-        self._close()
-        self._accompany(super().Disconnect)
-
-    def _close(self) -> None:
-        """Raise in all later collectives on arrays, and release resources once no operation is active."""
         if self._planner is None:
             return
         self._closing, self._planner = self._planner, None
         self.__dict__.pop("_run_cached", None)  # absent in debug mode
-        if self._checker is not None:
-            for declaration, form in product(DECLARATIONS, FORMS):
-                self.__dict__.pop(method_name(declaration.name, form), None)
         self._closing.close(self._release)
 
     def _release(self) -> None:
@@ -418,17 +370,41 @@ class Communicator(CollectiveMethods):
             self._checker.free()
         open_communicators.pop(self._number, None)
 
-    def _copied(self) -> Self:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # a rank that failed must not wait for the others
+            self.close()
+
+    def Free(self) -> None:
+        """`close`, and free the MPI communicator; raises for MPI's own, such as ``MPI.COMM_WORLD``. Collective."""
+        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            raise InvalidArgument(MPI.ERR_COMM, f"{self.Get_name()} is MPI's own: close() releases Chorus's resources")
+        self.close()
+        super().Free()
+
+    def free(self) -> None:
+        """Free the communicator; for MPI's own, such as ``MPI.COMM_WORLD``, `close` it. Collective."""
+        if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            self.close()
+        super().free()
+
+    def Disconnect(self) -> None:
+        """`Free` after all communication has completed."""
+        planner = self._planner
+        if planner is not None:
+            progress_until(lambda: not planner.active)
+        self.close()
+        self._accompany(super().Disconnect)
+
+    def __copy__(self, memo: object = None) -> Self:
         """This object if the communicator is MPI's own, which mpi4py copies too; raises for all others."""
         if self in (MPI.COMM_WORLD, MPI.COMM_SELF, MPI.COMM_NULL):
             return self
         raise NotCopied(MPI.ERR_COMM, "a Communicator cannot be copied by one rank alone: Dup() makes another one")
 
-    def __copy__(self) -> Self:
-        return self._copied()
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self._copied()
+    __deepcopy__ = __copy__
 
     def __reduce_ex__(self, protocol: object) -> Any:
         message = "a Communicator cannot be pickled, as all ranks make it together: Communicator(comm) makes one"

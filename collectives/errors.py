@@ -13,11 +13,6 @@ root: expected 0 <= root < 4, found 7 True
 
 from mpi4py import MPI
 
-__all__ = [
-    *("InvalidInput", "InvalidArgument", "InvalidBuffer", "InvalidDatatype", "InvalidType"),
-    *("Mismatch", "OutOfMemory", "RanksDisagree", "UnknownDatatype"),
-]
-
 
 class InvalidInput(MPI.Exception):
     """Invalid call, raised before anything is sent.

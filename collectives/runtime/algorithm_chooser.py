@@ -47,7 +47,12 @@ class AlgorithmChooser:
             return choice
         if algorithm == NATIVE:
             raise InvalidArgument(MPI.ERR_ARG, "segments: the MPI's own collectives are not cut in any")
-        number = _segments(segments)
+        try:
+            number = index(segments)
+        except TypeError:
+            raise InvalidType(MPI.ERR_ARG, f"segments: expected a number, found {segments!r}") from None
+        if number < 1:
+            raise InvalidArgument(MPI.ERR_ARG, f"segments: expected at least 1, found {number}")
         return choice._replace(segments=number) if call.collective != "barrier" else choice
 
     def select(self, collective: str, nbytes: int, op: MPI.Op, form: Form, shared: bool, in_place: bool) -> Selection:
@@ -58,13 +63,3 @@ class AlgorithmChooser:
         local = has_local_counts(collective)
         traits = CallTraits(base, select.size_class(nbytes), ordered, local, may_native, form, v_form, shared, in_place)
         return self.selector.decide(traits)
-
-
-def _segments(segments: Any) -> int:
-    try:
-        number = index(segments)
-    except TypeError:
-        raise InvalidType(MPI.ERR_ARG, f"segments: expected a number, found {segments!r}") from None
-    if number < 1:
-        raise InvalidArgument(MPI.ERR_ARG, f"segments: expected at least 1, found {number}")
-    return number

@@ -25,8 +25,6 @@ from collectives.types import Wait
 EAGER_BYTES = 4096
 """Bytes up to which any MPI sends eagerly, without waiting for the receiver."""
 
-_NO_OPERATION = "the schedule combines, but no operation was given"
-
 
 def bind(
     task: Task,
@@ -44,30 +42,18 @@ def bind(
     NumPy's, synchronous. `first` and `last` run before the first round and after the last, such as staging.
     """
     binder = _ProgramBinder(task, [source, target], wire, reduce_kernel, stream)
-    for call in first:
-        binder.emit(call)
+    binder.steps += first
     binder.rounds()
     for call in last:
         binder.emit_local(call)
     binder.wait_for_stream()
     swap = binder.swap()
     halves = None if swap is None else swap.split(source.array, target.array)
-    if halves is not None:
-        binder.calls, binder.tests = [], []
-        for half in halves:
-            if half is not None:
-                binder.emit(half)
-    program = Program(binder.calls, binder.tests, wire, binder.nbytes, binder.memories, stream)
+    steps = binder.steps if halves is None else [half for half in halves if half is not None]
+    program = Program(steps, wire, binder.nbytes, binder.memories, stream)
     program.swap = swap
-    program.begins = tuple(binder.begins) if halves is None else tuple(binder.begins[:1])
+    program.begins = tuple(binder.begins if halves is None else binder.begins[:1])
     return program
-
-
-class _SendBinding(NamedTuple):
-    """One segment to send, and its memory, which must not change before the send completes."""
-
-    message: Any
-    places: list[MemorySpan]
 
 
 class _Action(NamedTuple):
@@ -94,8 +80,7 @@ class _ProgramBinder:
         self.task, self.wire, self.reduce_kernel, self.stream = task, wire, reduce_kernel, stream
         self.chunks = ChunkLocations(task, wire, asynchronous=stream is not None)
         self.working = stream is not None  # earlier work on the stream must end before messages start
-        self.calls: list[Callable[[], object]] = []
-        self.tests: list[Callable[[], bool] | None] = []
+        self.steps: list[Callable[[], object] | Wait] = []
         self.exchanges: list[list[Any]] = []
         self.begins: list[tuple[int, int]] = []
         lengths = self.chunks.scratch_length, self.chunks.landing_length
@@ -113,45 +98,36 @@ class _ProgramBinder:
 
     # -------------------------------------------------------------------------------- emitting calls
 
-    def emit(self, call: Callable[[], object] | Wait) -> None:
-        """Append a call that never blocks, or a wait."""
-        self.calls.append(call.wait if isinstance(call, Wait) else call)
-        self.tests.append(call.test if isinstance(call, Wait) else None)
-
     def emit_local(self, call: Callable[[], object] | Wait) -> None:
         """Append a call that changes chunks, on the stream if there is one."""
         if self.stream is None or isinstance(call, Wait):
-            self.emit(call)
+            self.steps.append(call)
         else:
-            self.emit(self.stream.working(call))
+            self.steps.append(self.stream.working(call))
             self.working = True
 
     def wait_for_stream(self) -> None:
         """Append a wait for the local work on the stream."""
         if self.stream is not None and self.working:
-            self.emit(self.stream.mark)
-            self.emit(self.stream.ended)
+            self.steps += self.stream.mark, self.stream.ended
         self.working = False
 
     def start(self, messages: Sequence[Any]) -> None:
         """Append the start of messages, after all earlier local work."""
         if messages:
             self.wait_for_stream()
-            for call in self.wire.start_calls(messages):
-                self.emit(call)
+            self.steps += self.wire.start_calls(messages)
 
     def wait(self, messages: Sequence[Any]) -> None:
-        """Append waits for messages."""
         if messages:
-            for wait in self.wire.wait_calls(messages):
-                self.emit(wait)
+            self.steps += self.wire.wait_calls(messages)
 
     def swap(self) -> ExchangeSupport | None:
         """The program as one fused exchange, if it consists of a single round's messages only."""
         if len(self.exchanges) != 1:
             return None
         messages = self.exchanges[0]
-        if len(self.calls) != len(self.wire.start_calls(messages)) + len(self.wire.wait_calls(messages)):
+        if len(self.steps) != len(self.wire.start_calls(messages)) + len(self.wire.wait_calls(messages)):
             return None
         return self.wire.swap(messages)
 
@@ -161,7 +137,7 @@ class _ProgramBinder:
         copies = self._copies([self.task.source[c] for c in unchanged], [self.task.target[c] for c in unchanged])
         for index, (steps, shape) in enumerate(zip(self.task.schedule, self.chunks.shapes, strict=True)):
             if steps:
-                self.begins.append((index, len(self.calls)))
+                self.begins.append((index, len(self.steps)))
                 (self._windowed_round if self.chunks.is_windowed(steps) else self._round)(steps, shape, copies)
                 copies = []
         for copy in copies:
@@ -179,8 +155,8 @@ class _ProgramBinder:
         actions = self._actions(steps, shape)
         arrivals = [(action.step, action.message) for action in actions if action.message is not None]
         arriving = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]  # by step
-        departing = [sent.message for sent in sends]
-        short = sum(self._iovec(place).nbytes for sent in sends for place in sent.places) <= EAGER_BYTES
+        departing = [message for message, _ in sends]
+        short = sum(self._iovec(place).nbytes for _, places in sends for place in places) <= EAGER_BYTES
         messages = [*departing, *arriving] if short else [*arriving, *departing]  # eager sends complete at once
         self.exchanges.append(messages)
         following = {id(action.following) for action in actions}
@@ -191,12 +167,12 @@ class _ProgramBinder:
         if not any(self.chunks.is_segmented(step) for step in steps):
             self._wait_pending(pending, messages)  # a single wait is cheapest, and streams need it
         changing = joined(place for action in actions for place in action.onto)
-        leaving = [sent for sent in sends if overlap(sent.places, changing)]
+        leaving = [(message, places) for message, places in sends if overlap(places, changing)]
         for action in actions:
             if action.message is None:
                 self._wait_pending(pending, messages)
             else:
-                overwritten = [sent.message for sent in leaving if overlap(sent.places, action.onto)]
+                overwritten = [message for message, places in leaving if overlap(places, action.onto)]
                 self._wait_pending(pending, [action.message, *overwritten])
             for call in action.calls:
                 self.emit_local(call)
@@ -211,41 +187,38 @@ class _ProgramBinder:
 
         Free of deadlock, as rounds are aligned: no rank is ahead of a peer by more than the window.
         """
-        sends = [
-            _without_calls(sent.message for sent in self._sends(step, shape.changing))
-            for step in steps
-            if isinstance(step, Send)
-        ]
-        receives = [_without_calls(self._receives(step)) for step in steps if isinstance(step, Recv)]
+        leaving = [step for step in steps if isinstance(step, Send)]
+        sends = [[message for message, _ in self._sends(step, shape.changing)] for step in leaving]
+        receives = [list(self._receives(step)) for step in steps if isinstance(step, Recv)]
         actions = self._actions(steps, shape)
         reductions = [
-            [(action.message, action.calls) for action in actions if action.step == index]
+            [action.message for action in actions if action.step == index]
             for index, step in enumerate(steps)
             if isinstance(step, RecvReduce)
         ]
+        calls = {id(action.message): action.calls for action in actions}
         streams = [*receives, *reductions, *sends]
         windows = [*map(len, receives), *shape.slots, *(MESSAGE_WINDOW for _ in sends)]
-        self.start([message for parts, window in zip(streams, windows) for message, _ in parts[:window]])
+        self.start([message for parts, window in zip(streams, windows) for message in parts[:window]])
         for call in meanwhile:
             self.emit_local(call)
         for index in range(max(map(len, streams))):
             for parts, window in zip(streams, windows):
                 if index < len(parts):
-                    message, calls = parts[index]
-                    self.wait([message])
-                    for call in calls:
+                    self.wait([parts[index]])
+                    for call in calls.get(id(parts[index]), ()):
                         self.emit_local(call)
-                    self.start([message for message, _ in parts[index + window : index + window + 1]])
+                    self.start(parts[index + window : index + window + 1])
 
     def _wait_pending(self, pending: dict[int, Any], messages: Iterable[Any]) -> None:
-        """Append waits for the messages that are still pending."""
         self.wait([pending.pop(id(message)) for message in messages if id(message) in pending])
 
-    def _sends(self, step: Send, changing: list[MemorySpan]) -> Iterator[_SendBinding]:
+    def _sends(self, step: Send, changing: list[MemorySpan]) -> Iterator[tuple[Any, list[MemorySpan]]]:
+        """Segments to send, and their memory, which must not change before the send completes."""
         for rows in split(aligned(self.chunks.locations(step.chunks)), self.chunks.segment_counts(step)):
             places = [place for (place,) in rows]
             stable = not overlap(places, changing)
-            yield _SendBinding(self.wire.send(step.peer, list(map(self._iovec, places)), stable), places)
+            yield self.wire.send(step.peer, list(map(self._iovec, places)), stable), places
 
     def _receives(self, step: Recv) -> Iterator[Any]:
         for rows in split(aligned(self.chunks.write(step.chunks)), self.chunks.segment_counts(step)):
@@ -295,25 +268,21 @@ class _ProgramBinder:
 
     def _in_place_reductions(self, step: RecvReduce, cuts: Sequence[int]) -> Iterator[Any]:
         """Segments of a message that are reduced from the sender's memory."""
-        if self.reduce_kernel is None:
-            raise ValueError(_NO_OPERATION)
         locations, destinations = self.chunks.locations(step.chunks), self.chunks.write(step.chunks)
-        bind, left = self.reduce_kernel.bind, step.side == "left"
-
-        def combine(incoming: Any, own: Any, out: Any) -> Callable[[], object]:
-            return bind(incoming, own, out) if left else bind(own, incoming, out)
-
+        combine = self._combine(step.side)
         for rows in split(aligned(locations, destinations), cuts):
             arrays = [(self._array(location), self._array(destination)) for location, destination in rows]
             yield self.wire.combine(step.peer, arrays, combine)
 
-    def _reduction(self, row: tuple[MemorySpan, ...], side: Side) -> Callable[[], object]:
-        """Reduction of an incoming operand and the own one, into a destination."""
+    def _combine(self, side: Side) -> Callable[[Any, Any, Any], Callable[[], object]]:
+        """Function that binds a reduction to an incoming operand, on this side of the own one, and a destination."""
         if self.reduce_kernel is None:
-            raise ValueError(_NO_OPERATION)
-        incoming, own, out = map(self._array, row)
-        left, right = (incoming, own) if side == "left" else (own, incoming)
-        return self.reduce_kernel.bind(left, right, out)
+            raise ValueError("the schedule combines, but no operation was given")
+        bind = self.reduce_kernel.bind
+        return bind if side == "left" else lambda incoming, own, out: bind(own, incoming, out)
+
+    def _reduction(self, row: tuple[MemorySpan, ...], side: Side) -> Callable[[], object]:
+        return self._combine(side)(*map(self._array, row))
 
     def _copies(self, sources: Iterable[MemorySpan], destinations: Iterable[MemorySpan]) -> list[Callable[[], object]]:
         return [
@@ -321,10 +290,6 @@ class _ProgramBinder:
             for source, destination in aligned(sources, destinations)
             if self._iovec(source) != self._iovec(destination)
         ]
-
-
-def _without_calls(messages: Iterable[Any]) -> list[tuple[Any, list[Callable[[], object]]]]:
-    return [(message, []) for message in messages]
 
 
 def _copy(destination: Any, source: Any) -> None:

@@ -1,8 +1,9 @@
-"""From a call to a bound program: schedule, chunk locations, staging before and after the rounds."""
+"""From a call to a bound program: schedule, chunk locations, staging before and after the rounds, eager buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +17,15 @@ from collectives.buffers.staging import DeviceMemory, device_of, stage
 from collectives.errors import InvalidArgument
 from collectives.runtime.binder import bind
 from collectives.runtime.call import Blocks, Call, staged
-from collectives.runtime.ops import Combiner, on_device
+from collectives.runtime.ops import OP_NAMES, Combiner, on_device
 from collectives.runtime.program import SOURCE, TARGET, ElementArray, Program, Task
+from collectives.runtime.progress import run_program
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import AlgorithmChoice
+from collectives.transport import compiled_exchange
+from collectives.transport.mailbox import MARKS
 from collectives.transport.wire import Wire
 from collectives.types import Wait
 
@@ -31,23 +35,30 @@ SEGMENT = 1 << 18
 LINE = 64
 """Bytes; chunks of a vector are multiples where it is long enough."""
 
+SLOT = 4096
+"""Bytes up to which a blocking call uses eager buffers."""
+
+COMPILED = 1 << 15
+"""The same where frequent short calls are compiled: compiled calls use no eager buffers."""
+
+SWAPPED = 1 << 18
+"""The same for a single exchange, which runs between the user's arrays."""
+
 
 def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
     """The schedule of the choice, with the locations of its chunks in the call's memory."""
     schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments, nodes)
     itemsize = call.unit.itemsize
     memory = TARGET if call.in_place else SOURCE
+    sent, received, parts = call.send_blocks, call.recv_blocks, choice.segments
     if MEANINGS[call.collective].vector:
-        lengths = even(
-            call.lengths[0], blocks(call.collective, choice.algorithm, size) * choice.segments, max(1, LINE // itemsize)
-        )
+        count = blocks(call.collective, choice.algorithm, size) * choice.segments
+        lengths = even(call.lengths[0], count, max(1, LINE // itemsize))
         starts = dict(enumerate(ChunkLayout.packed(lengths).offsets))
-        source = _places(memory, starts if call.send_blocks else {}, lengths, 1)
-        target = _places(TARGET, starts if call.recv_blocks else {}, lengths, 1)
+        sent, received, parts = starts if sent else {}, starts if received else {}, 1
     else:
         lengths = tuple(piece for length in call.lengths for piece in even(length, choice.segments))
-        source = _places(memory, call.send_blocks, lengths, choice.segments)
-        target = _places(TARGET, call.recv_blocks, lengths, choice.segments)
+    source, target = _places(memory, sent, lengths, parts), _places(TARGET, received, lengths, parts)
     return Task(schedule, lengths, source, target, itemsize, SEGMENT if call.combine else 0)
 
 
@@ -61,14 +72,12 @@ def _places(memory: int, blocks: Blocks, lengths: tuple[int, ...], parts: int) -
 
 
 class BufferEnds(NamedTuple):
-    """A call's two memories, calls before and after the rounds, and the bytes that are not the user's."""
+    """A call's two memories, and calls before and after the rounds."""
 
     source: ElementArray
     target: ElementArray
     first: list[Callable[[], object] | Wait]
     last: list[Callable[[], object] | Wait]
-    keep: list[object]
-    nbytes: int
 
 
 def span(call: Call, blocks: Blocks) -> int:
@@ -90,7 +99,6 @@ def changes_target(call: Call) -> bool:
 
 
 def check_no_overlap(call: Call) -> None:
-    """Raise if the two buffers overlap."""
     source, target = call.source, call.target
     if source is None or target is None or source is target or source.device != target.device:
         return
@@ -105,60 +113,45 @@ def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:
     """The user's memory as the program uses it: staged in host memory, or on the given device."""
     first: list[Callable[[], object] | Wait] = []
     last: list[Callable[[], object] | Wait] = []
-    keep: list[object] = []
 
     def memory(buffer: Buffer | None, span: int, load: bool, store: bool) -> ElementArray:
         if buffer is None:
             return ElementArray((device or np).empty(0, call.unit), 0)
-        if device is not None:
-            return ElementArray(device.view(buffer.address, span, call.unit), buffer.address)
-        if not staged(buffer):
-            return ElementArray(view(buffer.address, span, call.unit), buffer.address)
+        if device is not None or not staged(buffer):
+            return ElementArray((device.view if device else view)(buffer.address, span, call.unit), buffer.address)
         staging = stage(buffer, load, store)
-        keep.append(staging)
         first.extend(staging.loading)
         last.extend(staging.storing)
-        array = staging.host.view(call.unit)
-        return ElementArray(array, MPI.Get_address(staging.host))
+        return ElementArray(staging.host.view(call.unit), MPI.Get_address(staging.host))
 
-    spans, stores, nbytes = buffer_spans(call), changes_target(call), 0
+    spans, stores = buffer_spans(call), changes_target(call)
     if call.separate_output:
         source = memory(call.target, spans[0], True, True)
         target = ElementArray.allocate(spans[1], call.unit, device or np)
-        nbytes = spans[1] * call.unit.itemsize
         last.insert(0, partial(source.array[: spans[1]].__setitem__, slice(None), target.array))
     elif call.source is call.target:
         source = target = memory(call.target, spans[1], bool(call.send_blocks), stores)
     elif call.copy_input:
         target = memory(call.target, spans[1], True, stores)
         source = ElementArray.allocate(spans[0], call.unit, device or np)
-        nbytes = spans[0] * call.unit.itemsize
         copy = partial(source.array.__setitem__, slice(None), target.array[: spans[0]])
         first.append(copy if device is None else device.working(copy))
     else:
         source = memory(call.source, spans[0], bool(call.send_blocks), False)
         target = memory(call.target, spans[1], False, stores)
-    return BufferEnds(source, target, first, last, keep, nbytes)
+    return BufferEnds(source, target, first, last)
 
 
 def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
     """The call on the device of all its memory; None if there is none, or it does not support the reduction."""
-    ends = [buffer for buffer in (call.source, call.target) if buffer is not None]
+    ends = call.buffers
     if not ends or not all(buffer.device and buffer.contiguous for buffer in ends):
         return None
-    device, kernel = device_of(ends[0].owner), call.combine
+    device = device_of(ends[0].owner)
     if not all(device.holds(buffer.owner) for buffer in ends[1:]):
         return None
-    if kernel is not None:
-        kernel = on_device(kernel, call.unit, device)
-        if kernel is None:
-            return None
-    return call._replace(combine=kernel), device
-
-
-def owners(call: Call) -> list[Any]:
-    """The user's arrays."""
-    return [buffer.owner for buffer in (call.source, call.target) if buffer is not None]
+    kernel = call.combine and on_device(call.combine, call.unit, device)
+    return (call._replace(combine=kernel), device) if kernel or call.combine is None else None
 
 
 def bind_call(
@@ -183,8 +176,8 @@ def bind_call(
         first=[*first, *ends.first],
         last=ends.last,
     )
-    program.references += ends.keep
-    program.nbytes += ends.nbytes
+    if call.separate_output or call.copy_input:
+        program.nbytes += (ends.target if call.separate_output else ends.source).array.nbytes
     return program
 
 
@@ -203,4 +196,63 @@ def reduce_kernel(call: Call) -> Combiner | None:
 
 def needs_staging(call: Call) -> bool:
     """True if some of the data must be copied to dense host memory first."""
-    return any(buffer is not None and staged(buffer) for buffer in (call.source, call.target))
+    return any(map(staged, call.buffers))
+
+
+def longest() -> int:
+    """Bytes up to which calls use eager buffers."""
+    return COMPILED if compiled_exchange.available() else SLOT
+
+
+def call_mark(call: Call, choice: AlgorithmChoice) -> int:
+    """Checksum of the arguments that must be equal on all ranks, 0 <= mark < MARKS.
+
+    It is in the flags of messages; by it a receiver detects messages of another call.
+    """
+    facts: list[object] = [call.collective, call.root, choice.algorithm, choice.segments]
+    if call.combine is not None:
+        facts += [str(call.unit), OP_NAMES.get(call.op, "user-defined")]
+    if not (call.v_form and call.collective in ("scatter", "gather", "alltoall")):  # there ranks know their own lengths
+        facts.append(call.nbytes)
+    return zlib.crc32(repr(facts).encode()) % MARKS
+
+
+def program_key(call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None) -> Hashable:
+    """Key that the calls of one program share; with the addresses of their buffers if it is bound to them."""
+    source, target = call.source, call.target
+    return (
+        (call.collective, call.v_form, choice, call.lengths, call.unit, call.root, call.op, call.separate_output),
+        (tuple(call.send_blocks.items()), tuple(call.recv_blocks.items()), source is target),
+        None if device is None else device.number,
+        source.address if addresses and source is not None else None,
+        target.address if addresses and target is not None else None,
+    )
+
+
+class EagerBuffers(NamedTuple):
+    """A program and its buffers, copied into before it runs and out of after: cheaper than binding to addresses."""
+
+    program: Program
+    source: np.ndarray
+    target: np.ndarray
+    loads: bool
+    stores: bool
+
+    def run(self, call: Call) -> None:
+        if self.loads and call.source is not None:
+            self.source[:] = view(call.source.address, self.source.size, call.unit)
+        run_program(self.program)
+        if self.stores and call.target is not None:
+            view(call.target.address, self.target.size, call.unit)[:] = self.target
+
+
+def fits_eager_buffers(call: Call) -> bool:
+    """True if the blocks are contiguous in both buffers and the call needs no other memory."""
+    if max(buffer_spans(call)) * call.unit.itemsize > SWAPPED or call.separate_output or call.copy_input:
+        return False
+    sides = call.send_blocks, call.recv_blocks
+    return all(sum(call.lengths[block] for block in blocks) == span(call, blocks) for blocks in sides)
+
+
+def program_of(entry: Program | EagerBuffers) -> Program:
+    return entry.program if isinstance(entry, EagerBuffers) else entry

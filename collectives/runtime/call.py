@@ -78,13 +78,16 @@ class Call(NamedTuple):
         return sum(self.lengths) * self.unit.itemsize // holders
 
     @property
+    def buffers(self) -> list[Buffer]:
+        """Source and target where there are any, twice the same one in place."""
+        return [buffer for buffer in (self.source, self.target) if buffer is not None]
+
+    @property
     def in_place(self) -> bool:
-        """True if input and result are in the same memory."""
         return self.source is self.target and not self.separate_output
 
     @property
     def ordered(self) -> bool:
-        """True if operands must be combined in rank order."""
         return self.combine is not None and not self.combine.commutative
 
 
@@ -95,8 +98,7 @@ def staged(buffer: Buffer) -> bool:
 
 def call_device(call: Call) -> DeviceMemory | None:
     """Device of the call's arrays, None for host memory."""
-    buffers = [buffer for buffer in (call.source, call.target) if buffer is not None and buffer.device]
-    return device_of(buffers[0].owner) if buffers else None
+    return next((device_of(buffer.owner) for buffer in call.buffers if buffer.device), None)
 
 
 def _root(root: Any, size: int) -> int:
@@ -125,7 +127,6 @@ def _same_size(sent: int, received: int, what: str) -> None:
 
 
 def _same_elements(sent: Buffer, count: int, received: Buffer, what: str) -> None:
-    """Both sides of a reduction must have the same number of the same elements."""
     same = sent.dtype == received.dtype if sent.dtype is not None else sent.datatype == received.datatype
     if not same:
         raise InvalidDatatype(

@@ -42,12 +42,12 @@ class ChunkLocations:
         self._task, self._wire, self._asynchronous = task, wire, asynchronous
         self._location: dict[int, MemorySpan] = dict(task.source)
         self._written = {c for step in chain.from_iterable(task.schedule) for c in numbers(written(step))}
-        self._scratch: dict[int, MemorySpan] = {}
+        self._destination = dict(task.target)
         self.scratch_length = 0
         for chunk in sorted(self._written.difference(task.target)):
             start = self.scratch_length
             self.scratch_length += self._length(chunk)
-            self._scratch[chunk] = MemorySpan(SCRATCH, start, self.scratch_length)
+            self._destination[chunk] = MemorySpan(SCRATCH, start, self.scratch_length)
         self.shapes: list[RoundShape] = []
         for steps in task.schedule:
             self.shapes.append(self._shape(steps))
@@ -67,9 +67,7 @@ class ChunkLocations:
         return [self._location[chunk] for chunk in numbers(chunks)]
 
     def destinations(self, chunks: Chunks) -> list[MemorySpan]:
-        """Locations that the chunks are written to."""
-        target = self._task.target
-        return [target[chunk] if chunk in target else self._scratch[chunk] for chunk in numbers(chunks)]
+        return [self._destination[chunk] for chunk in numbers(chunks)]
 
     def write(self, chunks: Chunks) -> list[MemorySpan]:
         """Set the locations of written chunks to their destinations, and return these."""
@@ -153,7 +151,6 @@ class ChunkLocations:
 
 
 def written(step: Step) -> Chunks:
-    """Chunks that a step writes."""
     if isinstance(step, Send):
         return ()
     return step.chunks if isinstance(step, (Recv, RecvReduce)) else step.target

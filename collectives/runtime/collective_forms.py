@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import product
 from textwrap import fill, indent
 from typing import Any, NamedTuple
 
@@ -153,22 +154,16 @@ def method_name(name: str, form: str) -> str:
 
 def add_methods(owner: type) -> None:
     """Add the methods of all collectives in all forms to a class."""
-    for declaration in DECLARATIONS:
-        for form in FORMS:
-            function = _function(declaration, form, owner.__module__)
-            function.__qualname__ = f"{owner.__name__}.{function.__name__}"
-            setattr(owner, function.__name__, function)
-
-
-def _function(declaration: Declaration, form: str, module: str) -> Callable[..., Any]:
-    # The file name marks the frame as one of this package, for `desync_check.caller`.
-    code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
-    scope: dict[str, Any] = {"describe": declaration.describe, "MPI": MPI, "Any": Any, "Request": Request}
-    scope |= {"__name__": module, "__package__": __package__}
-    exec(code, scope)
-    function: Callable[..., Any] = scope[method_name(declaration.name, form)]
-    function.__doc__ = documentation(declaration, form)
-    return function
+    for declaration, form in product(DECLARATIONS, FORMS):
+        # The file name marks the frame as one of this package, for `desync_check.caller`.
+        code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
+        scope: dict[str, Any] = {"describe": declaration.describe, "MPI": MPI, "Any": Any, "Request": Request}
+        scope |= {"__name__": owner.__module__, "__package__": __package__}
+        exec(code, scope)
+        function = scope[method_name(declaration.name, form)]
+        function.__doc__ = documentation(declaration, form)
+        function.__qualname__ = f"{owner.__name__}.{function.__name__}"
+        setattr(owner, function.__name__, function)
 
 
 def _source(declaration: Declaration, form: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,13 +11,13 @@ from mpi4py import MPI
 from collectives.algorithms.catalog import build, find
 from collectives.buffers.staging import DeviceMemory, with_own_datatype
 from collectives.runtime.binder import bind
-from collectives.runtime.binding import bind_call
 from collectives.runtime.call import Call
 from collectives.runtime.program import TARGET, ElementArray, Program, Task
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.wire import Wire
+from collectives.types import Wait
 
 
 class CountExchange(NamedTuple):
@@ -30,7 +30,6 @@ class CountExchange(NamedTuple):
     program: Program
 
     def load(self, call: Call) -> None:
-        """Set the lengths of the blocks that the rank sends."""
         for block in call.send_blocks:
             self.known[block] = call.lengths[block]
 
@@ -44,9 +43,7 @@ class CountExchange(NamedTuple):
 
 def needs_counts(call: Call, choice: AlgorithmChoice) -> bool:
     """True if ranks forward blocks whose lengths they do not know."""
-    if not call.local_counts or choice.algorithm == NATIVE:
-        return False
-    return not find(call.collective, choice.algorithm).private
+    return call.local_counts and choice.algorithm != NATIVE and not find(call.collective, choice.algorithm).private
 
 
 def bind_count_exchange(
@@ -64,20 +61,12 @@ def bind_count_exchange(
 
 
 def bind_after_exchange(
-    call: Call,
-    choice: AlgorithmChoice,
-    rank: int,
-    size: int,
-    wire: Wire,
-    device: DeviceMemory | None,
-    first: Sequence[Callable[[], object]],
-    nodes: Nodes | None,
+    call: Call, exchange: CountExchange, bind_call: Callable[[Call], Program], stream: DeviceMemory | None
 ) -> Program:
     """Program that exchanges counts at its first start and is bound once they are known."""
     source = with_own_datatype(call.source)  # the user may free the datatypes before binding
     target = source if call.target is call.source else with_own_datatype(call.target)
     call = call._replace(source=source, target=target)
-    exchange = bind_count_exchange(call, choice, rank, size, wire, nodes)
     bound: list[Program] = []
 
     def start_exchange() -> None:
@@ -91,9 +80,10 @@ def bind_after_exchange(
 
     def start() -> None:
         if not bound:
-            bound.append(bind_call(exchange.with_counts(call), choice, rank, size, wire, device, first, nodes))
+            bound.append(bind_call(exchange.with_counts(call)))
         bound[0].start()
 
-    calls = start_exchange, finish_exchange, start, lambda: bound[0].finish()
-    tests = None, lambda: bool(bound) or exchange.program.advance(), None, lambda: bound[0].advance()
-    return Program(calls, tests, wire, exchange.known.nbytes, exchange, device)
+    exchanged = Wait(finish_exchange, lambda: bool(bound) or exchange.program.advance())
+    finished = Wait(lambda: bound[0].finish(), lambda: bound[0].advance())
+    steps = start_exchange, exchanged, start, finished
+    return Program(steps, exchange.program.wire, exchange.known.nbytes, exchange, stream)

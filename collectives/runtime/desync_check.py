@@ -19,7 +19,7 @@ from mpi4py import MPI
 from collectives.errors import InvalidArgument
 from collectives.runtime.agreement import gather_or_raise
 from collectives.runtime.call import Call
-from collectives.runtime.call_marks import PREDEFINED
+from collectives.runtime.ops import OP_NAMES
 from collectives.selection.timing_table import AlgorithmChoice
 from collectives.transport.wire import pause
 
@@ -58,13 +58,14 @@ def record(form: str, call: Call, choice: AlgorithmChoice, rank: int) -> dict[st
         facts["root"] = call.root
     if call.combine is not None:
         facts["dtype"] = str(call.unit)
-        facts["op"] = PREDEFINED.get(call.op, f"user-defined, {'' if call.combine.commutative else 'not '}commutative")
+        facts["op"] = OP_NAMES.get(call.op, f"user-defined, {'' if call.combine.commutative else 'not '}commutative")
     if call.local_counts:
         facts["kind"] = "blocks of any length"
     else:
         facts["bytes"] = call.nbytes
         if len(set(call.lengths)) > 1:
-            facts["lengths"] = _brief(call.lengths)
+            checksum = f"of {len(call.lengths)} blocks, checksum {zlib.crc32(repr(call.lengths).encode()):08x}"
+            facts["lengths"] = list(call.lengths) if len(call.lengths) <= 32 else checksum  # to fit a record
     facts["algorithm"], facts["segments"] = choice
     lengths = list(call.lengths) if call.local_counts else []
     return {"facts": facts, "where": caller(), "rank": rank, "lengths": lengths}
@@ -113,22 +114,13 @@ class DesyncChecker:
         return arrived
 
     def _send(self, facts: dict[str, Any]) -> tuple[Callable[[], bool], np.ndarray]:
-        """Start the exchange of records; returns its completion test and the receive buffer."""
         mine, records = _encode(facts), np.empty((self._size, RECORD), np.uint8)
         return self._comm.Iallgather(mine, records).Test, records
 
     def free(self) -> None:
-        """Free the communicator, once all refusals are known."""
         while not all([delivered() for delivered in self._refusals]):
             pause()
         self._comm.Free()
-
-
-def _brief(lengths: tuple[int, ...]) -> list[int] | str:
-    """Lengths if they fit a record, else a checksum."""
-    if len(lengths) <= 32:
-        return list(lengths)
-    return f"of {len(lengths)} blocks, checksum {zlib.crc32(repr(lengths).encode()):08x}"
 
 
 def _encode(facts: dict[str, Any]) -> np.ndarray:
@@ -151,21 +143,16 @@ def _compare(records: list[dict[str, Any]]) -> None:
             )
     first = records[0]
     for other in records[1:]:
-        if other["facts"] != first["facts"]:
-            _refuse(first, other, _difference(first["facts"], other["facts"]))
+        mine, theirs = first["facts"], other["facts"]
+        if mine != theirs:
+            names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+            _refuse(first, other, "; ".join(f"{name}: {mine.get(name)} / {theirs.get(name)}" for name in names))
     root = records[first["facts"].get("root", 0)]
     if len(root["lengths"]) == len(records):
         for other in records:
             rank = other["rank"]
             if other["lengths"] and other["lengths"][rank] != root["lengths"][rank]:
                 _refuse(root, other, f"bytes for rank {rank}: {root['lengths'][rank]} / {other['lengths'][rank]}")
-
-
-def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    names = [*one, *(name for name in other if name not in one)]
-    return "; ".join(
-        f"{name}: {one.get(name)} / {other.get(name)}" for name in names if one.get(name) != other.get(name)
-    )
 
 
 def _refuse(one: dict[str, Any], other: dict[str, Any], difference: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, Self, TypeVar
 
 from mpi4py import MPI
@@ -23,8 +24,9 @@ from collectives.runtime.progress import active_requests, progress_until, with_p
 
 Result = TypeVar("Result")
 
-_COMPLETED = {**dict.fromkeys(("Send", "Ssend", "Rsend", "send", "ssend", "Recv"), 3), "Sendrecv_replace": 5}
-"""Number of each method's arguments before a status."""
+_COMPLETED = ("Send", "Ssend", "Rsend", "send", "ssend", "Recv", "Sendrecv_replace")
+
+_EXCHANGES = ("Sendrecv", "sendrecv")
 
 _PROBES = ("Probe", "Mprobe", "probe", "mprobe")
 
@@ -55,23 +57,6 @@ class Inherited(MPI.Intracomm):
             return with_progress_thread(call)
         return call()
 
-    def Sendrecv(
-        self,
-        sendbuf: Any,
-        dest: int,
-        sendtag: int = 0,
-        recvbuf: Any = None,
-        source: int = MPI.ANY_SOURCE,
-        recvtag: int = MPI.ANY_TAG,
-        status: MPI.Status | None = None,
-    ) -> None:
-        """As in mpi4py."""
-        if not active_requests:
-            return super().Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
-        receive, send = self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag)
-        _wait(receive, status)
-        return _wait(send)
-
     def recv(
         self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> Any:
@@ -79,24 +64,6 @@ class Inherited(MPI.Intracomm):
         if active_requests:
             progress_until(lambda: self.iprobe(source, tag))
         return super().recv(buf, source, tag, status)
-
-    def sendrecv(
-        self,
-        sendobj: Any,
-        dest: int,
-        sendtag: int = 0,
-        recvbuf: Any = None,
-        source: int = MPI.ANY_SOURCE,
-        recvtag: int = MPI.ANY_TAG,
-        status: MPI.Status | None = None,
-    ) -> Any:
-        """As in mpi4py."""
-        if not active_requests:
-            return super().sendrecv(sendobj, dest, sendtag, recvbuf, source, recvtag, status)
-        request = self.isend(sendobj, dest, sendtag)
-        received = self.recv(recvbuf, source, recvtag, status)
-        _wait(request)
-        return received
 
 
 def _wait(request: MPI.Request, status: MPI.Status | None = None) -> None:
@@ -108,9 +75,25 @@ def _start(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
     return getattr(self, ("I" if name[0].isupper() else "i") + name.lower())(*arguments, **keywords)
 
 
-def _complete(self: Inherited, name: str, *arguments: Any, status: MPI.Status | None = None, **keywords: Any) -> None:
-    count = _COMPLETED[name]
-    _wait(_start(self, name, *arguments[:count], **keywords), *arguments[count:] or (status,))
+def _bound(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+    """Arguments of a method by name, with its defaults."""
+    bound = signature(getattr(MPI.Intracomm, name)).bind(self, *arguments, **keywords)
+    bound.apply_defaults()
+    return dict(list(bound.arguments.items())[1:])
+
+
+def _complete(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> None:
+    bound = _bound(self, name, *arguments, **keywords)
+    status = bound.pop("status", None)
+    _wait(_start(self, name, **bound), status)
+
+
+def _exchange(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
+    sent, dest, sendtag, *received = _bound(self, name, *arguments, **keywords).values()
+    request = _start(self, name.removesuffix("recv"), sent, dest, sendtag)
+    result = getattr(self, "Recv" if name[0].isupper() else "recv")(*received)
+    _wait(request)
+    return result
 
 
 def _probe(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -144,6 +127,9 @@ def _with_progress(name: str, active: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-for _names, _active in ((_COMPLETED, _complete), (_PROBES, _probe), ((*_WITH_THREAD, *_AFTER_BARRIER), _collective)):
+for _names, _active in (
+    *((_COMPLETED, _complete), (_EXCHANGES, _exchange), (_PROBES, _probe)),
+    *((_WITH_THREAD, _collective), (_AFTER_BARRIER, _collective)),
+):
     for _name in _names:
         setattr(Inherited, _name, _with_progress(_name, _active))

@@ -72,7 +72,6 @@ def refusal(call: Call, form: Form) -> str | None:
 
 
 def check(call: Call, form: Form) -> None:
-    """Raise if MPI cannot run the call."""
     reason = refusal(call, form)
     if reason is not None:
         raise InvalidArgument(MPI.ERR_OP, f"algorithm: 'native' for {call.collective}: this MPI {reason}")
@@ -115,25 +114,6 @@ def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
 # ------------------------------------------------------------------------------------------ programs
 
 
-class _NonblockingNative:
-    """Transport of a non-blocking program: the MPI request started last."""
-
-    def __init__(self, begin: Callable[[], MPI.Request]) -> None:
-        self._request, self._begin = MPI.REQUEST_NULL, begin
-
-    def start(self) -> None:
-        self._request = self._begin()
-
-    def wait(self) -> None:
-        self._request.Wait()
-
-    def test(self) -> bool:
-        return self._request.Test()
-
-    def free(self) -> None:
-        """MPI frees a request that is complete."""
-
-
 class InPlaceAdapter(NamedTuple):
     """The call between arrays that are given when it runs: see `transport.wire.ExchangeSupport`."""
 
@@ -171,20 +151,17 @@ def program(
     """
     method = METHODS[call.collective][call.v_form]
     positional = arguments(call, source, target, comm.Get_rank(), comm.Get_size())
-    held: Any
+    held: Any = SimpleNamespace(free=lambda: None)
     middle: list[Callable[[], object] | Wait]
     if form == "blocking":
-        held, middle = SimpleNamespace(free=lambda: None), [partial(getattr(comm, method), *positional)]
+        middle = [partial(getattr(comm, method), *positional)]
     elif form == "persistent":
         request = _persistent(comm, method, positional)
         held, middle = SimpleNamespace(free=request.Free), [request.Start, Wait(request.Wait, request.Test)]
     else:
-        held = _NonblockingNative(partial(getattr(comm, f"I{method[0].lower()}{method[1:]}"), *positional))
-        middle = [held.start, Wait(held.wait, held.test)]
-    steps = [*first, *middle, *last]
-    calls = [step.wait if isinstance(step, Wait) else step for step in steps]
-    tests = [step.test if isinstance(step, Wait) else None for step in steps]
-    bound = Program(calls, tests, held, 0, (source, target))
+        begin, begun = partial(getattr(comm, f"I{method.lower()}"), *positional), [MPI.REQUEST_NULL]
+        middle = [lambda: begun.__setitem__(0, begin()), Wait(lambda: begun[0].Wait(), lambda: begun[0].Test())]
+    bound = Program([*first, *middle, *last], held, 0, (source, target))
     bound.waits_in_mpi = form == "blocking"
     if form == "blocking" and not first and not last and not call.v_form:
         bound.swap = InPlaceAdapter(getattr(comm, method), call)

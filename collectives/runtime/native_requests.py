@@ -100,7 +100,6 @@ _ending = threading.Event()
 
 
 def _start_helper() -> None:
-    """Start the helper thread, if there is none."""
     global _helper
     with progress_lock:
         if _helper is None and not _ending.is_set():
@@ -144,7 +143,6 @@ def _progressed() -> bool:
 
 
 def end_helper() -> None:
-    """End the helper thread, before the MPI ends."""
     _ending.set()
     helper = _helper
     if helper is not None:

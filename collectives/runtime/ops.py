@@ -22,7 +22,7 @@ LAND, LOR, LXOR give 0 or 1 in the operands' type. REPLACE keeps the right opera
 import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -32,8 +32,6 @@ from collectives.buffers.arguments import vector
 from collectives.buffers.datatypes import element_of, kind
 from collectives.buffers.staging import DeviceMemory, OwnedDatatype, PackedStaging
 from collectives.errors import InvalidArgument, InvalidType
-
-__all__ = ["Combiner", "combine", "is_commutative", "on_device"]
 
 Vector = np.ndarray
 Bind = Callable[[Vector, Vector, Vector], Callable[[], object]]
@@ -54,7 +52,6 @@ class Combiner:
     ufunc: Callable[..., Any] | None = None
 
     def __call__(self, left: Vector, right: Vector, out: Vector) -> None:
-        """Compute ``out = left op right``."""
         self.bind(left, right, out)()
 
 
@@ -66,21 +63,20 @@ class _OpRule(NamedTuple):
 
 _RULES = {
     getattr(MPI, name).handle: _OpRule(name, kinds, ufunc)
-    for name, kinds, ufunc in (
-        ("SUM", "iufcb", np.add),
-        ("PROD", "iufcb", np.multiply),
-        ("MAX", "iufb", np.maximum),
-        ("MIN", "iufb", np.minimum),
-        ("LAND", "iub", np.logical_and),
-        ("LOR", "iub", np.logical_or),
-        ("LXOR", "iub", np.logical_xor),
-        ("BAND", "iub", np.bitwise_and),
-        ("BOR", "iub", np.bitwise_or),
-        ("BXOR", "iub", np.bitwise_xor),
+    for kinds, ufuncs in (
+        ("iufcb", {"SUM": np.add, "PROD": np.multiply}),
+        ("iufb", {"MAX": np.maximum, "MIN": np.minimum}),
+        ("iub", {"LAND": np.logical_and, "LOR": np.logical_or, "LXOR": np.logical_xor}),
+        ("iub", {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}),
     )
+    for name, ufunc in ufuncs.items()
 }
 _LOCATIONS = {MPI.MAXLOC.handle: ("MAXLOC", np.greater), MPI.MINLOC.handle: ("MINLOC", np.less)}
 _SELECTIONS = {MPI.REPLACE.handle: 1, MPI.NO_OP.handle: 0}
+
+OP_NAMES = {handle: rule[0] for handle, rule in (_RULES | _LOCATIONS).items()}
+OP_NAMES |= {MPI.REPLACE.handle: "REPLACE", MPI.NO_OP.handle: "NO_OP"}
+"""Names of MPI's operations by handle; handles differ between processes."""
 
 
 def is_commutative(op: MPI.Op) -> bool:
@@ -140,20 +136,16 @@ def on_device(kernel: Combiner, dtype: np.dtype[Any], device: DeviceMemory) -> C
         return None
     key = ufunc, dtype
     if key not in _supported:
-        _supported[key] = _is_supported(ufunc, dtype, device)
+        try:
+            probe = device.empty(1, dtype)
+            device.working(partial(ufunc, probe, probe, out=probe))()
+            _supported[key] = True
+        except Exception:  # unknown types are refused in many ways, some by the compiler of kernels
+            _supported[key] = False
     return Combiner(partial(_bind_on_device, ufunc), kernel.commutative) if _supported[key] else None
 
 
 _supported: dict[tuple[Callable[..., Any], np.dtype[Any]], bool] = {}
-
-
-def _is_supported(ufunc: Callable[..., Any], dtype: np.dtype[Any], device: DeviceMemory) -> bool:
-    try:
-        probe = device.empty(1, dtype)
-        device.working(partial(ufunc, probe, probe, out=probe))()
-    except Exception:  # unknown types are refused in many ways, some by the compiler of kernels
-        return False
-    return True
 
 
 def _bind_on_device(ufunc: Callable[..., Any], left: Any, right: Any, out: Any) -> Callable[[], object]:
@@ -207,7 +199,7 @@ def _dense(
 ) -> Callable[[], object]:
     n = out.nbytes // size
     if n == 0:
-        return _no_op
+        return lambda: None
     at = MPI.Get_address(out)
     source = np.empty_like(left) if MPI.Get_address(left) == at else left
     reduce = partial(op.Reduce_local, [source, n, datatype], [out, n, datatype])
@@ -229,7 +221,7 @@ def _spread(
     """Unpack both operands to the layout that the operation expects, combine there, pack the result."""
     n = out.nbytes // size
     if n == 0:
-        return _no_op
+        return lambda: None
     element = element_of(datatype, "op")
     if element.extent <= 0:
         raise InvalidType(MPI.ERR_OP, f"op: cannot combine elements of extent {element.extent}")
@@ -250,16 +242,10 @@ def _spread(
     return run
 
 
-def _no_op() -> None:
-    pass
-
-
-_widths: dict[int, MPI.Datatype] = {}
-atexit.register(_widths.clear)  # before MPI ends
-
-
+@cache
 def _bytes(width: int) -> MPI.Datatype:
     """Datatype of `width` bytes, for elements that MPI has no name for."""
-    if width not in _widths:
-        _widths[width] = OwnedDatatype(MPI.BYTE.Create_contiguous(width).Commit())
-    return _widths[width]
+    return OwnedDatatype(MPI.BYTE.Create_contiguous(width).Commit())
+
+
+atexit.register(_bytes.cache_clear)  # before MPI ends

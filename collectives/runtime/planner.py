@@ -16,31 +16,12 @@ from mpi4py import MPI
 
 from collectives.algorithms.catalog import build
 from collectives.buffers.staging import DeviceMemory
-from collectives.runtime import native
+from collectives.runtime import binding, native
 from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, agree_on_memory
 from collectives.runtime.binder import bind
-from collectives.runtime.binding import (
-    as_device_call,
-    bind_call,
-    buffer_ends,
-    buffer_spans,
-    call_task,
-    changes_target,
-    check_no_overlap,
-    needs_staging,
-    owners,
-    reduce_kernel,
-)
+from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call
-from collectives.runtime.call_marks import call_mark
-from collectives.runtime.count_exchange import (
-    CountExchange,
-    bind_after_exchange,
-    bind_count_exchange,
-    needs_counts,
-)
-from collectives.runtime.eager_buffers import EagerBuffers, fits_eager_buffers, longest
-from collectives.runtime.idle_programs import IdlePrograms
+from collectives.runtime.count_exchange import CountExchange, bind_after_exchange, bind_count_exchange, needs_counts
 from collectives.runtime.native_requests import new_request
 from collectives.runtime.program import ElementArray, Program
 from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey, ProgramCache
@@ -52,6 +33,37 @@ from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
 from collectives.transport.fused_exchange import CompiledExchange
 from collectives.transport.mpi_transport import ImmediateTransport
 from collectives.transport.wire import Wire
+
+
+class IdlePrograms:
+    """Programs of completed non-blocking calls, for later calls with the same key; the oldest ones are freed."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._by_key: dict[Hashable, list[Program]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, key: Hashable) -> Program | None:
+        programs = self._by_key.get(key)
+        if programs is None:
+            return None
+        program = programs.pop()
+        self._count -= 1
+        if not programs:
+            del self._by_key[key]
+        return program
+
+    def add(self, key: Hashable, program: Program) -> None:
+        self._by_key.setdefault(key, []).append(program)
+        self._count += 1
+        self.free(MAX_PROGRAMS)
+
+    def free(self, left: int = 0) -> None:
+        """Free the oldest programs until few enough are left."""
+        while self._count > left and (program := self.take(next(iter(self._by_key)))):
+            program.free()
 
 
 class Planner:
@@ -67,9 +79,8 @@ class Planner:
         self.node, self.nodes = self.transports.node, self.transports.nodes
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.cache = ProgramCache(self.rank)
-        self._has_orphans = False  # aborted calls may leave unmatched messages
-        self._orphans: list[Request] = []  # aborted requests: keep alive the memory that late messages are written to
-        self._idle = IdlePrograms(MAX_PROGRAMS)
+        self._orphans: list[object] = []  # aborted requests: keep alive the memory that late messages are written to
+        self._idle = IdlePrograms()
         self._count_exchanges: dict[Hashable, CountExchange] = {}
         self._live: weakref.WeakSet[Request] = weakref.WeakSet()  # `progress.active_requests` holds the active ones
         self._finalized: deque[tuple[Program, int | None]] = deque()  # appended by finalizers at any moment
@@ -77,7 +88,7 @@ class Planner:
 
     def visibility(self, call: Call) -> MemoryVisibility:
         """Memory properties of a call to be bound, on all ranks. Collective."""
-        check_no_overlap(call)
+        binding.check_no_overlap(call)
         return agree_on_memory(self.comm, self.node, call)
 
     # -------------------------------------------------------------------------------- the three forms
@@ -95,23 +106,21 @@ class Planner:
         self.cache.check_in_step()
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
-        check_no_overlap(call)
-        device = None
-        if needs_staging(call):
-            call, device = self._on_device(call, choice)
-            if device is None:  # staged anew in every call
-                program = self._bind(call, choice, "blocking")
-                self._run_or_poison(program)
-                program.free()
-                return
+        binding.check_no_overlap(call)
+        call, device = self._on_device(call, choice)
+        if device is None and binding.needs_staging(call):  # anew in every call
+            program = self._bind(call, choice, "blocking")
+            self._run_or_poison(program)
+            program.free()
+            return
         small = device is None and self._is_eager(call, choice)
-        key = program_key(call, choice, not small, device)
+        key = binding.program_key(call, choice, not small, device)
         entry = self.cache.bound.get(key)
         if entry is None:
             entry = self._bind_eager(call, choice) if small else self._bind(call, choice, "blocking", device)
             self.cache.add(key, entry)
         if isinstance(entry, Program) and entry.stream is not None:
-            entry.stream.follow(*owners(call))
+            entry.stream.follow(*(buffer.owner for buffer in call.buffers))
         try:
             if isinstance(entry, EagerBuffers):
                 entry.run(call)
@@ -129,12 +138,11 @@ class Planner:
         """Compile a call that is a single exchange; None for all others."""
         if choice.algorithm == NATIVE:
             return None
-        exchange = as_single_exchange(call_task(call, choice, self.rank, self.size, self.nodes))
+        exchange = as_single_exchange(binding.call_task(call, choice, self.rank, self.size, self.nodes))
         if exchange is None:
             return None
-        return compile_exchange(
-            exchange, call, s, r, program, self.transports.edges[BLOCKING_CHANNEL].get(exchange.peer)
-        )
+        edge = self.transports.edges[BLOCKING_CHANNEL].get(exchange.peer)
+        return compile_exchange(exchange, call, s, r, program, edge)
 
     def _run_or_poison(self, program: Program) -> None:
         try:
@@ -145,41 +153,40 @@ class Planner:
 
     def _on_device(self, call: Call, choice: AlgorithmChoice) -> tuple[Call, DeviceMemory | None]:
         """The call to bind, and its device if no staging is needed."""
-        return (as_device_call(call) if self.transports.aware and choice.algorithm != NATIVE else None) or (call, None)
+        aware = self.transports.aware and choice.algorithm != NATIVE
+        return (binding.as_device_call(call) if aware else None) or (call, None)
 
     def begin(self, call: Call, choice: AlgorithmChoice, gate: Callable[[], bool] | None) -> Request:
         """Start a non-blocking call."""
         with progress_lock:  # a thread that progresses active requests may recycle programs at any moment
-            return self._begin(call, choice, gate)
-
-    def _begin(self, call: Call, choice: AlgorithmChoice, gate: Callable[[], bool] | None) -> Request:
-        self._free_finalized()
-        device = None
-        if needs_staging(call):
+            self._free_finalized()
             call, device = self._on_device(call, choice)
-        reusable = not needs_counts(call, choice) and (device is not None or not needs_staging(call))
-        key = program_key(call, choice, True, device) if reusable else None
-        program = None if key is None else self._idle.take(key)
-        if program is None:
-            check_no_overlap(call)
-            program = self._bind(call, choice, "nonblocking", device)
-        if program.stream is not None:
-            program.stream.follow(*owners(call))
-        tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
-        if isinstance(program.wire, ImmediateTransport):
-            program.wire.tag = tag
-        request = new_request(call.collective, program, partial(self._recycle, key), call)
-        self._live.add(request)
-        request.begin(gate)
-        return request
+            reusable = not needs_counts(call, choice) and (device is not None or not binding.needs_staging(call))
+            key = binding.program_key(call, choice, True, device) if reusable else None
+            program = None if key is None else self._idle.take(key)
+            if program is None:
+                binding.check_no_overlap(call)
+                program = self._bind(call, choice, "nonblocking", device)
+            if program.stream is not None:
+                program.stream.follow(*(buffer.owner for buffer in call.buffers))
+            tag = self.transports.consume_tag()  # after validation only: tags are numbered alike on all ranks
+            if isinstance(program.wire, ImmediateTransport):
+                program.wire.tag = tag
+            request = new_request(call.collective, program, partial(self._recycle, key), call)
+            self._live.add(request)
+            request.begin(gate)
+            return request
 
     def init(self, call: Call, choice: AlgorithmChoice, shared: bool = False) -> Request:
         """Create a persistent request; `shared`: all ranks have their buffers in shared memory."""
-        check_no_overlap(call)
+        binding.check_no_overlap(call)
         self.transports.consume_persistent_tag()
         call, device = self._on_device(call, choice)
-        first = [] if device is None else [partial(device.follow, *owners(call))]
-        channel = None if self.node is None or choice.algorithm == NATIVE else self._take_channel()
+        first = [] if device is None else [partial(device.follow, *(buffer.owner for buffer in call.buffers))]
+        channel = None
+        if self.node is not None and choice.algorithm != NATIVE:
+            self._free_finalized()
+            channel = self._channels.take()
         program = self._bind(call, choice, "persistent", device, first, channel, shared)
         request = Request(call.collective, program, partial(self._release, channel), call, persistent=True)
         request.finalizer = weakref.finalize(request, self._finalized.append, (program, channel))
@@ -188,10 +195,6 @@ class Planner:
             self._live.add(request)
         return request
 
-    def _take_channel(self) -> int | None:
-        self._free_finalized()
-        return self._channels.take()
-
     def _free_finalized(self) -> None:
         """Free the programs of requests that were garbage-collected without `Free`."""
         while self._finalized:
@@ -199,8 +202,9 @@ class Planner:
 
     def _free_program(self, program: Program, channel: int | None) -> None:
         program.free()
-        self._has_orphans |= program.broken
-        if channel is not None and not program.broken:
+        if program.broken:
+            self._orphans.append(program)
+        elif channel is not None:
             self._channels.give_back(channel)
 
     def close(self, free: Callable[[], object]) -> None:
@@ -222,37 +226,27 @@ class Planner:
         for exchange in self._count_exchanges.values():
             exchange.program.free()
         with progress_lock:
-            live = tuple(self._live)
-        for request in live:
-            if not request.active:
-                request.lapse()
+            idle = [request for request in self._live if not request.active]
+        for request in idle:
+            request.lapse()
         self._free_finalized()
         self._count_exchanges.clear()
         self._live.clear()
         self.transports.free()
         # MPI may reuse a freed context id: the next owner would match orphaned messages.
-        if not (self._has_orphans or self.cache.broken):
+        if not (self._orphans or self.cache.broken):
             self.comm.Free()
 
     @property
     def active(self) -> int:
-        """Number of active requests."""
         with progress_lock:
             return sum(request.active for request in self._live)
 
     # -------------------------------------------------------------------------------- binding and recycling
 
-    def _wire(
-        self,
-        call: Call,
-        choice: AlgorithmChoice,
-        form: Form,
-        channel: int | None = BLOCKING_CHANNEL,
-        itemsize: int = 1,
-        shared: bool = False,
-    ) -> Wire:
-        compiles = form == "persistent" or self.cache.compiles
-        return self.transports.wire(form, call_mark(call, choice), channel, itemsize, shared, compiles)
+    def _wire(self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, shared: bool = False) -> Wire:
+        mark, compiles = binding.call_mark(call, choice), form == "persistent" or self.cache.compiles
+        return self.transports.wire(form, mark, channel, call.unit.itemsize, shared, compiles)
 
     def _bind(
         self,
@@ -264,24 +258,25 @@ class Planner:
         channel: int | None = BLOCKING_CHANNEL,
         shared: bool = False,
     ) -> Program:
-        if needs_counts(call, choice):
-            wire = self._wire(call, choice, form, channel)
-            return bind_after_exchange(call, choice, self.rank, self.size, wire, device, first, self.nodes)
-        if choice.algorithm != NATIVE:
-            wire = self._wire(call, choice, form, channel, call.unit.itemsize, shared)
-            return bind_call(call, choice, self.rank, self.size, wire, device, first, self.nodes)
-        ends = buffer_ends(call, None)
-        steps = [*first, *ends.first], ends.last
-        program = native.program(self.comm, call, form, ends.source.array, ends.target.array, *steps)
-        program.references += ends.keep
-        return program
+        if choice.algorithm == NATIVE:
+            source, target, loading, storing = binding.buffer_ends(call, None)
+            return native.program(self.comm, call, form, source.array, target.array, [*first, *loading], storing)
+        exchanges = needs_counts(call, choice)
+        place = choice, self.rank, self.size, self._wire(call, choice, form, channel, shared and not exchanges)
+
+        def bind_known(call: Call) -> Program:
+            return binding.bind_call(call, *place, device, first, self.nodes)
+
+        if not exchanges:
+            return bind_known(call)
+        return bind_after_exchange(call, bind_count_exchange(call, *place, self.nodes), bind_known, device)
 
     def _exchange_counts(self, call: Call, choice: AlgorithmChoice) -> Call:
         """Exchange the counts of a blocking call. Collective."""
         key = call.collective, choice.algorithm, call.root
         exchange = self._count_exchanges.pop(key, None)  # put back after success only: messages may be active
         if exchange is None:
-            wire = self._wire(call, choice._replace(segments=1), "blocking")
+            wire = self._wire(call, choice._replace(segments=1), "blocking", BLOCKING_CHANNEL)
             exchange = bind_count_exchange(call, choice, self.rank, self.size, wire, self.nodes)
         exchange.load(call)
         self._run_or_poison(exchange.program)
@@ -292,8 +287,9 @@ class Planner:
 
     def _is_eager(self, call: Call, choice: AlgorithmChoice) -> bool:
         """True if the call is small, or a single exchange, and can use eager buffers."""
-        nbytes = max(buffer_spans(call)) * call.unit.itemsize
-        return fits_eager_buffers(call) and (nbytes <= longest() or self._is_single_exchange(call, choice, nbytes))
+        nbytes = max(binding.buffer_spans(call)) * call.unit.itemsize
+        short = nbytes <= binding.longest()
+        return binding.fits_eager_buffers(call) and (short or self._is_single_exchange(call, choice, nbytes))
 
     def _is_single_exchange(self, call: Call, choice: AlgorithmChoice, nbytes: int) -> bool:
         """True if this rank only sends one message and receives one: it then runs between the user's arrays."""
@@ -307,42 +303,28 @@ class Planner:
         return messages is not None and all(self.node.reaches(step.peer) for step in messages)
 
     def _bind_eager(self, call: Call, choice: AlgorithmChoice) -> EagerBuffers:
-        spans = buffer_spans(call)
+        spans = binding.buffer_spans(call)
         source = ElementArray.allocate(spans[0], call.unit)
         target = source if call.source is call.target else ElementArray.allocate(spans[1], call.unit)
         if choice.algorithm == NATIVE:
             program = native.program(self.comm, call, "blocking", source.array, target.array)
         else:
-            schedule = call_task(call, choice, self.rank, self.size, self.nodes)
-            wire = self._wire(call, choice, "blocking", itemsize=call.unit.itemsize)
-            program = bind(schedule, source, target, wire, reduce_kernel(call))
-        return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), changes_target(call))
+            task = binding.call_task(call, choice, self.rank, self.size, self.nodes)
+            wire = self._wire(call, choice, "blocking", BLOCKING_CHANNEL)
+            program = bind(task, source, target, wire, binding.reduce_kernel(call))
+        return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))
 
     def _recycle(self, key: Hashable, request: Request, program: Program) -> None:
         """End of a non-blocking call: keep its program for the next call with the same key."""
         self._live.discard(request)
         if program.broken:
-            self._has_orphans = True
             self._orphans.append(request)
-            return
-        if key is None:
+        elif key is None:
             program.free()
-            return
-        self._idle.add(key, program)
+        else:
+            self._idle.add(key, program)
 
     def _release(self, channel: int | None, request: Request, program: Program) -> None:
         with progress_lock:
             self._live.discard(request)
         self._free_program(program, channel)
-
-
-def program_key(call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None) -> Hashable:
-    """Key that the calls of one program share; with the addresses of their buffers if it is bound to them."""
-    source, target = call.source, call.target
-    return (
-        (call.collective, call.v_form, choice, call.lengths, call.unit, call.root, call.op, call.separate_output),
-        (tuple(call.send_blocks.items()), tuple(call.recv_blocks.items()), source is target),
-        None if device is None else device.number,
-        source.address if addresses and source is not None else None,
-        target.address if addresses and target is not None else None,
-    )

@@ -14,6 +14,7 @@ from collectives.buffers.staging import DeviceMemory
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
 from collectives.transport.wire import ExchangeSupport, Wire
+from collectives.types import Wait
 
 SOURCE, TARGET, SCRATCH, LANDING = range(4)
 """Memories of a program: the user's buffers, scratch for forwarded chunks, and landing memory for operands."""
@@ -68,8 +69,6 @@ class Program:
         Index of the next call, and of the first wait, where it is after `start`.
     nbytes
         Scratch memory of the program.
-    references
-        Objects kept alive until the program is freed.
     stream
         In-order queue of asynchronous local work: waited for before messages that depend on it start, and at the end.
     swap
@@ -86,19 +85,18 @@ class Program:
 
     def __init__(
         self,
-        calls: Sequence[Callable[[], object]],
-        tests: Sequence[Callable[[], bool] | None],
+        steps: Sequence[Callable[[], object] | Wait],
         wire: Wire,
         nbytes: int,
         keep: object,
         stream: DeviceMemory | None = None,
     ) -> None:
-        self.calls = tuple(calls)
-        self.tests = tuple(tests)
+        self.calls = tuple(step.wait if isinstance(step, Wait) else step for step in steps)
+        self.tests = tuple(step.test if isinstance(step, Wait) else None for step in steps)
         self.first = next((i for i, test in enumerate(self.tests) if test is not None), len(self.calls))
         self.opening, self.rest = self.calls[: self.first], self.calls[self.first :]
         self.position = self.first
-        self.references = [keep]
+        self._keep = keep
         self.wire = wire
         self.nbytes = nbytes
         self.stream = stream
@@ -138,7 +136,7 @@ class Program:
     def free(self) -> None:
         self.calls = self.opening = self.rest = (_freed,)
         self.tests = (None,)
-        self.references.clear()
+        self._keep = None
         self.wire.free()
 
 

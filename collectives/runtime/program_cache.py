@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import RanksDisagree
-from collectives.runtime.eager_buffers import SLOT, EagerBuffers, longest, program_of
+from collectives.runtime.binding import SLOT, EagerBuffers, longest, program_of
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, run_program
 from collectives.transport import compiled_exchange
@@ -117,8 +117,8 @@ class ProgramCache:
     ----------
     bound
         Programs, the oldest first, by the properties that calls of one program share.
-    by_shape, by_address
-        Ready calls by `CallKey.shape` and by `CallKey.address`.
+    ready
+        Calls by `CallKey.shape` or by `CallKey.address`.
     compiled
         Short calls that are one compiled function, looked up first.
     nbytes
@@ -130,8 +130,7 @@ class ProgramCache:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.bound: dict[Hashable, Program | EagerBuffers] = {}
-        self.by_shape: dict[tuple[Any, ...], CachedCall] = {}
-        self.by_address: dict[tuple[Any, ...], CachedCall] = {}
+        self.ready: dict[tuple[Any, ...], CachedCall] = {}
         self.compiled: dict[tuple[Any, ...], CompiledExchange] = {}
         self._compiled_from: dict[tuple[Any, ...], Program] = {}
         self._repeats = 0
@@ -173,12 +172,11 @@ class ProgramCache:
                     self.poison(error)
                     raise
                 return ()
-        address: tuple[Any, ...] | None = None
         if sends and receives:
-            s, r = sendbuf, recvbuf
+            s, r, address = sendbuf, recvbuf, None
             shape = (name, id(op), root, algorithm, segments, s.shape, s.dtype, r.shape, r.dtype)
             try:
-                cached = self.by_shape.get(shape)
+                cached = self.ready.get(shape)
             except TypeError:  # unhashable arguments: their validation reports the error
                 return UNCACHEABLE
             if cached is not None:
@@ -188,16 +186,15 @@ class ProgramCache:
                 if not (s.flags.forc and r.flags.forc):
                     return UNCACHEABLE
                 address = (*shape, _address(s), s.strides, _address(r), r.strides)
-                cached = self.by_address.get(address)
+                cached = self.ready.get(address)
                 if cached is not None and not r.flags.writeable:
                     return UNCACHEABLE
             if cached is None:
                 return CallKey((name, id(op), root, algorithm, segments), shape, address)
         else:
             key_of_one = _one_array_key(name, sendbuf, recvbuf, op, root, algorithm, segments)
-            address = key_of_one.address
             try:
-                cached = self.by_shape.get(key_of_one.shape) if address is None else self.by_address.get(address)
+                cached = self.ready.get(key_of_one.address or key_of_one.shape)
             except TypeError:
                 return UNCACHEABLE
             if cached is None:
@@ -236,42 +233,33 @@ class ProgramCache:
         `bound` is the key of its program in `bound`; `compile_call` compiles the call for such arrays, if possible.
         """
         entry = self.bound.get(bound)
-        if key is UNCACHEABLE or entry is None or len(self.by_shape) + len(self.by_address) >= 4 * MAX_PROGRAMS:
+        if key is UNCACHEABLE or entry is None or len(self.ready) >= 4 * MAX_PROGRAMS:
             return
         if id(op) not in _CONSTANTS:
             return  # user-defined, or a copy of a predefined one: after its end another object may get its id
         if not isinstance(entry, EagerBuffers):
             if key.address is not None:  # bound to addresses, so it cannot be found by shape
-                self.by_address[key.address] = CachedCall(None, entry.calls, None, None, None, entry, bound)
+                self.ready[key.address] = CachedCall(None, entry.calls, None, None, None, entry, bound)
             return
-        if any(type(array) is _ndarray and not array.flags.c_contiguous for array in (sendbuf, recvbuf)):
+        sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
+        s, r = sendbuf if sends else recvbuf, recvbuf if receives else sendbuf
+        if (sends or receives) and not (s.flags.c_contiguous and r.flags.c_contiguous):
             return
-        loaded = sendbuf if type(sendbuf) is _ndarray else recvbuf
-        load = _reshape_like(entry.source, loaded) if entry.loads else None
+        load = _reshape_like(entry.source, s) if entry.loads else None
         store = _reshape_like(entry.target, recvbuf) if entry.stores else None
         program, swap = entry.program, None
-        if program.swap is not None and type(sendbuf) is _ndarray and type(recvbuf) is _ndarray:
+        if program.swap is not None and sends and receives:
             swap = program.swap.bind_arrays(entry.source, entry.target, sendbuf, recvbuf)
-        if self.compiles:
-            self._compile(key.call, sendbuf, recvbuf, program, compile_call)
+        if self.compiles and (sends or receives) and s.ndim == r.ndim == 1 and s.dtype == r.dtype:
+            fused = compile_call(s, r, program)
+            if fused is not None:
+                other = () if sends and receives else (sends, type(recvbuf if sends else sendbuf))
+                compiled = *key.call, s.nbytes, s.dtype, *other
+                self.compiled[compiled], self._compiled_from[compiled] = fused, program
         calls, finish = program.calls, _final_reduction(program.calls, store)
         if finish is not None:
             calls = calls[:-1]
-        self.by_shape[key.shape] = CachedCall(swap, calls, load, store, finish, program, bound)
-
-    def _compile(
-        self, call: tuple[Any, ...], sendbuf: Any, recvbuf: Any, program: Program, compile_call: Compile
-    ) -> None:
-        """Add the compiled form of a call that is a single exchange."""
-        sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
-        s, r = sendbuf if sends else recvbuf, recvbuf if receives else sendbuf
-        if not (sends or receives) or s.ndim != 1 or r.ndim != 1 or s.dtype != r.dtype:
-            return
-        fused = compile_call(s, r, program)
-        if fused is not None:
-            other = () if sends and receives else (sends, type(recvbuf if sends else sendbuf))
-            key = *call, s.nbytes, s.dtype, *other
-            self.compiled[key], self._compiled_from[key] = fused, program
+        self.ready[key.shape] = CachedCall(swap, calls, load, store, finish, program, bound)
 
     def _count_repeat(self) -> None:
         """Count repeated short calls; at `COMPILE_AFTER` evict their programs, to be bound again and compiled."""
@@ -296,9 +284,8 @@ class ProgramCache:
         """Remove a program and all calls that use it; the caller frees it."""
         program = program_of(self.bound.pop(key))
         self.nbytes -= program.nbytes
-        for calls in (self.by_shape, self.by_address):
-            for known in [known for known, cached in calls.items() if cached.program is program]:
-                del calls[known]
+        for known in [known for known, cached in self.ready.items() if cached.program is program]:
+            del self.ready[known]
         for known in [known for known, its in self._compiled_from.items() if its is program]:
             del self.compiled[known], self._compiled_from[known]
         return program
@@ -309,13 +296,11 @@ class ProgramCache:
         self._clear()
 
     def _clear(self) -> None:
-        self.by_shape.clear()
-        self.by_address.clear()
+        self.ready.clear()
         self.compiled.clear()
         self._compiled_from.clear()
 
     def check_in_step(self) -> None:
-        """Raise RanksDisagree after a blocking call that was aborted."""
         if self.broken is not None:
             message = (
                 f"a blocking call was broken off on rank {self._rank} by {self.broken}; its messages may still arrive"
@@ -323,7 +308,6 @@ class ProgramCache:
             raise RanksDisagree(MPI.ERR_OTHER, f"{message}: go on with a new Communicator")
 
     def free(self) -> None:
-        """Free all programs."""
         for entry in self.bound.values():
             program_of(entry).free()
         self.bound.clear()
@@ -331,7 +315,6 @@ class ProgramCache:
 
 
 def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """View of a buffer with the dtype and shape of an array."""
     return buffer.view(np.uint8).view(array.dtype).reshape(array.shape)
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from traceback import walk_stack
 from types import TracebackType
 from typing import Any
 
@@ -24,9 +25,6 @@ from collectives.transport.memories import free_retired
 
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
-
-PERIOD = 0.01
-"""Seconds between two checks of these threads."""
 
 open_communicators: dict[int, Any] = {}
 """Communicators that hold resources, by order of creation."""
@@ -42,7 +40,7 @@ def close_all() -> None:
     if MPI.Is_finalized() or (_has_peers() and _aborts()):
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
     for comm in list(open_communicators.values()):
-        comm._close()
+        comm.close()
     for comm in list(open_communicators.values()):
         left = InvalidArgument(MPI.ERR_PENDING, f"{comm._closing.active} collectives are still under way")
         sys.excepthook(type(left), left, None)
@@ -106,20 +104,15 @@ def _await_threads(status: int) -> None:
                 with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
                     stream.flush()
             MPI.COMM_WORLD.Abort(status)
-        time.sleep(PERIOD)
+        time.sleep(0.01)
 
 
 def _threads_in_collectives() -> bool:
     """True if a non-daemon thread is inside this package."""
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            frame = frames.get(thread.ident or 0)
-            while frame is not None:
-                if (frame.f_globals.get("__package__") or "").partition(".")[0] == __package__.partition(".")[0]:
-                    return True
-                frame = frame.f_back
-    return False
+    others = {thread.ident for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread().ident}
+    stacks = [walk_stack(frame) for ident, frame in sys._current_frames().items() if ident in others]
+    modules = [frame.f_globals.get("__package__") or "" for stack in stacks for frame, _ in stack]
+    return any(module.partition(".")[0] == __package__.partition(".")[0] for module in modules)
 
 
 setattr(MPI, "_set_abort_status", _set_abort_status)  # noqa: B010

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from collectives.runtime.program import Program
@@ -27,7 +26,6 @@ _progress_count = 0
 
 
 def progress_count() -> int:
-    """Number of times that `progress` was called."""
     return _progress_count
 
 
@@ -63,12 +61,12 @@ def run_program(program: Program) -> None:
     else:
         with progress_lock:
             program.start()
-        progress_until(partial(_locked, program.advance))
 
+        def advance() -> bool:
+            with progress_lock:
+                return program.advance()
 
-def _locked(call: Callable[[], bool]) -> bool:
-    with progress_lock:
-        return call()
+        progress_until(advance)
 
 
 def with_progress_thread(call: Callable[[], Result]) -> Result:

@@ -18,17 +18,24 @@ from collectives.transport.wire import pause
 _acquire, _release_lock = progress_lock.acquire, progress_lock.release  # half the time of a with statement
 
 
-def wait_all(requests: Iterable[Request | MPI.Request]) -> None:
+def wait_all(requests: Iterable[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> Literal[True]:
     """Return when all requests are complete: Chorus's and mpi4py's, in any order. Raises if one of them was freed."""
     pending = list(requests)
-    while not test_all(pending):
+    while not test_all(pending, statuses):
         pause()
+    return True
 
 
-def test_all(requests: Sequence[Request | MPI.Request]) -> bool:
-    """True if all requests are complete; makes progress if not."""
+def test_all(requests: Sequence[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> bool:  # noqa: PT028
+    """True if all requests are complete, none of which is released before; makes progress if not."""
     progress()
-    return all([request.Test() for request in requests])  # every one: tests also progress MPI's own
+    if not all([request.Get_status() for request in requests]):  # every one: tests also progress MPI's own
+        return False
+    if statuses is not None:
+        statuses.extend(MPI.Status() for _ in range(len(requests) - len(statuses)))
+    for index, request in enumerate(requests):
+        request.Wait(None if statuses is None else statuses[index])
+    return True
 
 
 def start_all(requests: Iterable[Request]) -> None:
@@ -287,28 +294,7 @@ class Request:
             self._release(self, self.program)
 
     start, test, wait, free, cancel, get_status = Start, Test, Wait, Free, Cancel, Get_status
-    Startall = staticmethod(start_all)
-
-    @classmethod
-    def Waitall(
-        cls, requests: Sequence[Request | MPI.Request], statuses: list[MPI.Status] | None = None
-    ) -> Literal[True]:
-        """Return when all are complete; as for `wait_all`, of any kind."""
-        while not cls.Testall(requests, statuses):
-            pause()
-        return True
-
-    @classmethod
-    def Testall(cls, requests: Sequence[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> bool:
-        """True if all requests, of any kind, are complete; none is released before all are."""
-        progress()
-        if not all([request.Get_status() for request in requests]):
-            return False
-        if statuses is not None:
-            statuses.extend(MPI.Status() for _ in range(len(requests) - len(statuses)))
-        for index, request in enumerate(requests):
-            request.Wait(None if statuses is None else statuses[index])
-        return True
+    Startall, Waitall, Testall = staticmethod(start_all), staticmethod(wait_all), staticmethod(test_all)
 
     def _check(self, verb: str) -> None:
         if self.on_end is not None:

@@ -62,10 +62,8 @@ def as_single_exchange(task: Task) -> SingleExchange | None:
     unchanged = [chunk for chunk in sorted(task.target) if chunk in task.source and chunk not in written]
     copied = [chunk for chunk in unchanged if task.source[chunk] != task.target[chunk]]
     summed = [step for step in receives if isinstance(step, RecvReduce)]
-    out = _run(task.source, _chunks(sends))
-    into = _run(task.target, _chunks(receives))
-    mine = _run(task.source, _chunks(summed))
-    origin, goal = _run(task.source, copied), _run(task.target, copied)
+    out, into = _run(task.source, _chunks(sends)), _run(task.target, _chunks(receives))
+    mine, origin, goal = _run(task.source, _chunks(summed)), _run(task.source, copied), _run(task.target, copied)
     if out is None or into is None or mine is None or origin is None or goal is None:
         return None
     first = mine[0] if summed else None

@@ -21,9 +21,6 @@ from collectives.transport.wire import Wire
 BLOCKING_CHANNEL = 0
 """Channel of the node's mailboxes for blocking calls."""
 
-BLOCKING_TAG = 0
-"""Tag of blocking calls, of which a communicator runs one at a time; every other call has its own."""
-
 
 class Transports:
     """Transports of the programs of one communicator. Creation is collective.
@@ -63,7 +60,6 @@ class Transports:
         return 1 + self._nonblocking_calls % (self._tags - 1)
 
     def consume_persistent_tag(self) -> None:
-        """Advance the tag of `wire` for the next persistent request."""
         self._persistent_requests += 1
 
     def wire(
@@ -81,7 +77,8 @@ class Transports:
         """
         if form == "nonblocking":
             return ImmediateTransport(self._comm)
-        tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else BLOCKING_TAG
+        # Blocking calls share tag 0, as a communicator runs one at a time; every other call has its own.
+        tag = self._tags + self._persistent_requests % self._tags if form == "persistent" else 0
         network = PersistentTransport(self._comm, tag)
         if self.node is None or channel is None or (itemsize > self.node.cells[channel] and not self.node.reads):
             return network

@@ -46,4 +46,4 @@ def comm(request, world, cupy):
         pytest.skip("this MPI does not say that it is CUDA-aware")
     made = Communicator(world, cuda_aware=direct)
     yield made
-    made._close()
+    made.close()

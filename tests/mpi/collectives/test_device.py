@@ -16,7 +16,7 @@ def aware(request, gpu, world):
     gpu.private = not request.param
     comm = Communicator(world, cuda_aware=request.param)
     yield comm
-    comm._close()
+    comm.close()
 
 
 def on_device(array):

@@ -39,7 +39,7 @@ def test_programs_of_blocking_calls_are_bounded(own):
     for n in range(1, kept.MAX_PROGRAMS + 100):
         own.Bcast(arrays[0][:n])
     assert len(own._planner.cache.bound) <= kept.MAX_PROGRAMS
-    assert len(own._planner.cache.by_shape) <= 4 * kept.MAX_PROGRAMS
+    assert len(own._planner.cache.ready) <= 4 * kept.MAX_PROGRAMS
     own.Allreduce(arrays[0], total[:1000])
     assert (total[:1000] == size).all()
 

@@ -15,8 +15,8 @@ from support.exchange_cases import ENTRIES, FORMS, TABLE, Exchange, Question, pe
 
 from collectives import Communicator
 from collectives.errors import InvalidArgument, OutOfMemory
+from collectives.runtime import binding
 from collectives.runtime import call as calls
-from collectives.runtime import eager_buffers
 from collectives.transport import mailbox, shared_heap, shm
 
 
@@ -375,7 +375,7 @@ def pool(comm, blocks, nbytes):
     return lambda wanted: arrays.pop() if wanted <= nbytes and arrays else None
 
 
-LIMITS = (mailbox.INLINE, eager_buffers.SLOT, shm.RENDEZVOUS_BYTES, eager_buffers.SWAPPED, mailbox.CELL, shm.STREAMED)
+LIMITS = (mailbox.INLINE, binding.SLOT, shm.RENDEZVOUS_BYTES, binding.SWAPPED, mailbox.CELL, shm.STREAMED)
 
 
 def mixed(comm, which, line, n, dtype, root, in_place):

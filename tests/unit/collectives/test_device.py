@@ -205,7 +205,7 @@ def test_scratch_lies_on_the_device(gpu):
     call, lane = binding.as_device_call(calls.reduce(x, None, MPI.SUM, 0, 2, 4))
     program = binding.bind_call(call, AlgorithmChoice("mst"), 2, 4, GpuHub(4).wire(2), lane)
     assert program.nbytes > 0
-    memories = program._references[0]
+    memories = program._keep
     assert all(isinstance(memory.array, cupy.ndarray) for memory in memories)
     assert sum(memory.array.nbytes for memory in memories[2:]) == program.nbytes
 

@@ -10,6 +10,7 @@ from collectives.runtime.native_requests import new_request
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests
 from collectives.runtime.requests import Request
+from collectives.types import Wait
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -21,7 +22,7 @@ class _NoWire:
 
 def request(test):
     """A request that is over when the test says so."""
-    program = Program([lambda: None, lambda: None], [None, test], _NoWire(), 0, None)
+    program = Program([lambda: None, Wait(lambda: None, test)], _NoWire(), 0, None)
     return new_request("test", program, lambda *_: None, None)
 
 
@@ -68,7 +69,7 @@ def test_an_error_of_a_persistent_one_beside_it():
             return False
         raise ArithmeticError("no such sum")
 
-    program = Program([lambda: None, lambda: None], [None, breaks], _NoWire(), 0, None)
+    program = Program([lambda: None, Wait(lambda: None, breaks)], _NoWire(), 0, None)
     bound = Request("test", program, lambda *_: None, None, persistent=True)
     bound.Start()
     beside = request(lambda: not bound.active)

@@ -9,6 +9,7 @@ from collectives.errors import RanksDisagree
 from collectives.runtime.program import Program
 from collectives.runtime.progress import active_requests, progress
 from collectives.runtime.requests import Request
+from collectives.types import Wait
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -19,7 +20,7 @@ class _NoWire:
 
 
 def request(test, wait=lambda: None, persistent=False):
-    program = Program([lambda: None, wait], [None, test], _NoWire(), 0, None)
+    program = Program([lambda: None, Wait(wait, test)], _NoWire(), 0, None)
     return Request("test", program, lambda *_: None, None, persistent)
 
 
