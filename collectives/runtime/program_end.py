@@ -21,7 +21,6 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
 from collectives.runtime.native_requests import end_helper
-from collectives.transport.memories import free_retired
 
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
@@ -45,7 +44,6 @@ def close_all() -> None:
         left = InvalidArgument(MPI.ERR_PENDING, f"{comm._closing.active} collectives are still under way")
         sys.excepthook(type(left), left, None)
         comm._release()
-    free_retired()
 
 
 def _has_peers() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
@@ -25,9 +26,10 @@ BLOCKING_CHANNEL = 0
 class Transports:
     """Transports of the programs of one communicator. Creation is collective.
 
-    Ranks of one node share memory if `shared`, but not with device memory (`aware`, by default if MPI supports it, on
-    all ranks): no rank knows where its peers' messages are, and both ends of a message must use the same transport.
-    `nodes`, the node of every rank, is by default determined by MPI; afterwards it is None if all are on one.
+    Ranks of one node share memory if `shared` and the system permits it on all nodes, but not with device memory
+    (`aware`, by default if MPI supports it, on all ranks): no rank knows where its peers' messages are, and both ends
+    of a message must use the same transport. `nodes`, the node of every rank, is by default determined by MPI;
+    afterwards it is None if all are on one.
     """
 
     def __init__(self, comm: MPI.Intracomm, aware: bool | None, shared: bool, nodes: Sequence[int] | None) -> None:
@@ -36,9 +38,12 @@ class Transports:
         neighbours = _neighbours(comm, named)
         self.nodes = named if nodes is not None else numbered(comm.allgather(neighbours.bcast(comm.Get_rank())))
         self.aware = bool(reduced(comm, cuda_aware() if aware is None else aware, MPI.LAND))
-        shares = shared and not self.aware
-        self.heap = SharedHeap(comm, neighbours if shares else None)
-        self.node = NodeMemory(neighbours, comm.Get_rank(), self.heap) if shares else None
+        self.heap = SharedHeap(comm, None)
+        self.node: NodeMemory | None = None
+        if shared and not self.aware:
+            heap = SharedHeap(comm, neighbours)
+            with suppress(OSError):
+                self.node, self.heap = NodeMemory(neighbours, comm, heap), heap
         if self.node is None:
             neighbours.Free()
         self.edges: dict[int, dict[int, MailboxEdge]] = defaultdict(dict)

@@ -16,9 +16,10 @@ found set, and before it is acknowledged.
 from __future__ import annotations
 
 import os
-import shutil
+import platform
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,8 @@ from mpi4py import MPI
 
 from collectives.errors import Mismatch, mismatch
 from collectives.transport.cross_memory import CrossMemoryAttach
-from collectives.transport.memories import Memories
 from collectives.transport.reduced import reduced
-from collectives.transport.shared_heap import SharedHeap
+from collectives.transport.shared_heap import SharedHeap, map_all
 from collectives.transport.wire import pause
 
 LINE = 64
@@ -61,7 +61,7 @@ CHANNELS = 32
 """Streams with mailboxes of their own: the first for blocking calls, the others for persistent ones."""
 
 BUDGET = 1 << 22
-"""Bytes of cells per rank; less if the node has little shared memory."""
+"""Bytes of cells per rank."""
 
 SPINS = 4000
 """Polls of a flag before the core is yielded, if every rank has a core of its own."""
@@ -89,14 +89,6 @@ def usable_cores() -> set[int]:
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _shared_memory() -> int:
-    """Free bytes of shared memory on the node; containers often have little."""
-    try:
-        return shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return 4 * BUDGET  # unknown on this system
-
-
 def label(nbytes: int, mark: int) -> int:
     """Label of a message whose data is in the slot."""
     return mark * LENGTHS + (nbytes if nbytes <= INLINE else IN_CELL)
@@ -108,31 +100,39 @@ def address_label(addresses: int, mark: int) -> int:
 
 
 class NodeMemory:
-    """Mailboxes of the ranks of a node, in shared memory. Creation is collective; `free` also frees `comm`.
+    """Mailboxes of the ranks of a node, in shared memory. `free` also frees `comm`, the communicator of the node.
 
-    Peers are named by their rank in the communicator of all nodes, `rank` for this one. `bytes`, `words` and
-    `addresses` are the mailboxes that each rank of the node writes, as bytes, as 8-byte words, and their addresses
-    here. `reads`: all ranks may read each other's memory. `backlog`: edges with sends that wait for a free slot.
+    Creation is collective over `everyone`, all ranks of all nodes; OSError on all of them if some may not map their
+    neighbours' memory. Peers are named by their rank in `everyone`. `bytes`, `words` and `addresses` are the mailboxes
+    that each rank of the node writes, as bytes, as 8-byte words, and their addresses here. `fence` is None on
+    processors that keep stores and loads in order. `reads`: all ranks may read each other's memory. `backlog`: edges
+    with sends that wait for a free slot.
     """
 
-    def __init__(self, comm: MPI.Intracomm, rank: int, heap: SharedHeap) -> None:
+    def __init__(self, comm: MPI.Intracomm, everyone: MPI.Intracomm, heap: SharedHeap) -> None:
         self.comm, self.heap = comm, heap
         self.place, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        neighbours = self.comm.allgather((rank, os.getpid()))
+        neighbours = self.comm.allgather((everyone.Get_rank(), os.getpid()))
         self.places = {rank: place for place, (rank, _) in enumerate(neighbours)}
         self.readers = [CrossMemoryAttach(pid) for _, pid in neighbours]
         self.oversubscribed = len(usable_cores()) < self.size
         self.spins = 30 if self.oversubscribed else SPINS
-        budget = reduced(self.comm, min(BUDGET, _shared_memory() // (4 * self.size)), MPI.MIN)
-        self.cells = [min(CELL, max(256, budget // (CELLS * self.size) // LINE * LINE))]
-        self.cells += [max(256, budget // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
+        self.cells = [min(CELL, max(256, BUDGET // (CELLS * self.size) // LINE * LINE))]
+        self.cells += [max(256, BUDGET // (CHANNELS * CELLS * self.size) // LINE * LINE)] * (CHANNELS - 1)
         self.box = LINE * (SLOTS + 1)
         offsets = [0]
         for cell in self.cells:
             offsets.append(offsets[-1] + self.size * (self.box + CELLS * cell))
         self.offsets = offsets
-        self._memories = Memories(self.comm, offsets[-1])
-        self.bytes, self.fence = self._memories.views, self._memories.fence
+        self.bytes = map_all(self.comm, offsets[-1])
+        if not reduced(everyone, bool(self.bytes), MPI.LAND):
+            raise OSError("the ranks of a node may not map each other's memory")
+        self._window: MPI.Win | None = None
+        self.fence: Callable[[], object] | None = None
+        if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
+            self._window = MPI.Win.Allocate_shared(8, 1, comm=MPI.COMM_SELF)  # only for its Sync
+            self._window.Lock_all(MPI.MODE_NOCHECK)
+            self.fence = self._window.Sync
         self.addresses = [MPI.Get_address(memory) for memory in self.bytes]
         self.words = [memory.data.cast("B").cast("q") for memory in self.bytes]
         for channel in range(CHANNELS):  # flags and acknowledgements only: pages of cells are allocated on first use
@@ -175,7 +175,9 @@ class NodeMemory:
         for words in self.words:
             words.release()
         self.words, self.bytes = [], []
-        self._memories.free()
+        if self._window is not None:
+            self._window.Unlock_all()
+            self._window.Free()
         self.comm.Free()
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import weakref
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -261,6 +262,22 @@ def map_segments(comm: MPI.Intracomm, descriptor: int, mine: HeapSegment | None)
     segments = [_segment(*offer) for offer in offers]
     able = all(segment is not None or not offer[3] for segment, offer in zip(segments, offers, strict=True))
     return segments if reduced(comm, able, MPI.LAND) else None
+
+
+def map_all(comm: MPI.Intracomm, nbytes: int) -> list[np.ndarray]:
+    """Map `nbytes` zeroed bytes of every rank; empty on all ranks if one cannot map another's. Collective.
+
+    Unlike MPI's shared windows, these are freed by each rank on its own, in any order.
+    """
+    mine, descriptor = None, -1
+    with suppress(OSError, ValueError):
+        descriptor, memory = anonymous_memory(nbytes)
+        mine = HeapSegment(0, np.frombuffer(memory, np.uint8))
+    segments = map_segments(comm, descriptor, mine) or []
+    if descriptor >= 0:
+        os.close(descriptor)
+    views = [segment.memory for segment in segments if segment is not None]
+    return views if len(views) == comm.Get_size() else []
 
 
 def _segment(pid: int, descriptor: int, base: int, nbytes: int, token: bytes) -> HeapSegment | None:

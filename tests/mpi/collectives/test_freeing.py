@@ -12,7 +12,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.errors import InvalidArgument, NotCopied
 from collectives.runtime.program_end import open_communicators
-from collectives.transport import memories
+from collectives.transport import mailbox
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,11 +34,11 @@ def turned(items, rank):
     return items[::-1] if rank % 2 else items
 
 
-@pytest.fixture(params=["shared", "windows", "apart", "debug"])
+@pytest.fixture(params=["shared", "unmapped", "apart", "debug"])
 def settings(request, monkeypatch):
-    """Keywords of a Communicator; "windows" are what it has where ranks may not map each other's memory."""
-    if request.param == "windows":
-        monkeypatch.setattr(memories, "_mapped", lambda comm, nbytes: None)
+    """Keywords of a Communicator; "unmapped": ranks may not map each other's memory."""
+    if request.param == "unmapped":
+        monkeypatch.setattr(mailbox, "map_all", lambda comm, nbytes: [])
     return {"apart": {"shared": False}, "debug": {"debug": True}}.get(request.param, {})
 
 
@@ -106,20 +106,6 @@ def test_memory_is_given_back(world):
             comm.Free()
         del made, comm
         assert _mappings() <= before
-
-
-def test_buried_windows_are_freed_when_their_ranks_meet_again(world, monkeypatch):
-    monkeypatch.setattr(memories, "_mapped", lambda comm, nbytes: None)
-    memories._free_common(world)
-    before = len(memories._retired)
-    for _ in range(4):
-        made = [Communicator(world.Dup()) for _ in range(3)]
-        for comm in turned(made, world.Get_rank()):
-            works(comm) if world.Get_size() == 1 else None
-            comm.Free()
-        assert len(memories._retired) <= before + 3
-    memories._free_common(world)
-    assert len(memories._retired) == before
 
 
 # ------------------------------------------------------------------------------------------ operations under way

@@ -86,7 +86,7 @@ def test_contract(world, monkeypatch, kind, program):
     own = world.Dup()
     neighbours = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED))
     heap = SharedHeap(own, neighbours)
-    node = NodeMemory(neighbours, own.Get_rank(), heap)
+    node = NodeMemory(neighbours, own, heap)
     wire = WIRES[kind](own, node)
     program(world.rank, world.size, wire)
     wire.free()
