@@ -28,10 +28,6 @@ from collectives.buffers.datatypes import ElementType, datatype_name, dense_elem
 from collectives.buffers.memory import MemoryView, memory_of
 from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType
 
-__all__ = ["Buffer", "blocks", "blocks_v", "numbers", "vector"]
-
-_ndarray, _address = np.ndarray, MPI.Get_address
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class Buffer:
@@ -74,11 +70,7 @@ def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
     writable
         True if the call writes to it.
     """
-    if type(spec) is _ndarray:
-        buffer = _dense_array(spec, 1, writable)
-        if buffer is not None:
-            return buffer
-    return _equal_blocks(spec, 1, name, writable)
+    return blocks(spec, 1, name, writable)
 
 
 def blocks(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
@@ -86,7 +78,7 @@ def blocks(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
 
     Takes the forms of `vector`. A count is that of one block, as in MPI; without one the blocks share all elements.
     """
-    if type(spec) is _ndarray:
+    if type(spec) is np.ndarray:
         buffer = _dense_array(spec, size, writable)
         if buffer is not None:
             return buffer
@@ -105,7 +97,7 @@ def _dense_array(array: np.ndarray, size: int, writable: bool) -> Buffer | None:
         return None
     dtype, datatype, itemsize, extent = element[:4]
     return Buffer(
-        *(_address(array), array.nbytes, count, block, dtype, datatype, itemsize, extent),
+        *(MPI.Get_address(array), array.nbytes, count, block, dtype, datatype, itemsize, extent),
         *(None, None, readonly, False, True, array),
     )
 

@@ -68,17 +68,6 @@ def shape_and_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
     return lengths, element
 
 
-def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
-    """NumPy dtype of one packed element of a predefined datatype (or a duplicate of one), else None.
-
-    ``MPI.BYTE`` is uint8, ``MPI.CHAR`` S1, ``MPI.DOUBLE_INT`` has fields ``val`` and ``loc`` in 12 bytes.
-
-    >>> numpy_dtype(MPI.FLOAT)
-    dtype('float32')
-    """
-    return element_of(datatype).dtype
-
-
 def kind(dtype: np.dtype[Any]) -> str:
     """``dtype.kind``, with the numeric kind of ml_dtypes' types: ``"f"`` for bfloat16, ``"i"`` for int4.
 
@@ -93,7 +82,11 @@ def kind(dtype: np.dtype[Any]) -> str:
 
 
 def element_of(datatype: MPI.Datatype, name: str = "datatype") -> ElementType:
-    """Element type of any MPI datatype."""
+    """Element type of any MPI datatype.
+
+    >>> element_of(MPI.FLOAT).dtype
+    dtype('float32')
+    """
     element = _elements_by_handle.get(datatype.handle)
     if element is not None:
         return element

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["DLPackTensor", "read"]
-
 CPU = 1
 HOST_ACCESSIBLE = frozenset({CPU, 3, 11, 13})  # CUDA pinned, ROCm pinned, CUDA managed
 _READ_ONLY = 1

@@ -22,9 +22,7 @@ class MemoryView(NamedTuple):
     owner: object
 
 
-_ndarray = np.ndarray
 InPlace = type(MPI.IN_PLACE)
-address_of = MPI.Get_address
 
 
 def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryView:
@@ -36,7 +34,7 @@ def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryVi
     if isinstance(obj, InPlace):  # supports the buffer protocol, with no bytes
         raise InvalidType(MPI.ERR_BUFFER, f"{name}: MPI.IN_PLACE is not allowed here")
     element = None if datatype is None else _element_or_code(datatype, name)
-    if isinstance(obj, _ndarray):
+    if isinstance(obj, np.ndarray):
         if obj.dtype.hasobject:
             message = f"{name}: an array of Python objects (dtype {obj.dtype}) has no bytes that could be sent"
             raise UnknownDatatype(MPI.ERR_TYPE, message)
@@ -45,7 +43,7 @@ def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryVi
         if writable and not obj.flags.writeable:
             raise _read_only(name, "the array")
         found = element_of_dtype(obj.dtype, name) if element is None else element
-        return MemoryView(address_of(obj), obj.nbytes, found, not obj.flags.writeable, False, obj)
+        return MemoryView(MPI.Get_address(obj), obj.nbytes, found, not obj.flags.writeable, False, obj)
     try:
         memory = memoryview(obj)
     except TypeError:
@@ -58,7 +56,7 @@ def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryVi
         if writable and memory.readonly:
             raise _read_only(name, f"an object of type {type(obj).__name__!r}")
         found = element_of_format(memory.format, name) if element is None else element
-        return MemoryView(address_of(memory), memory.nbytes, found, memory.readonly, False, memory)
+        return MemoryView(MPI.Get_address(memory), memory.nbytes, found, memory.readonly, False, memory)
     interface = cuda_interface(obj)
     if interface is not None:
         return _cuda_array(obj, interface, element, name, writable)

@@ -34,8 +34,6 @@ from collectives.buffers.datatypes import element_of
 from collectives.buffers.memory import cuda_interface
 from collectives.types import Wait
 
-__all__ = ["DeviceMemory", "DeviceStaging", "OwnedDatatype", "PackedStaging", "Staging", "device_of", "stage"]
-
 Calls = Sequence[Callable[[], object] | Wait]
 """Calls and waits in order; a `Wait` may be tested until it is complete instead."""
 
@@ -145,7 +143,7 @@ class DeviceStaging(Staging):
     __slots__ = ("_address", "_device", "_mirror", "_packed", "_runs")
 
     def __init__(self, buffer: Buffer, load: bool, store: bool) -> None:
-        self._device = device_of(buffer.owner)
+        self._device = DeviceMemory(buffer.owner)
         self._packed: PackedStaging | None = None
         if buffer.contiguous:
             self._address = buffer.address
@@ -214,7 +212,7 @@ _LEGACY = 1
 
 
 class DeviceMemory:
-    """A CUDA device through CuPy, which is imported only here, and one stream on it, which orders all work.
+    """CUDA device of an array, through CuPy, which is imported only here, and its stream, which orders all work.
 
     Neither the host nor the stream waits for other streams, except for those that `follow` names. `number` is the
     device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last `mark`.
@@ -326,8 +324,3 @@ class DeviceMemory:
     def _copy(self, target: int, source: int, nbytes: int, direction: int) -> None:
         with self._device:
             self._cuda.runtime.memcpyAsync(target, source, nbytes, direction, self._stream.ptr)
-
-
-def device_of(array: Any) -> DeviceMemory:
-    """Device of an array, with the array's stream."""
-    return DeviceMemory(array)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from collectives.algorithms.catalog import blocks, build
 from collectives.buffers.arguments import Buffer
 from collectives.buffers.memory import view
-from collectives.buffers.staging import DeviceMemory, device_of, stage
+from collectives.buffers.staging import DeviceMemory, stage
 from collectives.errors import InvalidArgument
 from collectives.runtime.binder import bind
 from collectives.runtime.call import Blocks, Call, staged
@@ -147,7 +147,7 @@ def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
     ends = call.buffers
     if not ends or not all(buffer.device and buffer.contiguous for buffer in ends):
         return None
-    device = device_of(ends[0].owner)
+    device = DeviceMemory(ends[0].owner)
     if not all(device.holds(buffer.owner) for buffer in ends[1:]):
         return None
     kernel = call.combine and on_device(call.combine, call.unit, device)

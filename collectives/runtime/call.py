@@ -19,7 +19,7 @@ from mpi4py import MPI
 from collectives.buffers import arguments
 from collectives.buffers.arguments import Buffer
 from collectives.buffers.memory import InPlace
-from collectives.buffers.staging import DeviceMemory, device_of
+from collectives.buffers.staging import DeviceMemory
 from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType
 from collectives.runtime.ops import Combiner, combine
 
@@ -98,7 +98,7 @@ def staged(buffer: Buffer) -> bool:
 
 def call_device(call: Call) -> DeviceMemory | None:
     """Device of the call's arrays, None for host memory."""
-    return next((device_of(buffer.owner) for buffer in call.buffers if buffer.device), None)
+    return next((DeviceMemory(buffer.owner) for buffer in call.buffers if buffer.device), None)
 
 
 def _root(root: Any, size: int) -> int:

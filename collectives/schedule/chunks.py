@@ -38,26 +38,10 @@ class ChunkLayout(NamedTuple):
         """Layout of contiguous chunks."""
         return cls(tuple(lengths), tuple(accumulate(lengths[:-1], initial=0)) if lengths else ())
 
-    @property
-    def elements(self) -> int:
-        """Total number of elements."""
-        return sum(self.lengths)
-
     def length(self, chunks: Chunks) -> int:
         """Number of elements in `chunks`; scratch chunks count too."""
         count = len(self.lengths)
         return sum(self.lengths[chunk % count] for part in chunks for chunk in part)
-
-    def cut(self, segments: int) -> ChunkLayout:
-        """Layout with every chunk cut in `segments` pieces: chunk ``c`` becomes chunks ``c * segments ...``."""
-        lengths: list[int] = []
-        offsets: list[int] = []
-        for length, offset in zip(self.lengths, self.offsets, strict=True):
-            for piece in even(length, segments):
-                lengths.append(piece)
-                offsets.append(offset)
-                offset += piece
-        return ChunkLayout(tuple(lengths), tuple(offsets))
 
 
 class MemorySpan(NamedTuple):

@@ -221,22 +221,6 @@ def best_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) ->
     return segments, best
 
 
-class _Factors(NamedTuple):
-    """An algorithm's formulas as numbers: factors of alpha, n beta and n gamma, and those of the busiest rank."""
-
-    rounds: float
-    beta: float
-    gamma: float
-    volume: float
-    combined: float
-
-
-@lru_cache(maxsize=4096)
-def _factors(entry: catalog.Algorithm, size: int, segments: int) -> _Factors:
-    of = (entry.rounds, entry.beta or entry.volume, entry.gamma or entry.combined, entry.volume, entry.combined)
-    return _Factors(*(float(catalog.evaluate(each, size, segments)) for each in of))
-
-
 def formula(collective: str, name: str, size: int, nbytes: int, segments: int, wire: UniformNetwork) -> float:
     """Seconds by the catalogue's formulas, for an algorithm that does not use the topology.
 
@@ -244,17 +228,17 @@ def formula(collective: str, name: str, size: int, nbytes: int, segments: int, w
     algorithm that cuts the data itself count segments. In all others segments follow one another through the busiest
     rank: each after the first costs its messages once more, and only the first waits for the whole path.
     """
-    entry = catalog.find(collective, name)
     if size == 1:
         return 0.0
-    if entry.cuts:
-        waited, moved, added, *_ = _factors(entry, size, segments)
-    else:
-        f = _factors(entry, size, 1)
-        messages = f.rounds * f.volume / f.beta if f.beta else f.rounds
-        waited = f.rounds + (segments - 1) * messages
-        moved = f.volume + (f.beta - f.volume) / segments
-        added = f.combined + (f.gamma - f.combined) / segments
+    entry = catalog.find(collective, name)
+    formulas = (entry.rounds, entry.beta or entry.volume, entry.gamma or entry.combined, entry.volume, entry.combined)
+    waited, moved, added, volume, combined = (
+        float(catalog.evaluate(each, size, segments if entry.cuts else 1)) for each in formulas
+    )
+    if not entry.cuts:
+        waited += (segments - 1) * (waited * volume / moved if moved else waited)
+        moved = volume + (moved - volume) / segments
+        added = combined + (added - combined) / segments
     return waited * wire.alpha + nbytes * (moved * wire.beta + added * wire.gamma)
 
 

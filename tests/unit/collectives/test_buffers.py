@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from collectives.buffers import dlpack
 from collectives.buffers.arguments import Buffer, blocks, blocks_v, numbers, vector
-from collectives.buffers.datatypes import PAIRS, kind, numpy_dtype
+from collectives.buffers.datatypes import PAIRS, element_of, kind
 from collectives.buffers.memory import view
 from collectives.buffers.staging import PackedStaging
 from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType, UnknownDatatype
@@ -95,7 +95,7 @@ def test_plain_array(dtype, shape):
             assert payload(b) == x.tobytes()
         if dtype not in SMALL:
             assert b.datatype.Get_size() == dtype.itemsize
-            assert numpy_dtype(b.datatype) == dtype
+            assert element_of(b.datatype).dtype == dtype
         elif dtype != np.dtype("e"):
             assert b.datatype is None
 
@@ -157,7 +157,7 @@ def test_any_buffer(neighbours, name, writable):
     b = vector(obj, "x", writable)
     expected = memoryview(obj).tobytes()
     assert payload(b) == expected and b.nbytes == len(expected) and b.contiguous
-    assert b.dtype == numpy_dtype(b.datatype) and b.dtype.itemsize == b.itemsize
+    assert b.dtype == element_of(b.datatype).dtype and b.dtype.itemsize == b.itemsize
     out = bytearray(b.nbytes)
     neighbours(1).Neighbor_alltoall(obj, [out, b.count, b.datatype])  # the same count and type for mpi4py
     assert out == expected
@@ -260,18 +260,24 @@ def test_every_predefined_datatype():
             continue
         if datatype.Get_size() == 0:  # Open MPI has names for some Fortran types that it lacks
             with pytest.raises(InvalidType, match="this MPI library has no"):
-                numpy_dtype(datatype)
+                element_of(datatype)
             continue
-        dtype = numpy_dtype(datatype)
+        dtype = element_of(datatype).dtype
         assert dtype.itemsize == datatype.Get_size(), name
         assert (dtype.names is None) == (
             not name.endswith(("_INT", "TWOINT")) or name in ("UNSIGNED_INT", "SIGNED_INT", "F_INT")
         ), name
         b = vector([np.zeros(64, "u1"), 2, datatype], name)
         assert b.contiguous == (datatype.Get_size() == datatype.Get_extent()[1])
-    assert numpy_dtype(MPI.INT) == "i4" and numpy_dtype(MPI.BYTE) == "u1" and numpy_dtype(MPI.CHAR) == "S1"
-    assert numpy_dtype(MPI.AINT) == "i8" and numpy_dtype(MPI.C_BOOL) == "?" and numpy_dtype(MPI.REAL8) == "f8"
-    assert numpy_dtype(MPI.Datatype.Create_f90_real(15, 300)) == "f8"
+    assert (
+        element_of(MPI.INT).dtype == "i4" and element_of(MPI.BYTE).dtype == "u1" and element_of(MPI.CHAR).dtype == "S1"
+    )
+    assert (
+        element_of(MPI.AINT).dtype == "i8"
+        and element_of(MPI.C_BOOL).dtype == "?"
+        and element_of(MPI.REAL8).dtype == "f8"
+    )
+    assert element_of(MPI.Datatype.Create_f90_real(15, 300)).dtype == "f8"
 
 
 def test_derived_datatypes(datatypes):
@@ -293,7 +299,7 @@ def test_a_datatype_may_reach_beyond_its_extent(datatypes):
 def test_a_duplicate_of_a_predefined_type_is_that_type():
     twice = MPI.DOUBLE_INT.Dup()
     again = twice.Dup()
-    assert numpy_dtype(again) == numpy_dtype(MPI.DOUBLE_INT)
+    assert element_of(again).dtype == element_of(MPI.DOUBLE_INT).dtype
     twice.Free()
     again.Free()
 

@@ -54,24 +54,6 @@ def test_even_with_a_grain_starts_every_part_on_it(elements, parts, grain):
         assert lengths == even(elements, parts)
 
 
-@fast
-@given(st.lists(st.integers(0, 20)), st.integers(1, 5))
-def test_layouts_are_packed_and_cuts_stay_inside_their_chunk(lengths, segments):
-    layout = ChunkLayout.packed(lengths)
-    assert layout.elements == sum(lengths)
-    assert all(a + length == b for (a, b), length in zip(pairwise(layout.offsets), lengths))
-    pieces = layout.cut(segments)
-    assert len(pieces.lengths) == segments * len(lengths)
-    for chunk, (length, offset) in enumerate(zip(*layout)):
-        mine = slice(chunk * segments, (chunk + 1) * segments)
-        assert pieces.lengths[mine] == even(length, segments)
-        assert pieces.offsets[mine] == tuple(accumulate(pieces.lengths[mine][:-1], initial=offset))
-
-
-def test_cuts_keep_the_gaps_between_chunks():
-    assert ChunkLayout((5, 2), (10, 3)).cut(2) == ChunkLayout((3, 2, 1, 1), (10, 13, 3, 4))
-
-
 def test_a_layout_measures_scratch_like_the_chunks_it_mirrors():
     layout = ChunkLayout.packed((5, 3, 2))
     assert layout.length(NOTHING) == 0
