@@ -27,7 +27,7 @@ except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library tha
 
 from collectives.communicator import Communicator
 from collectives.runtime.requests import Request, start_all, test_all, wait_all
-from collectives.selection.queries import algorithms, predict
+from collectives.selection.select import algorithms, predict
 
 __version__ = "0.1.0"
 """Version of the distribution chorus-mpi; pyproject.toml reads it from here."""

@@ -19,8 +19,7 @@ from collectives.benchmark.cases import CASES, DTYPES, CaseBuffers, elements, ev
 from collectives.benchmark.measure import enter, race_entries
 from collectives.schedule.topology import Nodes
 from collectives.selection.cost_model import Costs, uniform_network
-from collectives.selection.queries import has_local_counts
-from collectives.selection.select import formula
+from collectives.selection.select import formula, has_local_counts
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Row
 
 PINGS = (8, 4096, 65536, 1 << 20, 1 << 22)

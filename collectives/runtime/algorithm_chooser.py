@@ -14,8 +14,7 @@ from collectives.runtime.call import Call
 from collectives.runtime.ops import is_commutative
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection import select
-from collectives.selection.queries import catalog_name, has_local_counts
-from collectives.selection.select import CallTraits, Selection, Selector
+from collectives.selection.select import CallTraits, Selection, Selector, catalog_name, has_local_counts
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
 
 

@@ -36,6 +36,9 @@ NATIVE_BYTES = 1 << 31
 """Bytes from which counts are too large for some MPIs."""
 
 
+_V_FORMS = {"scatterv": "scatter", "gatherv": "gather", "allgatherv": "allgather", "alltoallv": "alltoall"}
+
+
 class Selection(NamedTuple):
     """Choice of ``algorithm="auto"``: its predicted `seconds`, and their `source`, ``"measured"`` or ``"model"``."""
 
@@ -147,6 +150,32 @@ class Selector:
         return Selection(*best, found[best], "model")
 
 
+def catalog_name(collective: str) -> str:
+    """Name in the catalogue, in which a collective and its v-form are one entry."""
+    return _V_FORMS.get(collective, collective)
+
+
+def has_local_counts(collective: str) -> bool:
+    """True if ranks know only their own block's length."""
+    return collective in ("scatterv", "gatherv", "alltoallv")
+
+
+def algorithms(collective: str) -> list[str]:
+    """Names of the algorithms of a collective: the naive one first, the MPI's own collective last.
+
+    Parameters
+    ----------
+    collective : str
+        ``"allreduce"``, ``"broadcast"``, ``"scatterv"`` ... in lower case. Others raise ValueError with all names.
+
+    Examples
+    --------
+    >>> algorithms("gatherv")
+    ['linear', 'mst', 'direct', 'hierarchical', 'leaders', 'native']
+    """
+    return [*catalog.names(catalog_name(collective)), NATIVE]
+
+
 def forwards_data(collective: str, size: int) -> bool:
     """True if ranks may forward blocks, or sums of blocks, that they do not keep: these need scratch memory.
 
@@ -248,7 +277,7 @@ def predict(
     algorithm: str,
     size: int,
     nbytes: int,
-    segments: int = 1,
+    segments: int | None = None,
     nodes: Nodes | None = None,
     costs: Costs = BUILT_IN,
 ) -> float:
@@ -257,13 +286,14 @@ def predict(
     Parameters
     ----------
     collective, algorithm : str
-        Names in the catalogue.
+        Names as in `algorithms`.
     size, nbytes, segments : int
-        Ranks; bytes of the whole vector, or of all blocks together; segments that the data is cut into.
+        Ranks; bytes of the whole vector, or of all blocks together; segments that the data is cut into, by default 1.
     nodes : tuple of int, optional
         Node of each rank; None if all ranks are on one.
     costs : Costs
     """
+    collective, segments = catalog_name(collective), segments or 1
     blocks = catalog.blocks(collective, algorithm, size)
     held_by_all = nbytes * blocks // vector(collective, size, blocks)
     layout = ChunkLayout.packed(even(held_by_all, blocks * segments))
