@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from collectives.schedule.steps import (
     Chunks,
@@ -66,26 +67,11 @@ def on(
         yield [_renamed(step, peer, chunks) for step in steps]
 
 
-def pipelined(
-    rounds: Iterable[Round], segments: int, chunks: Callable[[Chunks, int], Chunks], period: int = 1
-) -> Rounds:
-    """Overlap one copy of the schedule per segment, each starting `period` rounds after the one before.
-
-    Rounds must be aligned over the ranks: a waiting rank has empty rounds. `chunks(chunks, segment)` gives the chunk
-    numbers of the segment.
-    """
-    once = list(rounds)
-    for time in range(len(once) + (segments - 1) * period):
-        yield [
-            _renamed(step, lambda peer: peer, lambda what, segment=segment: chunks(what, segment))  # type: ignore[misc]
-            for segment in range(segments)
-            if 0 <= time - segment * period < len(once)
-            for step in once[time - segment * period]
-        ]
-
-
 def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) -> Rounds:
     """Pipeline the schedule over `segments` of its data, which has `count` chunks before segmentation.
+
+    Rounds must be aligned over the ranks: a waiting rank has empty rounds. Each segment starts a round after the one
+    before.
 
     Segments of a vector are contiguous in memory: chunk c of segment s is ``s * count + c``. Blocks lie at places of
     their own and are cut one by one: chunk c of segment s is ``c * segments + s``.
@@ -99,7 +85,14 @@ def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) 
     def of_blocks(chunks: Chunks, segment: int) -> Chunks:
         return scattered(chunk * segments + segment for chunk in numbers(chunks))
 
-    return pipelined(rounds, segments, of_vector if vector else of_blocks)
+    once, chunks_of = list(rounds), of_vector if vector else of_blocks
+    for time in range(len(once) + segments - 1):
+        yield [
+            _renamed(step, lambda peer: peer, partial(chunks_of, segment=segment))
+            for segment in range(segments)
+            if 0 <= time - segment < len(once)
+            for step in once[time - segment]
+        ]
 
 
 def _laps(chunks: range, count: int) -> Iterator[tuple[int, range]]:

@@ -9,14 +9,14 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives.errors import mismatch
-from collectives.transport.wire import Iovec, NoSharedMemory
+from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
 MOST_SINGLE_REQUESTS = 3
 """Number of requests up to which single Start and Wait calls are faster than Startall and Waitall."""
 
 
-class _MpiTransport(NoSharedMemory):
+class _MpiTransport(Wire):
     """Base: memory pieces as MPI buffers; several pieces become one datatype of absolute addresses, without a copy."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:

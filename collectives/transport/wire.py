@@ -26,7 +26,8 @@ class Wire(Protocol):
 
     Messages between two ranks match in the order in which they start. A message is bound once and started any number of
     times; it must be complete before it starts again. `start_calls` and `wait_calls` run when a program is bound and
-    return the functions that every execution calls, so that nothing is looked up at run time.
+    return the functions that every execution calls, so that nothing is looked up at run time. Subclasses whose ranks
+    share no memory inherit the last methods but `free`.
     """
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
@@ -46,12 +47,14 @@ class Wire(Protocol):
 
         None if they share no memory. Incoming parts are reduced by `combine`, directly from the sender's memory.
         """
+        return None
 
     def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
         """True if the send buffer is reusable once the start function returns.
 
         `before` is the number of messages to the same peer that start earlier in the round.
         """
+        return False
 
     def combine(
         self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
@@ -61,9 +64,11 @@ class Wire(Protocol):
         `rows` are pairs of arrays (local operand, result), concatenated; ``bind(incoming, mine, out)`` returns the
         function that reduces a contiguous range of them.
         """
+        raise TypeError("this transport has no shared memory")
 
     def swap(self, messages: Sequence[Any]) -> ExchangeSupport | None:
         """One fused exchange for the messages (a send and a receive), or None if the transport has none."""
+        return None
 
     def free(self) -> None:
         """Free the resources of all bound messages, none of which may be in progress."""
@@ -77,23 +82,3 @@ class ExchangeSupport(Protocol):
 
     def split(self, source: Any, target: Any) -> tuple[Callable[[], object] | None, Wait] | None:
         """Start and wait functions of the exchange on the bound memory; or None if not supported."""
-
-
-class NoSharedMemory:
-    """Base of transports whose ranks share no memory."""
-
-    def split_size(self, peer: int, nbytes: int) -> None:
-        """None: no shared memory."""
-
-    def completes_locally(self, peer: int, nbytes: int, before: int) -> bool:
-        """False: the buffer is reusable after the wait only."""
-        return False
-
-    def combine(
-        self, peer: int, rows: Sequence[tuple[Any, Any]], bind: Callable[[Any, Any, Any], Callable[[], object]]
-    ) -> Any:
-        """Not supported, see `split_size`."""
-        raise NotImplementedError("this transport has no shared memory")
-
-    def swap(self, messages: Sequence[Any]) -> None:
-        """None: no fused exchange."""

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from collectives.transport.wire import Iovec, NoSharedMemory
+from collectives.transport.wire import Iovec, Wire
 from collectives.types import Wait
 
 
@@ -67,7 +67,7 @@ def _copy(source: _LoopbackMessage, target: _LoopbackMessage) -> None:
         data = data[nbytes:]
 
 
-class Loopback(NoSharedMemory):
+class Loopback(Wire):
     """Transport of one rank on a hub."""
 
     def __init__(self, hub: LoopbackHub, rank: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 from collectives.algorithms import linear, mst, ring
 from collectives.analysis.prove import prove
 from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Send, freeze, one, span
-from collectives.schedule.transforms import on, pipelined, reverse, segmented
+from collectives.schedule.transforms import on, reverse, segmented
 
 SIZES = [1, 2, 3, 5, 8, 13]
 
@@ -73,22 +73,14 @@ def test_every_kind_of_step_is_renamed():
     assert [type(step) for step in found] == [type(step) for step in steps]
 
 
-@pytest.mark.parametrize("period", [1, 2])
-def test_segments_follow_each_other_a_period_apart(period):
+def test_segments_follow_each_other():
     rounds = [[Send(1, one(0))], [Send(2, one(0))]]
-    found = list(pipelined(rounds, 3, lambda chunks, segment: one(segment), period))
-    assert (
-        found
-        == {
-            1: [
-                [Send(1, one(0))],
-                [Send(2, one(0)), Send(1, one(1))],
-                [Send(2, one(1)), Send(1, one(2))],
-                [Send(2, one(2))],
-            ],
-            2: [[Send(peer, one(segment))] for segment in range(3) for peer in (1, 2)],
-        }[period]
-    )
+    assert list(segmented(rounds, 3, 1, vector=True)) == [
+        [Send(1, one(0))],
+        [Send(2, one(0)), Send(1, one(1))],
+        [Send(2, one(1)), Send(1, one(2))],
+        [Send(2, one(2))],
+    ]
 
 
 def test_a_vector_is_cut_before_it_has_chunks_and_blocks_after():
