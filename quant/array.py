@@ -11,8 +11,8 @@ from quant.formats import values
 from quant.kernels import LinearCode, array_namespace
 from quant.layout import BufferLayout, BufferPart, layout
 from quant.scaling.scales import joined, numbers_of, spread
-from quant.spec.granularity import PerChannel, PerTensor, from_rows, to_rows
-from quant.spec.quant_spec import QuantSpec
+from quant.spec.granularity import GroupBlocking, PerChannel, PerGroup, PerTensor, from_rows, to_rows
+from quant.spec.quant_spec import QuantSpec, Scales
 from quant.types import Array
 
 
@@ -206,6 +206,59 @@ class QuantizedArray:
         else:
             codes = self.items("codes").reshape(rows.shape)
             kernels.decode_table(codes, size, self.scales(), self.levels(), rows, add)
+
+    # -------------------------------------------------------------------------------------- by groups
+
+    def slice(self, start: int, stop: int) -> QuantizedArray:
+        """Groups `start` to `stop` (exclusive), in row order, as a vector of its own (copied).
+
+        Groups have the length of the first, so that only the last may be shorter; the same holds for groups of scales
+        that share a parent's scale. ValueError for lengths that differ in any other way.
+        """
+        blocks, levels = self.layout.blocks, self.spec.scales.levels
+        if not 0 <= start <= stop <= blocks.groups:
+            raise ValueError(f"groups {start} to {stop} of {blocks.groups}")
+        first, last = blocks.first_element(start), blocks.first_element(stop)
+        size = _common_size(blocks, first, last)
+        if size is None:
+            raise ValueError(f"a group among {start} to {stop} is shorter than {blocks.size}, and not the last of them")
+        ranges, kinds = [(start, stop)], []
+        for parents in self.layout.parent_levels:
+            low, high = ranges[-1]
+            shared = _common_size(parents, low, high)
+            if shared is None:
+                raise ValueError(
+                    f"entries {low} to {high} cut through groups of {min(parents.size, parents.length)} "
+                    "that share a larger scale"
+                )
+            low, high = (parents.group_of(low), parents.group_of(high - 1) + 1) if low < high else (0, 0)
+            ranges.append((low, high))
+            kinds.append(PerGroup(shared) if high - low > 1 else PerTensor())
+        scale = levels[-1]
+        for kind, level in zip(reversed(kinds), reversed(levels[:-1])):
+            scale = Scales(level.format, kind, scale)
+        spec = self.spec.replace(granularity=PerGroup(size), scale=scale)
+        buffer = array_namespace(self.buffer).zeros(layout(spec, (last - first,)).nbytes, np.uint8)
+        sliced = QuantizedArray(spec, last - first, buffer)
+        sliced.put("codes", self.items("codes")[first:last])
+        if not spec.symmetric:
+            sliced.put("zeros", self.items("zeros")[start:stop])
+        each = 2**spec.bits if spec.code == "kmeans" else 1
+        for number, (low, high) in enumerate(ranges):
+            sliced.put(f"scale{number}", self.items(f"scale{number}")[low * each : high * each])
+        return sliced
+
+
+def _common_size(blocks: GroupBlocking, first: int, last: int) -> int | None:
+    """Group size that gives the elements `first` to `last` (exclusive), as a vector, the groups that they already have.
+
+    None if there is none: all groups but the last must have one length, and the last must not be longer.
+    """
+    if first >= last or blocks.group_of(first) == blocks.group_of(last - 1):
+        return blocks.size
+    later = np.arange(blocks.group_of(first) + 1, blocks.group_of(last - 1) + 1)
+    lengths = np.diff(blocks.first_element(later), prepend=first, append=last)
+    return int(lengths[0]) if (lengths[1:-1] == lengths[0]).all() and lengths[-1] <= lengths[0] else None
 
 
 def _aligned(numbers: Array) -> Array:

@@ -77,6 +77,16 @@ class GroupBlocking(NamedTuple):
     def elements(self) -> int:
         return self.rows * self.length
 
+    def first_element(self, group: Array) -> Array:
+        """Index of a group's first element in row order; the number of elements for the group after the last."""
+        row, place = divmod(group, max(self.per_row, 1))
+        return row * self.length + place * self.size
+
+    def group_of(self, element: int) -> int:
+        """Index of the group that holds an element."""
+        row, place = divmod(element, self.length)
+        return row * self.per_row + place // self.size
+
 
 def _axis(granularity: PerChannel | PerGroup, ndim: int) -> int:
     if not -ndim <= granularity.axis < ndim:

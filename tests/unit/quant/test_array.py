@@ -13,6 +13,7 @@ from quant import (
     NF4,
     NVFP4,
     PRESETS,
+    VSQ,
     PerChannel,
     PerGroup,
     PerTensor,
@@ -148,6 +149,44 @@ def test_out_of_another_kind():
     with pytest.raises(ValueError, match="no table"):
         q.levels()
     assert (QuantizedArray(INT8, (3,)).dequantize() == 0).all()
+
+
+@pytest.mark.parametrize("name", ["INT8", "INT4_G32", "Q4_0", "NVFP4", "VSQ", "NF4", "three bits", "zeros", "kmeans"])
+def test_slices(name):
+    spec = SPECS[name]
+    q = quantize(numbers((4, 640)), spec)
+    size = q.layout.blocks.size
+    flat = q.dequantize().reshape(-1)
+    for start, stop in ((0, q.groups), (0, 0), (1, 1), (0, 1), (1, 3), (q.groups - 1, q.groups)):
+        if stop > q.groups:
+            continue
+        part = q.slice(start, stop)
+        assert same(part.dequantize(), flat[start * size : stop * size]), (start, stop)
+    with pytest.raises(ValueError, match="groups 1 to 99999"):
+        q.slice(1, 99999)
+
+
+def test_slices_through_what_is_shared():
+    q = quantize(numbers((3, 64)), VSQ)  # 4 groups to a row
+    assert same(q.slice(4, 12).dequantize(), q.dequantize()[1:].reshape(-1))
+    with pytest.raises(ValueError, match="cut through groups of 4"):
+        q.slice(3, 6)
+    ragged = quantize(numbers((3, 40)), grouped(4, 16))
+    assert same(ragged.slice(1, 3).dequantize(), ragged.dequantize()[0, 16:])
+    with pytest.raises(ValueError, match="shorter than 16, and not the last"):
+        ragged.slice(2, 4)
+
+
+def test_slices_of_scales_that_share_less_than_a_whole_group():
+    """Groups of 8 scales, of which a line has 4 only: each line's have a larger scale of their own."""
+    x = (np.linspace(0.5, 1, 64, dtype=F) * F([[1], [10], [100], [1000]])).astype(F)
+    spec = QuantSpec(4, granularity=PerGroup(16), scale=Scales("uint4", PerGroup(8), Scales("fp32")))
+    q = quantize(x, spec)
+    flat = q.dequantize().reshape(-1)
+    for start, stop in ((0, 8), (4, 12), (8, 16), (0, 16), (0, 6), (5, 8)):
+        assert same(q.slice(start, stop).dequantize(), flat[16 * start : 16 * stop])
+    with pytest.raises(ValueError, match="cut through groups of 4 "):
+        q.slice(3, 6)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -1,15 +1,17 @@
 """What holds for all numbers: errors within half a step, packing that loses nothing, forms that agree."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from quant import Q4_0, Q8_0, PerChannel, PerGroup, PerTensor, QuantSpec, Scales, kernels, quantize
 from quant.formats import MINIFLOATS
 from quant.packing import packed_nbytes
+from quant.spec.granularity import to_rows
 
 F = np.float32
 often = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -167,3 +169,62 @@ def test_planes_of_nibbles():
     packed = np.zeros(16, np.uint8)
     kernels.pack(codes, 4, packed)
     np.testing.assert_array_equal(packed, np.arange(16) | np.arange(16) << 4)
+
+
+parents = st.sampled_from([PerTensor(), PerChannel(0), PerGroup(2), PerGroup(3), PerGroup(8), PerGroup(50)])
+
+
+@st.composite
+def shared(draw):
+    """Specs whose scales have parents, in groups of any size."""
+    kind = draw(st.sampled_from(["linear", "zeros", "e2m1", "nf4"]))
+    scale = Scales(draw(st.sampled_from(["fp32", "bf16"])))
+    for form in draw(st.lists(st.sampled_from(["uint4", "e4m3"]), max_size=2)):
+        scale = Scales(form, draw(parents), scale)
+    options = {"symmetric": False} if kind == "zeros" else {}
+    code = "linear" if kind == "zeros" else kind
+    return QuantSpec(4, granularity=draw(granularities), code=code, scale=scale, **options)
+
+
+def runs(labels):
+    return [len(list(run)) for _, run in itertools.groupby(labels)]
+
+
+def alike(lengths):
+    return all(n == lengths[0] for n in lengths[1:-1]) and (not lengths or lengths[-1] <= lengths[0])
+
+
+def labels_of(blocks):
+    """The group of every element, in the order of the lines."""
+    return [
+        line * blocks.per_row + i // blocks.size
+        for line, i in itertools.product(range(blocks.rows), range(blocks.length))
+    ]
+
+
+@often
+@given(st.tuples(st.integers(1, 4), st.integers(1, 70)), st.integers(0, 2**32 - 1), shared(), st.data())
+def test_slices_are_slices_of_the_numbers(shape, seed, spec, data):
+    """Refused only where groups of one length, the last of which may be shorter, cannot express the slice."""
+    x = np.random.default_rng(seed).standard_normal(shape) * 10.0 ** np.arange(shape[0])[:, None]
+    try:
+        q = quantize(x, spec)
+    except ValueError as error:  # the outer level of two may be rounded down too far for the inner
+        assert "does not fit e4m3" in str(error)
+        reject()
+    blocks = q.layout.blocks
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, q.groups), st.integers(0, q.groups))))
+    labels = labels_of(blocks)
+    chosen = [start <= label < stop for label in labels]
+    expressible = alike(runs(itertools.compress(labels, chosen)))
+    low, high = start, stop
+    for above in q.layout.parent_levels:
+        inner = labels_of(above)[low:high]
+        expressible = expressible and alike(runs(inner))
+        low, high = (inner[0], inner[-1] + 1) if inner else (0, 0)
+    if not expressible:
+        with pytest.raises(ValueError, match=r"and not the last of them|that share a larger scale"):
+            q.slice(start, stop)
+        return
+    flat = to_rows(q.dequantize(), spec.granularity).reshape(-1)
+    assert q.slice(start, stop).dequantize().tobytes() == flat[chosen].tobytes()
