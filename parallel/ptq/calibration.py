@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,8 @@ def observed(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Scale and zero point of the inputs of every operator with a packed weight, by name. Collective.
 
-    `spec` is that of the inputs: linear codes, one scale for all. ValueError as in `calibrate`.
+    `spec` is that of the inputs: linear codes, one scale for all. A batch's `number` is its index among those of all
+    ranks. ValueError as in `calibrate`.
     """
     observers = {
         value.name: OBSERVERS[observer](spec)
@@ -125,10 +126,16 @@ def observed(
         and _multiplies(value)
     }
 
+    def begun() -> Iterator[Batch]:
+        for batch in batches:
+            for one in observers.values():
+                one.begin(batch.number)
+            yield batch
+
     def observe(operator: Operator, x: Array, y: Array) -> None:
         observers[operator.name].observe(inputs_of(operator, x))
 
-    run_batches(watch(model, set(observers), observe), batches, comm)
+    run_batches(watch(model, set(observers), observe), begun(), comm)
     return {name: one.allreduce(comm).parameters(spec) for name, one in observers.items()}
 
 

@@ -5,15 +5,17 @@ Observers take batches on any number of ranks; `allreduce` gives exactly the res
 
 from collections.abc import Callable
 
-from quant.observers.histogram import Histogram, MeanSquare, Percentile
-from quant.observers.ranges import MinMax
+from quant.observers.histogram import Entropy, Histogram, MeanSquare, Percentile
+from quant.observers.ranges import Ema, MinMax
 from quant.spec.quant_spec import QuantSpec
 
-OBSERVERS: dict[str, Callable[[QuantSpec], MinMax | Histogram]] = {
+OBSERVERS: dict[str, Callable[[QuantSpec], MinMax | Ema | Histogram]] = {
     "minmax": lambda spec: MinMax(),
+    "ema": lambda spec: Ema(),
     "percentile": lambda spec: Percentile(),
     "meansquare": lambda spec: MeanSquare(spec.bits, spec.symmetric),
+    "entropy": lambda spec: Entropy(spec.bits, spec.symmetric),
 }
 """Observers that give a range, by name: functions of the spec of the codes."""
 
-__all__ = ["OBSERVERS", "Histogram", "MeanSquare", "MinMax", "Percentile"]
+__all__ = ["OBSERVERS", "Ema", "Entropy", "Histogram", "MeanSquare", "MinMax", "Percentile"]

@@ -127,11 +127,8 @@ class Percentile(Histogram):
         return np.maximum(low, np.float32(lower)), np.minimum(high, np.float32(upper))
 
 
-class MeanSquare(Histogram):
-    """Range with the least mean squared error of rounding to `bits` bits and clipping.
-
-    It is one of `CANDIDATES` equally spaced fractions of the whole range; ties go to the wider one.
-    """
+class _LeastLoss(Histogram):
+    """Range with the least loss for codes of `bits` bits, among `CANDIDATES` equally spaced fractions of the whole."""
 
     def __init__(self, bits: int = 8, symmetric: bool = True, bins: int = 2048):
         if not 2 <= bits <= 8:
@@ -140,23 +137,51 @@ class MeanSquare(Histogram):
         self.bits, self.symmetric = bits, symmetric
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lowest, highest) value to be covered; ties go to the wider range."""
         low, high = (float(bound[0]) for bound in super().range())
         low, high = min(low, 0.0), max(high, 0.0)
         if self.symmetric:
             high = max(-low, high)
             low = -high
+        used = np.flatnonzero(self.counts)
+        values, counts = self.edges()[used] + self.width / 2, self.counts[used]
         fractions = np.arange(CANDIDATES, 0, -1) / CANDIDATES
-        best = fractions[int(np.argmin([self._loss(fraction * low, fraction * high) for fraction in fractions]))]
+        losses = [self._loss(values, counts, fraction * low, fraction * high) for fraction in fractions]
+        best = fractions[int(np.argmin(losses))]
         return np.array([best * low], np.float32), np.array([best * high], np.float32)
 
-    def _loss(self, low: float, high: float) -> float:
-        """Sum of squared errors of codes that cover this range, from the middles of the bins."""
-        used = np.flatnonzero(self.counts)
-        values = self.edges()[used] + self.width / 2
+    def _codes(self, values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+        """Code of each value, from 0, and the step, for codes that cover this range."""
         steps = 2**self.bits - 1 - self.symmetric
         step = (high - low) / steps or 1.0
-        codes = np.clip(np.rint((values - low) / step), 0, steps)
+        return np.clip(np.rint((values - low) / step), 0, steps), step
+
+    def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
+        """Loss of codes that cover this range; `values` are the middles of the bins that are not empty."""
+        raise NotImplementedError
+
+
+class MeanSquare(_LeastLoss):
+    """Range with the least mean squared error of rounding and clipping."""
+
+    def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
+        codes, step = self._codes(values, low, high)
         # Within a step rounding costs step^2 / 12 on the average, however many bins there are in it.
         fine = (values >= low) & (values <= high) & (step <= self.width)
-        error = np.where(fine, step**2 / 12, (codes * step + low - values) ** 2)
-        return float((self.counts[used] * error).sum())
+        return float((counts * np.where(fine, step**2 / 12, (codes * step + low - values) ** 2)).sum())
+
+
+class Entropy(_LeastLoss):
+    """Range with the least Kullback-Leibler divergence between the distribution and its quantised form."""
+
+    def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
+        inside = (values >= low) & (values <= high)
+        if not inside.any():
+            return np.inf
+        codes = self._codes(values[inside], low, high)[0].astype(int)
+        p = counts[inside].astype(np.float64)
+        q = (np.bincount(codes, p) / np.maximum(np.bincount(codes), 1))[codes]
+        p[0] += counts[values < low].sum()
+        p[-1] += counts[values > high].sum()
+        p, q = p / p.sum(), q / q.sum()
+        return float((p * np.log(p / q)).sum())

@@ -1,4 +1,4 @@
-"""Observer of the smallest and largest element, and the base of all observers."""
+"""Observers of the smallest and largest element, over all batches or as a moving average; the base of all observers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class Ranges:
     """Base of all observers: scale and zero point from a range."""
 
     granularity: Granularity = TENSOR
+
+    def begin(self, batch: int) -> None:
+        """Set the global index of the next batch, for observers that depend on order."""
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """(lowest, highest) value to be covered: float32, one of each per tensor or channel."""
@@ -91,6 +94,54 @@ class MinMax(Ranges):
         if not len(self.low):
             raise ValueError("no range: nothing was observed yet")
         return self.low, self.high
+
+
+class Ema(Ranges):
+    """Exponential moving average of the batches' ranges: new = a current + (1 - a) old, 0 < a <= 1.
+
+    Either every rank observes its part of each batch, and the n-th batch of all ranks is one batch; or `begin` sets the
+    global index before each batch, and ranks need not see all of them. The average depends on the order of batches, so
+    `batches` has a row (low, -high) for each: float32, infinite if the batch was not observed.
+    """
+
+    def __init__(self, a: float = 0.01):
+        if not 0 < a <= 1:
+            raise ValueError(f"a: expected above 0 and at most 1, found {a}")
+        self.a = a
+        self.batches = np.empty((0, 2), np.float32)
+        self._batch: int | None = None
+
+    def begin(self, batch: int) -> None:
+        """Set the global index of the next batch, from 0."""
+        self._batch = batch
+
+    def observe(self, x: Array) -> None:
+        """Add a batch, or a part of the batch set by `begin`. ValueError for NaN and infinity."""
+        low, high = batch_range(x, TENSOR)
+        number = len(self.batches) if self._batch is None else self._batch
+        self.batches = self._padded(number + 1)
+        self.batches[number] = np.minimum(self.batches[number], [low[0], -high[0]])
+
+    def allreduce(self, comm: Any) -> Ema:
+        """New observer, the same on all ranks, whose n-th batch joins the n-th batches of all ranks."""
+        batches = int(allgather(comm, np.array([len(self.batches)], np.int64)).max())
+        merged = Ema(self.a)
+        merged.batches = allgather(comm, self._padded(batches).reshape(-1)).min(axis=0).reshape(batches, 2)
+        return merged
+
+    def _padded(self, batches: int) -> np.ndarray:
+        """Copy of `batches` with at least so many rows."""
+        return np.pad(self.batches, ((0, max(batches - len(self.batches), 0)), (0, 0)), constant_values=np.inf)
+
+    def range(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lowest, highest), averaged from the first batch on."""
+        observed = self.batches[np.isfinite(self.batches[:, 0])]
+        if not len(observed):
+            raise ValueError("no range: nothing was observed yet")
+        average = observed[0].astype(np.float64)
+        for bounds in observed[1:]:
+            average = self.a * bounds + (1 - self.a) * average
+        return average[:1].astype(np.float32), -average[1:].astype(np.float32)
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:

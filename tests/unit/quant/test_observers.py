@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quant import INT8, PerChannel, PerGroup, QuantSpec, quantize
-from quant.observers import OBSERVERS, Histogram, MeanSquare, MinMax, Percentile
+from quant.observers import OBSERVERS, Ema, Entropy, Histogram, MeanSquare, MinMax, Percentile
 
 F = np.float32
 ALL = OBSERVERS | {"histogram": lambda spec: Histogram()}
@@ -78,7 +78,11 @@ def test_as_if_one_rank_had_seen_it_all(name, ranks):
         alone.observe(x)
     shares = [ALL[name](INT8) for _ in range(ranks)]
     for number, x in enumerate(seen):
-        shares[number % max(ranks - 1, 1)].observe(x)
+        if name == "ema":  # batches are seen together
+            for share, part in zip(shares, np.array_split(np.tile(x, ranks), ranks)):
+                share.observe(part)
+        else:
+            shares[number % max(ranks - 1, 1)].observe(x)
     together = Ranks(shares).allreduce()
     assert [state(one) for one in together] == [state(alone)] * ranks
     for one in together:
@@ -118,6 +122,30 @@ def test_min_max_per_channel():
     three.observe(np.ones((1, 3), F))
     with pytest.raises(ValueError, match="different numbers of channels"):
         Ranks([one, three]).allreduce()
+
+
+def test_average_that_forgets():
+    ema = Ema(0.25)
+    for high in (4, 8, 0.5):
+        ema.observe(F([-1, high]))
+    low, high = ema.range()
+    assert low.item() == -1 and high.item() == 0.25 * 0.5 + 0.75 * (0.25 * 8 + 0.75 * 4)
+    with pytest.raises(ValueError, match="a: expected above 0"):
+        Ema(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_batches_in_turns(ranks):
+    """Whoever sees a batch, and in parts or not, it is averaged where it stands among all; gaps count for nothing."""
+    seen, alone, shares = batches(), Ema(0.25), [Ema(0.25) for _ in range(ranks)]
+    for number, x in enumerate(seen):
+        alone.observe(x)
+        shares[number % ranks].begin(2 * number)
+        for part in np.array_split(x, min(2, len(x))):
+            shares[number % ranks].observe(part)
+    for one in Ranks(shares).allreduce():
+        assert len(one.batches) == 2 * len(seen) - 1
+        np.testing.assert_array_equal(one.range(), alone.range())
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -190,6 +218,18 @@ def test_least_squares(bits, symmetric):
         MeanSquare(1, symmetric)
     if bits <= 4:
         assert found < 0.7 * others[-1]
+
+
+def test_entropy_clips_what_is_rare():
+    x = np.concatenate([np.random.default_rng(0).standard_normal(100000), [50.0]]).astype(F)
+    seen = Entropy(8)
+    seen.observe(x)
+    assert 2.5 < seen.range()[1].item() < 10
+    level = Entropy(8)
+    level.observe(np.linspace(-1, 1, 5000, dtype=F))
+    assert level.range()[1].item() > 0.95
+    with pytest.raises(ValueError, match="bits: expected 2 to 8"):
+        Entropy(1)
 
 
 def test_zeros_only():

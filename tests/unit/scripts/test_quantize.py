@@ -114,7 +114,7 @@ OPTIONS = {
     "spec": "int4",
     "method": "gptq",
     "activations": "int8",
-    "observer": "meansquare",
+    "observer": "ema",
     "calibrate": "digits",
     "samples": 8,
     "mixed": 3,
