@@ -20,10 +20,9 @@ from parallel.engine.settings import Settings
 from parallel.engine.step_sync import Losses, StepSync, checked
 from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.operator import PassMode
-from parallel.optim.loss_scaling import LossScale
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizers import Optimizer
-from parallel.optim.precision import PRECISIONS
+from parallel.optim.precision import PRECISIONS, LossScale
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -42,6 +43,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 }
 
 
+@dataclass(init=False)
 class LRSchedule:
     """Learning-rate schedule that a checkpoint can describe: one of `SCHEDULES` with its settings.
 
@@ -52,6 +54,9 @@ class LRSchedule:
         Those of the function: ``rate`` and ``floor`` are rates, ``warm_up`` and ``steps`` numbers of updates.
         ValueError if they are missing, unknown or out of range.
     """
+
+    name: str
+    settings: dict[str, float]
 
     def __init__(self, name: str, **settings: float):
         if name not in SCHEDULES:
@@ -70,15 +75,6 @@ class LRSchedule:
 
     def __call__(self, step: int) -> float:
         return SCHEDULES[self.name](step, **self.settings)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LRSchedule) and self.describe() == other.describe()
-
-    def __hash__(self) -> int:
-        return hash((self.name, *sorted(self.settings.items())))
-
-    def __repr__(self) -> str:
-        return f"LRSchedule({self.name!r}, {', '.join(f'{key}={value}' for key, value in self.settings.items())})"
 
     def describe(self) -> dict[str, Any]:
         """Keyword arguments of `LRSchedule`."""

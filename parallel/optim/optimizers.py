@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,6 @@ class Optimizer:
 
     rate: Rate
     decay: float = 0.0
-    _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.rate):
@@ -92,14 +91,13 @@ class Optimizer:
         self, pieces: Sequence[OptimizerSpan], step: int, scale: float, rate: float, gather: Gather | None
     ) -> None:
         for piece in pieces:
-            spare = self._workspace(piece.weights)
             for run in piece.runs:
                 scalars = self._scalars(step, scale, rate, run)
-                for part in _portions(run, spare):
-                    self._portion(piece, part, spare, scalars)
+                for part in _portions(run, piece.weights):
+                    self._portion(piece, part, scalars)
                     _store(piece, part)
 
-    def _portion(self, piece: OptimizerSpan, part: slice, spare: Array, scalars: Scalars) -> None:
+    def _portion(self, piece: OptimizerSpan, part: slice, scalars: Scalars) -> None:
         """Update weights and state of a few elements."""
         raise NotImplementedError
 
@@ -111,17 +109,13 @@ class Optimizer:
         """The scalars after scale, rate and decay."""
         return ()
 
-    def _workspace(self, like: Array) -> Array:
-        """Two rows of a portion each, made once per kind of array."""
-        key = type(like), like.dtype.str
-        if key not in self._spare:
-            portion = PORTION["host" if isinstance(like, np.ndarray) else "device"]
-            self._spare[key] = np.empty_like(like, shape=(2, portion))
-        return self._spare[key]
+
+def _portion_of(vector: Array) -> int:
+    return PORTION["host" if isinstance(vector, np.ndarray) else "device"]
 
 
-def _portions(run: ElementRun, spare: Array) -> Iterator[slice]:
-    step = spare.shape[1]
+def _portions(run: ElementRun, weights: Array) -> Iterator[slice]:
+    step = _portion_of(weights)
     return (slice(start, min(start + step, run.stop)) for start in range(run.start, run.stop, step))
 
 
@@ -157,12 +151,12 @@ class SGD(Optimizer):
     def _hyperparameters(self, step):
         return (self.momentum,) if self.momentum else ()
 
-    def _portion(self, piece, part, spare, scalars):
+    def _portion(self, piece, part, scalars):
         use, weights, gradient = kernels(piece.weights), piece.weights[part], piece.gradient[part]
         if self.momentum:
-            use.momentum(weights, gradient, piece.state["velocity"][part], spare, scalars, self.nesterov)
+            use.momentum(weights, gradient, piece.state["velocity"][part], scalars, self.nesterov)
         else:
-            use.sgd(weights, gradient, spare, scalars)
+            use.sgd(weights, gradient, scalars)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -172,6 +166,7 @@ class Adam(Optimizer):
     `beta1` and `beta2` are the decay of the moments, `eps` is added to the root of the second.
     """
 
+    kernel: ClassVar[str] = "adam"
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -189,16 +184,17 @@ class Adam(Optimizer):
         corrections = (1.0 - beta ** (step + 1) for beta in (self.beta1, self.beta2))
         return self.beta1, self.beta2, self.eps, *corrections
 
-    def _portion(self, piece, part, spare, scalars):
-        kernel = getattr(kernels(piece.weights), NAMES[type(self)])
+    def _portion(self, piece, part, scalars):
+        kernel = getattr(kernels(piece.weights), self.kernel)
         m, v = piece.state["m"][part], piece.state["v"][part]
-        kernel(piece.weights[part], piece.gradient[part], m, v, spare, scalars)
+        kernel(piece.weights[part], piece.gradient[part], m, v, scalars)
 
 
 @dataclass(kw_only=True, eq=False)
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019, algorithm 2): w -= rate decay w."""
 
+    kernel: ClassVar[str] = "adamw"
     decay: float = 0.01
 
 
@@ -206,51 +202,42 @@ class AdamW(Adam):
 class LAMB(Adam):
     """Adam's direction, scaled to the norm of the tensor's weights (You et al., ICLR 2020, algorithm 2).
 
-    With u = m^ / (sqrt(v^) + eps) + decay w, w -= rate phi(|w|) / |u| u, where phi(z) = min(max(z, low), high). Where
-    |w| or |u| is zero the factor is 1, so that a tensor can leave zero. Norms are over whole tensors.
+    With u = m^ / (sqrt(v^) + eps) + decay w, w -= rate |w| / |u| u. Where |w| or |u| is zero the factor is 1, so that a
+    tensor can leave zero. Norms are over whole tensors.
     """
 
     eps: float = 1e-6
     decay: float = 0.01
-    low: float = 0.0
-    high: float = math.inf
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check("low, high", (self.low, self.high), 0 <= self.low <= self.high and self.high > 0, "0 <= low <= high > 0")
 
     def _update(self, pieces, step, scale, rate, gather):
         if gather is None:
             raise ValueError("gather: LAMB needs the block sums of all ranks, found None")
         weights, directions = [np.zeros(0)], [np.zeros(0)]
         for piece in pieces:
-            use, spare, m, v = self._of(piece)
+            use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
             weights.append(block_squares(piece.weights))
             for run in piece.tensors:
                 scalars = self._scalars(step, scale, rate, run)
-                for part in _portions(run, spare):
-                    use.lamb_moments(piece.gradient[part], m[part], v[part], spare, scalars)
-                    u = use.lamb_direction(piece.weights[part], m[part], v[part], spare, scalars)
+                for part in _portions(run, piece.weights):
+                    use.lamb_moments(piece.gradient[part], m[part], v[part], scalars)
+                    u = use.lamb_direction(piece.weights[part], m[part], v[part], scalars)
                     directions.append(block_squares(u))
         of_weights, of_directions = gather(np.concatenate(weights)), gather(np.concatenate(directions))
         for piece in pieces:
-            use, spare, m, v = self._of(piece)
+            use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
             for run in piece.tensors:
-                trust = self._trust(run.place, of_weights, of_directions)
+                trust = _trust(run.place, of_weights, of_directions)
                 scalars = self._scalars(step, scale, rate * trust, run)
-                for part in _portions(run, spare):
-                    use.lamb(piece.weights[part], m[part], v[part], spare, scalars)
+                for part in _portions(run, piece.weights):
+                    use.lamb(piece.weights[part], m[part], v[part], scalars)
                     _store(piece, part)
 
-    def _of(self, piece: OptimizerSpan) -> tuple[Any, Array, Array, Array]:
-        return kernels(piece.weights), self._workspace(piece.weights), piece.state["m"], piece.state["v"]
 
-    def _trust(self, place: ParamSpan, of_weights: np.ndarray, of_directions: np.ndarray) -> float:
-        blocks = slice(place.span.start // BLOCK, place.span.stop // BLOCK)
-        weights, direction = (math.sqrt(total(sums[blocks])) for sums in (of_weights, of_directions))
-        if weights == 0 or direction == 0:
-            return 1.0
-        return min(max(weights, self.low), self.high) / direction
+def _trust(place: ParamSpan, of_weights: np.ndarray, of_directions: np.ndarray) -> float:
+    """|w| / |u| of a tensor from the block sums of all ranks."""
+    blocks = slice(place.span.start // BLOCK, place.span.stop // BLOCK)
+    weights, direction = (math.sqrt(total(sums[blocks])) for sums in (of_weights, of_directions))
+    return weights / direction if weights and direction else 1.0
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "lamb": LAMB}
@@ -267,13 +254,11 @@ def block_squares(vector: Array) -> np.ndarray:
     """
     if vector.ndim != 1 or len(vector) % BLOCK:
         raise ValueError(f"vector: expected one dimension and whole blocks of {BLOCK}, found shape {vector.shape}")
-    step = PORTION["host" if isinstance(vector, np.ndarray) else "device"]
-    sums = np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
-    spare = np.empty_like(vector, shape=min(step, len(vector)), dtype=np.float64)
+    step, sums = _portion_of(vector), np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, len(vector), step):
             x = vector[start : start + step]
-            kernels(vector).squares(x, BLOCK, spare, sums[start // BLOCK : (start + len(x)) // BLOCK])
+            kernels(vector).squares(x, BLOCK, sums[start // BLOCK : (start + len(x)) // BLOCK])
     return sums if isinstance(sums, np.ndarray) else sums.get()
 
 

@@ -19,8 +19,8 @@ from parallel.nn.flat_params import BLOCK
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.nn.operator import ParameterNotGathered
-from parallel.optim.loss_scaling import LossScale
 from parallel.optim.optimizers import LAMB, SGD, AdamW
+from parallel.optim.precision import LossScale
 from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch, StepFailed
 from parallel.runtime.signals import InterruptFlag
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from parallel.optim.loss_scaling import LossScale
-from parallel.optim.precision import PRECISIONS
+from parallel.optim.precision import PRECISIONS, LossScale
 
 
 def test_growth_backoff_floor_and_ceiling():
@@ -41,7 +40,7 @@ def test_it_gives_up_at_the_floor():
 
 
 def test_a_fixed_scale_stays():
-    scale = LossScale.fixed(8.0)
+    scale = LossScale(8.0, growth=1.0, backoff=1.0)
     for finite in [True] * 2001 + [False]:
         scale.update(finite)
     assert scale.value == 8.0
