@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-def quartiles(values: Sequence[float]) -> dict[str, float]:
+def quartiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     return dict(zip(("q1", "median", "q3"), np.quantile(values, (0.25, 0.5, 0.75)).tolist(), strict=True))
 
 

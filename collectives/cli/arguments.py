@@ -23,7 +23,7 @@ def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
 
     def names(text: str) -> list[str]:
         found = known if text == "all" else words(text)
-        if unknown := [name for name in found if name not in known]:
+        if unknown := [name for name in found or [text] if name not in known]:
             raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}, all")
         return found
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,27 @@ def find_mpiexec() -> str | None:
     return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=places)
 
 
+def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], limit: float) -> tuple[int | None, str]:
+    """Run Python on all ranks: exit status, None after `limit` seconds, and the last lines printed."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+    command = [mpiexec, "-n", str(ranks), sys.executable, *arguments]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+        status: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return status, "\n".join(output.read().splitlines()[-40:])
+
+
 class Launch(NamedTuple):
     """A module run on all ranks, each of which writes lines of JSON to ``rank-N`` and stacks to ``stack-N``."""
 
@@ -31,24 +53,8 @@ class Launch(NamedTuple):
     folder: Path
 
     def run(self, options: list[str], limit: float) -> tuple[int | None, str]:
-        """Run to the end, or to the limit in seconds: exit status, None past the limit, and the last lines printed."""
-        path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
-        command = [self.mpiexec, "-n", str(self.ranks), sys.executable, "-m", self.module, str(self.folder), *options]
-        with tempfile.TemporaryFile("w+") as output:
-            process = subprocess.Popen(
-                command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
-            status: int | None = None
-            try:
-                with suppress(subprocess.TimeoutExpired):
-                    status = process.wait(limit)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            output.seek(0)
-            return status, "\n".join(output.read().splitlines()[-40:])
+        """Run the module with these options (see `run_ranks`)."""
+        return run_ranks(self.mpiexec, self.ranks, ["-m", self.module, str(self.folder), *options], limit)
 
     def _written(self, name: str) -> str:
         file = self.folder / name

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from collectives.benchmark.race_plots import NATIVE, OURS, STYLE
+from collectives.benchmark.race_plots import NATIVE, OURS
 from collectives.benchmark.size_arguments import format_size
+from parallel.benchmark.training_plots import PLAIN_NUMBERS, caption, picture
 from parallel.ptq.evaluation import LayerErrorRow
 
 
@@ -31,10 +31,8 @@ ERRORS = (("weights", "of weights"), ("outputs", "of outputs, the layer alone"),
 
 def plot_layers(path: str | Path, rows: Sequence[LayerErrorRow], title: str, note: str) -> None:
     """Draw the relative errors of every layer, and its bytes before and after."""
-    with plt.rc_context(STYLE):
-        figure, (errors, sizes) = plt.subplots(
-            1, 2, figsize=(9.5, 1.9 + 0.42 * len(rows)), sharey=True, layout="constrained", width_ratios=[3, 2]
-        )
+    size = (9.5, 1.9 + 0.42 * len(rows))
+    with picture(path, size, 2, sharey=True, width_ratios=[3, 2]) as (figure, (errors, sizes)):
         places = np.arange(len(rows))
         for number, (name, label) in enumerate(ERRORS):
             values = [getattr(row, name) for row in rows]
@@ -52,11 +50,9 @@ def plot_layers(path: str | Path, rows: Sequence[LayerErrorRow], title: str, not
         for axis in (errors, sizes):
             axis.grid(axis="y", visible=False)
             axis.set_axisbelow(True)
-        figure.legend(loc="outside lower center", ncols=5, fontsize=8)
-        figure.suptitle(title, fontweight="bold", fontsize=11)
-        sizes.set_title(note, fontsize=7.5, fontweight="normal", color="#777777", loc="right")
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+        errors.legend(fontsize=8)
+        sizes.legend(fontsize=8)
+        caption(figure, title, note)
 
 
 def plot_pareto(
@@ -69,15 +65,14 @@ def plot_pareto(
 ) -> None:
     """Draw loss and accuracy against bits: uniform widths as points, results of a search as a curve."""
     kinds = ["loss"] + ["accuracy"] * (whole.accuracy is not None)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4.1), layout="constrained", squeeze=False)
-        for axis, kind in zip(axes[0], kinds):
+    with picture(path, (5 * len(kinds), 4.1), len(kinds)) as (figure, axes):
+        for axis, kind in zip(axes, kinds):
             _pareto(axis, kind, uniform, mixed, whole)
-        axes[0][0].legend(loc="upper right")
-        figure.suptitle(title, fontweight="bold", fontsize=11)
-        figure.supxlabel(note, fontsize=7.5, color="#777777")
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+        axes[0].set_yscale("log")
+        axes[0].yaxis.set_major_formatter(PLAIN_NUMBERS)
+        axes[0].yaxis.set_minor_formatter(FuncFormatter(lambda y, _: ""))
+        axes[0].legend(loc="upper right")
+        caption(figure, title, note)
 
 
 def _pareto(
@@ -95,7 +90,3 @@ def _pareto(
         axis.annotate(point.name, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8, color=OURS[1])
     axis.set_xlabel("bits of a weight, scales counted")
     axis.set_ylabel("test loss" if kind == "loss" else "accuracy, per cent")
-    if kind == "loss":
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        axis.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: ""))

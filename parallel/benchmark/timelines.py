@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from parallel.pipeline.schedule.actions import Action, parse
 from parallel.pipeline.schedule.activation_memory import peaks, versions
 from parallel.pipeline.schedule.simulator import PipelineEvent, Timeline
-from parallel.pipeline.schedule.stage_placement import Number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +28,9 @@ NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradients", "BW": "
 INK = "#333333"
 WIDTH = 12.0
 
+SECOND = 1000
+"""Units of simulated time per second in a written trace."""
+
 
 class TimelineBand(NamedTuple):
     """One timeline of a picture: computations by stage, messages with their receiving stage, unit of time."""
@@ -45,10 +47,10 @@ def simulated(timeline: Timeline, title: str) -> TimelineBand:
     return TimelineBand(title, timeline.computed, [(event, timeline.plan.peer(event.action).stage) for event in flying])
 
 
-def measured(path: Path, step: int | None = None) -> TimelineBand:
-    """Band of one step (default the last) in a trace of `chorus train`: all spans named like an action, as ``2F0``.
+def measured(path: Path) -> TimelineBand:
+    """Band of the last step in a trace of `chorus train`: all spans named like an action, as ``2F0``.
 
-    Of several ranks with the same stage the first is taken. ValueError if the file has no such step of a pipeline.
+    Of several ranks with the same stage the first is taken. ValueError if the file has no step of a pipeline.
     """
     try:
         entries = json.loads(path.read_text())["traceEvents"]
@@ -63,12 +65,8 @@ def measured(path: Path, step: int | None = None) -> TimelineBand:
             threads[action.stage][entry["pid"], entry["tid"]].append(event)
     if not threads:
         raise ValueError(f"{path}: nothing in this trace is named like an action of a pipeline, such as 2F0")
-    lines = [sorted(of[min(of)], key=lambda event: event.start) for _, of in sorted(threads.items())]
-    steps = min(max(Counter(event.action for event in line).values()) for line in lines)
-    chosen = steps - 1 if step is None else step
-    if not 0 <= chosen < steps:
-        raise ValueError(f"{path}: expected one of the {steps} steps in this trace, found {chosen}")
-    lines = [_step(line, chosen) for line in lines]
+    of_stages = [sorted(of[min(of)], key=lambda event: event.start) for _, of in sorted(threads.items())]
+    lines = [{event.action: event for event in line}.values() for line in of_stages]  # the last of each action
     zero = min(event.start for line in lines for event in line)
     shifted = [[PipelineEvent(action, start - zero, end - zero) for action, start, end in line] for line in lines]
     end, busy = _end(shifted), sum(event.end - event.start for line in shifted for event in line)
@@ -82,17 +80,6 @@ def _action(name: str) -> Action | None:
     except ValueError:
         return None
     return action if action.kind in NAMES else None
-
-
-def _step(line: Sequence[PipelineEvent], step: int) -> list[PipelineEvent]:
-    """The event of every action in one step."""
-    seen: Counter[Action] = Counter()
-    chosen = []
-    for event in line:
-        if seen[event.action] == step:
-            chosen.append(event)
-        seen[event.action] += 1
-    return chosen
 
 
 def _end(lines: Sequence[Sequence[PipelineEvent]]) -> float:
@@ -127,8 +114,7 @@ def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
 
 
 def _colour(kind: str, chunk: int) -> str:
-    shades = COLOURS[kind]
-    return shades[chunk % len(shades)]
+    return COLOURS[kind][chunk % 4]
 
 
 def _band(axis: Axes, band: TimelineBand, end: float) -> None:
@@ -164,11 +150,8 @@ def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
         axis.text(middle, stage, text, ha="center", va="center", fontsize=7, color="white" if dark else INK)
 
 
-def entries(timeline: Timeline, second: Number) -> list[dict[str, Any]]:
-    """Timeline as a trace: a thread for the computations of each stage, and one for each concurrent message.
-
-    `second` is the number of time units per second.
-    """
+def entries(timeline: Timeline) -> list[dict[str, Any]]:
+    """Timeline as a trace: a thread for the computations of each stage, and one for each concurrent message."""
     from collectives.benchmark import traces
 
     lanes: list[list[list[PipelineEvent]]] = [[list(line)] for line in timeline.computed]
@@ -176,10 +159,11 @@ def entries(timeline: Timeline, second: Number) -> list[dict[str, Any]]:
         if event.end == event.start:
             continue
         mine = lanes[event.action.stage]
-        free = next((lane for lane in mine[1:] if lane[-1].end <= event.start), None)
-        if free is None:
-            mine.append(free := [])
-        free.append(event)
+        free = [lane for lane in mine[1:] if lane[-1].end <= event.start]
+        if free:
+            free[0].append(event)
+        else:
+            mine.append([event])
     most = max(map(len, lanes))
     found = traces.names([0] * len(lanes), ["", *(f" sends {lane}" for lane in range(1, most))])
     for stage, mine in enumerate(lanes):
@@ -187,7 +171,7 @@ def entries(timeline: Timeline, second: Number) -> list[dict[str, Any]]:
             kind = "communication" if number else "compute"
             for action, start, end in lane:
                 name = f"{action} to stage {timeline.plan.peer(action).stage}" if number else str(action)
-                times = float(start / second), float(end / second)
+                times = float(start / SECOND), float(end / SECOND)
                 found.append(traces.span(stage * most + number, 0, name, kind, *times))
     return found
 

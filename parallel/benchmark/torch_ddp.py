@@ -130,17 +130,13 @@ class TorchTraining:
         Exchanges addresses; gradients go over gloo.
     threads : int
         Threads of PyTorch in this process.
-    bucket_mb : float
-        Megabytes of a bucket of gradients.
     """
 
-    def __init__(self, model: Operator, optimizer: AdamW, comm: MPI.Intracomm, threads: int, bucket_mb: float = 25):
+    def __init__(self, model: Operator, optimizer: AdamW, comm: MPI.Intracomm, threads: int):
         torch.set_num_threads(threads)
         _init_gloo(comm)
         self.model = TorchModel(model)
-        self.module = nn.parallel.DistributedDataParallel(
-            self.model.module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
-        )
+        self.module = nn.parallel.DistributedDataParallel(self.model.module, gradient_as_bucket_view=True)
         groups = [
             {
                 "params": [theirs for ours, theirs, _ in self.model.pairs if ours.decay == decays],

@@ -1,4 +1,4 @@
-"""Pictures of trainings: learning curves, clocks of a parameter server, regret, replicas, and PyTorch beside Chorus."""
+"""Pictures of trainings: learning curves, clocks of a parameter server, regret, and replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
 
 
 @contextmanager
-def _picture(path: str | Path, size: tuple[float, float], panels: int, **options: Any) -> Iterator[Any]:
+def picture(path: str | Path, size: tuple[float, float], panels: int, **options: Any) -> Iterator[Any]:
     """Figure and axes; written to a file and closed at the end."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
@@ -35,7 +35,7 @@ def _picture(path: str | Path, size: tuple[float, float], panels: int, **options
         plt.close(figure)
 
 
-def _caption(figure: Any, title: str, note: str = "") -> None:
+def caption(figure: Any, title: str, note: str = "") -> None:
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.02, ha="left")
     if note:
         figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
@@ -50,13 +50,13 @@ def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, not
     tested = [line for line in lines if line.get("test_loss") is not None]
     bits = any("bits_per_byte" in line for line in tested)
     panels = 1 if bits or not any("test_accuracy" in line for line in tested) else 2
-    with _picture(path, (5.2 * panels + 2.2 * (panels == 1), 4.4), panels) as (figure, axes):
+    with picture(path, (5.2 * panels + 2.2 * (panels == 1), 4.4), panels) as (figure, axes):
         _loss(axes[0], steps, tested, bits)
         if panels == 2:
             _accuracy(axes[1], tested)
         for axis in axes:
             axis.set_xlabel("step")
-        _caption(figure, title, note)
+        caption(figure, title, note)
 
 
 def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]], bits: bool) -> None:
@@ -104,7 +104,7 @@ def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]]
 
     `ticks` has (seconds, worker, steps made) by rule, of each worker in order; `slow` is the slow worker's number.
     """
-    with _picture(path, (3.6 * len(ticks), 3.8), len(ticks), sharex=True, sharey=True) as (figure, axes):
+    with picture(path, (3.6 * len(ticks), 3.8), len(ticks), sharex=True, sharey=True) as (figure, axes):
         for axis, (rule, events) in zip(axes, ticks.items()):
             for worker in sorted({worker for _, worker, _ in events}):
                 points = [(0.0, 0), *((seconds, clock) for seconds, number, clock in events if number == worker)]
@@ -116,12 +116,12 @@ def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]]
             axis.set_xlabel("seconds")
         axes[0].set_ylabel("clock (steps made)")
         axes[0].legend(loc="lower right")
-        _caption(figure, title)
+        caption(figure, title)
 
 
 def plot_regret(path: str | Path, curves: dict[int, tuple[np.ndarray, np.ndarray]], title: str) -> None:
     """Draw the mean regret over the number of gradients, and its share of the bound; both are given by staleness."""
-    with _picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
+    with picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
         for color, (staleness, (regret, bound)) in zip(OURS, curves.items()):
             at = np.arange(1, len(regret) + 1)
             left.plot(at, regret, lw=1.6, color=color, label=f"staleness {staleness}")
@@ -133,12 +133,12 @@ def plot_regret(path: str | Path, curves: dict[int, tuple[np.ndarray, np.ndarray
             axis.set(xscale="log", xlabel="gradients")
             axis.set_ylim(bottom=0)
         left.legend()
-        _caption(figure, title)
+        caption(figure, title)
 
 
 def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title: str, note: str) -> None:
     """Draw the losses of several trainings, and the distances of their replicas, by name (`compare_styles.history`)."""
-    with _picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
+    with picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
         # Each line is thinner than those below it: one that coincides with others stays visible as a rim.
         widths = np.linspace(6, 1.2, max(2, len(found)))
         for color, line, (name, history) in zip([NATIVE, *OURS], widths, found.items()):
@@ -155,24 +155,4 @@ def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title:
             axis.set(yscale="log", xlabel="step")
             axis.yaxis.set_major_formatter(PLAIN_NUMBERS)
         left.legend(loc="best")
-        _caption(figure, title, note)
-
-
-def plot_peers(path: str | Path, report: Mapping[str, Any]) -> None:
-    """Draw the race against PyTorch, a report of `compare_torch`: both loss curves, and the rate of every turn."""
-    looks: dict[str, dict[str, Any]] = {
-        "ours": {"label": "Chorus", "lw": 4, "alpha": 0.45, "color": OURS[0]},
-        "torch": {"label": "PyTorch DDP, gloo", "lw": 1.6, "ls": "--", "color": NATIVE},
-    }
-    with _picture(path, (10, 4), 2) as (figure, (left, right)):
-        for name, look in looks.items():
-            marker = "o" if len(report["losses"][name]) == 1 else None  # a line of one point would be invisible
-            left.plot(range(1, len(report["losses"][name]) + 1), report["losses"][name], marker=marker, **look)
-            right.plot(range(1, len(report["rates"][name]) + 1), report["rates"][name], marker="o", ms=3, **look)
-        left.set(xlabel="step")
-        left.set_title("loss", loc="left")
-        right.set(xlabel="turn", ylim=(0, None))
-        right.set_title(report["unit"], loc="left")
-        left.legend(loc="best")
-        ratio = report["summary"]["ratio"]["median"]
-        _caption(figure, f"{report['model']}, {report['ranks']} ranks: {ratio:.2f} times the speed of PyTorch (median)")
+        caption(figure, title, note)

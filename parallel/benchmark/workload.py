@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark import reports
 from collectives.cli import launcher
 from parallel.data.datasets import LearningTask, load
 from parallel.data.sampler import Batch, Sampler
@@ -41,16 +40,15 @@ def recipe_settings(options: argparse.Namespace, comm: Communicator) -> Settings
     return complete({"data": options.data, "model": options.model, "steps": options.steps})
 
 
-def add_options(parser: argparse.ArgumentParser, model: str) -> None:
-    """Add the options of the workload; `model` is the default."""
+def add_options(parser: argparse.ArgumentParser, model: str, turn: int) -> None:
+    """Add the options of a race; `model` and `turn` are defaults."""
     add = parser.add_argument
     add("--model", default=model, metavar="NAME[:SIZE]", help=f"gpt or mlp, with a size (default {model})")
     add("--data", metavar="NAME|FILE", help="data as for chorus train (default pydoc for gpt, digits for mlp)")
     add("--length", type=COUNT, default=128, metavar="N", help="tokens of a sequence (default 128)")
     add("--micro-batch", type=COUNT, default=16, metavar="N", help="samples of a rank and step (default 16)")
     add("--threads", type=COUNT, default=1, metavar="N", help="BLAS threads per rank (default 1)")
-    add("--seed", type=int, default=0, metavar="N", help="default 0")
-    add("--json", type=Path, metavar="FILE", help="write all results")
+    add("--turn", type=COUNT, default=turn, metavar="N", help=f"steps in a turn (default {turn})")
 
 
 def choose_data(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -61,59 +59,51 @@ def choose_data(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     options.data = options.data or DATA[family]
 
 
-def task_of(options: argparse.Namespace) -> LearningTask:
-    """Data of the workload; ValueError if it has no classes or bytes."""
-    task = load(options.data, seed=options.seed, length=options.length)
+def begin(options: argparse.Namespace) -> tuple[Communicator, LearningTask, Iterator[Batch]]:
+    """Communicator, data, and this rank's micro-batch of each step. All are full, so that every step is the same work.
+
+    ValueError if the data have no classes or bytes, or fewer samples than a step.
+    """
+    keep_freed_memory()
+    limit_threads(options.threads)
+    comm, task = Communicator(MPI.COMM_WORLD), load(options.data, length=options.length)
     if task.kind == "values":
         raise ValueError(f"--data: expected classes or bytes to learn, {task.name} has values")
-    return task
-
-
-def batches(task: LearningTask, options: argparse.Namespace, comm: Communicator) -> Iterator[Batch]:
-    """This rank's micro-batch of each step. All are full, so that every step is the same work."""
-    rank, total = comm.Get_rank(), comm.Get_size() * options.micro_batch
+    total = comm.Get_size() * options.micro_batch
     if len(task.train) < total:
         raise ValueError(f"--micro-batch: a step takes {total} samples, and {task.name} has {len(task.train)}")
-    sampler = Sampler(len(task.train), total, options.micro_batch, options.seed)
-    for step in sampler.ahead():
-        if step.samples == total:
-            yield next(step.batches(task.train, [rank]))
+    steps = Sampler(len(task.train), total, options.micro_batch).ahead()
+    batches = (next(step.batches(task.train, [comm.Get_rank()])) for step in steps if step.samples == total)
+    return comm, task, batches
 
 
 class TrainingTurn(NamedTuple):
-    """Results of some steps, each the mean over all ranks, and their seconds on the slowest rank."""
+    """Results of some steps, each the mean over all ranks, and the seconds of a step on the slowest rank."""
 
     values: list[float]
     seconds: float
 
 
-def take_turn(step: Callable[[Batch], float], turn: list[Batch]) -> TrainingTurn:
-    """Call a step function with every batch of a turn, between barriers. Collective over MPI.COMM_WORLD."""
+def run_race(
+    steps: dict[str, Callable[[Batch], float]], source: Iterable[Batch], lengths: Sequence[int]
+) -> dict[str, list[TrainingTurn]]:
+    """Let step functions take turns of these lengths, all with the same batches. Collective over MPI.COMM_WORLD."""
+    names, source = list(steps), iter(source)
+    turns: dict[str, list[TrainingTurn]] = {name: [] for name in names}
+    with launcher.progress(len(lengths), "race", "turn") as bar:
+        for number, length in enumerate(lengths):
+            batches, first = list(islice(source, length)), number % len(names)
+            for name in names[first:] + names[:first]:
+                turns[name].append(_turn(steps[name], batches))
+            bar.update()
+    return turns
+
+
+def _turn(step: Callable[[Batch], float], batches: list[Batch]) -> TrainingTurn:
     world = MPI.COMM_WORLD
     world.Barrier()
     began = time.perf_counter()
-    values = np.array([step(batch) for batch in turn])
+    values = np.array([step(batch) for batch in batches])
     world.Barrier()
-    seconds = world.allreduce(time.perf_counter() - began, MPI.MAX)
+    seconds = world.allreduce(time.perf_counter() - began, MPI.MAX) / len(batches)
     return TrainingTurn((world.allreduce(values) / world.Get_size()).tolist(), seconds)
-
-
-def run_race(
-    options: argparse.Namespace,
-    race: Callable[[argparse.Namespace, Communicator], dict[str, Any]],
-    show: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    """Run a race; print its report and write it to --json. Return the report."""
-    keep_freed_memory()
-    limit_threads(options.threads)
-    comm = Communicator(MPI.COMM_WORLD)
-    report = {"model": options.model, "ranks": comm.Get_size(), "options": plain(options)} | race(options, comm)
-    if comm.Get_rank() == 0:
-        show(report)
-        reports.write(options.json, report)
-    return report
-
-
-def plain(options: argparse.Namespace) -> dict[str, Any]:
-    """Options as JSON values."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}

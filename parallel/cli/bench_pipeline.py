@@ -3,7 +3,7 @@
 chorus bench pipeline -n 4
 chorus bench pipeline -n 2 --schedules 1f1b,zb-h1 --microbatches 16 --milliseconds 5
 
-Messages are real and --bytes long; sleeping replaces computation, so that there may be more ranks than cores. The idle
+Messages are real; sleeping replaces computation, so that there may be more ranks than cores. The idle
 share is that of all ranks' time from the common start to the last end; the median of several runs counts. Stages that
 do nothing at all show the runner's own time per action.
 
@@ -12,17 +12,16 @@ Exit status 1 if an idle share is more than 10 % off, or an action takes 30 micr
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.cli import launcher
+from collectives.cli.arguments import names_of
 from collectives.cli.launcher import at_least, say
-from parallel.cli.argument_types import names_of
 from parallel.nn.operator import ArraySpec
 from parallel.pipeline.runner import ScheduleRunner, bind_actions
 from parallel.pipeline.schedule.lowering import lower
@@ -34,6 +33,9 @@ from parallel.runtime.profiler import Profiler
 TOLERANCE = 0.10
 """Largest relative error of the idle share."""
 
+BYTES, TIMES = 4096, 3
+"""Length of a message, and runs of each schedule."""
+
 MOST_SECONDS = 30e-6
 """Most seconds of the runner per action."""
 
@@ -41,12 +43,11 @@ MOST_SECONDS = 30e-6
 class SleepingStage:
     """Stage that sleeps instead of computing."""
 
-    def __init__(self, seconds: float, nbytes: int):
-        self._seconds, self._form = seconds, ArraySpec((nbytes,), np.dtype(np.uint8))
-        self._array = np.zeros(nbytes, np.uint8)
+    def __init__(self, seconds: float):
+        self._seconds, self._array = seconds, np.zeros(BYTES, np.uint8)
 
     def output_spec(self, part: int, microbatch: int) -> ArraySpec:
-        return self._form
+        return ArraySpec((BYTES,), np.dtype(np.uint8))
 
     def forward(self, chunk: int, microbatch: int, x: Any) -> Any:
         return self._sleep(1)
@@ -66,64 +67,49 @@ class SleepingStage:
         return self._array
 
 
-class PipelineRun(NamedTuple):
-    """Seconds of one run: from the common start to the last end, and of this stage's computation and waiting."""
-
-    whole: float
-    computing: float
-    waiting: float
-
-
-def run(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float, nbytes: int) -> PipelineRun:
-    """Execute a plan."""
+def run(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float) -> tuple[float, float, float]:
+    """Execute a plan: seconds from the common start to the last end, and of this stage's computation and waiting."""
     recorder = Profiler()
     runner, actions = ScheduleRunner(comm, recorder), bind_actions(plan, comm.Get_rank())
-    stage = SleepingStage(seconds, nbytes)
+    stage = SleepingStage(seconds)
     comm.Barrier()
     began = time.perf_counter()
     runner.run(actions, stage)
     whole = time.perf_counter() - began
-    return PipelineRun(whole, recorder.seconds["compute"], recorder.seconds["communication"])
+    return whole, recorder.seconds["compute"], recorder.seconds["communication"]
 
 
-def idle(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) -> float:
+def idle(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float) -> float:
     """Measured share of all stages' time without computation."""
     shares = []
-    for _ in range(args.times):
-        mine = run(comm, plan, args.milliseconds / 1e3, args.bytes)
-        whole = comm.allreduce(mine.whole, MPI.MAX)
-        shares.append(1 - comm.allreduce(mine.computing) / (whole * comm.Get_size()))
+    for _ in range(TIMES):
+        whole, computing, _ = run(comm, plan, seconds)
+        shares.append(1 - comm.allreduce(computing) / (comm.allreduce(whole, MPI.MAX) * comm.Get_size()))
     return float(median(shares))
 
 
-def overhead(comm: MPI.Intracomm, plan: PipelinePlan, args: argparse.Namespace) -> float:
+def overhead(comm: MPI.Intracomm, plan: PipelinePlan) -> float:
     """Seconds per action that are neither work nor waiting, on the slowest rank."""
-    runs = [run(comm, plan, 0.0, args.bytes) for _ in range(args.times)]
+    runs = [run(comm, plan, 0.0) for _ in range(TIMES)]
     actions = max(1, len(plan.actions[comm.Get_rank()]))
-    return float(comm.allreduce(median((one.whole - one.waiting) / actions for one in runs), MPI.MAX))
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = launcher.LauncherParser(__doc__)
-    add = parser.add_argument
-    add("--schedules", type=names_of(SCHEDULES), default=list(SCHEDULES), metavar="NAMES", help="default all")
-    add("--microbatches", type=at_least(1, int), default=8, metavar="M", help="default 8")
-    add("--milliseconds", type=at_least(0.0, float), default=100.0, metavar="T", help="of F, B and W (default 100)")
-    add("--bytes", type=at_least(1, int), default=4096, metavar="N", help="of a message (default 4096)")
-    add("--times", type=at_least(1, int), default=3, metavar="K", help="runs of each (default 3)")
-    return parser.parse_args(argv)
+    return float(comm.allreduce(median((whole - waiting) / actions for whole, _, waiting in runs), MPI.MAX))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; 1 if a value is out of bounds."""
-    args, comm = parse(argv), MPI.COMM_WORLD.Dup()
+    parser = launcher.LauncherParser(__doc__)
+    add, named = parser.add_argument, names_of("schedule", SCHEDULES)
+    add("--schedules", type=named, default=list(SCHEDULES), metavar="NAMES", help="default all")
+    add("--microbatches", type=at_least(1, int), default=8, metavar="M", help="default 8")
+    add("--milliseconds", type=at_least(0.0, float), default=100.0, metavar="T", help="of F, B and W (default 100)")
+    args, comm = parser.parse_args(argv), MPI.COMM_WORLD.Dup()
     ranks, good = comm.Get_size(), True
     say(f"{ranks} stages, {args.microbatches} micro-batches, F, B and W of {args.milliseconds:g} ms each")
     say(f"{'schedule':14} {'simulated':>10} {'measured':>10} {'apart':>8} {'messages':>9} {'us per action':>14}")
     for name in args.schedules:
         plan = lower(build(name, ranks, args.microbatches))
         expected = float(simulate(plan, ActionTimes()).bubble)
-        found, taken = idle(comm, plan, args), overhead(comm, plan, args)
+        found, taken = idle(comm, plan, args.milliseconds / 1e3), overhead(comm, plan)
         apart = abs(found - expected) / expected if expected else found
         good = good and apart <= TOLERANCE and taken < MOST_SECONDS
         messages = sum(plan.messages().values())

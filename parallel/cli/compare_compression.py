@@ -13,16 +13,14 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark.reports import write
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from parallel.benchmark.workload import add_recipe, plain, recipe_settings
+from parallel.benchmark.workload import add_recipe, recipe_settings
 from parallel.engine.settings import Settings
 from parallel.grad_compression import AUTO, NONE, parse
 from parallel.trainer.trainer import Training
@@ -40,16 +38,6 @@ def ways(text: str) -> list[str]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     return names
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = launcher.LauncherParser(__doc__)
-    add_recipe(parser)
-    add = parser.add_argument
-    add("--seeds", type=launcher.at_least(2, int), default=3, metavar="N", help="number of seeds (default 3)")
-    add("--ways", type=ways, default=WAYS, metavar="NAMES", help=f"with commas (default {WAYS})")
-    add("--json", type=Path, metavar="FILE", help="write the scores of all trainings")
-    return parser.parse_args(argv)
 
 
 def final_score(comm: Communicator, settings: Settings) -> dict[str, float]:
@@ -70,19 +58,22 @@ def cells(ours: np.ndarray, others: np.ndarray) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = arguments(argv)
+    parser = launcher.LauncherParser(__doc__)
+    add_recipe(parser)
+    add = parser.add_argument
+    add("--seeds", type=launcher.at_least(2, int), default=3, metavar="N", help="number of seeds (default 3)")
+    add("--ways", type=ways, default=WAYS, metavar="NAMES", help=f"with commas (default {WAYS})")
+    args = parser.parse_args(argv)
     comm = Communicator(MPI.COMM_WORLD)
     base = recipe_settings(args, comm)
     say(f"{base.model} on {base.data}, {comm.Get_size()} ranks, {args.seeds} seeds: mean ± standard deviation\n")
-    report: dict[str, list[dict[str, float]]] = {}
+    first: dict[str, np.ndarray] = {}
     for name in args.ways:
-        report[name] = [final_score(comm, replace(base, compress=name, seed=seed)) for seed in range(args.seeds)]
-        scores = {key: np.array([score[key] for score in report[name]]) for key in report[name][0]}
-        if len(report) == 1:
+        runs = [final_score(comm, replace(base, compress=name, seed=seed)) for seed in range(args.seeds)]
+        scores = {key: np.array([score[key] for score in runs]) for key in runs[0]}
+        if not first:
             first = scores
             say(f"| `--compress` | {' | '.join(f'{key} | apart' for key in first)} |")
             say(f"| --- |{' --- | --- |' * len(first)}")
         say(f"| `{name}` | {' | '.join(cells(scores[key], first[key]) for key in first)} |")
-    if comm.Get_rank() == 0:
-        write(args.json, {"arguments": plain(args), "endings": report})
     return 0

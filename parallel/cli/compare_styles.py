@@ -8,7 +8,6 @@ distances to their mean.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.selection.timing_file import machine
 from parallel.benchmark.workload import add_recipe, recipe_settings
-from parallel.cli.argument_types import names_of
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
 from parallel.engine.settings import Settings
@@ -35,15 +33,6 @@ EVERY = 5
 
 LAST = 20
 """Steps whose losses make the final loss."""
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = launcher.LauncherParser(__doc__)
-    add_recipe(parser)
-    add = parser.add_argument
-    add("--styles", type=names_of(STYLES), default=list(STYLES), metavar="NAMES", help=f"default {','.join(STYLES)}")
-    add("--plot", type=Path, metavar="FILE", help="losses and distances as a picture")
-    return parser.parse_args(argv)
 
 
 def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
@@ -62,15 +51,18 @@ def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
     return {"losses": (total[:, 0] / total[:, 1]).tolist(), "distances": distances, "score": score}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Train in every style; print and draw all."""
-    args = parse(argv)
+    parser = launcher.LauncherParser(__doc__)
+    add_recipe(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="losses and distances as a picture")
+    args = parser.parse_args()
     comm = Communicator(MPI.COMM_WORLD)
     base = recipe_settings(args, comm)
     say(f"| layout | test accuracy | loss of the last {LAST} steps | largest distance |")
     say("| --- | --- | --- | --- |")
     found = {}
-    for name in (BESIDE, *args.styles):
+    for name in (BESIDE, *STYLES):
         found[name] = one = history(comm, replace(base, layout=name))
         accuracy = "" if one["score"].accuracy is None else f"{one['score'].accuracy:.2%}"
         distance = f"{max(one['distances'].values(), default=0.0):.2g}"

@@ -6,8 +6,8 @@
     chorus draw pipeline --schedule zb-h1 --stages 4 --microbatches 8 --measured out/trace.json -o both.png
 
 The simulator proves the schedule and runs it. A schedule whose name ends in .csv is a file with a line per stage.
-Several are drawn below each other, and below them a step of a measured trace (`chorus train --trace`). Runs in one
-process; pictures need matplotlib (the extra "plot").
+Several are drawn below each other, and below them the last step of a measured trace (`chorus train --trace`). Runs in
+one process; pictures need matplotlib (the extra "plot").
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from parallel.pipeline.schedule.simulator import ActionTimes, Timeline, simulate
 from parallel.pipeline.schedule.stage_placement import PLACEMENTS
 
 PICTURES = (".png", ".svg", ".pdf")
-MILLISECONDS = 1000
-"""Units of time per second in a written trace."""
-
 FORMATS = (*PICTURES, ".json", ".csv")
 
 
@@ -67,8 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--backward", type=duration, default=Fraction(1), metavar="T", help="of its input gradient (default 1)")
     add("--weights", type=duration, default=Fraction(1), metavar="T", help="of its weights' gradients (default 1)")
     add("--message", type=duration, default=Fraction(0), metavar="T", help="of a message (default 0)")
-    add("--measured", type=Path, metavar="FILE", help="a run's trace, from which a step is drawn below")
-    add("--step", type=int, metavar="K", help="which of the trace's steps (default the last)")
+    add("--measured", type=Path, metavar="FILE", help="a run's trace, whose last step is drawn below")
     add("-o", "--output", type=output, metavar="FILE", help="a picture (.png, .svg, .pdf), a trace (.json), or a .csv")
     return result
 
@@ -91,9 +87,8 @@ def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
     return build(name, stages, microbatches, virtual=arguments.virtual, steps=arguments.steps)
 
 
-def timeline_of(name: str, arguments: argparse.Namespace) -> Timeline:
-    """Simulated timeline of one schedule; ValueError if it cannot be executed."""
-    plan = plan_of(name, arguments)
+def timeline_of(plan: PipelinePlan, arguments: argparse.Namespace) -> Timeline:
+    """Simulated timeline of a plan; ValueError if it cannot be executed."""
     parts = Fraction(plan.placement.parts, plan.stages)  # parts of the model on a stage
     F, B, W = (each / parts for each in (arguments.forward, arguments.backward, arguments.weights))
     return simulate(lower(plan), ActionTimes(F, B, W, arguments.message))
@@ -112,10 +107,11 @@ def main() -> int:
     if path is not None and path.suffix not in PICTURES and len(arguments.schedule) > 1:
         command.error(f"--schedule: expected one for a {path.suffix}, found {len(arguments.schedule)}")
     try:
-        timelines = [timeline_of(name, arguments) for name in arguments.schedule]
+        plans = [plan_of(name, arguments) for name in arguments.schedule]
+        timelines = [timeline_of(plan, arguments) for plan in plans]
         bands = [simulated(timeline, f"{title_of(timeline)}: {summary(timeline)}") for timeline in timelines]
         if arguments.measured is not None:
-            bands.append(measured(arguments.measured, arguments.step))
+            bands.append(measured(arguments.measured))
     except ValueError as error:
         command.error(str(error))
     if path is None:
@@ -125,11 +121,11 @@ def main() -> int:
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".csv":
-        path.write_text(to_csv(plan_of(arguments.schedule[0], arguments).actions))
+        path.write_text(to_csv(plans[0].actions))
     elif path.suffix == ".json":
         from collectives.benchmark import traces
 
-        traces.write(path, entries(timelines[0], second=MILLISECONDS), schedule=title_of(timelines[0]))
+        traces.write(path, entries(timelines[0]), schedule=title_of(timelines[0]))
     else:
         try:
             picture(path, bands)

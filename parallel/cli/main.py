@@ -7,7 +7,6 @@ while MPI starts.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from importlib import import_module
@@ -74,23 +73,23 @@ def rank_of_launcher() -> int | None:
     return None
 
 
-def find_mpiexec() -> str | None:
-    """Path of mpiexec: MPIEXEC, that of this Python's environment, or that of PATH."""
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=folders)
-
-
 def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> NoReturn:
-    """Replace this process by an mpiexec of the program, so that signals and output need no forwarding."""
-    mpiexec = find_mpiexec()
-    if mpiexec is None:
-        raise UsageError("-n: found no mpiexec; pip install 'chorus-mpi[mpich]', or set MPIEXEC to one")
-    defaults = LAUNCH_DEFAULTS | ({} if program.blas_threads else ONE_BLAS_THREAD) | {EXPECTED: str(ranks)}
+    """Replace this process by an mpiexec of the program, so that signals and output need no forwarding.
+
+    The mpiexec is that of MPIEXEC, of this Python's environment, or of PATH.
+    """
+    mpiexec = os.environ.get("MPIEXEC") or "mpiexec"
+    environment = LAUNCH_DEFAULTS | ({} if program.blas_threads else ONE_BLAS_THREAD) | os.environ
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     own = [sys.executable, "-m", "parallel.cli.main", *name.split()]
     try:
-        os.execvpe(mpiexec, [mpiexec, "-n", str(ranks), *own, *words], defaults | os.environ | {EXPECTED: str(ranks)})
+        os.execvpe(
+            mpiexec, [mpiexec, "-n", str(ranks), *own, *words], environment | {EXPECTED: str(ranks), "PATH": path}
+        )
     except OSError as error:
-        raise UsageError(f"{mpiexec} cannot be started: {error.strerror}") from error
+        raise UsageError(
+            f"-n: cannot start {mpiexec} ({error.strerror}); pip install 'chorus-mpi[mpich]', or set MPIEXEC to one"
+        ) from error
 
 
 def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1) -> NoReturn:
@@ -104,6 +103,7 @@ def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1)
         watchdog.start()
     entry = import_module(module).main
     if not mpi:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end when the reader of the output, such as head, has ended
         sys.exit(entry())
     from collectives.cli import launcher
 
@@ -117,7 +117,7 @@ def check_ranks(size: int, least: int) -> None:
     wanted = int(os.environ.get(EXPECTED, size))
     if size != wanted:
         raise UsageError(
-            f"{find_mpiexec()} started {wanted} processes, and MPI has {size} rank: it belongs to another MPI than the "
+            f"mpiexec started {wanted} processes, and MPI has {size} rank: it belongs to another MPI than the "
             "one that mpi4py loads; set MPIEXEC, or set MPI4PY_LIBMPI to the library of this mpiexec"
         )
     if size < least:

@@ -12,19 +12,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from itertools import product
-from typing import NamedTuple
 
 from tqdm import tqdm
 
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.launcher import ProgramParser, at_least
 from parallel.pipeline.schedule.activation_memory import peaks
 from parallel.pipeline.schedule.formulas import FORMULAS, deviations
 from parallel.pipeline.schedule.lowering import lower
-from parallel.pipeline.schedule.pipeline_plan import build
+from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import ActionTimes, PlanError, simulate
 
@@ -35,46 +33,26 @@ TIMES = ((1, 1, 1), (3, 2, 1))
 """Times of F, B and W. A deadlock does not depend on them, so every plan runs with one of these only."""
 
 
-class ScheduleCase(NamedTuple):
-    """Schedule name and its sizes."""
-
-    name: str
-    stages: int
-    microbatches: int
-    virtual: int | None
-    steps: int
-
-
-def cases(name: str, stages: int, microbatches: int) -> Iterator[ScheduleCase]:
-    """All cases of a schedule at a number of stages and micro-batches."""
-    takes = SCHEDULES[name].options
-    for virtual, steps in product(VIRTUAL if "virtual" in takes else (None,), STEPS if "steps" in takes else (1,)):
-        yield ScheduleCase(name, stages, microbatches, virtual, steps)
-
-
-def fault(case: ScheduleCase) -> str | None:
-    """First fault of a case, or None."""
-    plan = lower(build(case.name, case.stages, case.microbatches, virtual=case.virtual, steps=case.steps))
+def fault(plan: PipelinePlan, microbatches: int) -> str | None:
+    """First fault of a plan with so many micro-batches in a step, or None."""
     parts = Fraction(plan.placement.parts, plan.stages)
-    F, B, W = TIMES[case.microbatches // 2 % len(TIMES)]
+    F, B, W = TIMES[microbatches // 2 % len(TIMES)]
     try:
         timeline = simulate(plan, ActionTimes(F / parts, B / parts, W / parts))
     except PlanError as error:
-        return f"{case}: {error}"
-    wrong = deviations(case.name, timeline, case.microbatches, F, B, W)
-    return f"{case}: {wrong[0]}" if wrong else None
+        return str(error)
+    return next(iter(deviations(plan.name, timeline, microbatches, F, B, W)), None)
 
 
-def first_fault(name: str, stages: int, microbatches: int) -> tuple[str | None, int]:
-    """First fault of a schedule at up to `microbatches` micro-batches, and the number of plans proved before it."""
-    count = 0
-    for number in range(1, microbatches + 1):
-        for case in cases(name, stages, number):
-            found = fault(case)
-            if found:
-                return found, count
-            count += 1
-    return None, count
+def first_fault(name: str, stages: int, most: int) -> tuple[str | None, int]:
+    """First fault of a schedule at up to `most` micro-batches, and the number of plans proved before it."""
+    takes = SCHEDULES[name].options
+    virtuals, many = VIRTUAL if "virtual" in takes else (None,), STEPS if "steps" in takes else (1,)
+    for count, (microbatches, virtual, steps) in enumerate(product(range(1, most + 1), virtuals, many)):
+        found = fault(lower(build(name, stages, microbatches, virtual=virtual, steps=steps)), microbatches)
+        if found:
+            return f"{name}, {stages=}, {microbatches=}, {virtual=}, {steps=}: {found}", count
+    return None, most * len(virtuals) * len(many)
 
 
 def table(stages: int, microbatches: int) -> str:
@@ -93,28 +71,24 @@ def table(stages: int, microbatches: int) -> str:
 
 def main() -> int:
     parser = ProgramParser(__doc__)
-    parser.add_argument("--stages", type=int, default=16, metavar="P", help="most stages (default 16)")
-    parser.add_argument("--microbatches", type=int, default=64, metavar="M", help="most micro-batches (default 64)")
-    parser.add_argument("--schedule", action="append", choices=list(SCHEDULES), help="only this one")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
+    add, count = parser.add_argument, at_least(1, int)
+    add("--stages", type=count, default=16, metavar="P", help="most stages (default 16)")
+    add("--microbatches", type=count, default=64, metavar="M", help="most micro-batches (default 64)")
+    add("--jobs", type=count, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
     arguments = parser.parse_args()
-    for name in ("stages", "microbatches", "jobs"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
     began, proved = time.perf_counter(), 0
-    names = arguments.schedule or list(SCHEDULES)
-    jobs = [(name, stages, arguments.microbatches) for stages in range(arguments.stages, 0, -1) for name in names]
+    jobs = [(name, stages, arguments.microbatches) for stages in range(arguments.stages, 0, -1) for name in SCHEDULES]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         answers = pool.map(first_fault, *zip(*jobs))
-        for found, count in tqdm(answers, desc="proving", total=len(jobs), disable=None):
-            proved += count
+        for found, plans in tqdm(answers, desc="proving", total=len(jobs), disable=None):
+            proved += plans
             if found:
                 print(found, file=sys.stderr)
                 pool.shutdown(cancel_futures=True)
                 return 1
     print(f"At {arguments.stages} stages and {arguments.microbatches} micro-batches, F, B and W one unit each:\n")
     print(table(arguments.stages, arguments.microbatches))
-    seconds = time.perf_counter() - began
     up_to = f"up to {arguments.stages} stages and {arguments.microbatches} micro-batches"
-    print(f"\nproved {proved} plans of {len(names)} schedules for {up_to} in {seconds:.0f} s")
+    seconds = time.perf_counter() - began
+    print(f"\nproved {proved} plans of {len(SCHEDULES)} schedules for {up_to} in {seconds:.0f} s")
     return 0

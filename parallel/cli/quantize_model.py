@@ -23,11 +23,12 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.benchmark.reports import check_writable
 from collectives.cli import launcher
+from collectives.cli.arguments import numbers
 from collectives.cli.launcher import at_least, say
 from collectives.selection.timing_file import machine
 from parallel.benchmark.training_output import format_score
 from parallel.checkpoint.checkpoint_files import CheckpointError
-from parallel.cli.argument_types import integers, picture_error
+from parallel.cli.train_arguments import picture_error
 from parallel.nn.operator import Operator
 from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt
@@ -77,7 +78,7 @@ def parser() -> launcher.LauncherParser:
     add("--mixed", type=float, metavar="BITS", help="bytes of --spec in so many bits, which may be a fraction")
     add("--search", default="milp", choices=list(SEARCHES), help="default milp")
     add("--sensitivity", default="loss", choices=list(SENSITIVITIES), help="weight of a layer's error (default loss)")
-    add("--widths", type=integers, default=list(WIDTHS), metavar="B,B", help="widths of a layer (default 2 to 8)")
+    add("--widths", type=numbers, default=list(WIDTHS), metavar="B,B", help="widths of a layer (default 2 to 8)")
     add("--pareto", type=Path, metavar="PNG", help="picture of uniform widths and of the search's choices")
 
     add = result.add_argument_group("output").add_argument

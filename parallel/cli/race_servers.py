@@ -3,8 +3,8 @@
 mpiexec -n 5 python scripts/race_servers.py
 mpiexec -n 5 python scripts/race_servers.py --plot out/clocks.png --rules bsp,ssp:0,ssp:3,async
 
-The first rank is the server. Every part of a step takes --delay seconds longer, on the last rank --factor times as
-long. Exit status 1 if an asynchronous rule takes more than --goal times the seconds of bsp.
+The first rank is the server. Every part of a step takes 0.03 seconds longer, on the last rank five times as long. Exit
+status 1 if an asynchronous rule takes more than 0.7 times the seconds of bsp.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ from parallel.parameter_server.server_engine import ParameterServer
 BATCH = 16
 """Samples of a part of a step."""
 
+DELAY, FACTOR = 0.03, 5.0
+"""Additional seconds of a part, and the factor on the slow worker."""
+
+GOAL = 0.7
+"""Most seconds of an asynchronous rule, relative to bsp."""
+
 
 class RuleResult(NamedTuple):
-    """Result of a training under one rule, on the first rank."""
+    """Result of a training under one rule, on the first rank; `ticks` are those of the engine, from its first on."""
 
     rule: str
     seconds: float
@@ -66,34 +72,26 @@ def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float
     return RuleResult(rule, seconds, ticks[steps:], [shares[worker] for worker in range(workers)], gaps)
 
 
-def parser() -> launcher.LauncherParser:
-    result = launcher.LauncherParser(__doc__)
-    add = result.add_argument
-    add("--rules", default="bsp,ssp:3,async", metavar="RULES", help="default bsp,ssp:3,async")
-    add("--steps", type=at_least(1, int), default=30, metavar="N", help="default 30")
-    add("--delay", type=at_least(0, float), default=0.03, metavar="SECONDS", help="of a part (default 0.03)")
-    add("--factor", type=at_least(1, float), default=5, metavar="F", help="of the slow one (default 5)")
-    add("--goal", type=at_least(0, float), default=0.7, metavar="R", help="of bsp's time (default 0.7)")
-    add("--plot", type=Path, metavar="FILE", help="clocks over time as a picture")
-    return result
-
-
 def main() -> int:
     """Train under all rules; 1 if one is slower than the goal."""
-    made = parser()
-    args = made.parse_args()
+    parser = launcher.LauncherParser(__doc__)
+    add = parser.add_argument
+    add("--rules", default="bsp,ssp:3,async", metavar="RULES", help="default bsp,ssp:3,async")
+    add("--steps", type=at_least(1, int), default=30, metavar="N", help="default 30")
+    add("--plot", type=Path, metavar="FILE", help="clocks over time as a picture")
+    args = parser.parse_args()
     comm = Communicator(MPI.COMM_WORLD)
     if comm.Get_size() < 3:
-        made.error(f"expected 3 ranks or more, a server and two workers, found {comm.Get_size()}")
+        parser.error(f"expected 3 ranks or more, a server and two workers, found {comm.Get_size()}")
     runs = []
     for rule in ("bsp", "async"):  # compiles the kernels
         train(comm, rule, 2, 0.0, 1.0)
     say(f"{'rule':8}{'seconds':>9}{'to bsp':>8}{'largest gap':>13}  parts of each worker")
     for rule in args.rules.split(","):
         try:
-            run = train(comm, rule, args.steps, args.delay, args.factor)
+            run = train(comm, rule, args.steps, DELAY, FACTOR)
         except ValueError as error:
-            made.error(str(error))
+            parser.error(str(error))
         runs.append(run)
         ratio = run.seconds / runs[0].seconds
         say(f"{rule:8}{run.seconds:9.2f}{ratio:8.2f}{max(run.gaps, default=0):13}  {' '.join(map(str, run.parts))}")
@@ -101,7 +99,7 @@ def main() -> int:
         from parallel.benchmark.training_plots import plot_clocks
 
         workers = comm.Get_size() - 1
-        title = f"{args.steps} steps on {workers} workers, one {args.factor:g} times slower"
+        title = f"{args.steps} steps on {workers} workers, one {FACTOR:g} times slower"
         plot_clocks(args.plot, {run.rule: run.ticks for run in runs}, workers - 1, title)
     patient = [run for run in runs[1:] if not rule_of(run.rule).synchronous]
-    return int(runs[0].rule == "bsp" and any(run.seconds > args.goal * runs[0].seconds for run in patient))
+    return int(runs[0].rule == "bsp" and any(run.seconds > GOAL * runs[0].seconds for run in patient))

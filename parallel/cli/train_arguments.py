@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from parallel.cli.argument_types import picture_error
+from collectives.benchmark.reports import PICTURES
 from parallel.data import datasets
 from parallel.grad_compression import AUTO, COMPRESSORS, NONE
 from parallel.nn.models import MODELS
@@ -99,3 +100,12 @@ def argument_error(args: argparse.Namespace) -> str | None:
     if args.resume is True and args.checkpoint is None:
         return "--resume: expected --checkpoint DIR with the checkpoints, or the name of one"
     return picture_error("--plot", args.plot)
+
+
+def picture_error(option: str, path: Path | None) -> str | None:
+    """Error in the name of a picture, or None."""
+    if path is None:
+        return None
+    if path.suffix not in PICTURES:
+        return f"{option}: expected a name that ends in one of {', '.join(PICTURES)}, found {path}"
+    return None if find_spec("matplotlib") else f"{option} needs matplotlib: pip install 'chorus-mpi[plot]'"

@@ -10,11 +10,7 @@ model's first line. Where they differ, the first different tensor is named. Exit
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,21 +19,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.cli.launcher import ProgramParser
+from collectives.cli.arguments import names_of, rank_counts
+from collectives.cli.launcher import ProgramParser, at_least
+from collectives.conformance.launches import find_mpiexec, run_ranks
 from parallel.checkpoint.checkpoint_files import all_in, tensors_in
-from parallel.cli.argument_types import integers, names_of
-from parallel.cli.main import find_mpiexec
 from parallel.data_parallel.layouts import LAYOUTS
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = 4
-"""Micro-batches of a step."""
+LIMIT = 120.0
+"""Seconds for each training."""
 
 MODELS = {
-    "mlp": ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "40", "--dropout", "0.1"],
-    "gpt": ["--data", "copy", "--model", "gpt:tiny", "--length", "16", "--batch", "16", "--dropout", "0.1"],
+    "mlp": "--data teacher_classes --model mlp:tiny --batch 40 --micro-batch 10",
+    "gpt": "--data copy --model gpt:tiny --length 16 --batch 16 --micro-batch 4",
 }
 """Options of `chorus train` by model."""
 
@@ -59,9 +54,9 @@ class LayoutRun(NamedTuple):
     options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        words = [option.removeprefix("--").replace("bucket-bytes", "buckets of") for option in self.options]
-        words = [word for word in words if word != "mesh"]
-        return f"{self.layout:14} {self.ranks:2} rank{'s' if self.ranks > 1 else ' '}  {' '.join(words)}".rstrip()
+        return (
+            f"{self.layout:14} {self.ranks:2} rank{'s' if self.ranks > 1 else ' '}  {' '.join(self.options)}".rstrip()
+        )
 
 
 def table(model: str, ranks: list[int], layouts: list[str]) -> list[LayoutRun]:
@@ -91,28 +86,16 @@ def _rows(model: str, size: int, name: str) -> list[LayoutRun]:
     return [LayoutRun(size, name, ("--mesh", mesh)) for mesh in fit]
 
 
-def run(row: LayoutRun, model: str, steps: int, folder: Path, mpiexec: str, limit: float) -> Path | str:
+def run(row: LayoutRun, model: str, steps: int, folder: Path, mpiexec: str) -> Path | str:
     """Train one row: its last checkpoint, or the error."""
-    command = [mpiexec, "-n", str(row.ranks), sys.executable, "-m", "parallel.cli.main", "train", *MODELS[model]]
-    micro = int(MODELS[model][MODELS[model].index("--batch") + 1]) // PARTS
-    command += ["--reproducible", "--micro-batch", str(micro), "--steps", str(steps), "--clip", "1"]
-    command += ["--parallel", row.layout, "--checkpoint", str(folder), "--every", str(steps), *row.options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = done.communicate(timeout=limit)
-    except BaseException as error:
-        os.killpg(done.pid, signal.SIGKILL)  # after Ctrl-C too
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        done.communicate()
-        return f"did not end within {limit:g} s"
-    if done.returncode:
+    words = f"-m parallel.cli.main train {MODELS[model]} --dropout 0.1 --clip 1 --reproducible --parallel {row.layout}"
+    options = ["--steps", str(steps), "--checkpoint", str(folder), "--every", str(steps), *row.options]
+    status, output = run_ranks(mpiexec, row.ranks, [*words.split(), *options], LIMIT)
+    if status is None:
+        return f"did not end within {LIMIT:g} s"
+    if status:
         last = [text for text in output.splitlines() if text.strip()][-3:]
-        return f"ended with status {done.returncode}: {' / '.join(last)}"
+        return f"ended with status {status}: {' / '.join(last)}"
     found = all_in(folder)
     return found[-1] if found else "left no checkpoint"
 
@@ -130,13 +113,13 @@ def first_difference(one: Path, other: Path) -> str | None:
     return None
 
 
-def verify(mpiexec: str, model: str, rows: list[LayoutRun], steps: int, limit: float) -> Iterator[bool]:
+def verify(mpiexec: str, model: str, rows: list[LayoutRun], steps: int) -> Iterator[bool]:
     """Run and print the table of one model; True for each row that equals the first."""
     reference: Path | None = None
     with tempfile.TemporaryDirectory() as folder:
         for number, row in enumerate(rows):
             began = time.perf_counter()
-            found = run(row, model, steps, Path(folder, str(number)), mpiexec, limit)
+            found = run(row, model, steps, Path(folder, str(number)), mpiexec)
             if isinstance(found, str):
                 verdict, good = found, False
             elif reference is None:
@@ -149,24 +132,21 @@ def verify(mpiexec: str, model: str, rows: list[LayoutRun], steps: int, limit: f
             yield good
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Run all tables; 1 if any line differs."""
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--model", choices=[*MODELS, "all"], default="all", help="default all")
-    add("--ranks", type=integers, default=[1, 2, 4], metavar="LIST", help="numbers of ranks (default 1,2,4)")
+    add("--ranks", type=rank_counts, default=[1, 2, 4], metavar="LIST", help="numbers of ranks (default 1,2,4)")
     layouts = [*LAYOUTS, *PIPELINES]
-    add("--layouts", type=names_of(layouts), default=layouts, metavar="LIST", help=f"default all: {','.join(layouts)}")
-    add("--steps", type=int, default=50, metavar="N", help="default 50")
-    add("--limit", type=float, default=120, metavar="SECONDS", help="for each line (default 120)")
-    args = parser.parse_args(argv)
-    if min(args.ranks) < 1 or args.steps < 1:
-        parser.error("--ranks and --steps: expected 1 or more")
-    mpiexec = find_mpiexec()
+    named = names_of("layout", layouts)
+    add("--layouts", type=named, default=layouts, metavar="LIST", help=f"default all: {','.join(layouts)}")
+    add("--steps", type=at_least(1, int), default=50, metavar="N", help="default 50")
+    args, mpiexec = parser.parse_args(), find_mpiexec()
     if mpiexec is None:
         parser.error("there is no mpiexec: set MPIEXEC to one")
     verdicts: list[bool] = []
     for model in MODELS if args.model == "all" else [args.model]:
-        verdicts += verify(mpiexec, model, table(model, args.ranks, args.layouts), args.steps, args.limit)
+        verdicts += verify(mpiexec, model, table(model, args.ranks, args.layouts), args.steps)
     print(f"{sum(verdicts)} of {len(verdicts)} trainings of {args.steps} steps are as they should be")
     return 0 if all(verdicts) else 1

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.cli import launcher
+from collectives.cli.arguments import numbers
 from collectives.cli.launcher import at_least, say
-from parallel.cli.argument_types import integers
 from parallel.data import datasets
 from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import OnDemandSampler, Sampler
@@ -42,15 +41,11 @@ from parallel.parameter_server.server_engine import ParameterServer
 BATCH = 8
 """Samples of a gradient."""
 
+RADIUS, DELAY = 12.0, 0.001
+"""Radius of the ball, and additional seconds of a gradient."""
+
 DESCENTS = 1000
 """Steps of the search for the best point."""
-
-
-class RegretHistory(NamedTuple):
-    """Loss of every gradient at the weights that it was computed from, and the largest norm of the weights (rank 0)."""
-
-    losses: np.ndarray
-    farthest: float
 
 
 def losses(weights: np.ndarray, data: ArrayDataset) -> np.ndarray:
@@ -61,7 +56,7 @@ def losses(weights: np.ndarray, data: ArrayDataset) -> np.ndarray:
     return by_sample
 
 
-def best(data: ArrayDataset, radius: float, steepest: float) -> np.ndarray:
+def best(data: ArrayDataset, steepest: float) -> np.ndarray:
     """Point of the ball with the smallest mean loss, by projected gradient descent with Nesterov's momentum."""
     x = np.hstack([data.x, np.ones((len(data), 1))]).astype(np.float64)
     here = before = np.zeros((x.shape[1], int(data.y.max()) + 1))
@@ -72,25 +67,25 @@ def best(data: ArrayDataset, radius: float, steepest: float) -> np.ndarray:
         shares /= shares.sum(1, keepdims=True)
         shares[np.arange(len(x)), data.y] -= 1
         before, here = here, ahead - rate * (x.T @ shares) / len(x)
-        here = here * min(1.0, radius / np.linalg.norm(here))
+        here = here * min(1.0, RADIUS / np.linalg.norm(here))
     return here
 
 
-def train(
-    comm: Communicator, data: ArrayDataset, staleness: int, sigma: float, steps: int, delay: float
-) -> RegretHistory:
-    """Train; every step has a part for each worker, and the last worker is slow, so that gradients are stale."""
+def train(comm: Communicator, data: ArrayDataset, staleness: int, sigma: float, steps: int) -> tuple[np.ndarray, float]:
+    """Train; every step has a part for each worker, and the last worker is slow, so that gradients are stale.
+
+    On the first rank, return the loss of every gradient at the weights that it was computed from, and the largest norm
+    of the weights.
+    """
     workers = comm.Get_size() - 1
 
     def rate(step: int) -> float:
         return workers * sigma / math.sqrt(step * workers + 1)
 
     model = Sequential([Linear(data.x.shape[1], int(data.y.max()) + 1, init=constant(0.0), first=True)])
-    slow, rule = f"{comm.Get_size() - 1}:4", f"ssp:{staleness}"
-    loss, optimizer = SoftmaxCrossEntropy(), SGD(rate=rate)
     sampler, farthest, means = Sampler(len(data), BATCH * workers, BATCH), 0.0, list[float]()
-    settings = Settings(layout="ps", consistency=rule, delay=delay, slow=slow)
-    with ParameterServer(model, loss, comm, optimizer, settings) as engine:
+    settings = Settings(layout="ps", consistency=f"ssp:{staleness}", delay=DELAY, slow=f"{workers}:4")
+    with ParameterServer(model, SoftmaxCrossEntropy(), comm, SGD(rate=rate), settings) as engine:
         for number, step in zip(range(steps), sampler.ahead()):
             engine.step(OnDemandSampler(step, data))
             if engine.server is not None:
@@ -98,48 +93,41 @@ def train(
                 farthest = max(farthest, float(np.linalg.norm(np.concatenate(weights))))
                 means += [outcome.loss / outcome.targets for outcome in engine.server.work.outcome(number)]
         engine.quiesce()
-    return RegretHistory(np.array(means), farthest)
-
-
-def parser() -> launcher.LauncherParser:
-    result = launcher.LauncherParser(__doc__)
-    add = result.add_argument
-    add("--staleness", type=integers, default=[0, 1, 3, 8], metavar="S,...", help="default 0,1,3,8")
-    add("--steps", type=at_least(1, int), default=300, metavar="N", help="default 300")
-    add("--radius", type=at_least(0.1, float), default=12.0, metavar="R", help="of the ball (default 12)")
-    add("--delay", type=at_least(0, float), default=0.001, metavar="S", help="seconds a part")
-    add("--plot", type=Path, metavar="FILE", help="regret and bound as a picture")
-    return result
+    return np.array(means), farthest
 
 
 def main() -> int:
     """Train with each staleness; 1 if a regret is above its bound."""
-    made = parser()
-    args = made.parse_args()
+    parser = launcher.LauncherParser(__doc__)
+    add = parser.add_argument
+    add("--staleness", type=numbers, default=[0, 1, 3, 8], metavar="S,...", help="default 0,1,3,8")
+    add("--steps", type=at_least(1, int), default=300, metavar="N", help="default 300")
+    add("--plot", type=Path, metavar="FILE", help="regret and bound as a picture")
+    args = parser.parse_args()
     comm = Communicator(MPI.COMM_WORLD)
     workers = comm.Get_size() - 1
     if not workers:
-        made.error("expected 2 ranks or more, a server and a worker, found 1")
+        parser.error("expected 2 ranks or more, a server and a worker, found 1")
     data = datasets.load("digits").train.flat()  # type: ignore[attr-defined]
     steepest = math.sqrt(2 * float((data.x.astype(np.float64) ** 2).sum(1).max() + 1))
-    distance = math.sqrt(2) * args.radius
-    optimum = best(data, args.radius, steepest) if comm.Get_rank() == 0 else np.zeros(0)
+    distance = math.sqrt(2) * RADIUS
+    optimum = best(data, steepest) if comm.Get_rank() == 0 else np.zeros(0)
     say(f"P = {workers}, L = {steepest:.2f}, F = {distance:.2f}, {BATCH} samples a gradient")
     say(f"{'s':>3}{'T':>7}{'regret/T':>11}{'bound':>9}{'farthest':>10}")
     good, curves = True, {}
     for staleness in args.staleness:
         sigma = distance / (steepest * math.sqrt(2 * (staleness + 1) * workers))
-        history = train(comm, data, staleness, sigma, args.steps, args.delay)
+        found, farthest = train(comm, data, staleness, sigma, args.steps)
         if comm.Get_rank():
             continue
         sampler, of_best = Sampler(len(data), BATCH * workers, BATCH), losses(optimum, data)
         parts = [part for _, step in zip(range(args.steps), sampler.ahead()) for part in step.parts]
         at = np.arange(1, len(parts) + 1)
-        regret = np.cumsum(history.losses - np.array([of_best[part].mean() for part in parts])) / at
+        regret = np.cumsum(found - np.array([of_best[part].mean() for part in parts])) / at
         bound = 4 * distance * steepest * np.sqrt(2 * (staleness + 1) * workers / at)
         curves[staleness] = regret, bound
-        good &= bool((regret <= bound).all()) and history.farthest <= args.radius
-        say(f"{staleness:3}{len(at):7}{regret[-1]:11.4f}{bound[-1]:9.3f}{history.farthest:10.2f}")
+        good &= bool((regret <= bound).all()) and farthest <= RADIUS
+        say(f"{staleness:3}{len(at):7}{regret[-1]:11.4f}{bound[-1]:9.3f}{farthest:10.2f}")
     if args.plot and comm.Get_rank() == 0:
         from parallel.benchmark.training_plots import plot_regret
 

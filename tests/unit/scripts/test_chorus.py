@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -9,21 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from collectives.conformance.launches import find_mpiexec
 from parallel.cli import main as chorus
 from parallel.cli.programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "MPI_", "HYDRA", "SLURM_", "CHORUS_RANKS")
 
-needs_mpiexec = pytest.mark.skipif(chorus.find_mpiexec() is None, reason="no mpiexec")
+needs_mpiexec = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 
 
-def run(*words, **variables):
+def run(*words, output=subprocess.PIPE, **variables):
     environment = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
     environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | variables
     command = [sys.executable, "-m", "parallel.cli.main", *words]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=55
+        command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, timeout=55
     )
 
 
@@ -109,6 +111,19 @@ def test_one_process():
     done = run("draw", "collective", "--collective", "allreduce", "--algorithm", "ring", "--ranks", "3")
     assert done.returncode == 0 and "3 ranks" in done.stdout
     assert run("draw", "collective").returncode == 2
+
+
+def test_a_closed_output_ends_a_program_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run("draw", "collective", "--collective", "allreduce", "--algorithm", "ring", "--ranks", "3", output=writer)
+    os.close(writer)
+    assert done.returncode == -signal.SIGPIPE and done.stderr == ""
+
+
+def test_a_missing_mpiexec_is_reported():
+    done = run("tune", "-n", "2", MPIEXEC="/nonexistent/mpiexec")
+    assert done.returncode == 2 and "cannot start /nonexistent/mpiexec (No such file" in done.stderr
 
 
 @needs_mpiexec

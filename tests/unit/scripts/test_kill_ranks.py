@@ -8,7 +8,6 @@ from parallel.cli import kill_ranks
 
 def test_oversubscription_is_requested():
     """Open MPI starts no more ranks than there are cores without the option."""
-    args = kill_ranks.parser().parse_args(["--mpiexec", "mpiexec"])
-    words = kill_ranks.command(args, Path("FILE"))
+    words = kill_ranks.command(kill_ranks.parser().parse_args([]), "mpiexec", Path("FILE"))
     options = words[: words.index(sys.executable)]
     assert options[options.index("--map-by") + 1] == ":oversubscribe"

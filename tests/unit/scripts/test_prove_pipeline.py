@@ -79,4 +79,4 @@ def test_wrong_requests(argument):
         [sys.executable, *PROGRAM, argument, "0"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 2 and f"{argument} must be at least 1" in done.stderr
+    assert done.returncode == 2 and f"argument {argument}: 0 is below 1" in done.stderr

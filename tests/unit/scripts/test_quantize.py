@@ -99,7 +99,10 @@ WRONG = {
     "too few bits": (lambda at, tmp: ["--checkpoint", at, "--mixed", 1, "--spec", "int3_g32"], "expected 2 to 8 bits"),
     "widths of a table": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--spec", "mxfp4"], "codes e2m1 have one"),
     "no width": (lambda at, tmp: ["--checkpoint", at, "--mixed", 3, "--widths", "3,9"], "bits: expected one of 1, 2"),
-    "no numbers": (lambda at, tmp: ["--checkpoint", at, "--widths", "a"], "expected numbers as in 2,4,8, found 'a'"),
+    "no numbers": (
+        lambda at, tmp: ["--checkpoint", at, "--widths", "a"],
+        "numbers as in 1,2,4 or 0:20, found 'a'",
+    ),
     "a curve of nothing": (lambda at, tmp: ["--checkpoint", at, "--pareto", "p.png"], "--pareto needs --mixed"),
     "NaN": (lambda at, tmp: ["--checkpoint", broken(at, tmp)], "weight[1, 2] is nan: this model is broken"),
     "nothing": (lambda at, tmp: [], "one of the arguments --checkpoint --load is required"),
