@@ -60,6 +60,9 @@ OTHERS = {
 }
 """Steps other than calls on arrays, with their frequency in a hundred."""
 
+CREATING = ("dup", "split", "clone", "create", "wrap")
+"""Steps that create a communicator."""
+
 SPELLINGS = {
     "in place": 0.25, "None for in place": 0.2, "root as an array": 0.1, "type given": 0.3, "count given": 0.3,
     "DLPack": 0.1, "shared": 0.15, "algorithm": 0.3, "segments": 0.1, "copied op": 0.15, "type freed": 0.5,
