@@ -76,6 +76,9 @@ class LRSchedule:
     def __call__(self, step: int) -> float:
         return SCHEDULES[self.name](step, **self.settings)
 
+    def __hash__(self) -> int:
+        return hash((self.name, *sorted(self.settings.items())))
+
     def describe(self) -> dict[str, Any]:
         """Keyword arguments of `LRSchedule`."""
         return {"name": self.name, **self.settings}

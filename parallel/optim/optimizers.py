@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ class Optimizer:
 
     rate: Rate
     decay: float = 0.0
+    _spare: dict[tuple[type, str], Array] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.rate):
@@ -91,13 +92,14 @@ class Optimizer:
         self, pieces: Sequence[OptimizerSpan], step: int, scale: float, rate: float, gather: Gather | None
     ) -> None:
         for piece in pieces:
+            spare = self._workspace(piece.weights)
             for run in piece.runs:
                 scalars = self._scalars(step, scale, rate, run)
-                for part in _portions(run, piece.weights):
-                    self._portion(piece, part, scalars)
+                for part in _portions(run, spare):
+                    self._portion(piece, part, spare, scalars)
                     _store(piece, part)
 
-    def _portion(self, piece: OptimizerSpan, part: slice, scalars: Scalars) -> None:
+    def _portion(self, piece: OptimizerSpan, part: slice, spare: Array, scalars: Scalars) -> None:
         """Update weights and state of a few elements."""
         raise NotImplementedError
 
@@ -109,13 +111,20 @@ class Optimizer:
         """The scalars after scale, rate and decay."""
         return ()
 
+    def _workspace(self, like: Array) -> Array:
+        """Two rows of a portion each, made once per kind of array."""
+        key = type(like), like.dtype.str
+        if key not in self._spare:
+            self._spare[key] = np.empty_like(like, shape=(2, _portion_of(like)))
+        return self._spare[key]
+
 
 def _portion_of(vector: Array) -> int:
     return PORTION["host" if isinstance(vector, np.ndarray) else "device"]
 
 
-def _portions(run: ElementRun, weights: Array) -> Iterator[slice]:
-    step = _portion_of(weights)
+def _portions(run: ElementRun, spare: Array) -> Iterator[slice]:
+    step = spare.shape[1]
     return (slice(start, min(start + step, run.stop)) for start in range(run.start, run.stop, step))
 
 
@@ -151,12 +160,12 @@ class SGD(Optimizer):
     def _hyperparameters(self, step):
         return (self.momentum,) if self.momentum else ()
 
-    def _portion(self, piece, part, scalars):
+    def _portion(self, piece, part, spare, scalars):
         use, weights, gradient = kernels(piece.weights), piece.weights[part], piece.gradient[part]
         if self.momentum:
-            use.momentum(weights, gradient, piece.state["velocity"][part], scalars, self.nesterov)
+            use.momentum(weights, gradient, piece.state["velocity"][part], spare, scalars, self.nesterov)
         else:
-            use.sgd(weights, gradient, scalars)
+            use.sgd(weights, gradient, spare, scalars)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -184,10 +193,10 @@ class Adam(Optimizer):
         corrections = (1.0 - beta ** (step + 1) for beta in (self.beta1, self.beta2))
         return self.beta1, self.beta2, self.eps, *corrections
 
-    def _portion(self, piece, part, scalars):
+    def _portion(self, piece, part, spare, scalars):
         kernel = getattr(kernels(piece.weights), self.kernel)
         m, v = piece.state["m"][part], piece.state["v"][part]
-        kernel(piece.weights[part], piece.gradient[part], m, v, scalars)
+        kernel(piece.weights[part], piece.gradient[part], m, v, spare, scalars)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -215,21 +224,23 @@ class LAMB(Adam):
         weights, directions = [np.zeros(0)], [np.zeros(0)]
         for piece in pieces:
             use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
+            spare = self._workspace(piece.weights)
             weights.append(block_squares(piece.weights))
             for run in piece.tensors:
                 scalars = self._scalars(step, scale, rate, run)
-                for part in _portions(run, piece.weights):
-                    use.lamb_moments(piece.gradient[part], m[part], v[part], scalars)
-                    u = use.lamb_direction(piece.weights[part], m[part], v[part], scalars)
+                for part in _portions(run, spare):
+                    use.lamb_moments(piece.gradient[part], m[part], v[part], spare, scalars)
+                    u = use.lamb_direction(piece.weights[part], m[part], v[part], spare, scalars)
                     directions.append(block_squares(u))
         of_weights, of_directions = gather(np.concatenate(weights)), gather(np.concatenate(directions))
         for piece in pieces:
             use, m, v = kernels(piece.weights), piece.state["m"], piece.state["v"]
+            spare = self._workspace(piece.weights)
             for run in piece.tensors:
                 trust = _trust(run.place, of_weights, of_directions)
                 scalars = self._scalars(step, scale, rate * trust, run)
-                for part in _portions(run, piece.weights):
-                    use.lamb(piece.weights[part], m[part], v[part], scalars)
+                for part in _portions(run, spare):
+                    use.lamb(piece.weights[part], m[part], v[part], spare, scalars)
                     _store(piece, part)
 
 
@@ -255,10 +266,11 @@ def block_squares(vector: Array) -> np.ndarray:
     if vector.ndim != 1 or len(vector) % BLOCK:
         raise ValueError(f"vector: expected one dimension and whole blocks of {BLOCK}, found shape {vector.shape}")
     step, sums = _portion_of(vector), np.empty_like(vector, shape=len(vector) // BLOCK, dtype=np.float64)
+    spare = np.empty_like(vector, shape=min(step, len(vector)), dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, len(vector), step):
             x = vector[start : start + step]
-            kernels(vector).squares(x, BLOCK, sums[start // BLOCK : (start + len(x)) // BLOCK])
+            kernels(vector).squares(x, BLOCK, spare, sums[start // BLOCK : (start + len(x)) // BLOCK])
     return sums if isinstance(sums, np.ndarray) else sums.get()
 
 

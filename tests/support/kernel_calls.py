@@ -74,14 +74,15 @@ def call_operators():
 def call_updates():
     for dtype in (np.float32, np.float64):
         w, g, m, v = (abs(RNG.standard_normal(64)).astype(dtype) for _ in range(4))
+        spare = np.zeros((2, 64), dtype)
         scalars = (1.0, 0.1, 0.0, 0.9, 0.99, 1e-8, 0.1, 0.1)
-        updates.sgd(w, g, scalars[:3])
-        updates.momentum(w, g, m, scalars[:4], False)
+        updates.sgd(w, g, spare, scalars[:3])
+        updates.momentum(w, g, m, spare, scalars[:4], False)
         for step in (updates.adam, updates.adamw):
-            step(w, g, m, v, scalars)
-        updates.lamb_moments(g, m, v, scalars)
-        updates.lamb(w, m, v, scalars)
-        updates.squares(w, 16, np.zeros(4))
+            step(w, g, m, v, spare, scalars)
+        updates.lamb_moments(g, m, v, spare, scalars)
+        updates.lamb(w, m, v, spare, scalars)
+        updates.squares(w, 16, np.zeros(8), np.zeros(4))
 
 
 def kept():

@@ -1,6 +1,7 @@
 """Updates of `reference_updates` in one pass over memory, compiled by numba for host arrays.
 
-Operations and roundings are those of the reference, without reordering or fusing: the bits are the same.
+Operations and roundings are those of the reference, without reordering or fusing: the bits are the same. Only LAMB's
+direction needs `spare`.
 """
 # Numba infers other types than Python annotations could express.
 
@@ -16,7 +17,7 @@ loop = compiler(error_model="numpy")
 
 
 @loop
-def sgd(weights, gradient, scalars):
+def sgd(weights, gradient, spare, scalars):
     real = weights.dtype.type
     scale, rate, decay = real(scalars[0]), real(scalars[1]), real(scalars[2])
     for i in range(weights.size):
@@ -27,7 +28,7 @@ def sgd(weights, gradient, scalars):
 
 
 @loop
-def momentum(weights, gradient, velocity, scalars, nesterov):
+def momentum(weights, gradient, velocity, spare, scalars, nesterov):
     real = weights.dtype.type
     scale, rate, decay, beta = real(scalars[0]), real(scalars[1]), real(scalars[2]), real(scalars[3])
     for i in range(weights.size):
@@ -58,17 +59,17 @@ def _adam(weights, gradient, m, v, scalars, coupled, keep):
 
 
 @loop
-def adam(weights, gradient, m, v, scalars):
+def adam(weights, gradient, m, v, spare, scalars):
     _adam(weights, gradient, m, v, scalars, scalars[2], 1.0)
 
 
 @loop
-def adamw(weights, gradient, m, v, scalars):
+def adamw(weights, gradient, m, v, spare, scalars):
     _adam(weights, gradient, m, v, scalars, 0.0, 1.0 - scalars[1] * scalars[2])
 
 
 @loop
-def lamb_moments(gradient, m, v, scalars):
+def lamb_moments(gradient, m, v, spare, scalars):
     scale, _, _, beta1, beta2, _, _, _ = scalars
     real = m.dtype.type
     scale, gain1, gain2 = real(scale), real(1.0 - beta1), real(1.0 - beta2)
@@ -79,11 +80,11 @@ def lamb_moments(gradient, m, v, scalars):
 
 
 @loop
-def lamb_direction(weights, m, v, scalars):
+def lamb_direction(weights, m, v, spare, scalars):
     _, _, decay, _, _, eps, correction1, correction2 = scalars
     real = weights.dtype.type
     heal, root, eps = real(1.0 / correction1), real(1.0 / math.sqrt(correction2)), real(eps)
-    u = np.empty_like(weights)
+    u = spare[0, : weights.size]
     for i in range(weights.size):
         u[i] = heal * (m[i] / (root * np.sqrt(v[i]) + eps))
     if decay != 0:
@@ -93,16 +94,15 @@ def lamb_direction(weights, m, v, scalars):
 
 
 @loop
-def lamb(weights, m, v, scalars):
+def lamb(weights, m, v, spare, scalars):
     rate = weights.dtype.type(scalars[1])
-    u = lamb_direction(weights, m, v, scalars)
+    u = lamb_direction(weights, m, v, spare, scalars)
     for i in range(weights.size):
         weights[i] -= rate * u[i]
 
 
 @loop
-def squares(x, block, out):
-    spare = np.empty(block // 2)
+def squares(x, block, spare, out):
     for number in range(out.size):
         width = block // 2
         start = number * block

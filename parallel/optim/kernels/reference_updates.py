@@ -1,8 +1,8 @@
 """Reference updates of the optimizers, element by element, for NumPy and CuPy vectors of equal length.
 
 `weights`, `gradient` and the state vectors have one dtype, float32 or float64; scalars are first combined in double
-precision. Every operation rounds by itself, so results do not depend on where a vector is cut. Below, g is the gradient
-of the papers: `gradient` times `scale`.
+precision. `spare` is scratch memory of that dtype, of shape (2, at least n). Every operation rounds by itself, so
+results do not depend on where a vector is cut. Below, g is the gradient of the papers: `gradient` times `scale`.
 """
 
 from __future__ import annotations
@@ -18,77 +18,116 @@ Scalars = tuple[float, ...]
 corrections 1 - beta^t. Not a named tuple: numba takes 1 us longer to unbox one, a tenth of a portion's update."""
 
 
-def sgd(weights: Array, gradient: Array, scalars: Scalars) -> None:
+def sgd(weights: Array, gradient: Array, spare: Array, scalars: Scalars) -> None:
     """w -= rate (g + decay w)."""
     scale, rate, decay = scalars
-    weights -= rate * _gradient(weights, gradient, scale, decay)
+    g = _gradient(weights, gradient, spare, scale, decay)
+    np.multiply(g, rate, out=g)
+    np.subtract(weights, g, out=weights)
 
 
-def momentum(weights: Array, gradient: Array, velocity: Array, scalars: Scalars, nesterov: bool) -> None:
+def momentum(weights: Array, gradient: Array, velocity: Array, spare: Array, scalars: Scalars, nesterov: bool) -> None:
     """u = beta u + g + decay w; w -= rate u, or with Nesterov's look-ahead rate (g + decay w + beta u)."""
     scale, rate, decay, beta = scalars
-    g = _gradient(weights, gradient, scale, decay)
-    velocity *= beta
-    velocity += g
-    weights -= rate * (g + beta * velocity if nesterov else velocity)
+    g, t = _gradient(weights, gradient, spare, scale, decay), spare[1, : len(weights)]
+    np.multiply(velocity, beta, out=velocity)
+    np.add(velocity, g, out=velocity)
+    if nesterov:
+        np.multiply(velocity, beta, out=t)
+        np.add(g, t, out=g)
+        np.multiply(g, rate, out=g)
+    else:
+        np.multiply(velocity, rate, out=g)
+    np.subtract(weights, g, out=weights)
 
 
-def adam(weights: Array, gradient: Array, m: Array, v: Array, scalars: Scalars) -> None:
+def adam(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
     """g += decay w; then the two moments of g, and w -= rate m^ / (sqrt(v^) + eps)."""
     scale, rate, decay, beta1, beta2, eps, correction1, correction2 = scalars
-    _moments(_gradient(weights, gradient, scale, decay), m, v, beta1, beta2)
-    weights -= rate / correction1 * (m / _denominator(v, eps, correction2))
+    g, t = _gradient(weights, gradient, spare, scale, decay), spare[1, : len(weights)]
+    _moments(g, m, v, spare, beta1, beta2)
+    _denominator(v, eps, correction2, t)
+    np.divide(m, t, out=t)
+    np.multiply(t, rate / correction1, out=t)
+    np.subtract(weights, t, out=weights)
 
 
-def adamw(weights: Array, gradient: Array, m: Array, v: Array, scalars: Scalars) -> None:
+def adamw(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
     """w -= rate decay w; then `adam` without decay."""
     scale, rate, decay, *others = scalars
     if decay:
-        weights *= 1.0 - rate * decay
-    adam(weights, gradient, m, v, (scale, rate, 0.0, *others))
+        np.multiply(weights, 1.0 - rate * decay, out=weights)
+    adam(weights, gradient, m, v, spare, (scale, rate, 0.0, *others))
 
 
-def lamb_moments(gradient: Array, m: Array, v: Array, scalars: Scalars) -> None:
+def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
     """The two moments of g: the first half of LAMB's step."""
     scale, _, _, beta1, beta2, _, _, _ = scalars
-    _moments(scale * gradient, m, v, beta1, beta2)
+    g = spare[0, : len(gradient)]
+    np.multiply(gradient, scale, out=g)
+    _moments(g, m, v, spare, beta1, beta2)
 
 
-def lamb_direction(weights: Array, m: Array, v: Array, scalars: Scalars) -> Array:
-    """LAMB's step before scaling: m^ / (sqrt(v^) + eps) + decay w."""
+def lamb_direction(weights: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> Array:
+    """LAMB's step before scaling, in the first row of `spare`: m^ / (sqrt(v^) + eps) + decay w."""
     _, _, decay, _, _, eps, correction1, correction2 = scalars
-    u = 1.0 / correction1 * (m / _denominator(v, eps, correction2))
-    return u + decay * weights if decay else u
+    u, t = spare[0, : len(weights)], spare[1, : len(weights)]
+    _denominator(v, eps, correction2, u)
+    np.divide(m, u, out=u)
+    np.multiply(u, 1.0 / correction1, out=u)
+    if decay:
+        np.multiply(weights, decay, out=t)
+        np.add(u, t, out=u)
+    return u
 
 
-def lamb(weights: Array, m: Array, v: Array, scalars: Scalars) -> None:
+def lamb(weights: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
     """w -= rate `lamb_direction`, with the tensor's own rate: the second half of LAMB's step."""
-    weights -= scalars[1] * lamb_direction(weights, m, v, scalars)
+    u = lamb_direction(weights, m, v, spare, scalars)
+    np.multiply(u, scalars[1], out=u)
+    np.subtract(weights, u, out=weights)
 
 
-def squares(x: Array, block: int, out: Array) -> None:
+def squares(x: Array, block: int, spare: Array, out: Array) -> None:
     """Sum of squares of each block in float64, always added by the same tree: halves, quarters, ...
 
-    `x` has whole blocks of `block` elements, a power of two; `out` is float64 of shape (len(x) / block,).
+    `x` has whole blocks of `block` elements, a power of two; `spare` is float64 of shape (at least len(x),), `out`
+    float64 of shape (len(x) / block,).
     """
-    terms = np.multiply(x, x, dtype=np.float64).reshape(-1, block)
+    terms = spare[: len(x)]
+    terms[...] = x
+    np.multiply(terms, terms, out=terms)
+    terms = terms.reshape(-1, block)
     while block > 1:
         block //= 2
-        terms = terms[:, :block] + terms[:, block:]
+        np.add(terms[:, :block], terms[:, block : 2 * block], out=terms[:, :block])
     out[...] = terms[:, 0]
 
 
-def _gradient(weights: Array, gradient: Array, scale: float, decay: float) -> Array:
-    g = scale * gradient
-    return g + decay * weights if decay else g
+def _gradient(weights: Array, gradient: Array, spare: Array, scale: float, decay: float) -> Array:
+    """scale gradient + decay w, in the first row of `spare`."""
+    g, t = spare[0, : len(weights)], spare[1, : len(weights)]
+    np.multiply(gradient, scale, out=g)
+    if decay:
+        np.multiply(weights, decay, out=t)
+        np.add(g, t, out=g)
+    return g
 
 
-def _moments(g: Array, m: Array, v: Array, beta1: float, beta2: float) -> None:
+def _moments(g: Array, m: Array, v: Array, spare: Array, beta1: float, beta2: float) -> None:
     """m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g g, both as steps towards the new value."""
-    m += (1.0 - beta1) * (g - m)
-    v += (1.0 - beta2) * (g * g - v)
+    t = spare[1, : len(g)]
+    np.subtract(g, m, out=t)
+    np.multiply(t, 1.0 - beta1, out=t)
+    np.add(m, t, out=m)
+    np.multiply(g, g, out=t)
+    np.subtract(t, v, out=t)
+    np.multiply(t, 1.0 - beta2, out=t)
+    np.add(v, t, out=v)
 
 
-def _denominator(v: Array, eps: float, correction2: float) -> Array:
+def _denominator(v: Array, eps: float, correction2: float, out: Array) -> None:
     """sqrt(v^) + eps."""
-    return 1.0 / math.sqrt(correction2) * np.sqrt(v) + eps
+    np.sqrt(v, out=out)
+    np.multiply(out, 1.0 / math.sqrt(correction2), out=out)
+    np.add(out, eps, out=out)

@@ -397,7 +397,7 @@ def test_pieces_that_do_not_fit(change, message):
         OptimizerSpan(**{**good, **change})
 
 
-def test_an_update_allocates_no_more_than_some_portions():
+def test_nothing_is_allocated_from_step_to_step():
     optimizer = AdamW(rate=0.1)
     size = 64 * BLOCK * BLOCK
     place = ParamSpan(Parameter((size,), constant(0.0)), Span(0, size))
@@ -408,7 +408,7 @@ def test_an_update_allocates_no_more_than_some_portions():
     optimizer.update([piece], 1, 1.0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 6 * 4 * PORTION["host"]
+    assert peak < 1 << 16
 
 
 def test_description():

@@ -8,7 +8,7 @@ from parallel.nn.operator import Parameter, constant
 from parallel.optim.optimizers import LAMB, SGD, Adam, AdamW, OptimizerSpan, block_squares
 
 
-class Foreign(np.lib.mixins.NDArrayOperatorsMixin):
+class Foreign:
     """An array out of NumPy's reach. Whoever mixes it with host memory, or asks for its buffer, fails."""
 
     def __init__(self, host):
@@ -27,10 +27,10 @@ class Foreign(np.lib.mixins.NDArrayOperatorsMixin):
     def __array__(self, *_, **__):
         raise TypeError("implicit conversion to a NumPy array")
 
-    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
+    def __array_ufunc__(self, ufunc, method, *inputs, out):
         assert method == "__call__"
-        result = ufunc(*map(open_, inputs), **({"out": tuple(map(open_, out))} if out else {}), **options)
-        return out[0] if out else Foreign(result)
+        getattr(ufunc, method)(*map(open_, inputs), out=tuple(map(open_, out)))
+        return out[0]
 
     def __array_function__(self, function, types, args, kwargs):
         assert function in (np.zeros_like, np.empty_like)

@@ -51,7 +51,7 @@ def test_every_schedule_has_an_example():
 def test_a_description_makes_the_same_schedule(name):
     schedule = LRSchedule(name, **EXAMPLES[name])
     again = LRSchedule(**json.loads(json.dumps(describe(schedule))))
-    assert again == schedule
+    assert again == schedule and hash(again) == hash(schedule)
     assert [again(step) for step in range(20)] == [schedule(step) for step in range(20)]
     assert again != LRSchedule(name, **{**EXAMPLES[name], "rate": 0.25})
 
