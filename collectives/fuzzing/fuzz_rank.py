@@ -25,8 +25,8 @@ from collectives.fuzzing.sequences import CREATING, Step, sequence
 from collectives.fuzzing.step_runner import Player
 
 ONE_CREATES = not MPI.Get_library_version().startswith("MPICH")
-"""Only the first thread may create communicators: two that do wait for each other under Open MPI and Intel MPI, natively
-too (``scripts/fuzz.py --control``)."""
+"""Only the first thread may create communicators: two that do wait for each other under Open MPI and Intel MPI,
+natively too (``scripts/fuzz.py --control``)."""
 
 
 def run(
