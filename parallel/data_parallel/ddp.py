@@ -27,8 +27,7 @@ MOST_REQUESTS = 24
 class NaiveDDP:
     """One bucket and one allreduce after the last backward.
 
-    `own` are the spans of the flat vector that this rank updates, with their gradients after `finish`; `started` counts
-    the exchanges of a step.
+    `own` are the spans of the flat vector that this rank updates, with their gradients after `finish`.
     """
 
     def __init__(self, context: RunContext):
@@ -44,7 +43,6 @@ class NaiveDDP:
         self._bucket_of = {id(place.parameter): bucket for bucket in self.buckets for place in bucket.places}
         self._last_units = [units[0] for units in users_of(self.buckets, context.plan)]
         self.own = [(span, self._view(span)) for span in self.spans()]
-        self.started = 0
         self._next = 0
         self._remaining = 0
         self._number: int | None = None
@@ -53,7 +51,6 @@ class NaiveDDP:
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
-        """Parameters of each bucket."""
         return [plan.flat.places]
 
     def part(self) -> Array:
@@ -75,12 +72,11 @@ class NaiveDDP:
 
     @staticmethod
     def rounds(assignment: Assignment, rank: int) -> int:
-        """Number of backward passes of a rank: one per micro-batch of its own."""
         return len(assignment[rank])
 
     def begin(self, assignment: Assignment | None, step_scale: StepScale = START) -> None:
         """Begin a step; `assignment` is None if ranks draw micro-batches: then `assign` follows the last one."""
-        self.started = self._next = 0
+        self._next = 0
         self._remaining = -1 if assignment is None else len(assignment[self._context.plan.rank])
         for reducer in self.reducers:
             reducer.begin()
@@ -134,7 +130,6 @@ class NaiveDDP:
         return self.vector[self._context.flat.within(span)]
 
     def _blocking(self, what: str, reducer: PlainReducer) -> None:
-        self.started += 1
         with self._context.recorder("communication", what, bucket=reducer.bucket.number):
             getattr(reducer, what)()
 
@@ -177,7 +172,6 @@ class OverlappedDDP(BucketedDDP):
             self._finish(self.reducers[number - 1])
         with self._context.recorder("communication", "start", bucket=number):
             reducer.start()
-        self.started += 1
         self._active[number] = time.perf_counter()
 
     def finalize(self) -> None:

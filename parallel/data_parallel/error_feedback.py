@@ -56,7 +56,6 @@ class ErrorFeedbackReducer(PlainReducer):
         self._sent = False
 
     def undo(self) -> None:
-        """Restore the residual from before the step, which made no update."""
         if self._sent:
             self.residual, self._before = self._before, self.residual
             self._sent = False

@@ -36,7 +36,6 @@ class GradBucket:
         self.vector: Array = None
 
     def within(self, span: Span) -> slice:
-        """Slice of a part of the bucket in a vector that holds the bucket."""
         return slice(span.start - self.span.start, span.stop - self.span.start)
 
     def use_scratch(self, scratch: Array) -> None:
@@ -59,7 +58,6 @@ class GradBucket:
         self._accepts = False
 
     def accumulate(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
-        """Write the first gradient of a tensor, add the others."""
         if not self._accepts:
             raise ValueError(
                 f"the gradient of {parameter.name} came after the backward had left the units that hold it; expected "
@@ -87,7 +85,6 @@ class GradBucket:
 
 
 def users_of(buckets: Sequence[GradBucket], plan: PartitionSpec) -> list[tuple[int, ...]]:
-    """Units that use each bucket, ascending."""
     return [
         tuple(sorted({unit for place in bucket.places for unit in plan.users[id(place.parameter)]}))
         for bucket in buckets
@@ -95,7 +92,6 @@ def users_of(buckets: Sequence[GradBucket], plan: PartitionSpec) -> list[tuple[i
 
 
 def buckets_of(cut: Iterable[Sequence[ParamSpan]], plan: PartitionSpec) -> list[GradBucket]:
-    """Numbered, non-empty buckets."""
     return [GradBucket(number, places, plan.ranks, plan.rank) for number, places in enumerate(filter(None, cut))]
 
 

@@ -28,16 +28,6 @@ class SquaredBlocks:
         return in_order(self._arriving, self._order)
 
 
-class AllBlocks:
-    """Local counterpart of `SquaredBlocks`, for ranks whose `spans` are the whole vector."""
-
-    def __init__(self, spans: Sequence[Span]):
-        self._order = numbers_of(spans)
-
-    def gather(self, mine: np.ndarray) -> np.ndarray:
-        return in_order(mine, self._order)
-
-
 def numbers_of(spans: Iterable[Span]) -> np.ndarray:
     """Numbers of the spans' blocks, one span after another.
 
@@ -56,5 +46,4 @@ def in_order(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def blocks_of(span: Span) -> slice:
-    """Blocks of a span, in the vector of all blocks."""
     return slice(span.start // BLOCK, span.stop // BLOCK)

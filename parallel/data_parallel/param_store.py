@@ -73,7 +73,6 @@ class ShardedParams:
         self._at = -1
 
     def begin(self, path: Sequence[int]) -> None:
-        """Set the order in which units will be used."""
         self._path, self._at = path, -1
 
     def unshard(self) -> None:
@@ -114,7 +113,6 @@ class ShardedParams:
         return [number for number, users in enumerate(self._users) if self._path[at] in users]
 
     def _fetch(self, number: int) -> None:
-        """Start the gather of a bucket unless it is complete or in flight."""
         slot = self._slot[number]
         if self._held.get(slot) != number:
             self._held[slot] = number
@@ -137,7 +135,6 @@ def resident_slots(users: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def slot_sizes(slots: Sequence[object], buckets: Sequence[GradBucket]) -> dict[object, int]:
-    """Elements of each slot: those of its largest bucket."""
     sizes: dict[object, int] = {}
     for slot, bucket in zip(slots, buckets):
         sizes[slot] = max(sizes.get(slot, 0), bucket.span.size)

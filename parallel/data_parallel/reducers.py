@@ -178,7 +178,6 @@ class CanonicalReducer(PlainReducer):
         return calls
 
     def _add(self) -> None:
-        """Add the received nodes in the order of the tree."""
         size, at = self.bucket.own.size, 0
         sums = TreeSum(VectorPool(list))  # in place: nothing is taken from the pool
         for turn in range(max(map(len, self._nodes))):

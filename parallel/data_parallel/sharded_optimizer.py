@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
-from parallel.data_parallel.grad_norm import AllBlocks, SquaredBlocks, blocks_of, numbers_of
+from parallel.data_parallel.grad_norm import SquaredBlocks, blocks_of, in_order, numbers_of
 from parallel.data_parallel.layouts import DataParallelLayout
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
-from parallel.nn.flat_params import Span
+from parallel.nn.flat_params import BLOCK, Span
 from parallel.nn.kernels.storage import narrow
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import Optimizer, block_squares, clip_factor
@@ -37,7 +37,6 @@ class ParamShard(NamedTuple):
 
     @classmethod
     def make(cls, context: RunContext, layout: DataParallelLayout) -> ParamShard:
-        """The layout's gradient sink and parameter store. Collective over the context's ranks."""
         gradients = layout.gradients(context)
         return cls(context, gradients, layout.weights(context, gradients), layout.spans(context, gradients))
 
@@ -46,7 +45,6 @@ class ParamShard(NamedTuple):
         return self.spans[self.context.plan.rank]
 
     def close(self) -> None:
-        """Free requests, and unbind the weights."""
         self.gradients.close()
         self.weights.close()
         for place in self.context.flat.places:
@@ -75,10 +73,8 @@ class ShardedOptimizer:
         self.pieces = [piece for part in parts for piece in self._pieces_of(part, seed)]
         self._mine = [span for part in parts for span in part.mine]
         self._blocks = SquaredBlocks(context, spans)
-        held = [piece.span for piece in self.pieces]
-        everything = sum(span.size for span in held) == context.flat.length
-        self._everything = AllBlocks(held) if everything else None
-        place = {number: at for at, number in enumerate(numbers_of(held).tolist())}
+        self._held = numbers_of(piece.span for piece in self.pieces)
+        place = {number: at for at, number in enumerate(self._held.tolist())}
         self._chosen = np.array([place[number] for number in numbers_of(self._mine).tolist()], np.int64)
 
     def _pieces_of(self, part: ParamShard, seed: int) -> Iterator[OptimizerSpan]:
@@ -133,7 +129,6 @@ class ShardedOptimizer:
         self.publish()
 
     def publish(self) -> None:
-        """Gather updated weights on all ranks that need them. Collective."""
         for part in self._parts:
             part.weights.allgather_updates()
 
@@ -142,8 +137,8 @@ class ShardedOptimizer:
         return np.concatenate([np.zeros(0), *(block_squares(run) for span in self._mine for run in _runs(held, span))])
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
-        if self._everything is not None:
-            return self._everything.gather(of_pieces)
+        if len(self._held) * BLOCK == self._context.flat.length:
+            return in_order(of_pieces, self._held)
         return self._blocks.gather(of_pieces[self._chosen])
 
     # ------------------------------------------------------------------------------------------ the state

@@ -48,7 +48,7 @@ class Zero1(NaiveDDP):
 class Zero2:
     """A reduce-scatter of each bucket after each backward, whose memory is then reused (ZeRO stage 2).
 
-    `own` and `started` are as of `NaiveDDP`.
+    `own` is as of `NaiveDDP`.
     """
 
     def __init__(self, context: RunContext):
@@ -72,7 +72,6 @@ class Zero2:
             for bucket, (_, own) in zip(self.buckets, self.own)
         ]
         self._bucket_of = {id(place.parameter): bucket for bucket in self.buckets for place in bucket.places}
-        self.started = 0
         self._turn = 0
 
     @staticmethod
@@ -89,12 +88,10 @@ class Zero2:
         return max(map(len, assignment))
 
     def begin(self, assignment: Assignment, step_scale: StepScale = START) -> None:
-        self.started = 0
         for reducer in self.reducers:
             reducer.begin(assignment)
 
     def begin_backward(self, turn: int, number: int | None) -> None:
-        """Begin a backward, of this rank or only of others."""
         self._turn = turn
         for reducer in self.reducers:
             reducer.begin_backward()
@@ -103,10 +100,8 @@ class Zero2:
         of(self._bucket_of, parameter).accumulate(parameter, compute)
 
     def left(self, unit: int) -> None:
-        """Exchange the buckets whose last unit the backward has left."""
         for reducer, units in zip(self.reducers, self.users):
             if units[0] == unit:
-                self.started += 1
                 with self._context.recorder("communication", "reduce_scatter", bucket=reducer.bucket.number):
                     reducer.exchange(self._turn)
 

@@ -16,6 +16,7 @@ from parallel.data.sampler import Batch
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard, ShardedOptimizer
+from parallel.engine.microbatch_pass import Measure
 from parallel.engine.settings import Settings
 from parallel.engine.step_sync import Losses, StepSync, checked
 from parallel.nn.flat_params import FlatParams, Span
@@ -29,28 +30,13 @@ from parallel.runtime.step_report import Evaluation, StepReport
 from parallel.runtime.validation import expect_integer, expect_mapping
 from quant.types import Array
 
-Measure = Callable[[Array, Array], float]
-"""From scores and targets."""
 
-
-class ForwardBackward(NamedTuple):
-    """Result of the forward and backward passes of a step.
-
-    `early` counts exchanges that were started before this rank's last backward had ended; `losses` are sums of losses
-    by number of the micro-batch, where they are computed.
-    """
-
-    early: int
-    losses: Losses
-    problem: Exception | None
-
-
-class EvalSums(NamedTuple):
-    """Result of forward passes; `measured` is the sum of the measure."""
+class PassResult(NamedTuple):
+    """Result of the passes of a step or an evaluation on this rank: losses, and the sum of the measure."""
 
     losses: Losses
-    measured: float
     problem: Exception | None
+    measured: float = 0.0
 
 
 class BaseEngine:
@@ -121,11 +107,11 @@ class TrainEngine(BaseEngine):
     def _foresee(self, mine: list[Batch]) -> None:
         """Raise an error for micro-batches that cannot be trained, before ranks synchronise."""
 
-    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
+    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         """Forward and backward passes, and the sum of gradients."""
         raise NotImplementedError
 
-    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> EvalSums:
+    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
         """Forward passes without dropout."""
         raise NotImplementedError
 
@@ -158,28 +144,27 @@ class TrainEngine(BaseEngine):
         """
         return self._step(lambda scale: self._assigned(batches, stop, scale))
 
-    def _assigned(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, ForwardBackward]:
+    def _assigned(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
         """Number of targets, stop flag and passes, for micro-batches that are known before the step."""
         mine, problem = self._checked(batches)
         assignment, count, stop = self._sync.begin(mine, stop, problem)
         return count, stop, self._passes(mine, assignment, StepScale(self.steps, count, scale))
 
-    def _step(self, run: Callable[[float], tuple[int, bool, ForwardBackward]]) -> StepReport:
+    def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
         """One step; `run(scale)` does forward and backward."""
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
-            count, stop, (early, losses, problem) = run(scale)
+            count, stop, (losses, problem, _) = run(scale)
         loss = self._sync.losses(losses, problem, self.steps, self._unchanged) / count if count else math.nan
         norm, finite = self._update(count) if count else (None, False)
         step, self.steps = self.steps, self.steps + 1
         if (every := self.settings.check_every) and self.steps % every == 0:
             self._compare(step)
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
-        return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication, early)
+        return StepReport(step, loss, count, norm, not finite, scale, rate, stop, seconds, communication)
 
     def _compare(self, step: int) -> None:
-        """Raise on all ranks if replicas of weights differ."""
         problem: consistency_check.ParameterMismatch | None = None
         for part in self._parts:
             if part.weights.replicated:
@@ -206,7 +191,7 @@ class TrainEngine(BaseEngine):
         """
         mine, problem = self._checked(batches)
         assignment, count, _ = self._sync.begin(mine, False, problem)
-        losses, measured, problem = self._scores(mine, assignment, measure)
+        losses, problem, measured = self._scores(mine, assignment, measure)
         loss = self._sync.losses(losses, problem, self.steps)
         if measure:
             measured = self._comm.allreduce(measured)
@@ -242,7 +227,6 @@ class TrainEngine(BaseEngine):
 
     @property
     def scaling(self) -> LossScale:
-        """Loss scale; 1 except in fp16."""
         return self._sharded.scaling
 
     @scaling.setter

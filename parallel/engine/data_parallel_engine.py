@@ -20,9 +20,9 @@ from parallel.data_parallel.partition_spec import plan_of
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.base import EvalSums, ForwardBackward, Measure, TrainEngine, check, facts_of, type_of
+from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload, predict, predict_activations
-from parallel.engine.microbatch_pass import MicrobatchPass, empty_pass
+from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
 from parallel.engine.settings import DEFAULTS, Settings
 from parallel.grad_compression import AUTO, NONE, CompressorFactory, parse
 from parallel.grad_compression.auto_select import choose
@@ -84,9 +84,8 @@ class Engine(TrainEngine):
         check(comm, settings)
         if settings.layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}; found {settings.layout!r}")
-        if problem := uncompressible(settings):
-            raise problem
-        self._name, self._layout = settings.layout, LAYOUTS[settings.layout]
+        check_compression(settings)
+        self._layout = LAYOUTS[settings.layout]
         plan = plan_of(model, comm.Get_size(), comm.Get_rank(), settings)
         consistency_check.check_equal(comm, [*settings.shared().items(), *facts_of(plan.flat, optimizer)])
         self._plan = replace(plan, compress=self._compressor(comm, settings.compress, plan.flat.length))
@@ -97,7 +96,7 @@ class Engine(TrainEngine):
         self._gradients, self._weights = part.gradients, part.weights
         super().__init__(context, [part], part.spans, loss, optimizer, settings)
         self.ledger = MemoryLedger(self._memory.allocated)
-        self.ledger.expect(self._predict([()] * comm.Get_size()))
+        self._expect([()] * comm.Get_size())
         self._residual_ranks = comm.Get_size()
         self.refresh()
 
@@ -146,7 +145,9 @@ class Engine(TrainEngine):
             return super().step(batches, stop=stop)
         if not self._layout.drawn:
             can = ", ".join(name for name, layout in LAYOUTS.items() if layout.drawn)
-            raise ValueError(f"drawn: ranks can draw their micro-batches in {can}, and the layout is {self._name}")
+            raise ValueError(
+                f"drawn: ranks can draw their micro-batches in {can}, and the layout is {self.settings.layout}"
+            )
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
     # ------------------------------------------------------------------------------------------ state
@@ -179,7 +180,7 @@ class Engine(TrainEngine):
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _step(self, run: Callable[[float], tuple[int, bool, ForwardBackward]]) -> StepReport:
+    def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
         """One step; without an update the residuals of compression are restored."""
         updates = self.updates
         try:
@@ -189,14 +190,14 @@ class Engine(TrainEngine):
                 for reducer in self._compressed():
                     reducer.undo()
 
-    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
+    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         self._expect(assignment)
         gradients = self._gradients
         turns = gradients.rounds(assignment, self._plan.rank)
         units = range(len(self._units))
         self._weights.begin([*units, *reversed(units)] * turns)
         gradients.begin(assignment, step_scale)
-        early, losses, problem = 0, [], None
+        losses, problem = [], None
         for turn in range(turns):
             batch = mine[turn] if turn < len(mine) else None
             pass_ = self._microbatch_pass(batch if problem is None else None, training=True)
@@ -204,12 +205,11 @@ class Engine(TrainEngine):
             problem = problem or pass_.problem
             if batch is not None:
                 losses.append((batch.number, pass_.total))
-            early = gradients.started
             gradients.end_backward()
         gradients.finish()
-        return ForwardBackward(early, losses, problem)
+        return PassResult(losses, problem)
 
-    def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, ForwardBackward]:
+    def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
         """Passes of micro-batches that are drawn one by one; ranks exchange the assignment afterwards.
 
         A rank that has failed draws no more, and the others get the rest; its error is exchanged at the end.
@@ -233,7 +233,7 @@ class Engine(TrainEngine):
         self._expect(assignment)
         gradients.assign(assignment, StepScale(self.steps, count, scale))
         gradients.finish()
-        return count, stop, ForwardBackward(0, losses, None)
+        return count, stop, PassResult(losses, None)
 
     def _pass(self, turn: int, batch: Batch | None, pass_: MicrobatchPass, scale: float) -> None:
         gradients, weights = self._gradients, self._weights
@@ -258,10 +258,10 @@ class Engine(TrainEngine):
             return empty_pass()
         return MicrobatchPass(*self._typed(batch), self._run(batch, training), self._loss)
 
-    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> EvalSums:
+    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
         turns = self._gradients.rounds(assignment, self._plan.rank)
         self._weights.begin([*range(len(self._units))] * turns)
-        totals, measured, problem = [], 0.0, None
+        losses, measured, problem = [], 0.0, None
         for turn in range(turns):
             batch = mine[turn] if turn < len(mine) else None
             pass_ = self._microbatch_pass(batch, training=False)
@@ -270,12 +270,12 @@ class Engine(TrainEngine):
                 pass_.forward(unit)
                 pass_.saved.clear()
                 self._weights.reshard()
-            pass_.score()
-            measured += pass_.measure(measure) if measure else 0.0
+            pass_.score(measure)
+            measured += pass_.measured
             problem = problem or pass_.problem
             if batch is not None:
-                totals.append((batch.number, pass_.total))
-        return EvalSums(totals, measured, problem)
+                losses.append((batch.number, pass_.total))
+        return PassResult(losses, problem, measured)
 
     def _note(self, batch: Batch | None, pass_: MicrobatchPass) -> None:
         """Enter new shapes of a micro-batch in the ledger."""
@@ -291,10 +291,7 @@ class Engine(TrainEngine):
 
     def _expect(self, assignment: Assignment) -> None:
         if self._is_new(tuple(assignment)):
-            self.ledger.expect(self._predict(assignment))
-
-    def _predict(self, assignment: Assignment) -> Counter[str]:
-        return predict(self._plan, self._name, len(self._optimizer.states()), assignment)
+            self.ledger.expect(predict(self._plan, self.settings.layout, len(self._optimizer.states()), assignment))
 
 
 def compressor_of(compress: str) -> CompressorFactory | None:
@@ -302,16 +299,13 @@ def compressor_of(compress: str) -> CompressorFactory | None:
     return None if compress == NONE else parse(compress)
 
 
-def uncompressible(settings: Settings) -> Exception | None:
-    """Error for a compression that the other settings do not allow."""
+def check_compression(settings: Settings) -> None:
+    """Raise ValueError for a compression that is unknown, or that the other settings do not allow."""
     compress, layout = settings.compress, settings.layout
     if compress == NONE:
-        return None
-    try:
-        if compress != AUTO:
-            parse(compress)
-    except ValueError as error:
-        return error
+        return
+    if compress != AUTO:
+        parse(compress)
     if LAYOUTS[layout].divided:
         whole = ", ".join(name for name, line in LAYOUTS.items() if not line.divided)
         why = f"only where every rank has the whole sum ({whole}) can there be more, and the layout is {layout}"
@@ -322,5 +316,5 @@ def uncompressible(settings: Settings) -> Exception | None:
     elif settings.device != "cpu":
         why = f"on {settings.device} there is nothing else so far"
     else:
-        return None
-    return ValueError(f"compress: expected {NONE}, since {why}; found {compress}")
+        return
+    raise ValueError(f"compress: expected {NONE}, since {why}; found {compress}")

@@ -145,15 +145,12 @@ FORMULAS: dict[str, Callable[[PartitionSpec, Assignment], tuple[Counter[str], in
 # ------------------------------------------------------------------------------------------ on paper
 
 
-RECIPES = {16: (2, 2, 12), 18: (2, 4, 12), 20: (2, 6, 12)}
-"""Bytes of weights, gradients and optimizer of Adam with half weights and a float32 master, by bytes per parameter."""
-
-
-def on_paper(parameters: float, ranks: int, stage: int, recipe: Sequence[int] = RECIPES[16]) -> float:
+def on_paper(parameters: float, ranks: int, stage: int) -> float:
     """Bytes of model and optimizer on each rank with ZeRO's stage 0 to 3 (Rajbhandari et al. 2020, figure 1).
+
+    Adam takes 16 bytes per parameter: half weights and gradients, and float32 master weights and moments.
 
     >>> [round(on_paper(7.5e9, 64, stage) / 1e9, 2) for stage in range(4)]
     [120.0, 31.41, 16.64, 1.88]
     """
-    divided = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks if stage >= 1 else 1)
-    return sum(parameters * nbytes / parts for nbytes, parts in zip(recipe, divided))
+    return sum(parameters * nbytes / (ranks if stage >= least else 1) for nbytes, least in ((2, 3), (2, 2), (12, 1)))

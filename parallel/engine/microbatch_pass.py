@@ -19,6 +19,9 @@ from quant.types import Array
 
 Result = TypeVar("Result")
 
+Measure = Callable[[Array, Array], float]
+"""Function of scores and targets, summed over a micro-batch."""
+
 QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore", "divide": "ignore"}
 """Suppressed NumPy warnings: non-finite losses and gradients are found when ranks synchronise."""
 
@@ -44,8 +47,8 @@ class MicrobatchPass:
     """Pass of a micro-batch, or of none.
 
     `x` and `y` are inputs and targets, or the outputs of the units before, or None. `saved` are the values of the
-    units' forward passes, each released by its backward; `total` is the sum of losses. After the first error,
-    `problem`, nothing is computed.
+    units' forward passes, each released by its backward; `total` is the sum of losses, `measured` that of
+    a measure. After the first error, `problem`, nothing is computed.
     """
 
     def __init__(self, x: Array, y: Array, run: PassMode, loss: Any):
@@ -53,7 +56,7 @@ class MicrobatchPass:
         self._dy: Array = None
         self._saved_loss: Any = None
         self.saved: list[Any] = []
-        self.total = 0.0
+        self.total = self.measured = 0.0
         self.problem: Exception | None = None
 
     @guarded
@@ -64,9 +67,10 @@ class MicrobatchPass:
         self.saved.append(saved)
 
     @guarded
-    def score(self) -> None:
-        """Compute the sum of losses."""
+    def score(self, measure: Measure | None = None) -> None:
         self.total, self._saved_loss = self._loss.forward(self._x, self._y)
+        if measure:
+            self.measured = float(measure(self._x, self._y))
 
     def give(self) -> Array:
         """Output of the units, for the next stage."""
@@ -111,14 +115,6 @@ class MicrobatchPass:
         except Exception as error:
             self._fail(error)
 
-    def measure(self, measure: Callable[[Array, Array], float]) -> float:
-        """Value of a function of scores and targets; 0 without a micro-batch."""
-        return self._measured(measure) or 0.0
-
-    @guarded
-    def _measured(self, measure: Callable[[Array, Array], float]) -> float:
-        return float(measure(self._x, self._y))
-
     def _fail(self, error: Exception) -> None:
         self.problem = named(error, self._loss)
         self.saved.clear()
@@ -126,5 +122,4 @@ class MicrobatchPass:
 
 
 def empty_pass() -> MicrobatchPass:
-    """Pass of a rank without a micro-batch."""
     return MicrobatchPass(None, None, PassMode(), None)

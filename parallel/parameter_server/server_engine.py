@@ -159,14 +159,14 @@ class ParameterServer(BaseEngine):
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         self._is_quiescent = False
         with self._shared_errors():
-            loss, count, norm, last, early = self._role.step(self.steps, batches, stop)
+            loss, count, norm, last = self._role.step(self.steps, batches, stop)
         clock = self.steps - (self._skipped if self._context.rule.synchronous else 0)
         rate = rate_at(self._context.optimizer.rate, clock)
         step, self.steps = self.steps, self.steps + 1
         if last:
             self.quiesce()
         seconds, communication = time.perf_counter() - began, self._recorder.seconds["communication"] - spent
-        return StepReport(step, loss, count, norm, not count, 1.0, rate, last, seconds, communication, early)
+        return StepReport(step, loss, count, norm, not count, 1.0, rate, last, seconds, communication)
 
     def quiesce(self) -> None:
         """Wait until all ranks have made the same number of steps and nothing is in flight. Raises `StepFailed`."""

@@ -78,7 +78,7 @@ class ServerHost:
             norm = self.loop.norms.get(step)
         for loop in self.loops.values():
             loop.norms = {at: value for at, value in loop.norms.items() if at > step}
-        return RankStep(loss, count, norm, last, 0)
+        return RankStep(loss, count, norm, last)
 
     def quiesce(self, steps: int) -> None:
         """Serve until all workers wait and nothing is in flight."""

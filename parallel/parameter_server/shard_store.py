@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.data_parallel.grad_norm import AllBlocks
+from parallel.data_parallel.grad_norm import in_order, numbers_of
 from parallel.nn.kernels.storage import narrow
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer_span import OptimizerSpan
@@ -156,8 +156,8 @@ class SyncStore(ShardStore):
         """Block sums of squares of the step's gradient, float64, in order of spans; empty without parts."""
         totals = {number: counter.total() for number, counter in self._counters.items()}
         self._totals = {number: total for number, total in totals.items() if total is not None}
-        in_order = sorted(self._totals, key=lambda number: self.key_states[number].key.span)
-        return np.concatenate([np.zeros(0), *(block_squares(self._totals[number]) for number in in_order)])
+        ordered = sorted(self._totals, key=lambda number: self.key_states[number].key.span)
+        return np.concatenate([np.zeros(0), *(block_squares(self._totals[number]) for number in ordered)])
 
     def finish(self, squares: Array) -> float | None:
         """Make the update, from the block sums of squares of all servers; returns the norm of the gradient.
@@ -169,8 +169,9 @@ class SyncStore(ShardStore):
             norm, factor = clip_factor(squares, 1 / count, self._clip)
             if np.isfinite(norm):
                 pieces = [self.key_states[number].prepare(total) for number, total in self._totals.items()]
-                everything = AllBlocks([piece.span for piece in pieces])
-                self._optimizer.update(pieces, self.updates, 1 / count * factor, everything.gather)
+                blocks = numbers_of(piece.span for piece in pieces)
+                whole = partial(in_order, numbers=blocks)
+                self._optimizer.update(pieces, self.updates, 1 / count * factor, whole)
                 self.updates += 1
         for number, numbers in self._numbers.items():
             numbers.clear()

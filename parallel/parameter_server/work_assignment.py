@@ -27,13 +27,12 @@ class PartResult(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """A rank's step: mean loss, targets and mean norm of its parts; True if training ends with it; early pushes."""
+    """A rank's step: mean loss, targets and mean norm of its parts; True if training ends with it."""
 
     loss: float
     targets: int
     norm: float | None
     last: bool
-    early: int
 
 
 class WorkAssignment:

@@ -35,8 +35,7 @@ from quant.types import Array
 class ServerGradients:
     """Gradient sink that pushes a bucket once the backward has left its units, or at the end if a norm is needed first.
 
-    If `separate`, every part is an update of its own, whose norm is limited to `clip` here. `early` counts the buckets
-    pushed before the end of the backward.
+    If `separate`, every part is an update of its own, whose norm is limited to `clip` here.
     """
 
     def __init__(
@@ -56,13 +55,12 @@ class ServerGradients:
         self._last_units = [units[0] for units in users_of(buckets, plan)]
         self._keys = [[key for key in keys if key.bucket == bucket.number] for bucket in buckets]
         self._squares: dict[int, float] = {}  # by bucket
-        self.early = 0
 
     def begin_backward(self, part: WorkPart, parts: int, count: int, rows: Array | None) -> None:
         """Begin the backward of a part of a step of `parts` parts, with `count` targets and these rows of the table."""
         self._part, self._parts, self._count, self._rows = part, parts, count, rows
         self._factor = 1 / count if count else 0.0
-        self._squares, self.early = {}, 0
+        self._squares = {}
         for bucket in self._buckets:
             span = bucket.span
             bucket.reset(self._vector[span.start : span.stop])
@@ -79,7 +77,6 @@ class ServerGradients:
                 self._complete(bucket)
                 if self._clip is None:
                     self._push(bucket)
-                    self.early += 1
         self._worker.poll()
 
     def end_backward(self) -> float:
@@ -141,10 +138,10 @@ class WorkerTrainer:
 
     def step(self, step: int, batches: Sequence[Batch], stop: bool) -> RankStep:
         self._batches[step] = batches
-        outcomes, early = self._work(step, stop)
+        outcomes = self._work(step, stop)
         last = self.client.last == step
         self.client.tick(step + 1, len(batches), last)
-        return RankStep(*joined(outcomes), last, early)
+        return RankStep(*joined(outcomes), last)
 
     def quiesce(self, steps: int) -> None:
         """Wait until all workers have made `steps` steps and all parts are done."""
@@ -168,10 +165,9 @@ class WorkerTrainer:
             for unit in self._context.plan.units:
                 passing.forward(unit)
                 passing.saved.clear()
-            passing.score()
-            measured = passing.measure(measure) if measure else 0.0
+            passing.score(measure)
             problem = problem or passing.problem
-            found.append((passing.total, self._loss.count(batch.y), measured))
+            found.append((passing.total, self._loss.count(batch.y), passing.measured))
         return found, problem
 
     def whole_state(self) -> OptimizerSpan:
@@ -193,19 +189,18 @@ class WorkerTrainer:
         if isinstance(self._mail, RetryQueue) and (self._context.settings.fault_tolerant or not failed):
             self._mail.leave()
 
-    def _work(self, clock: int, stop: bool) -> tuple[list[PartResult], int]:
-        """Process parts of a step, and parts left by other workers, until none is left; results and early pushes."""
+    def _work(self, clock: int, stop: bool) -> list[PartResult]:
+        """Process parts of a step, and parts left by other workers, until none is left."""
         outcomes: list[PartResult] = []
-        done, early = None, 0
+        done = None
         while True:
             with self._context.recorder("communication", "draw"):
                 part = self.client.draw(clock, len(self._batches[clock]), done, stop)
             if part is None:
-                return outcomes, early
+                return outcomes
             batches, done = self._batches[part.clock], None
             with suppress(Requeued):
                 outcome = self._part(part, batch_of(batches[part.number], part.number), len(batches))
-                early += self._gradients.early
                 outcomes.append(outcome)
                 done = part, outcome
 

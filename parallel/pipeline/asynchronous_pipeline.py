@@ -17,7 +17,7 @@ from parallel.data.sampler import Batch
 from parallel.data_parallel.grad_norm import numbers_of
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.base import ForwardBackward
+from parallel.engine.base import PassResult
 from parallel.engine.settings import Settings
 from parallel.mesh import Mesh
 from parallel.nn.flat_params import BLOCK
@@ -45,7 +45,6 @@ class WeightVersions:
         self._older: dict[int, list[Array]] = {}
 
     def use(self, microbatch: int) -> None:
-        """Bind the parameters to the version of a microbatch."""
         older = self._older.get(self._wanted[microbatch])
         for at, part in enumerate(self._parts):
             part.context.flat.bind(older[at] if older else part.weights.vector)
@@ -155,7 +154,7 @@ class AsynchronousPipeline(Pipeline):
             return f"clip: {plan.name} updates stage by stage, without the norm over all; found {settings.clip}"
         return f"precision: {plan.name} has no loss scale for all" if PRECISIONS[settings.precision].scaled else None
 
-    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
+    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         self._expect_at_most(assignment)
         assert self.plan.versions is not None
         here = [self._microbatch(batch, training=True) for batch in mine]
@@ -194,7 +193,7 @@ class AsynchronousPipeline(Pipeline):
         for part in self._parts:
             part.context.flat.bind(part.weights.vector)
         self.updates = before + len(intervals)  # on all ranks, also where something has failed
-        return ForwardBackward(work.early, work.losses, work.problem)
+        return PassResult(work.losses, work.problem)
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
         """Values of all blocks, of which this rank has its own."""

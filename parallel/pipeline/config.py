@@ -11,7 +11,7 @@ from collectives import Communicator
 from parallel.data_parallel.partition_spec import units_of
 from parallel.engine.base import type_of
 from parallel.engine.settings import Settings
-from parallel.mesh import Mesh, MeshAxis
+from parallel.mesh import Mesh
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.operator import Operator
 from parallel.optim.optimizers import Optimizer
@@ -20,7 +20,7 @@ from parallel.pipeline.schedule.actions import from_csv
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedule_search import search
 from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, tabled
-from parallel.pipeline.schedule.stage_partition import partition
+from parallel.pipeline.schedule.stage_partition import LayerCost, partition
 from parallel.pipeline.stage_params import AXIS, replicas_of
 from parallel.pipeline.unit_timing import measure
 from parallel.runtime.collective_errors import collective_call
@@ -52,7 +52,7 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
         stages = settings.stages or ranks
         if ranks % stages:
             raise ValueError(f"stages: {ranks} ranks do not divide into pipelines of {stages} stages")
-        return Mesh((MeshAxis(AXIS, stages), MeshAxis("dp", ranks // stages)))
+        return Mesh({AXIS: stages, "dp": ranks // stages})
     mesh = Mesh.parse(settings.mesh)
     replicas_of(mesh, ranks)
     if settings.stages not in (None, mesh.sizes[AXIS]):
@@ -77,19 +77,17 @@ def microbatches(settings: Settings, ranks: int) -> int:
     return parts // pipelines
 
 
-def _check_batch(settings: Settings, ranks: int) -> None:
-    pipelines, each = workers(settings, ranks), settings.microbatches
-    if each is not None and settings.batch % (each * pipelines):
-        parts = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
-        raise ValueError(
-            f"microbatches: a batch of {settings.batch} samples does not divide into {parts} micro-batches"
-        )
-    microbatches(settings, ranks)
-
-
 def check(settings: Settings, ranks: int) -> None:
-    name = schedule_of(settings)
-    _check_batch(settings, ranks)
+    name, pipelines, each, batch = (
+        schedule_of(settings),
+        workers(settings, ranks),
+        settings.microbatches,
+        settings.batch,
+    )
+    if each is not None and batch % (each * pipelines):
+        parts = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
+        raise ValueError(f"microbatches: a batch of {batch} samples does not divide into {parts} micro-batches")
+    microbatches(settings, ranks)
     cuts_of(settings.cuts)
     if name == AUTO and (settings.virtual, settings.cuts) != (None, None):
         raise ValueError(f"virtual, cuts: {AUTO} finds them, found {settings.virtual}, {settings.cuts}")
@@ -120,24 +118,23 @@ def resolve(
     stages, pipelines = mesh.sizes[AXIS], workers(settings, ranks)
     FlatParams(model)  # names the parameters
 
-    def layers(samples: int) -> Any:
+    def layers(samples: int) -> list[LayerCost]:
         x, y = take(samples)
         x, y = x.astype(type_of(x, recipe.storage)), y.astype(type_of(y, recipe.wide))
         return measure(units, loss, x, y, recipe, states=len(optimizer.states()), device=settings.device)
 
     def chosen() -> Settings:
+        found: dict[str, Any] = {}
         if schedule_of(settings) != AUTO:
             parts = build(schedule_of(settings), stages, 1, virtual=settings.virtual).placement.parts
-            return replace(settings, cuts=_format_cuts(partition(layers(settings.micro(pipelines)), parts)))
-        numbers = None if settings.microbatches is None else [settings.microbatches]
-        best = search(layers, stages, settings.batch // pipelines, settings.memory, microbatches=numbers)[0]
-        found = {"layout": f"{AXIS}:{best.schedule}", "microbatches": best.microbatches, "virtual": best.virtual}
-        return replace(settings, cuts=_format_cuts(best.cuts), micro_batch=None, accumulate=None, **found)  # type: ignore[arg-type]
+            cuts = partition(layers(settings.micro(pipelines)), parts)
+        else:
+            numbers = None if settings.microbatches is None else [settings.microbatches]
+            best = search(layers, stages, settings.batch // pipelines, settings.memory, microbatches=numbers)[0]
+            found = {"layout": f"{AXIS}:{best.schedule}", "microbatches": best.microbatches, "virtual": best.virtual}
+            found, cuts = found | {"micro_batch": None, "accumulate": None}, best.cuts
+        return replace(settings, cuts=",".join(map(str, (0, *(cut.stop for cut in cuts)))), **found)
 
-    return (
-        settings if settings.cuts is not None else collective_call(comm, chosen, "the pipeline cannot be cut", root=0)
-    )
-
-
-def _format_cuts(cuts: Any) -> str:
-    return ",".join(str(cut.start) for cut in cuts) + f",{cuts[-1].stop}"
+    if settings.cuts is not None:
+        return settings
+    return collective_call(comm, chosen, "the pipeline cannot be cut", root=0)

@@ -39,7 +39,6 @@ class SharedParamGroup:
         return (number + 1) * len(self.parts) - 1 - self.parts.index(part)
 
     def holders(self, placement: StagePlacement) -> list[int]:
-        """Stages that have one of the parts."""
         return sorted({place.stage for part in self.parts for place in placement.owners(part)})
 
     def leaves(self, placement: StagePlacement, stage: int, numbers: Sequence[int]) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ from parallel.data_parallel.partition_spec import plan_of
 from parallel.data_parallel.reducers import Assignment, StepScale
 from parallel.data_parallel.run_context import RunContext
 from parallel.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.base import EvalSums, ForwardBackward, Measure, TrainEngine, check, facts_of, type_of
+from parallel.engine.base import PassResult, TrainEngine, check, facts_of, type_of
 from parallel.engine.memory_ledger import MemoryLedger, Workload
+from parallel.engine.microbatch_pass import Measure
 from parallel.engine.settings import Settings
 from parallel.mesh import Mesh
 from parallel.nn.operator import ArraySpec, Operator
@@ -143,7 +144,6 @@ class Pipeline(TrainEngine):
 
     @staticmethod
     def _refusal(plan: PipelinePlan, groups: Sequence[SharedParamGroup], mesh: Mesh, settings: Settings) -> str | None:
-        """Reason why this engine cannot run a plan."""
         return None if plan.versions is None else f"schedule: {plan.name} updates on the way; it is for Asynchronous"
 
     @property
@@ -185,7 +185,7 @@ class Pipeline(TrainEngine):
     def _form(self, batch: Batch) -> ArraySpec:
         return ArraySpec(batch.x.shape, type_of(batch.x, self.context.storage))
 
-    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> ForwardBackward:
+    def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
         self._expect_at_most(assignment)
         here = [self._microbatch(batch, training=True) for batch in mine]
         note = self._noting(here, assignment)
@@ -195,21 +195,20 @@ class Pipeline(TrainEngine):
         self._runner.run(self._bound(len(mine), True), work)
         for _, part in self._shares:
             part.gradients.finish()
-        return ForwardBackward(work.early, work.losses, work.problem)
+        return PassResult(work.losses, work.problem)
 
     def _expect_at_most(self, assignment: Assignment) -> None:
         most, found = self.plan.microbatches, max(map(len, assignment))
         if found > most:
             raise ValueError(f"micro-batches: expected at most {most} for each pipeline, found {found}")
 
-    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> EvalSums:
+    def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
         here = [self._microbatch(batch, training=False) for batch in mine]
         work = StageEvaluator(self._chunks, here, self._loss, self._runner.progress, measure)
         self._runner.run(self._bound(len(mine), False), work)
-        return EvalSums(work.losses, work.measured, work.problem)
+        return PassResult(work.losses, work.problem, work.measured)
 
     def _actions(self, microbatches: int, training: bool) -> list[BoundAction]:
-        """Actions of this stage, for a number of microbatches."""
         if training:
             return bind_actions(truncate(self.plan, microbatches), self._portion.stage())
         return bind_actions(lower(forward_only(self.plan, microbatches)), self._portion.stage(), "evaluate ")

@@ -8,14 +8,13 @@ from typing import Any
 
 from parallel.data_parallel.grad_bucket import of
 from parallel.data_parallel.sharded_optimizer import ParamShard
-from parallel.engine.microbatch_pass import MicrobatchPass, empty_pass
+from parallel.engine.microbatch_pass import Measure, MicrobatchPass, empty_pass
 from parallel.engine.step_sync import Losses
 from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode
 from parallel.pipeline.param_division import SharedParamGroup
 from quant.types import Array
 
 Compute = Callable[[Array], object]
-Measure = Callable[[Array, Array], float]
 
 
 class StageChunk:
@@ -142,8 +141,8 @@ class StageEvaluator:
                 pass_.saved.clear()
             self._progress()
         if chunk.last:
-            pass_.score()
-            self.measured += pass_.measure(self._measure) if self._measure else 0.0
+            pass_.score(self._measure)
+            self.measured += pass_.measured
             self.losses.append((one.number, pass_.total))
         self.problem = self.problem or pass_.problem
         output = None if chunk.last else self._fitting(pass_.give(), chunk.number, microbatch)
@@ -163,8 +162,7 @@ class StageEvaluator:
 class StageTrainer(StageEvaluator):
     """Forwards, backwards and weight gradients.
 
-    `note` is called with the bytes alive after every forward. `early` counts the gradient exchanges that were started
-    before the last gradient was complete.
+    `note` is called with the bytes alive after every forward.
     """
 
     def __init__(self, *args: Any, scale: float, note: Callable[[int], None] | None = None):
@@ -173,9 +171,6 @@ class StageTrainer(StageEvaluator):
         self._passes: dict[tuple[int, int], MicrobatchPass] = {}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         self._alive: dict[tuple[int, int], int] = {}
-        shares = [part for chunk in self._chunks.values() for _, part in chunk.shares]
-        self._parts = list({id(part): part for part in shares}.values())
-        self.early = 0
 
     def forward(self, chunk: int, microbatch: int, x: Array) -> Array:
         key = chunk, microbatch
@@ -219,9 +214,7 @@ class StageTrainer(StageEvaluator):
         self.problem = self.problem or pass_.problem
 
     def _end(self, chunk: StageChunk, key: tuple[int, int]) -> None:
-        """Complete a microbatch's gradients of a chunk."""
         pass_ = self._passes.pop(key)
         self.problem = self.problem or pass_.problem
         self._alive.pop(key, None)
-        self.early = sum(part.gradients.started for part in self._parts)
         chunk.end_backward()

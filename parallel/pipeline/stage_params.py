@@ -87,7 +87,6 @@ class Portion:
 
     @cached_property
     def parts(self) -> dict[int, int]:
-        """Part of the model, by chunk of this stage."""
         here = self.stage()
         return {chunk: part for (stage, chunk), part in self.plan.placement.part.items() if stage == here}
 
@@ -171,7 +170,6 @@ class Portion:
 
 
 def intervals_of(line: Sequence[Action]) -> list[list[int]]:
-    """Microbatches of every update, from a stage's actions."""
     intervals: list[list[int]] = [[]]
     for action in line:
         if action.kind in ("W", "BW"):

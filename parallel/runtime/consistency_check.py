@@ -77,7 +77,6 @@ def index_hash(numbers: Sequence[int]) -> int:
 
 
 def combine_hashes(hashes: Iterable[int]) -> int:
-    """Hash of a union of disjoint sets."""
     return sum(hashes) % _MODULUS
 
 

@@ -39,7 +39,6 @@ class Profiler:
         return _TimedBlock(self, kind, name, about)
 
     def note(self, kind: str, name: str, start: float, end: float, **about: Any) -> None:
-        """Record an interval whose times are known."""
         self.seconds[kind] += end - start  # type: ignore[assignment]
         if self.trace:
             self.events.append(ProfilerEvent(name, kind, start, end, about))

@@ -16,7 +16,6 @@ from parallel.runtime.vector_memory import namespace
 
 @contextmanager
 def _node(comm: MPI.Intracomm) -> Iterator[MPI.Comm]:
-    """Communicator of the ranks of this rank's node. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
         yield node

@@ -33,7 +33,6 @@ class InterruptFlag:
 
     @property
     def seen(self) -> bool:
-        """True after the first signal."""
         return self.number > 0
 
     def __enter__(self) -> Self:

@@ -25,8 +25,6 @@ class StepReport:
         True if some rank requested to stop.
     seconds, communication : float
         Time of the step, and this rank's part of it in communication, waiting included.
-    early : int
-        Gradient exchanges that this rank started before its last backward pass ended.
     """
 
     step: int
@@ -39,7 +37,6 @@ class StepReport:
     stop: bool
     seconds: float
     communication: float
-    early: int
 
 
 @dataclass(frozen=True)

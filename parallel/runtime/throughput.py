@@ -30,7 +30,6 @@ class ThroughputMeter:
         self._total, self._window = np.zeros(3), np.zeros(3)
 
     def add(self, samples: int, seconds: float, communication: float) -> None:
-        """Add a step: samples of all ranks, and seconds of this rank."""
         row = np.array([samples, seconds, communication])
         self._window += row
         if self._first is None:

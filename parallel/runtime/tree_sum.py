@@ -32,11 +32,9 @@ class VectorPool:
         self._make, self._idle = make, []  # type: ignore[var-annotated]
 
     def take(self) -> Any:
-        """A vector with undefined contents."""
         return self._idle.pop() if self._idle else self._make()
 
     def give(self, vector: Any) -> None:
-        """Return a vector to the pool."""
         self._idle.append(vector)
 
 
@@ -60,7 +58,6 @@ class TreeSum:
         self.sums[node] = vector
 
     def clear(self) -> None:
-        """Drop all sums and return their vectors to the pool."""
         for vector in self.sums.values():
             self.pool.give(vector)
         self.sums = {}
@@ -77,7 +74,6 @@ class TreeSum:
 
 
 def in_order(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Nodes from left to right."""
     return sorted(nodes, key=lambda node: node.first)
 
 

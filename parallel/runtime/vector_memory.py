@@ -43,7 +43,6 @@ class VectorAllocator:
         return other
 
     def private(self, kind: str, size: int, dtype: Any) -> Any:
-        """Vector of this rank."""
         return self._count(kind, self.xp.zeros(size, dtype))
 
     def shared(self, kind: str, size: int, dtype: Any) -> Any:
@@ -59,12 +58,10 @@ class VectorAllocator:
             self.comm.empty(sum(-(-length // LINE) * LINE for length in nbytes), np.uint8)  # freed at once
 
     def on_host(self, kind: str, size: int, dtype: Any) -> np.ndarray:
-        """Vector of this rank in host memory."""
         vector: np.ndarray = self._count(kind, np.zeros(size, dtype))
         return vector
 
     def record_peak(self, kind: str, nbytes: int) -> None:
-        """Count temporary memory by its maximum."""
         self.allocated[kind] = max(self.allocated[kind], nbytes)
 
     def _count(self, kind: str, vector: Any) -> Any:

@@ -57,7 +57,6 @@ class EvalScore:
 
     @classmethod
     def of(cls, found: Evaluation, task: LearningTask) -> EvalScore:
-        """Score of an evaluation on a task."""
         return cls(found.loss, found.measure, found.loss / math.log(2) if task.kind == "bytes" else None)
 
     def line(self) -> dict[str, Any]:

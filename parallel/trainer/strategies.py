@@ -11,7 +11,7 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized import styles
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
-from parallel.engine.data_parallel_engine import Engine, uncompressible
+from parallel.engine.data_parallel_engine import Engine, check_compression
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import DEFAULTS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
 from parallel.grad_compression import AUTO
@@ -79,7 +79,6 @@ class Strategy(NamedTuple):
     survives_failures: bool = False
 
     def engine(self, job: TrainJob, settings: Settings) -> TrainableEngine:
-        """Create the engine of resolved settings. Collective."""
         engine: TrainableEngine = self.engine_class(settings)(job.model, job.loss, job.comm, job.optimizer, settings)
         return engine
 
@@ -88,11 +87,6 @@ class Strategy(NamedTuple):
         engine_class = self.engine_class(settings)
         ledger: MemoryLedger = engine_class.forecast(job.model, job.loss, job.optimizer, workload, settings)
         return ledger
-
-
-def _check_data_parallel(settings: Settings, ranks: int) -> None:
-    if problem := uncompressible(settings):
-        raise problem
 
 
 def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolved:
@@ -117,7 +111,7 @@ def _check_servers(settings: Settings, ranks: int) -> None:
 STRATEGIES = {
     name: Strategy(
         lambda settings: Engine,
-        _check_data_parallel,
+        lambda settings, ranks: check_compression(settings),
         resolve=_choose_compression,
         fields=("compress", *(("pool",) if layout.drawn else ())),
     )

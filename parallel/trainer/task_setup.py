@@ -62,7 +62,6 @@ def _optimizer(settings: Settings, steps: int) -> Optimizer:
 
 
 def loss_of(task: LearningTask) -> Any:
-    """Loss function of a task."""
     return MSE() if task.kind == "values" else SoftmaxCrossEntropy()
 
 
@@ -72,7 +71,6 @@ def measure_of(task: LearningTask) -> Any:
 
 
 def steps_of(settings: Settings, task: LearningTask) -> int:
-    """Number of steps of the whole training."""
     if settings.steps is not None:
         return settings.steps
     return math.ceil(settings.epochs * -(-len(task.train) // settings.batch))

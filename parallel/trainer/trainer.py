@@ -138,7 +138,6 @@ class Training(TrainingPlan):
 
     @property
     def done(self) -> int:
-        """Number of steps made, those before a restart included."""
         return self.engine.steps
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[StepRecord]:
@@ -254,7 +253,6 @@ class Training(TrainingPlan):
             )
 
     def close(self) -> None:
-        """Free the resources of engine and pool. Collective."""
         self.engine.close()
         if self._pool is not None:
             self._pool.close()

@@ -80,7 +80,6 @@ _PATTERN = re.compile(r"(\d+)(?:\.(\d+))?([A-Z]+)(\d+)")
 
 
 def parse(text: str) -> Action:
-    """Parse the text of an action; ValueError if it is none."""
     found = _PATTERN.fullmatch(text.strip())
     if found is None or found[3] not in get_args(Kind):
         kinds = ", ".join(get_args(Kind))

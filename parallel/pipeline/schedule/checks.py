@@ -32,13 +32,11 @@ def misplaced_actions(plan: PipelinePlan) -> Iterator[str]:
 
 
 def _has_peer(action: Action, plan: PipelinePlan) -> bool:
-    """True if a send or receive has a peer on another stage."""
     peer = plan.target(action) if action.kind in SENDS else plan.source(action)
     return peer is not None and peer.stage != action.stage
 
 
 def missing_actions(plan: PipelinePlan) -> Iterator[str]:
-    """Check that F, B and W exist for every microbatch at every place of its route."""
     there = {each for line in plan.actions for action in line for each in halves(action)}
     for number in range(plan.microbatches):
         for place in plan.placement.route(number):

@@ -90,7 +90,6 @@ def build(name: str, stages: int, microbatches: int, *, virtual: int | None = No
 
 
 def _options(name: str, entry: ScheduleEntry, virtual: int | None, steps: int) -> dict[str, int]:
-    """Keyword arguments of the schedule's function: `virtual` and `steps`, where it has them."""
     if "steps" not in entry.options and steps > 1:
         raise ValueError(f"steps: {name} flushes after every step: expected 1, found {steps}")
     chunks = entry.placement(1).chunks

@@ -32,7 +32,7 @@ class PipelineChoice(NamedTuple):
     schedule: str
     microbatches: int
     virtual: int | None
-    cuts: tuple[range, ...]
+    cuts: list[range]
     seconds: Number
     nbytes: tuple[Number, ...]
 
@@ -107,16 +107,14 @@ def _choices(
             nbytes = _footprint(plan, layers, cuts)
         times = ActionTimes(*(_sums(layers, cuts, what) for what in ("forward", "backward", "weights")))
         seconds = simulate(lower(plan), times).makespan
-        yield PipelineChoice(name, microbatches, virtual, tuple(cuts), seconds, nbytes)
+        yield PipelineChoice(name, microbatches, virtual, cuts, seconds, nbytes)
 
 
 def _sums(layers: Sequence[LayerCost], cuts: Sequence[range], what: str) -> list[Number]:
-    """Sum of a field of `LayerCost`, by part."""
     return [sum(getattr(layers[at], what) for at in cut) for cut in cuts]
 
 
 def _footprint(plan: PipelinePlan, layers: Sequence[LayerCost], cuts: Sequence[range]) -> tuple[Number, ...]:
-    """Bytes of parameters and peak activations, by stage."""
     total = list(peaks(plan, _sums(layers, cuts, "activations")))
     fixed = _sums(layers, cuts, "parameters")
     for place, part in plan.placement.part.items():

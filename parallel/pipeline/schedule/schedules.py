@@ -282,7 +282,6 @@ class ScheduleEntry(NamedTuple):
 
     @property
     def options(self) -> Set[str]:
-        """Parameters of `actions`."""
         return inspect.signature(self.actions).parameters.keys()
 
 

@@ -38,7 +38,6 @@ class ActionTimes:
     message: PerPart = 0
 
     def by_kind(self, parts: int) -> dict[str, list[Number]]:
-        """Duration of every kind of computation, by part; updates take none."""
         F, B, W = (spread(each, parts) for each in (self.forward, self.backward, self.weights))
         return {"F": F, "B": B, "W": W, "BW": [b + w for b, w in zip(B, W)], "U": [0] * parts}
 

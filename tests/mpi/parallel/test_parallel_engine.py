@@ -205,10 +205,10 @@ def test_allreduces_start_before_the_backward_ends(comm):
         starts = [event.end for event in communications(made, "start")]
         flights = [event for event in made.events if event.kind == "flight"]
         assert len(starts) == len(flights) == 6
-        assert sum(start < ends for start in starts) == report.early >= 5
+        assert sum(start < ends for start in starts) >= 5
         assert 0 < report.communication < report.seconds
     with engine(comm, "dp-naive") as made:
-        assert made.step(tiny_models.batches(made.share(comm.size))).early == 0
+        made.step(tiny_models.batches(made.share(comm.size)))
         assert not made.events
 
 
@@ -523,8 +523,7 @@ def test_drawn_without_the_canonical_order(comm, layout, reference):
     with engine(comm, layout, precision="fp64", clip=3.0) as made:
         for step, count in enumerate(STEPS):
             progress_lock = range(count) if comm.rank == step % comm.size else ()
-            report = made.step(dealt(comm, progress_lock, step), drawn=True)
-            assert report.early == 0
+            made.step(dealt(comm, progress_lock, step), drawn=True)
         for name, values in whole(comm, made).items():
             np.testing.assert_allclose(values, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
