@@ -1,4 +1,4 @@
-"""Simulated time of a schedule: start and end of every message and reduction.
+"""Simulated time of a schedule, message by message.
 
 A message costs alpha + bytes * beta on its edge, combining costs bytes * gamma.
 """
@@ -17,24 +17,10 @@ from collectives.schedule.chunks import ChunkLayout
 from collectives.schedule.steps import Chunks, Recv, RecvReduce, Reduce, Schedule, Send
 
 
-class SimulatedEvent(NamedTuple):
-    """One message or one combination: `kind` is "message" or "combine"; times in seconds."""
-
-    kind: str
-    source: int
-    target: int
-    round: int
-    chunks: Chunks
-    bytes: float
-    start: float
-    end: float
-
-
 class SimulatedTime(NamedTuple):
-    """Completion time of each rank (seconds from a common start), and all events."""
+    """Completion time of each rank, in seconds from a common start."""
 
     finish: tuple[float, ...]
-    trace: tuple[SimulatedEvent, ...]
 
     @property
     def seconds(self) -> float:
@@ -42,9 +28,7 @@ class SimulatedTime(NamedTuple):
         return max(self.finish)
 
 
-def price(
-    schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, network: CostFunctions, trace: bool = False
-) -> SimulatedTime:
+def price(schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, network: CostFunctions) -> SimulatedTime:
     """Simulate all ranks: full duplex, one port out and one port in per rank.
 
     A message starts when both its ranks have reached its round and its two ports are free; of several that could, the
@@ -59,10 +43,8 @@ def price(
         Lengths of the chunks, in elements of `itemsize` bytes.
     network : CostFunctions
         Costs per edge, and which ranks share a card.
-    trace : bool
-        Record every message and combination.
     """
-    run = _ScheduleRun(schedules, layout, network, _weigher(layout, itemsize), [] if trace else None)
+    run = _ScheduleRun(schedules, layout, network, _weigher(layout, itemsize))
     for rank in range(len(schedules)):
         run.begin(rank)
     run.finished = list(run.clock)
@@ -70,7 +52,7 @@ def price(
         run.deliver()
     if any(run.open_messages):
         deque(causal_order(schedules, run.partners), maxlen=0)  # raises the error that names the ranks that wait
-    return SimulatedTime(tuple(run.clock), tuple(sorted(run.events or (), key=lambda event: event.start)))
+    return SimulatedTime(tuple(run.clock))
 
 
 class _ScheduleRun:
@@ -82,10 +64,9 @@ class _ScheduleRun:
         layout: ChunkLayout,
         network: CostFunctions,
         weigh: Callable[[Chunks], int],
-        events: list[SimulatedEvent] | None,
     ) -> None:
         size = len(schedules)
-        self.schedules, self.network, self.weigh, self.events = schedules, network, weigh, events
+        self.schedules, self.network, self.weigh = schedules, network, weigh
         self.partners = match(schedules, len(layout.lengths))
         self.meets = {send: receive for receive, send in self.partners.items()} | self.partners
         self.sharers = _sharers(self.partners, network.cards)
@@ -122,12 +103,8 @@ class _ScheduleRun:
         for step in self.schedules[rank][index]:
             if isinstance(step, (RecvReduce, Reduce)):
                 chunks = step.chunks if isinstance(step, RecvReduce) else step.source
-                weight, start = self.weigh(chunks), self.clock[rank]
                 both = isinstance(step, RecvReduce) and (rank, index) in self.sends
-                self.clock[rank] += self.network.combine(weight, both)
-                if self.events is not None:
-                    times = start, self.clock[rank]
-                    self.events.append(SimulatedEvent("combine", rank, rank, index, chunks, weight, *times))
+                self.clock[rank] += self.network.combine(self.weigh(chunks), both)
 
     def deliver(self) -> None:
         """Simulate the first message that is ready; put it back if its ports are busy."""
@@ -138,12 +115,9 @@ class _ScheduleRun:
             heappush(self.ready, (start, place, rank, send))
             return
         chunks = self.schedules[rank][send.round][send.step].chunks  # type: ignore[union-attr]
-        weight = self.weigh(chunks)
         both = (rank, send.round) in self.receives or (receive.rank, receive.round) in self.sends
-        flight = self.network.message(rank, receive.rank, weight * self.sharers.get(send, 1), both)
+        flight = self.network.message(rank, receive.rank, self.weigh(chunks) * self.sharers.get(send, 1), both)
         end = self.out[rank] = self.into[receive.rank] = start + flight
-        if self.events is not None:
-            self.events.append(SimulatedEvent("message", rank, receive.rank, send.round, chunks, weight, start, end))
         for one in (rank, receive.rank):
             self.finished[one] = max(self.finished[one], end)
             self.open_messages[one] -= 1

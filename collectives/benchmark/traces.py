@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 from mpi4py import MPI
 
 from collectives.analysis import draw
-from collectives.analysis.simulate import SimulatedEvent
 from collectives.schedule.steps import Schedule
 
 Entry: TypeAlias = dict[str, Any]
@@ -66,25 +65,6 @@ def of_calls(
         steps = "  ".join(draw.step(step, count) for step in schedule[index])
         entries.append(span(rank, node, f"round {index}", "round", times[at], times[stop], steps=steps))
     entries += [span(rank, node, kind, "call", times[at], times[at + 1], call=at) for at, kind in enumerate(kinds)]
-    return entries
-
-
-LANES = (" sends", " receives", " combines")
-"""Concurrent activities of a simulated rank: a port each way, and an adder."""
-
-
-def of_model(events: Iterable[SimulatedEvent], nodes: Sequence[int]) -> list[Entry]:
-    """Trace of a simulation: each message on its sender's and its receiver's port, each reduction on its rank."""
-    entries: list[Entry] = []
-    for event in events:
-        what: Entry = {"round": event.round, "bytes": event.bytes, "chunks": draw.chunks(event.chunks, 1 << 62)}
-        if event.kind == "combine":
-            places = [(event.source, 2, f"combine {event.bytes} bytes")]
-        else:
-            places = [(event.source, 0, f"to rank {event.target}"), (event.target, 1, f"from rank {event.source}")]
-        for rank, lane, name in places:
-            thread, node = len(LANES) * rank + lane, nodes[rank]
-            entries.append(span(thread, node, name, event.kind, float(event.start), float(event.end), **what))
     return entries
 
 

@@ -1,10 +1,9 @@
 """Record one call over all ranks as a trace that ui.perfetto.dev and chrome://tracing open.
 
     mpiexec -n 4 python scripts/trace.py --collective allreduce --algorithm ring --bytes 1M -o out/trace.json
-    python scripts/trace.py --model --ranks 16 --per-node 4 --collective allreduce --algorithm ring -o out/model.json
 
-The first runs the call and records the beginning and end of each step of the program on every rank, on a clock that all
-ranks share up to half a message's round trip. The second, with --model, records a simulation by the cost model.
+The beginning and end of each step of the program are recorded on every rank, on a clock that all ranks share up to half
+a message's round trip.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.algorithms import catalog
-from collectives.analysis.simulate import price
 from collectives.benchmark import traces
 from collectives.benchmark.cases import CASES, DTYPES, MEMORIES, CaseBuffers, elements
-from collectives.benchmark.predictions import layout_of
 from collectives.benchmark.size_arguments import format_size, parse_size
-from collectives.cli import cost_arguments, launcher
-from collectives.schedule.topology import regular
+from collectives.cli import launcher
 
 WARMUP = 5
 
@@ -32,16 +28,19 @@ WARMUP = 5
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line; errors are shown by rank 0 and end all ranks."""
     parser = launcher.LauncherParser(__doc__)
-    add, count = parser.add_argument, launcher.at_least(1, int)
+    add = parser.add_argument
     add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")
     add("--algorithm", default="ring", metavar="NAME", help="the catalogue's (default ring)")
-    add("--segments", type=count, default=1, metavar="K", help="pipeline K segments of the data (default 1)")
+    add(
+        "--segments",
+        type=launcher.at_least(1, int),
+        default=1,
+        metavar="K",
+        help="pipeline K segments of the data (default 1)",
+    )
     add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
     add("--memory", choices=MEMORIES, default="plain", help="where the arrays lie (default plain)")
     add("-o", "--output", type=Path, default=Path("out/trace.json"), metavar="FILE", help="default out/trace.json")
-    add("--model", action="store_true", help="run nothing: simulate the ranks with these costs")
-    add("--ranks", type=count, default=8, metavar="P", help="ranks of the model (default 8)")
-    cost_arguments.add_options(parser)
     arguments = parser.parse_args(argv)
     try:
         catalog.find(arguments.collective, arguments.algorithm)
@@ -50,16 +49,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.segments > 1 and arguments.collective == "barrier":
         parser.error("argument --segments: expected 1 for a barrier")
     return arguments
-
-
-def simulated(arguments: argparse.Namespace) -> list[traces.Entry]:
-    collective, name, size, segments = (getattr(arguments, n) for n in ("collective", "algorithm", "ranks", "segments"))
-    model = cost_arguments.model(arguments)
-    nodes = regular(size, model.per_node)
-    schedules = catalog.build_all(collective, name, size, 0, segments, nodes)
-    layout = layout_of(collective, name, size, arguments.bytes, segments)
-    events = price(schedules, layout, 1, model.of(size), trace=True).trace
-    return [*traces.names(nodes, traces.LANES), *traces.of_model(events, nodes)]
 
 
 def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces.Entry] | None:
@@ -100,11 +89,8 @@ def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, plain = parse(argv), MPI.COMM_WORLD
-    if arguments.model:
-        entries = simulated(arguments) if plain.Get_rank() == 0 else None
-    else:
-        entries = recorded(arguments, plain)
+    arguments = parse(argv)
+    entries = recorded(arguments, MPI.COMM_WORLD)
     if entries is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         about = {name: str(value) for name, value in vars(arguments).items() if name != "output"}

@@ -10,7 +10,7 @@ from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import ClusteredNetwork, LinearCost, UniformNetwork
 from collectives.analysis.matching import ScheduleError, match
 from collectives.analysis.prove import prove
-from collectives.analysis.simulate import SimulatedEvent, price
+from collectives.analysis.simulate import price
 from collectives.schedule.chunks import ChunkLayout, even
 from collectives.schedule.semantics import MEANINGS, vector
 from collectives.schedule.steps import NOTHING, Copy, Recv, RecvReduce, Reduce, Send, freeze, one, span
@@ -345,33 +345,3 @@ def test_a_message_waits_for_both_ends():
 def test_local_work_costs_gamma_per_byte():
     schedules = [freeze([[Reduce(B, A)], [Copy(A, B)]])]
     assert price(schedules, ChunkLayout.packed((6, 6)), 8, PLAIN).seconds == 48 * GAMMA
-
-
-def test_the_trace_is_everything_that_happened():
-    everything = span(0, 2)
-    layout = ChunkLayout.packed((3, 3))
-    message, work = ALPHA + 24 * BETA, 24 * GAMMA
-    schedules = catalog.build_all("allreduce", "mst", 2)
-    assert price(schedules, layout, 4, PLAIN).trace == ()
-    assert price(schedules, layout, 4, PLAIN, trace=True).trace == (
-        SimulatedEvent("message", 1, 0, 0, everything, 24, 0.0, message),
-        SimulatedEvent("combine", 0, 0, 0, everything, 24, message, message + work),
-        SimulatedEvent("message", 0, 1, 1, everything, 24, message + work, 2 * message + work),
-    )
-
-
-@pytest.mark.parametrize(("collective", "name"), entries("barrier"))
-def test_the_trace_carries_as_many_bytes_as_the_proof_counts(collective, name):
-    size, length = 5, 8
-    schedules = catalog.build_all(collective, name, size)
-    blocks = catalog.blocks(collective, name, size)
-    found = price(schedules, ChunkLayout.packed((length,) * blocks), 1, PLAIN, trace=True)
-    proof = prove(collective, schedules, blocks=blocks)
-    messages = [event for event in found.trace if event.kind == "message"]
-    assert len(messages) == proof.messages
-    for rank in range(size):
-        assert sum(e.bytes for e in messages if e.source == rank) == length * proof.sent[rank]
-        assert sum(e.bytes for e in messages if e.target == rank) == length * proof.received[rank]
-        work = [event.bytes for event in found.trace if event.kind == "combine" and event.target == rank]
-        assert sum(work) == length * proof.combined[rank]
-    assert found.seconds == max(event.end for event in found.trace)

@@ -1,39 +1,13 @@
 """Traces keep to the Trace Event Format: every event is complete, and what a thread does is nested."""
 
-import json
-import subprocess
-import sys
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
-import pytest
 from support.span_checks import check
 
 from collectives.algorithms import catalog
 from collectives.benchmark import traces
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.mark.parametrize("algorithm", catalog.names("allreduce"))
-def test_the_model_as_a_trace(tmp_path, algorithm):
-    path = tmp_path / "new" / "model.json"
-    command = (
-        f"scripts/trace.py --model --ranks 6 --per-node 4 --collective allreduce --algorithm {algorithm} -o {path}"
-    )
-    done = subprocess.run(
-        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    trace = json.loads(path.read_text())
-    threads = check(trace["traceEvents"])
-    assert {process for process, _ in threads} == {0, 1}
-    sent = [e for e in trace["traceEvents"] if e["name"].startswith("to rank")]
-    came = [e for e in trace["traceEvents"] if e["name"].startswith("from rank")]
-    assert len(sent) == len(came) > 0
-    assert trace["otherData"]["algorithm"] == algorithm
 
 
 def test_a_run_as_a_trace():
