@@ -96,7 +96,9 @@ def _linear(torch_model: TorchModel, operator: Linear) -> nn.Module:
 
 def _layer_norm(torch_model: TorchModel, operator: LayerNorm) -> nn.Module:
     module = nn.LayerNorm(operator.gain.shape, eps=operator.eps)
-    module.weight, module.bias = torch_model.parameter(operator.gain), torch_model.parameter(operator.bias)
+    module.weight = torch_model.parameter(operator.gain)
+    if operator.bias is not None:
+        module.bias = torch_model.parameter(operator.bias)
     return module
 
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.compressed import Motion
 from parallel.data_parallel.grad_bucket import GradBucket
-from parallel.nn.kernels.philox import key_of
+from parallel.nn.kernels import key_of
 
 
 class _Matrix(NamedTuple):

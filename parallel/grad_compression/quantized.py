@@ -13,7 +13,7 @@ from collectives import Communicator
 from collectives.compressed import Codec, HierarchicalAllreduce, Motion, QuantCodec, SegmentedAllreduce, crowded
 from parallel.data_parallel.grad_bucket import GradBucket
 from parallel.nn.flat_params import BLOCK
-from parallel.nn.kernels.philox import key_of
+from parallel.nn.kernels import key_of
 from quant import grouped
 
 SCALES = 2.0**-149, float(np.finfo(np.float32).max)

@@ -11,18 +11,21 @@ from quant.types import Array
 
 
 class Activation(Operator):
-    """Elementwise function of the kernels `kernel`, `<kernel>_backward` and `biased_<kernel>`; saves its input."""
+    """Elementwise function of the kernels `kernel`, `<kernel>_backward` and `biased_<kernel>`; saves x or y."""
 
     kernel: str
     vectors: int
     """Wide temporary vectors of a pass."""
+    saves_result = False
 
     def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
         """`forward` of z + bias in one pass that overwrites z: (y, saved)."""
-        return getattr(kernels, f"biased_{self.kernel}")(z, bias), z
+        y = getattr(kernels, f"biased_{self.kernel}")(z, bias)
+        return y, y if self.saves_result else z
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        return getattr(kernels, self.kernel)(x), x
+        y = getattr(kernels, self.kernel)(x)
+        return y, y if self.saves_result else x
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         return getattr(kernels, f"{self.kernel}_backward")(dy, saved)
@@ -30,25 +33,14 @@ class Activation(Operator):
     def outline(self, x: ArraySpec) -> OperatorOutline:
         vectors = self.vectors + 3 * (x.dtype.itemsize == 2)  # copies of half types
         work = vectors * min(elements(x), kernels.RUN) * kernels.wide(x.dtype).itemsize
-        return OperatorOutline(ArraySpec(x.shape, x.dtype), x, 0, work)
+        y = ArraySpec(x.shape, x.dtype)
+        return OperatorOutline(y, y if self.saves_result else x, 0, work)
 
 
 class ReLU(Activation):
     """y = max(x, 0); saves its result."""
 
-    kernel, vectors = "relu", 2
-
-    def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
-        y, _ = super().biased(z, bias)
-        return y, y
-
-    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        y, _ = super().forward(x, run)
-        return y, y
-
-    def outline(self, x: ArraySpec) -> OperatorOutline:
-        outline = super().outline(x)
-        return outline._replace(saved=outline.y)
+    kernel, vectors, saves_result = "relu", 2, True
 
 
 class GELU(Activation):

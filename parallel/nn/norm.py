@@ -10,19 +10,12 @@ from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutl
 from quant.types import Array
 
 
-def _rows(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _work(x: ArraySpec) -> int:
-    """Bytes of the wide temporaries of a backward pass."""
-    return (5 + (x.dtype.itemsize == 2)) * elements(x) * kernels.wide(x.dtype).itemsize
-
-
 class LayerNorm(Operator):
     """y = (x - mean) / sqrt(variance + eps) gain + bias over the last axis, of size `width` (Ba, Kiros and Hinton,
     2016).
     """
+
+    bias: Parameter | None
 
     def __init__(self, width: int, eps: float = 1e-5):
         self.width, self.eps = width, eps
@@ -32,42 +25,31 @@ class LayerNorm(Operator):
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Saves x, and the mean and rstd of every row, wide."""
         expect_last(self, x, self.width)
-        y, mean, rstd = kernels.layer_norm(_rows(x), self.gain.data, self.bias.data, self.eps)
+        bias = None if self.bias is None else self.bias.data
+        y, mean, rstd = kernels.layer_norm(x.reshape(-1, self.width), self.gain.data, bias, self.eps)
         return y.reshape(x.shape), (x, mean, rstd)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         x, mean, rstd = saved
-        dx, dgain, dbias = kernels.layer_norm_backward(_rows(dy), _rows(x), self.gain.data, mean, rstd)
+        rows, upper = x.reshape(-1, self.width), dy.reshape(-1, self.width)
+        dx, dgain, dbias = kernels.layer_norm_backward(upper, rows, self.gain.data, mean, rstd)
         grads(self.gain, lambda out: kernels.narrow(dgain, out.dtype, out))
-        grads(self.bias, lambda out: kernels.narrow(dbias, out.dtype, out))
+        if self.bias is not None:
+            grads(self.bias, lambda out: kernels.narrow(dbias, out.dtype, out))
         return dx.reshape(x.shape)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
+        """The temporaries are those of the backward pass."""
         expect_last(self, x, self.width)
-        mean, rstd = (ArraySpec((elements(x) // max(self.width, 1),), kernels.wide(x.dtype)) for _ in range(2))
-        return OperatorOutline(ArraySpec(x.shape, x.dtype), (x, mean, rstd), 0, _work(x))
+        wide = kernels.wide(x.dtype)
+        mean, rstd = (ArraySpec((elements(x) // max(self.width, 1),), wide) for _ in range(2))
+        work = (5 + (x.dtype.itemsize == 2)) * elements(x) * wide.itemsize
+        return OperatorOutline(ArraySpec(x.shape, x.dtype), (x, mean if self.bias else None, rstd), 0, work)
 
 
-class RMSNorm(Operator):
+class RMSNorm(LayerNorm):
     """y = x / sqrt(mean of x^2 + eps) gain over the last axis, of size `width` (Zhang and Sennrich, 2019)."""
 
     def __init__(self, width: int, eps: float = 1e-5):
-        self.width, self.eps = width, eps
-        self.gain = Parameter((width,), constant(1.0), decay=False)
-
-    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Saves x, and the rstd of every row, wide."""
-        expect_last(self, x, self.width)
-        y, rstd = kernels.rms_norm(_rows(x), self.gain.data, self.eps)
-        return y.reshape(x.shape), (x, rstd)
-
-    def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        x, rstd = saved
-        dx, dgain = kernels.rms_norm_backward(_rows(dy), _rows(x), self.gain.data, rstd)
-        grads(self.gain, lambda out: kernels.narrow(dgain, out.dtype, out))
-        return dx.reshape(x.shape)
-
-    def outline(self, x: ArraySpec) -> OperatorOutline:
-        expect_last(self, x, self.width)
-        rstd = ArraySpec((elements(x) // max(self.width, 1),), kernels.wide(x.dtype))
-        return OperatorOutline(ArraySpec(x.shape, x.dtype), (x, rstd), 0, _work(x))
+        super().__init__(width, eps)
+        self.bias = None

@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
-from parallel.nn.kernels import fused, philox, reference_kernels
-from parallel.nn.kernels.storage import BOOL as BOOL
-from parallel.nn.kernels.storage import array_namespace as array_namespace
-from parallel.nn.kernels.storage import narrow as narrow
-from parallel.nn.kernels.storage import smallest_type as smallest_type
-from parallel.nn.kernels.storage import wide as wide
-from parallel.nn.kernels.storage import widen as widen
-
-Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+from parallel.nn.kernels import fused, reference_kernels
+from parallel.nn.kernels.reference_kernels import *  # noqa: F403
+from parallel.nn.kernels.storage import *  # noqa: F403
 
 COMPILED_TYPES = frozenset(np.dtype(name) for name in ("float32", "int64", "uint8", "bool"))
+
+TWINS = (
+    *("relu", "relu_backward", "gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "silu", "silu_backward"),
+    *("biased_relu", "biased_gelu", "biased_gelu_tanh", "biased_silu", "masked", "keep", "sum_rows"),
+    *("layer_norm", "layer_norm_backward", "causal_softmax", "softmax_backward"),
+    *("softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient"),
+)
+"""Kernels that exist compiled or fused too; the others are those of the reference."""
 
 
 @cache
@@ -42,9 +44,9 @@ def _suits(value: Any) -> bool:
     return type(value) is np.ndarray and value.dtype in COMPILED_TYPES and value.flags.c_contiguous
 
 
-def _fastest(kernel: Kernel) -> Kernel:
-    """Dispatcher to the compiled or fused kernel of the same name where the arguments allow it."""
-    name, on_device = kernel.__name__, fused.FUSED.get(kernel.__name__)
+def _fastest(name: str) -> Callable[..., Any]:
+    """Dispatcher to the compiled or fused kernel of this name where the arguments allow it."""
+    kernel, on_device = getattr(reference_kernels, name), fused.FUSED.get(name)
 
     @wraps(kernel)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -55,43 +57,7 @@ def _fastest(kernel: Kernel) -> Kernel:
             return on_device(*arguments, **options)
         return kernel(*arguments, **options)
 
-    return cast(Kernel, call)
+    return call
 
 
-matmul = reference_kernels.matmul
-affine = _fastest(reference_kernels.affine)
-sum_rows = _fastest(reference_kernels.sum_rows)
-relu = _fastest(reference_kernels.relu)
-relu_backward = _fastest(reference_kernels.relu_backward)
-gelu = _fastest(reference_kernels.gelu)
-gelu_backward = _fastest(reference_kernels.gelu_backward)
-gelu_tanh = _fastest(reference_kernels.gelu_tanh)
-gelu_tanh_backward = _fastest(reference_kernels.gelu_tanh_backward)
-silu = _fastest(reference_kernels.silu)
-silu_backward = _fastest(reference_kernels.silu_backward)
-biased_relu = _fastest(reference_kernels.biased_relu)
-biased_gelu = _fastest(reference_kernels.biased_gelu)
-biased_gelu_tanh = _fastest(reference_kernels.biased_gelu_tanh)
-biased_silu = _fastest(reference_kernels.biased_silu)
-masked = _fastest(reference_kernels.masked)
-layer_norm = _fastest(reference_kernels.layer_norm)
-layer_norm_backward = _fastest(reference_kernels.layer_norm_backward)
-rms_norm = _fastest(reference_kernels.rms_norm)
-rms_norm_backward = _fastest(reference_kernels.rms_norm_backward)
-causal_softmax = _fastest(reference_kernels.causal_softmax)
-softmax_backward = _fastest(reference_kernels.softmax_backward)
-softmax_cross_entropy = _fastest(reference_kernels.softmax_cross_entropy)
-softmax_cross_entropy_backward = _fastest(reference_kernels.softmax_cross_entropy_backward)
-squared_error = _fastest(reference_kernels.squared_error)
-squared_error_backward = _fastest(reference_kernels.squared_error_backward)
-embedding_gradient = _fastest(reference_kernels.embedding_gradient)
-im2col = _fastest(reference_kernels.im2col)
-col2im = _fastest(reference_kernels.col2im)
-max_pool = _fastest(reference_kernels.max_pool)
-max_pool_backward = _fastest(reference_kernels.max_pool_backward)
-avg_pool = _fastest(reference_kernels.avg_pool)
-avg_pool_backward = _fastest(reference_kernels.avg_pool_backward)
-keep = _fastest(philox.keep)
-key_of = philox.key_of
-RUN = reference_kernels.RUN
-positions = reference_kernels.positions
+globals().update({name: _fastest(name) for name in TWINS})

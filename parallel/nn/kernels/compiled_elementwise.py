@@ -11,7 +11,7 @@ from functools import wraps
 
 import numpy as np
 
-from parallel.nn.kernels import philox, reference_kernels, scalar
+from parallel.nn.kernels import reference_kernels, scalar
 from parallel.nn.kernels.scalar import ONE, ZERO, F, logistic, normal
 from quant.kernels.jit import compiler
 
@@ -191,10 +191,10 @@ def _keep(samples, limit, key0, key1, kept):
             flags[4 * block + 3] = c3 >= limit
 
 
-@wraps(philox.keep)
+@wraps(reference_kernels.keep)
 def keep(samples, elements, rate, key):
     if samples.dtype != np.int64 or samples.ndim != 1:
-        return philox.keep(samples, elements, rate, key)
+        return reference_kernels.keep(samples, elements, rate, key)
     kept = np.empty((len(samples), -(-elements // 4) * 4), bool)
     _keep(samples.view(np.uint64), np.uint64(round(rate * 2**32)), np.uint64(key[0]), np.uint64(key[1]), kept)
     return kept[:, :elements].copy() if elements % 4 else kept

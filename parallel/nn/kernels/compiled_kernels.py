@@ -55,47 +55,55 @@ def sum_rows(x, out=None):
 
 @loop
 def _layer_norm(x, gain, bias, eps, y, mean, rstd):
+    """Without bias and mean (None), what depends on them is not compiled."""
     rows, width = x.shape
     for i in range(rows):
         row, into = x[i], y[i]
-        total = ZERO
-        for j in range(width):
-            total += row[j]
-        middle = total / F(width)
+        middle = ZERO
+        if mean is not None:
+            for j in range(width):
+                middle += row[j]
+            middle /= F(width)
+            mean[i] = middle
         squares = ZERO
         for j in range(width):
             away = row[j] - middle
             squares += away * away
         inverse = ONE / np.sqrt(squares / F(width) + eps)
+        rstd[i] = inverse
         for j in range(width):
-            into[j] = (row[j] - middle) * inverse * gain[j] + bias[j]
-        mean[i], rstd[i] = middle, inverse
+            unit = (row[j] - middle) * inverse * gain[j]
+            into[j] = unit if bias is None else unit + bias[j]
 
 
 @wraps(reference_kernels.layer_norm)
 def layer_norm(x, gain, bias, eps):
-    y, mean, rstd = np.empty_like(x), np.empty(len(x), np.float32), np.empty(len(x), np.float32)
+    y, rstd = np.empty_like(x), np.empty(len(x), np.float32)
+    mean = None if bias is None else np.empty_like(rstd)
     _layer_norm(x, gain, bias, F(eps), y, mean, rstd)
     return y, mean, rstd
 
 
 @loop
 def _layer_norm_backward(dy, x, gain, mean, rstd, dx, dgain, dbias):
+    """Without mean and dbias (None), what depends on them is not compiled."""
     rows, width = x.shape
     gains, biases = np.empty(width, np.float32), np.empty(width, np.float32)
     dgain[:] = ZERO
-    dbias[:] = ZERO
+    if dbias is not None:
+        dbias[:] = ZERO
     for first in range(0, rows, ROWS):
         gains[:] = ZERO
         biases[:] = ZERO
         for i in range(first, min(first + ROWS, rows)):
             upper, row, into = dy[i], x[i], dx[i]
-            middle, inverse = mean[i], rstd[i]
+            middle, inverse = ZERO if mean is None else mean[i], rstd[i]
             total, along = ZERO, ZERO
             for j in range(width):
                 unit = (row[j] - middle) * inverse
                 inner = upper[j] * gain[j]
-                total += inner
+                if mean is not None:
+                    total += inner
                 along += inner * unit
             total /= F(width)
             along /= F(width)
@@ -103,66 +111,19 @@ def _layer_norm_backward(dy, x, gain, mean, rstd, dx, dgain, dbias):
                 unit = (row[j] - middle) * inverse
                 into[j] = (upper[j] * gain[j] - total - unit * along) * inverse
                 gains[j] += upper[j] * unit
-                biases[j] += upper[j]
+                if dbias is not None:
+                    biases[j] += upper[j]
         for j in range(width):
             dgain[j] += gains[j]
-            dbias[j] += biases[j]
+            if dbias is not None:
+                dbias[j] += biases[j]
 
 
 @wraps(reference_kernels.layer_norm_backward)
 def layer_norm_backward(dy, x, gain, mean, rstd):
-    dx, dgain, dbias = np.empty_like(dy), np.empty_like(gain), np.empty_like(gain)
+    dx, dgain, dbias = np.empty_like(dy), np.empty_like(gain), None if mean is None else np.empty_like(gain)
     _layer_norm_backward(dy, x, gain, mean, rstd, dx, dgain, dbias)
     return dx, dgain, dbias
-
-
-@loop
-def _rms_norm(x, gain, eps, y, rstd):
-    rows, width = x.shape
-    for i in range(rows):
-        row, into = x[i], y[i]
-        squares = ZERO
-        for j in range(width):
-            squares += row[j] * row[j]
-        inverse = ONE / np.sqrt(squares / F(width) + eps)
-        for j in range(width):
-            into[j] = row[j] * inverse * gain[j]
-        rstd[i] = inverse
-
-
-@wraps(reference_kernels.rms_norm)
-def rms_norm(x, gain, eps):
-    y, rstd = np.empty_like(x), np.empty(len(x), np.float32)
-    _rms_norm(x, gain, F(eps), y, rstd)
-    return y, rstd
-
-
-@loop
-def _rms_norm_backward(dy, x, gain, rstd, dx, dgain):
-    rows, width = x.shape
-    gains = np.empty(width, np.float32)
-    dgain[:] = ZERO
-    for first in range(0, rows, ROWS):
-        gains[:] = ZERO
-        for i in range(first, min(first + ROWS, rows)):
-            upper, row, into = dy[i], x[i], dx[i]
-            inverse, along = rstd[i], ZERO
-            for j in range(width):
-                along += upper[j] * gain[j] * (row[j] * inverse)
-            along /= F(width)
-            for j in range(width):
-                unit = row[j] * inverse
-                into[j] = (upper[j] * gain[j] - unit * along) * inverse
-                gains[j] += upper[j] * unit
-        for j in range(width):
-            dgain[j] += gains[j]
-
-
-@wraps(reference_kernels.rms_norm_backward)
-def rms_norm_backward(dy, x, gain, rstd):
-    dx, dgain = np.empty_like(dy), np.empty_like(gain)
-    _rms_norm_backward(dy, x, gain, rstd, dx, dgain)
-    return dx, dgain
 
 
 # ------------------------------------------------------------------------------------------ probabilities

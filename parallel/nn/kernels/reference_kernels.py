@@ -48,47 +48,35 @@ def sum_rows(x: Array, out: Array | None = None) -> Array:
 # ------------------------------------------------------------------------------------------ norms, over the last axis
 
 
-def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
+def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[Array, Array | None, Array]:
     """(y, mean, rstd): y = (x - mean) rstd gain + bias, rstd = 1 / sqrt(variance + eps) (Ba, Kiros, Hinton 2016).
 
+    Without bias, nor mean (None): y = x rstd gain, rstd = 1 / sqrt(mean of x^2 + eps) (Zhang and Sennrich, 2019).
     Shapes: x (n, m), gain and bias (m,); mean and rstd (n,), wide.
     """
-    xp = array_namespace(x)
-    wider = widen(x)
-    mean = wider.mean(axis=-1)
-    y = wider - mean[:, None]
-    rstd = 1 / xp.sqrt((y * y).mean(axis=-1) + eps)
-    y *= rstd[:, None]
+    centred = widen(x)
+    mean = None if bias is None else centred.mean(axis=-1)
+    if mean is not None:
+        centred = centred - mean[:, None]
+    rstd = 1 / array_namespace(x).sqrt((centred * centred).mean(axis=-1) + eps)
+    y = centred * rstd[:, None]
     y *= widen(gain)
-    y += widen(bias)
+    if bias is not None:
+        y += widen(bias)
     return narrow(y, x.dtype), mean, rstd
 
 
-def layer_norm_backward(dy: Array, x: Array, gain: Array, mean: Array, rstd: Array) -> tuple[Array, Array, Array]:
-    """(dx, dgain, dbias): dx like x of shape (n, m); dgain and dbias (m,), wide."""
-    upper, unit = widen(dy), (widen(x) - mean[:, None]) * rstd[:, None]
+def layer_norm_backward(
+    dy: Array, x: Array, gain: Array, mean: Array | None, rstd: Array
+) -> tuple[Array, Array, Array | None]:
+    """(dx, dgain, dbias): dx like x of shape (n, m); dgain and dbias (m,), wide; dbias is None without a mean."""
+    upper, unit = widen(dy), widen(x)
+    unit = (unit if mean is None else unit - mean[:, None]) * rstd[:, None]
     inner = upper * widen(gain)
-    dx = inner - inner.mean(axis=-1)[:, None] - unit * (inner * unit).mean(axis=-1)[:, None]
+    dx = inner if mean is None else inner - inner.mean(axis=-1)[:, None]
+    dx = dx - unit * (inner * unit).mean(axis=-1)[:, None]
     dx *= rstd[:, None]
-    return narrow(dx, dy.dtype), (upper * unit).sum(axis=0), upper.sum(axis=0)
-
-
-def rms_norm(x: Array, gain: Array, eps: float) -> tuple[Array, Array]:
-    """(y, rstd): y = x rstd gain, rstd = 1 / sqrt(mean of x^2 + eps) (Zhang and Sennrich, 2019).
-
-    Shapes: x (n, m), gain (m,); rstd (n,), wide.
-    """
-    wider = widen(x)
-    rstd = 1 / array_namespace(x).sqrt((wider * wider).mean(axis=-1) + eps)
-    return narrow(wider * rstd[:, None] * widen(gain), x.dtype), rstd
-
-
-def rms_norm_backward(dy: Array, x: Array, gain: Array, rstd: Array) -> tuple[Array, Array]:
-    """(dx, dgain): dx like x of shape (n, m); dgain (m,), wide."""
-    upper, unit = widen(dy), widen(x) * rstd[:, None]
-    inner = upper * widen(gain)
-    dx = (inner - unit * (inner * unit).mean(axis=-1)[:, None]) * rstd[:, None]
-    return narrow(dx, dy.dtype), (upper * unit).sum(axis=0)
+    return narrow(dx, dy.dtype), (upper * unit).sum(axis=0), None if mean is None else upper.sum(axis=0)
 
 
 # ------------------------------------------------------------------------------------------ attention

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 from parallel.nn import kernels
-from parallel.nn.kernels import compiled_kernels, philox, reference_kernels
+from parallel.nn.kernels import compiled_kernels, fused, reference_kernels
 
 F = np.float32
 SHAPES = [(0,), (1,), (7,), (16,), (33,), (1000,), (3, 5), (2, 3, 17)]
@@ -66,22 +66,8 @@ def close(found, expected, atol=1e-6, rtol=2e-6):
 
 def test_every_compiled_kernel_is_taken():
     """One that nobody calls would not be tested here either."""
-    public = {
-        name
-        for name, value in vars(compiled_kernels).items()
-        if getattr(value, "__module__", "").startswith("parallel.nn") and not name.startswith("_")
-    }
-    taken = {name for name in public if hasattr(kernels, name) and hasattr(getattr(kernels, name), "__wrapped__")}
-    assert taken >= {
-        "gelu",
-        "biased_gelu",
-        "layer_norm",
-        "causal_softmax",
-        "softmax_cross_entropy",
-        "embedding_gradient",
-        "keep",
-        "sum_rows",
-    }
+    compiled = {name for name, value in vars(compiled_kernels).items() if hasattr(value, "__wrapped__")}
+    assert set(kernels.TWINS) == compiled & set(vars(reference_kernels)) | set(fused.FUSED)
     assert kernels._compiled()["gelu"] is compiled_kernels.gelu
 
 
@@ -181,7 +167,7 @@ def test_keep_draws_the_same_bits(samples, elements):
     samples = np.array(samples, np.int64)
     for rate in (0.0, 0.1, 0.5, 0.999):
         found = compiled_kernels.keep(samples, elements, rate, (3, 2**32 - 1))
-        np.testing.assert_array_equal(found, philox.keep(samples, elements, rate, (3, 2**32 - 1)))
+        np.testing.assert_array_equal(found, reference_kernels.keep(samples, elements, rate, (3, 2**32 - 1)))
         assert found.dtype == bool and found.flags.c_contiguous
 
 
@@ -195,27 +181,23 @@ def test_sum_rows(shape):
     close(out, expected, atol=1e-5)
 
 
+def all_close(results, expected, **bounds):
+    for one, other in zip(results, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            close(one, other.astype(F), **bounds)
+
+
 @pytest.mark.parametrize("shape", ROWS)
 def test_norms(shape):
     x, dy = numbers(*shape), numbers(*shape, seed=1)
     gain, bias = numbers(shape[1], seed=2), numbers(shape[1], seed=3)
-    normed = compiled_kernels.layer_norm(x, gain, bias, 1e-5)
-    for found, expected in zip(normed, reference_kernels.layer_norm(x, gain, bias, 1e-5)):
-        close(found, expected, atol=4e-6)
-    _, mean, rstd = reference_kernels.layer_norm(x, gain, bias, 1e-5)
-    wide = [array.astype(np.float64) for array in (dy, x, gain, mean, rstd)]
-    for found, expected in zip(
-        compiled_kernels.layer_norm_backward(dy, x, gain, mean, rstd), reference_kernels.layer_norm_backward(*wide)
-    ):
-        close(found, expected.astype(F), atol=5e-5, rtol=1e-5)
-    for found, expected in zip(compiled_kernels.rms_norm(x, gain, 1e-5), reference_kernels.rms_norm(x, gain, 1e-5)):
-        close(found, expected, atol=4e-6)
-    _, rstd = reference_kernels.rms_norm(x, gain, 1e-5)
-    wide = [array.astype(np.float64) for array in (dy, x, gain, rstd)]
-    for found, expected in zip(
-        compiled_kernels.rms_norm_backward(dy, x, gain, rstd), reference_kernels.rms_norm_backward(*wide)
-    ):
-        close(found, expected.astype(F), atol=5e-5, rtol=1e-5)
+    for shift in (bias, None):
+        _, mean, rstd = forward = reference_kernels.layer_norm(x, gain, shift, 1e-5)
+        all_close(compiled_kernels.layer_norm(x, gain, shift, 1e-5), forward, atol=4e-6)
+        found = compiled_kernels.layer_norm_backward(dy, x, gain, mean, rstd)
+        wide = [array if array is None else array.astype(np.float64) for array in (dy, x, gain, mean, rstd)]
+        all_close(found, reference_kernels.layer_norm_backward(*wide), atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from parallel.nn.kernels import reference_kernels
-from parallel.nn.kernels.philox import keep, key_of, philox
+from parallel.nn.kernels.reference_elementwise import keep, key_of, philox
 from parallel.nn.kernels.special import erf
 from parallel.nn.kernels.storage import narrow, widen
 
