@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,15 +40,12 @@ LOWER = 0.03
 UNDISTURBED = 3
 """Number of trainings to compare with."""
 
-SHORTER = 0.9
-"""Factor on the range of moments, after one was too late: the machine has become faster."""
-
 HANGING_SECONDS = 60.0
 """Seconds after which a training counts as hanging."""
 
 
 class KilledRun(NamedTuple):
-    """Result of a training: exit status (None if it hung), seconds from its first line on, last line of its metrics.
+    """Result of a training: exit status (None if it hung), seconds from its first step on, last line of its metrics.
 
     `reached` is the number of steps in the metrics when a rank was killed; None if none was killed.
     """
@@ -91,13 +90,9 @@ def ranks_of(launcher: int) -> dict[int, int]:
     """Processes of a launcher, by rank."""
     found: dict[int, int] = {}
     for process in descendants(launcher):
-        try:
-            words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        for word in words:
-            if word.startswith(b"OMPI_COMM_WORLD_RANK="):
-                found.setdefault(int(word.partition(b"=")[2]), process)  # not processes that a rank has started
+        with suppress(OSError):
+            if rank := re.search(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)", Path(f"/proc/{process}/environ").read_bytes()):
+                found.setdefault(int(rank[1]), process)  # not processes that a rank has started
     return found
 
 
@@ -109,13 +104,13 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def run(args: argparse.Namespace, mpiexec: str, victim: int | None = None, moment: float = 0.0) -> KilledRun:
-    """Run a training, and kill a rank `moment` seconds after its start."""
+    """Run a training, and kill a rank `moment` seconds after the first step: collectives of all ranks come before."""
     with tempfile.TemporaryDirectory() as folder:
         metrics, output = Path(folder) / "metrics.json", Path(folder) / "output"
         with output.open("wb") as file:
             process = subprocess.Popen(command(args, mpiexec, metrics), stdout=file, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + HANGING_SECONDS
-        while b"ranks of" not in output.read_bytes() and process.poll() is None and time.monotonic() < deadline:
+        while not read(metrics) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         began, reached = time.monotonic(), None
         if victim is not None:
@@ -125,9 +120,9 @@ def run(args: argparse.Namespace, mpiexec: str, victim: int | None = None, momen
                 os.kill(target, signal.SIGKILL)
                 reached = len(rows)
         code: int | None = None
-        try:
+        with suppress(subprocess.TimeoutExpired):
             code = process.wait(HANGING_SECONDS)
-        except subprocess.TimeoutExpired:
+        if code is None:
             for rank in ranks_of(process.pid).values():
                 os.kill(rank, signal.SIGKILL)
             process.kill()
@@ -170,7 +165,7 @@ def main() -> int:
         victim, moment = first + rng.randrange(count), rng.random() * span
         killed = run(args, mpiexec, victim, moment)
         if killed.reached is None:
-            span *= SHORTER
+            span *= 0.9  # the machine has become faster
             continue
         kills += 1
         wrong = verdict(killed, usual)
