@@ -1,10 +1,11 @@
-"""Timelines of pipelines: pictures, and conversion from and to traces."""
+"""Timelines of pipelines, simulated and measured, as pictures."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,9 +28,6 @@ COLOURS = {
 NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradients", "BW": "backward", "U": "update"}
 INK = "#333333"
 WIDTH = 12.0
-
-SECOND = 1000
-"""Units of simulated time per second in a written trace."""
 
 
 class TimelineBand(NamedTuple):
@@ -56,17 +54,15 @@ def measured(path: Path) -> TimelineBand:
         entries = json.loads(path.read_text())["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a trace ({error})") from None
-    threads: dict[int, dict[tuple[int, int], list[PipelineEvent]]] = defaultdict(lambda: defaultdict(list))
-    for entry in entries:
-        action = _action(entry.get("name", "")) if entry.get("ph") == "X" else None
-        if action is not None:
-            start = entry["ts"] / 1e6
-            event = PipelineEvent(action, start, start + entry["dur"] / 1e6)
-            threads[action.stage][entry["pid"], entry["tid"]].append(event)
+    spans = [(action, entry) for entry in entries if (action := _action(entry))]
+    threads: dict[int, dict[tuple[int, int], dict[Action, PipelineEvent]]] = defaultdict(lambda: defaultdict(dict))
+    for action, entry in sorted(spans, key=lambda span: span[1]["ts"]):
+        start = entry["ts"] / 1e6
+        event = PipelineEvent(action, start, start + entry["dur"] / 1e6)
+        threads[action.stage][entry["pid"], entry["tid"]][action] = event  # the last of each action
     if not threads:
         raise ValueError(f"{path}: nothing in this trace is named like an action of a pipeline, such as 2F0")
-    of_stages = [sorted(of[min(of)], key=lambda event: event.start) for _, of in sorted(threads.items())]
-    lines = [{event.action: event for event in line}.values() for line in of_stages]  # the last of each action
+    lines = [of[min(of)].values() for _, of in sorted(threads.items())]
     zero = min(event.start for line in lines for event in line)
     shifted = [[PipelineEvent(action, start - zero, end - zero) for action, start, end in line] for line in lines]
     end, busy = _end(shifted), sum(event.end - event.start for line in shifted for event in line)
@@ -74,12 +70,12 @@ def measured(path: Path) -> TimelineBand:
     return TimelineBand(f"measured: {end * 1e3:.3g} ms, idle {float(idle):.1%}", shifted, (), "s")
 
 
-def _action(name: str) -> Action | None:
-    try:
-        action = parse(name)
-    except ValueError:
-        return None
-    return action if action.kind in NAMES else None
+def _action(entry: dict[str, Any]) -> Action | None:
+    """Action that a trace's entry is named like, or None."""
+    with suppress(ValueError):
+        action = parse(entry.get("name", ""))
+        return action if entry.get("ph") == "X" and action.kind in NAMES else None
+    return None
 
 
 def _end(lines: Sequence[Sequence[PipelineEvent]]) -> float:
@@ -96,10 +92,8 @@ def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
     from matplotlib.patches import Patch
 
     heights = [0.34 * len(band.lines) + 0.6 for band in bands]
-    figure, axes = plt.subplots(
-        len(bands), 1, figsize=(WIDTH, sum(heights) + 0.6), squeeze=False, layout="constrained",
-        height_ratios=heights,
-    )  # fmt: skip
+    size, look = (WIDTH, sum(heights) + 0.6), {"squeeze": False, "layout": "constrained", "height_ratios": heights}
+    figure, axes = plt.subplots(len(bands), 1, figsize=size, **look)
     for axis, band in zip(axes[:, 0], bands):
         _band(axis, band, max(_end(other.lines) for other in bands if other.unit == band.unit))
     present = {(event.action.kind, event.action.chunk) for band in bands for line in band.lines for event in line}
@@ -148,32 +142,6 @@ def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
         middle = float(event.start + event.end) / 2
         dark = event.action.chunk == 0
         axis.text(middle, stage, text, ha="center", va="center", fontsize=7, color="white" if dark else INK)
-
-
-def entries(timeline: Timeline) -> list[dict[str, Any]]:
-    """Timeline as a trace: a thread for the computations of each stage, and one for each concurrent message."""
-    from collectives.benchmark import traces
-
-    lanes: list[list[list[PipelineEvent]]] = [[list(line)] for line in timeline.computed]
-    for event in sorted(timeline.messages, key=lambda event: event.start):
-        if event.end == event.start:
-            continue
-        mine = lanes[event.action.stage]
-        free = [lane for lane in mine[1:] if lane[-1].end <= event.start]
-        if free:
-            free[0].append(event)
-        else:
-            mine.append([event])
-    most = max(map(len, lanes))
-    found = traces.names([0] * len(lanes), ["", *(f" sends {lane}" for lane in range(1, most))])
-    for stage, mine in enumerate(lanes):
-        for number, lane in enumerate(mine):
-            kind = "communication" if number else "compute"
-            for action, start, end in lane:
-                name = f"{action} to stage {timeline.plan.peer(action).stage}" if number else str(action)
-                times = float(start / SECOND), float(end / SECOND)
-                found.append(traces.span(stage * most + number, 0, name, kind, *times))
-    return found
 
 
 def summary(timeline: Timeline) -> str:

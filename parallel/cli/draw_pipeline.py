@@ -1,4 +1,4 @@
-"""Draw the timeline of a pipeline: as text, as a picture, or as a trace for ui.perfetto.dev.
+"""Draw the timeline of a pipeline, as text or as a picture, or write its table of actions.
 
     chorus draw pipeline --schedule 1f1b --stages 4 --microbatches 8
     chorus draw pipeline --schedule zb-h1 --stages 4 --microbatches 8 -o pipeline.png
@@ -17,8 +17,9 @@ import shutil
 from fractions import Fraction
 from pathlib import Path
 
+from collectives.benchmark.reports import PICTURES
 from collectives.cli.launcher import ProgramParser
-from parallel.benchmark.timelines import entries, measured, picture, simulated, summary
+from parallel.benchmark.timelines import measured, picture, simulated, summary
 from parallel.pipeline.schedule import timeline as draw
 from parallel.pipeline.schedule.actions import from_csv, to_csv
 from parallel.pipeline.schedule.lowering import lower
@@ -27,8 +28,7 @@ from parallel.pipeline.schedule.schedules import SCHEDULES, ScheduleEntry, table
 from parallel.pipeline.schedule.simulator import ActionTimes, Timeline, simulate
 from parallel.pipeline.schedule.stage_placement import PLACEMENTS
 
-PICTURES = (".png", ".svg", ".pdf")
-FORMATS = (*PICTURES, ".json", ".csv")
+FORMATS = (*PICTURES, ".csv")
 
 
 def output(text: str) -> Path:
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add("--weights", type=duration, default=Fraction(1), metavar="T", help="of its weights' gradients (default 1)")
     add("--message", type=duration, default=Fraction(0), metavar="T", help="of a message (default 0)")
     add("--measured", type=Path, metavar="FILE", help="a run's trace, whose last step is drawn below")
-    add("-o", "--output", type=output, metavar="FILE", help="a picture (.png, .svg, .pdf), a trace (.json), or a .csv")
+    add("-o", "--output", type=output, metavar="FILE", help=f"a file {', '.join(FORMATS)}")
     return result
 
 
@@ -104,8 +104,8 @@ def main() -> int:
     command = parser()
     arguments = command.parse_args()
     path: Path | None = arguments.output
-    if path is not None and path.suffix not in PICTURES and len(arguments.schedule) > 1:
-        command.error(f"--schedule: expected one for a {path.suffix}, found {len(arguments.schedule)}")
+    if path is not None and path.suffix == ".csv" and len(arguments.schedule) > 1:
+        command.error(f"--schedule: expected one for a .csv, found {len(arguments.schedule)}")
     try:
         plans = [plan_of(name, arguments) for name in arguments.schedule]
         timelines = [timeline_of(plan, arguments) for plan in plans]
@@ -122,10 +122,6 @@ def main() -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".csv":
         path.write_text(to_csv(plans[0].actions))
-    elif path.suffix == ".json":
-        from collectives.benchmark import traces
-
-        traces.write(path, entries(timelines[0]), schedule=title_of(timelines[0]))
     else:
         try:
             picture(path, bands)
