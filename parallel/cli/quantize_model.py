@@ -50,9 +50,6 @@ BATCH = 64
 STEPS = 4
 """Budgets between two widths of the curve."""
 
-PICTURE = Path("out/quantised.png")
-"""Default of --plot."""
-
 OF_MIXED = ("search", "sensitivity", "widths", "pareto")
 OF_CHECKPOINT = ("spec", "method", "activations", "observer", "calibrate", "samples", "mixed", "report", "output")
 NEEDED = {"checkpoint": OF_CHECKPOINT + OF_MIXED, "mixed": OF_MIXED, "activations": ("observer",)}
@@ -82,8 +79,7 @@ def parser() -> launcher.LauncherParser:
     add("--pareto", type=Path, metavar="PNG", help="picture of uniform widths and of the search's choices")
 
     add = result.add_argument_group("output").add_argument
-    report = f"print errors by layer, and draw them (default {PICTURE})"
-    add("--report", nargs="?", type=Path, const=PICTURE, metavar="PNG", help=report)
+    add("--report", action="store_true", help="print errors by layer")
     add("-o", "--output", type=Path, metavar="FILE", help="write the quantised model as safetensors")
     return result
 
@@ -95,7 +91,7 @@ def argument_error(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             for name in names:
                 if getattr(args, name) != parser.get_default(name):
                     return f"--{name} needs --{needed}, and would do nothing without it"
-    return picture_error("--report", args.report) or picture_error("--pareto", args.pareto)
+    return picture_error("--pareto", args.pareto)
 
 
 def spec_of(option: str, text: str) -> QuantSpec:
@@ -217,7 +213,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     spec = spec_of("--spec", args.spec)
     activations = spec_of("--activations", args.activations) if args.activations else None
     trained = load_model.from_checkpoint(comm, args.checkpoint)
-    for path in filter(None, (args.report, args.pareto, args.output)):
+    for path in filter(None, (args.pareto, args.output)):
         collective_call(comm, partial(check_writable, path), f"{path} cannot be written", root=0)
     data = load_model.task_for(comm, trained, args.calibrate or trained.settings.data)
     mine = dealt(data.train, args.samples, BATCH, comm.rank, comm.size)
@@ -237,13 +233,8 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     smaller = nbytes(trained.model) / nbytes(made)
     say(f"{text}: {job.score_text(made)}, {nbytes(made)} bytes ({smaller:.2f} times less)")
     if args.report:
-        from parallel.benchmark.precision_plots import plot_layers
-
         rows = compare(trained.model, made, layers, mine, comm)
         print_layers(rows, [short_name(METHODS[args.method].spec(one)) for one in specs])
-        draw = partial(plot_layers, args.report, rows, f"{name}: {text}", machine())
-        collective_call(comm, draw, f"{args.report} was not drawn", root=0)
-        say(f"{args.report} drawn")
     if args.output:
         save = partial(load_model.save, args.output, trained, made)
         collective_call(comm, save, f"{args.output} was not written", root=0)
