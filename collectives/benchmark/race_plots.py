@@ -1,4 +1,4 @@
-"""Pictures of the race of algorithms against the MPI's own, and of the winners in a timing table."""
+"""Pictures of the race of algorithms against the MPI's own, and of predictions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from collectives.benchmark.result_rows import Report, Row
 from collectives.benchmark.size_arguments import format_size
-from collectives.benchmark.tuner import fastest
-from collectives.selection.timing_file import mpi_name
-from collectives.selection.timing_table import BLOCKING, AlgorithmChoice, Rows, TimingKey, TimingTable
-from collectives.selection.timing_table import NATIVE as MPI_S_OWN
 
 STYLE: Any = {
     "font.size": 10,
@@ -164,53 +158,3 @@ def plot_scale(path: Path, title: str, costs: str, across: list[Any], along: lis
         right.set(xlabel="bytes")
         right.set_title(f"{along[0].size} ranks", loc="left")
         figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=9)
-
-
-def plot_winners(path: Path, table: TimingTable) -> None:
-    """Write a tuned table as a picture: per collective, the winner by message size and rank count.
-
-    Series of other forms than blocking, and of several placements, are rows of their own.
-    """
-    series: dict[str, dict[TimingKey, Rows]] = {}
-    for key, rows in sorted(table.entries.items(), key=lambda item: item[0]):
-        series.setdefault(key.collective, {})[key] = rows
-    if not series:
-        return
-    names = sorted({fastest(row).algorithm for rows in table.entries.values() for row in rows.values()})
-    palette = plt.get_cmap("tab20")
-    colours = {name: palette(i % 20) for i, name in enumerate(names)} | {MPI_S_OWN: NATIVE}
-    across = min(len(series), MOST_COLUMNS)
-    down = math.ceil(len(series) / across)
-    height = down * (1.5 + 0.5 * max(map(len, series.values()))) + 1.0
-    title = f"The fastest algorithm, {mpi_name()}; in the cells: time / the MPI's own, and segments"
-    with _page(path, max(7.0, 5.6 * across), height, title) as figure:
-        for place, (collective, entries) in enumerate(series.items(), 1):
-            _winners(figure.add_subplot(down, across, place), collective, entries, colours)
-        handles = [Patch(color=colours[name], label=name) for name in names]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), fontsize=9)
-
-
-def _winners(axis: Axes, collective: str, entries: dict[TimingKey, Rows], colours: dict[str, Any]) -> None:
-    """One row of cells for each series, one column for each size."""
-    sizes = sorted({nbytes for rows in entries.values() for nbytes in rows})
-    for y, rows in enumerate(entries.values()):
-        for nbytes, row in rows.items():
-            best, native = fastest(row), row.get(AlgorithmChoice(MPI_S_OWN))
-            color = colours[best.algorithm]
-            ratio = "" if native is None or best.algorithm == MPI_S_OWN else f"{row[best] / native:.2f}"
-            text = f"{ratio}\nx{best.segments}" if best.segments > 1 else ratio
-            cell = axis.barh(y, 1, height=1, left=sizes.index(nbytes) - 0.5, color=color, edgecolor="white")
-            ink = "black" if sum(to_rgb(color)) > 1.5 else "white"
-            axis.bar_label(cell, [text], label_type="center", fontsize=7.5, color=ink)
-    every = math.ceil(len(sizes) / 7)
-    axis.set_xticks(range(0, len(sizes), every), [format_size(size) for size in sizes[::every]])
-    axis.set_yticks(range(len(entries)), [_series_name(key) for key in entries])
-    axis.set_title(f"{collective.replace('_', '-')}, by bytes", loc="left")
-    axis.grid(False)
-    axis.margins(0)
-
-
-def _series_name(key: TimingKey) -> str:
-    nodes = "" if key.placement == str(key.ranks) else f" ({key.placement})"
-    form = "" if key.form == BLOCKING else f" {key.form}"
-    return f"{key.ranks} ranks{nodes}{form}"

@@ -1,6 +1,6 @@
 """Measure which algorithm is the fastest here, for every collective and size, and store the times for `auto`.
 
-chorus tune -n 2 --plot winners.png
+chorus tune -n 2
 chorus tune -n 4 --collective allreduce,broadcast --sizes 8:16M:4
 chorus tune --show
 
@@ -23,7 +23,7 @@ from collectives.benchmark.size_arguments import format_size, parse_sizes
 from collectives.benchmark.timing import MODES
 from collectives.benchmark.tuner import TunerCandidates, TunerSetting, candidates, contest, fastest, measure_costs
 from collectives.cli import launcher
-from collectives.cli.arguments import names_of, picture_file
+from collectives.cli.arguments import names_of
 from collectives.cli.bench import collective_list
 from collectives.selection import timing_file
 from collectives.selection.timing_file import DamagedTable, TableError
@@ -46,16 +46,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--iterations", type=count, default=500, metavar="N", help="timed calls, at most (default 500)")
     table = timing_file.default_path()
     add("--table", type=Path, default=table, metavar="FILE", help="instead of the one in the cache directory")
-    add(
-        "--plot",
-        type=picture_file,
-        metavar="FILE",
-        help="draw the winners by size and ranks, of the whole table (PNG, SVG, PDF)",
-    )
     add("--show", action="store_true", help="measure nothing: print the table")
-    add("--dry-run", action="store_true", help="measure nothing: print the candidates of each row")
-    args = parser.parse_args(argv)
-    return args
+    return parser.parse_args(argv)
 
 
 def known(path: Path) -> tuple[TimingTable | None, str | None]:
@@ -131,7 +123,7 @@ HEADING = f"{'# Size':<12} {'Winner':<28} {'Time(us)':>12} {'Native(us)':>12} {'
 
 
 def main() -> int:
-    """Measure, show or draw; 1 if a result was wrong or the table could not be used."""
+    """Measure or show; 1 if a result was wrong or the table could not be used."""
     args = parse()
     plain = MPI.COMM_WORLD
     table, message = plain.bcast(known(args.table) if plain.Get_rank() == 0 else None)
@@ -142,13 +134,7 @@ def main() -> int:
     launcher.say(f"# {timing_file.mpi_name()}; {plain.Get_size()} ranks; {timing_file.machine()}")
     launcher.say(f"# {args.table}")
     wrong = 0
-    if args.dry_run:
-        with Communicator(plain, tuning=False) as comm:
-            nodes = comm.nodes
-        for setting in settings(args):
-            able = candidates(setting.collective, setting.nbytes, plain.Get_size(), nodes, table.costs)
-            launcher.say(f"{setting.collective:<16}{setting.form:<12}{setting.nbytes:>12}  {', '.join(map(str, able))}")
-    elif args.show:
+    if args.show:
         for key, rows in sorted(table.entries.items()):
             launcher.say(f"\n# {key.collective}, {key.form}, {key.ranks} ranks on nodes of {key.placement}\n{HEADING}")
             for nbytes, row in rows.items():
@@ -159,10 +145,6 @@ def main() -> int:
     winners = [fastest(row).algorithm for rows in table.entries.values() for row in rows.values()]
     won = winners.count(NATIVE)
     launcher.say(f"# in the table: {len(winners)} rows; the MPI's own collective is the fastest in {won}")
-    if args.plot and plain.Get_rank() == 0:
-        from collectives.benchmark.race_plots import plot_winners
-
-        plot_winners(args.plot, table)
     return int(wrong > 0)
 
 
