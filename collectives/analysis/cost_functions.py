@@ -12,8 +12,7 @@ longer for either: the cost is then `SharedCardCost`. All functions here take nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -23,7 +22,6 @@ class EdgeCost(Protocol):
 
     def __call__(self, nbytes: Any, both: Any = False) -> Any:
         """Seconds for `nbytes`; `both` is True where a rank sends and receives in the same round."""
-        ...
 
 
 class LinearCost(NamedTuple):
@@ -60,28 +58,6 @@ class SharedCardCost(NamedTuple):
         return np.where(both, self.both(nbytes, both), self.alone(nbytes, both))
 
 
-class CostFunctions(Protocol):
-    """Cost of a message and of a reduction, in bytes and seconds."""
-
-    @property
-    def cards(self) -> Sequence[int] | None:
-        """The node of every rank, if the ranks of a node share one network card; else None.
-
-        Messages that leave or reach a node in the same round get equal shares of its card. There are as many shares as
-        ranks that send or as ranks that receive, whichever is less, since a rank sends one message after another. A
-        message of n bytes with one of k shares costs as much as one of k n bytes alone.
-        """
-        ...
-
-    def message(self, source: Any, target: Any, nbytes: Any, both: Any) -> Any:
-        """Seconds of a message; `both` is True where one of its ranks sends and receives in the same round."""
-        ...
-
-    def combine(self, nbytes: Any, both: Any) -> Any:
-        """Seconds to combine `nbytes` of received data; `both` is True where the rank also sends in the round."""
-        ...
-
-
 class UniformNetwork(NamedTuple):
     """Every edge alike: `alpha` seconds a message, `beta` seconds a byte, `gamma` seconds to combine a byte."""
 
@@ -111,6 +87,12 @@ class ClusteredNetwork(NamedTuple):
 
     @property
     def cards(self) -> tuple[int, ...] | None:
+        """The node of every rank, if the ranks of a node share one network card; else None.
+
+        Messages that leave or reach a node in the same round get equal shares of its card. There are as many shares as
+        ranks that send or as ranks that receive, whichever is less, since a rank sends one message after another. A
+        message of n bytes with one of k shares costs as much as one of k n bytes alone.
+        """
         return self.nodes if self.shared else None
 
     def message(self, source: Any, target: Any, nbytes: Any, both: Any = False) -> Any:
@@ -119,3 +101,6 @@ class ClusteredNetwork(NamedTuple):
 
     def combine(self, nbytes: Any, both: Any = False) -> Any:
         return self.adding(nbytes, both)
+
+
+CostFunctions: TypeAlias = UniformNetwork | ClusteredNetwork

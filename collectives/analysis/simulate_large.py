@@ -89,12 +89,12 @@ class VectorSimulator:
         sent, self._sent = sends.sorted()
         added_up, self._added = sums.sorted()
         self.messages, self._sums = len(sent), len(added_up)
-        self._ends = sent[:, 1], sent[:, 2]
         self._moments = list(_moments(sent, added_up, self.size))
 
     def price(self, layout: ChunkLayout, itemsize: int, network: CostFunctions) -> Times:
         """Completion time of each rank in seconds from a common start; arguments as for `simulate.price`."""
-        elements, weights = self._weights(layout, itemsize)
+        elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+        weights = itemsize * self._sent.weigh(self.messages, elements)
         added = itemsize * self._added.weigh(self._sums, elements)
         nodes = None if network.cards is None else np.asarray(network.cards)
         clock = np.zeros(self.size)
@@ -112,16 +112,6 @@ class VectorSimulator:
             for ranks, places, both in moment.adding:
                 clock[ranks] += network.combine(added[places], both)
         return clock
-
-    def volume(self, layout: ChunkLayout, itemsize: int) -> int:
-        """Bytes that the busiest rank sends or receives, whichever is more."""
-        _, weights = self._weights(layout, itemsize)
-        return int(np.max([np.bincount(ranks, weights, self.size) for ranks in self._ends], initial=0))
-
-    def _weights(self, layout: ChunkLayout, itemsize: int) -> tuple[Integers, Integers]:
-        """Running sums of the chunks' lengths, and bytes of each message."""
-        sums = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
-        return sums, itemsize * self._sent.weigh(self.messages, sums)
 
 
 def _align(sends: Integers, receives: Integers, sums: Integers) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -30,11 +30,10 @@ from collectives.schedule.topology import Nodes, numbered, regular
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOVES, ADDS, INK, PALE = "#0b6fbf", "#e07b00", "#333333", "#f4f6f8"
+MOVES, ADDS, INK = "#0b6fbf", "#e07b00", "#333333"
 GROUNDS = ("#e3eefb", "#fdebd3", "#e1f3e6", "#f6e3f2", "#f3efd6", "#fbe0e0", "#e6e4fa", "#dff2f2")
 """Behind the ranks of a node."""
 
-ROUNDS_PER_ROW = 12
 TAIL, HEAD = 0.1, 0.62
 """Where arrows start and end within their round; the rest has room for the label."""
 
@@ -61,101 +60,67 @@ def arrows(schedules: Sequence[Schedule], count: int) -> dict[Arrow, str]:
 
 
 def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int, nodes: Nodes | None) -> None:
-    """Ranks as lines from left to right, rounds as columns, an arrow per message; many rounds go on below.
-
-    With `nodes` the ranks of a node are on ground of one colour.
-    """
+    """Ranks as lines from left to right, rounds as columns, an arrow per message; a ground of one colour per node."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.lines import Line2D
 
     size, rounds = len(schedules), max(1, *map(len, schedules))
     messages = arrows(schedules, count)
-    arriving: dict[tuple[int, int], list[Arrow]] = defaultdict(list)
-    for arrow in sorted(messages, key=attrgetter("source")):
-        arriving[arrow.target, arrow.arrives].append(arrow)
-    crowd = max(map(len, arriving.values()), default=1)
+    crowd = max(Counter((arrow.target, arrow.arrives) for arrow in messages).values(), default=1)
     longest = max(map(len, messages.values()), default=0)
-    across = min(rounds, ROUNDS_PER_ROW)
-    rows = -(-rounds // across)
-    width = max(5.0, 1.0 + across * max(0.95, 0.5 + 0.085 * (longest + 4 * (crowd > 1))))
-    height = max(0.36, 0.15 * crowd) * size + 0.75
-    figure, axes = plt.subplots(rows, 1, figsize=(width, rows * height + 0.8), squeeze=False, layout="constrained")
-    for row, axis in enumerate(axes[:, 0]):
-        columns = range(row * across, min(rounds, (row + 1) * across))
-        _ground(axis, size, columns, across, nodes)
-        _messages(axis, messages, arriving, columns, crowd)
-        _local(axis, schedules, count, columns)
-    figure.suptitle(title, fontweight="bold", fontsize=11)
-    kinds = {False: (MOVES, "a message"), True: (ADDS, "a message that is combined with the data of its receiver")}
-    used = [kinds[adds] for adds in sorted({arrow.adds for arrow in messages})]
-    handles = [Line2D([], [], color=color, lw=1.6, label=label) for color, label in used]
+    width = max(5.0, 1.0 + rounds * max(0.95, 0.5 + 0.085 * (longest + 4 * (crowd > 1))))
+    figure, axis = plt.subplots(figsize=(width, max(0.36, 0.15 * crowd) * size + 1.55), layout="constrained")
+    _ground(axis, size, rounds, nodes)
+    _messages(axis, messages, crowd)
+    for rank, schedule in enumerate(schedules):
+        for column, steps in enumerate(schedule):
+            work = "\n".join(draw.step(step, count) for step in steps if isinstance(step, (Reduce, Copy)))
+            axis.text(column + HEAD, rank + 0.3, work, ha="center", va="center", fontsize=6, color=INK)
+    for adds, label in (False, "a message"), (True, "a message that is combined with the data of its receiver"):
+        if any(arrow.adds == adds for arrow in messages):
+            axis.plot([], [], color=ADDS if adds else MOVES, lw=1.6, label=label)
     if longest:
         meaning = "numbers are chunks" if crowd == 1 else "2: 0-6 are chunks 0 to 6 from rank 2"
-        handles.append(Line2D([], [], lw=0, label=meaning))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+        axis.plot([], [], lw=0, label=meaning)
+    figure.suptitle(title, fontweight="bold", fontsize=11)
+    if messages:
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _ground(axis: Axes, size: int, columns: range, across: int, nodes: Nodes | None) -> None:
-    for rank, node in enumerate(nodes or ()):
-        ground = GROUNDS[node % len(GROUNDS)]
-        axis.fill_between([columns.start, columns.stop], rank - 0.5, rank + 0.5, color=ground, lw=0, zorder=0)
-    for column in columns:
-        if nodes:
-            axis.axvline(column, color="white", lw=3, zorder=0.5)
-        else:
-            axis.axvspan(column, column + 1, color=PALE if column % 2 == 0 else "white", lw=0, zorder=0)
+def _ground(axis: Axes, size: int, rounds: int, nodes: Nodes | None) -> None:
+    for rank, node in enumerate(nodes or (0,) * size):
+        axis.axhspan(rank - 0.5, rank + 0.5, color=GROUNDS[node % len(GROUNDS)], lw=0, zorder=0)
+    for column in range(rounds):
+        axis.axvline(column, color="white", lw=3, zorder=0.5)
         axis.text(column + 0.5, -0.75, f"round {column}", ha="center", va="bottom", fontsize=8, color=INK)
-    axis.hlines(range(size), columns.start, columns.stop, color="#b8bec6", lw=1, zorder=1)
+    axis.hlines(range(size), 0, rounds, color="#b8bec6", lw=1, zorder=1)
     names = [f"rank {rank}" if nodes is None else f"node {nodes[rank]}  rank {rank}" for rank in range(size)]
     axis.set_yticks(range(size), names, fontsize=9)
-    axis.set(xlim=(columns.start, columns.start + across), ylim=(size - 0.4, -0.7), xticks=[], frame_on=False)
+    axis.set(xlim=(0, rounds), ylim=(size - 0.4, -0.7), xticks=[], frame_on=False)
     axis.tick_params(length=0)
 
 
-def _messages(
-    axis: Axes, messages: dict[Arrow, str], arriving: dict[tuple[int, int], list[Arrow]], columns: range, crowd: int
-) -> None:
-    """The arrows, and beside their heads the chunks: with the sender, where several arrive at once.
-
-    An arrow that crosses from one row of rounds to the next is in both, cut at the edge.
-    """
-    from matplotlib.patches import FancyArrowPatch
-
+def _messages(axis: Axes, messages: dict[Arrow, str], crowd: int) -> None:
+    """The arrows, and beside their heads the chunks: with the sender, where several arrive at once."""
+    arriving: dict[tuple[int, int], list[Arrow]] = defaultdict(list)
+    for arrow in sorted(messages, key=attrgetter("source")):
+        arriving[arrow.target, arrow.arrives].append(arrow)
     box: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.85}
     for several in arriving.values():
         for index, arrow in enumerate(several):
-            color, chunks = ADDS if arrow.adds else MOVES, messages[arrow]
-            if arrow.leaves in columns or arrow.arrives in columns:
-                ends = (arrow.leaves + TAIL, arrow.source), (arrow.arrives + HEAD, arrow.target)
-                look: dict[str, Any] = {
-                    "arrowstyle": "-|>",
-                    "mutation_scale": 9,
-                    "shrinkA": 0,
-                    "shrinkB": 0,
-                    "zorder": 2,
-                }
-                axis.add_patch(FancyArrowPatch(*ends, color=color, lw=1.1, **look))
-            if arrow.arrives in columns:
-                text = f"{arrow.source}: {chunks}" if chunks and len(several) > 1 else chunks
-                x, y = (
-                    arrow.arrives + HEAD + 0.03,
-                    arrow.target + (index - (len(several) - 1) / 2) * 0.85 / max(2, crowd),
-                )
-                axis.text(x, y, text, va="center", fontsize=8 if crowd < 3 else 7, color=color, bbox=box, zorder=3)
-
-
-def _local(axis: Axes, schedules: Sequence[Schedule], count: int, columns: range) -> None:
-    for rank, schedule in enumerate(schedules):
-        for column, steps in enumerate(schedule):
-            work = [draw.step(step, count) for step in steps if isinstance(step, (Reduce, Copy))]
-            if column in columns and work:
-                axis.text(column + HEAD, rank + 0.3, "\n".join(work), ha="center", va="center", fontsize=6, color=INK)
+            color, text = ADDS if arrow.adds else MOVES, messages[arrow]
+            start, end = (arrow.leaves + TAIL, arrow.source), (arrow.arrives + HEAD, arrow.target)
+            look = {"arrowstyle": "-|>", "color": color, "lw": 1.1, "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
+            axis.annotate("", end, start, arrowprops=look, zorder=2)
+            if text and len(several) > 1:
+                text = f"{arrow.source}: {text}"
+            y = arrow.target + (index - (len(several) - 1) / 2) * 0.85 / max(2, crowd)
+            axis.text(end[0] + 0.03, y, text, va="center", fontsize=8 if crowd < 3 else 7, color=color, bbox=box)
 
 
 def parse() -> argparse.Namespace:

@@ -87,11 +87,6 @@ def test_what_a_crowd_cannot_play_is_refused(schedules, told):
         VectorSimulator([freeze(schedule) for schedule in schedules])
 
 
-def test_what_the_busiest_rank_moves():
-    crowd = VectorSimulator(catalog.rounds_of_all("broadcast", "linear", 5))
-    assert (crowd.size, crowd.messages, crowd.volume(ChunkLayout.packed([2] * 5), 4)) == (5, 4, 4 * 40)
-
-
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8])
 def test_ranks_of_a_node_share_its_card(per_node):
     """All ranks of one node send to the other node at once: each gets its share of the card."""
