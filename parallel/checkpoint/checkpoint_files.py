@@ -26,34 +26,32 @@ import numpy as np
 from array_api_compat import array_namespace
 from mpi4py import MPI
 
-from parallel.checkpoint.safetensors_writer import SafetensorsReader, SafetensorsWriter, TensorEntry, digest_of
-from parallel.checkpoint.state_file import read_state, sync_folder, write_state, write_text
+from parallel.checkpoint.safetensors_writer import SafetensorsReader, SafetensorsWriter, digest_of
 from parallel.checkpoint.step_folders import (
     CheckpointError,
     NotRemoved,
     all_in,
-    clear_unfinished,
     name_of,
+    read_state,
     remove_old,
-    step_of,
+    sync_folder,
     unfinished,
+    write_state,
+    write_text,
 )
-from parallel.checkpoint.tensor_slices import TensorSlice
-from parallel.checkpoint.write_plan import OPTIONAL, PlannedTensor, natural_key, plan, within_family
+from parallel.checkpoint.tensor_slices import (
+    OPTIONAL,
+    PlannedTensor,
+    TensorSlice,
+    natural_key,
+    plan,
+    within_family,
+)
+from parallel.nn.operator import ArraySpec
 from parallel.runtime.collective_errors import collective_call, raise_on_all
 from parallel.runtime.vector_memory import to_host
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "NotRemoved",
-    "all_in",
-    "latest",
-    "name_of",
-    "save",
-    "step_of",
-    "tensors_in",
-]
+__all__ = ["Checkpoint", "CheckpointError", "NotRemoved", "all_in", "latest", "name_of", "save", "tensors_in"]
 
 TAG = 1
 
@@ -105,7 +103,7 @@ def save(
     trouble = f"checkpoint {target} was not written"
 
     with contextlib.ExitStack() as stack:
-        folder = collective_call(comm, lambda: _begin(target, stack), trouble, CheckpointError, 0)
+        folder = collective_call(comm, lambda: stack.enter_context(unfinished(target)), trouble, CheckpointError, 0)
         collective_call(comm, lambda: _expect_shared(folder), trouble, CheckpointError)
         tensors = plan(comm, held)
         files: dict[str, list[Any]] = {}
@@ -117,13 +115,6 @@ def save(
     trouble = f"{target} is there, but older ones cannot be removed"
     collective_call(comm, lambda: remove_old(directory, keep), trouble, NotRemoved, 0)
     return target
-
-
-def _begin(target: Path, stack: contextlib.ExitStack) -> Path:
-    """Make an empty folder under a temporary name, and remove those of crashed runs."""
-    folder = stack.enter_context(unfinished(target))
-    clear_unfinished(target.parent)
-    return folder
 
 
 def _expect_shared(folder: Path) -> None:
@@ -227,7 +218,7 @@ class Checkpoint:
         Steps done.
     facts : dict
         As passed to `save`.
-    entries : dict of str -> TensorEntry
+    entries : dict of str -> ArraySpec
         All tensors.
     """
 
@@ -245,7 +236,7 @@ class Checkpoint:
             trouble,
             CheckpointError,
         )
-        self.entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, ArraySpec] = {}
         self._file_of: dict[str, str] = {}
         for file, entries in sorted(item for some in comm.allgather(found) for item in some.items()):
             family = file.partition("-")[0]
@@ -258,10 +249,10 @@ class Checkpoint:
 
         Tensors of the family `OPTIONAL` may be missing on either side.
         """
-        wanted: dict[str, TensorEntry] = {}
+        wanted: dict[str, ArraySpec] = {}
         for piece in slices:
             if len(piece.array):
-                wanted[piece.name] = TensorEntry(tuple(piece.shape), np.dtype(piece.array.dtype))
+                wanted[piece.name] = ArraySpec(tuple(piece.shape), np.dtype(piece.array.dtype))
         for others in self._comm.allgather(wanted):
             wanted |= others
         differences = []
@@ -309,11 +300,11 @@ def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield name, everything[name].read(within_family(name), 0, math.prod(entry.shape)).reshape(entry.shape)
 
 
-def _described(entry: TensorEntry | None) -> str:
+def _described(entry: ArraySpec | None) -> str:
     return "missing" if entry is None else f"{entry.dtype} of shape {entry.shape}"
 
 
-def _verified(path: Path, size: int, digest: str) -> dict[str, TensorEntry]:
+def _verified(path: Path, size: int, digest: str) -> dict[str, ArraySpec]:
     """Tensors of a file whose size and checksum are verified."""
     if not path.is_file():
         raise ValueError(f"{path.name} is missing")

@@ -10,26 +10,17 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from parallel.nn.operator import ArraySpec
 
 CODES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "U8": "|u1"}
 """NumPy dtypes by their names in the format."""
 CODE_OF = {np.dtype(name): code for code, name in CODES.items()}
-
-
-class TensorEntry(NamedTuple):
-    """Shape and dtype of a tensor in a file."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsWriter:
@@ -41,14 +32,14 @@ class SafetensorsWriter:
     >>> from safetensors.numpy import load_file
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "a.safetensors")
-    ...     writer = SafetensorsWriter(path, {"x": TensorEntry((2,), np.dtype(np.float32))})
+    ...     writer = SafetensorsWriter(path, {"x": ArraySpec((2,), np.dtype(np.float32))})
     ...     writer.add(np.ones(2, np.float32))
     ...     writer.close()
     ...     load_file(path)
     {'x': array([1., 1.], dtype=float32)}
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, TensorEntry]):
+    def __init__(self, path: Path, entries: Mapping[str, ArraySpec]):
         header, place = {}, 0
         for name, entry in entries.items():
             header[name] = {
@@ -90,12 +81,8 @@ class SafetensorsWriter:
 
 def digest_of(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file."""
-    size, digest = 0, sha256()
     with path.open("rb", buffering=0) as file:
-        while data := file.read(1 << 22):
-            size += len(data)
-            digest.update(data)
-    return size, digest.hexdigest()
+        return path.stat().st_size, file_digest(file, "sha256").hexdigest()
 
 
 class SafetensorsReader:
@@ -114,12 +101,12 @@ class SafetensorsReader:
             self._file = safe_open(path, framework="np")
         except SafetensorError as error:
             raise ValueError(f"{path.name} is no safetensors file: {error}") from error
-        self.entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, ArraySpec] = {}
         for name in self._file.keys():  # noqa: SIM118 (not a dictionary)
             found = self._file.get_slice(name)
             if found.get_dtype() not in CODES:
                 raise ValueError(f"{path.name}: {name} has elements of type {found.get_dtype()}")
-            self.entries[name] = TensorEntry(tuple(found.get_shape()), np.dtype(CODES[found.get_dtype()]))
+            self.entries[name] = ArraySpec(tuple(found.get_shape()), np.dtype(CODES[found.get_dtype()]))
 
     def read(self, name: str, start: int, size: int) -> np.ndarray:
         """Elements of a flattened tensor; only the rows with these elements are read."""

@@ -1,4 +1,4 @@
-"""Folders of checkpoints in a directory: names, folders being written, removal.
+"""Folders of checkpoints in a directory: names, folders being written, state files, removal.
 
 Only folders of this package are removed: those with one of its names that are no links and hold only a checkpoint's
 files. A folder is locked while it is written or removed, so that other processes leave it alone; the lock ends with the
@@ -14,8 +14,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+from parallel.runtime.validation import expect_integer
 
 FORMAT = "chorus checkpoint 1"
 FAMILIES = ("model", "optimizer", "feedback")
@@ -24,6 +28,8 @@ NAME = re.compile(r"step-(\d{9,})")
 FILE = re.compile(rf"({'|'.join(FAMILIES)})(-\d{{5,}}-of-\d{{5,}}\.safetensors|\.safetensors\.index\.json)")
 UNFINISHED = re.compile(rf"\.{NAME.pattern}\.[0-9a-f]{{16}}\.partial")
 TRIES = 100
+REQUIRED = {"step": int, "facts": dict, "files": dict}
+"""Fields of a state file besides the format and the checksum; `files` has size and checksum of every other file."""
 
 
 class CheckpointError(RuntimeError):
@@ -57,7 +63,8 @@ def all_in(directory: Path) -> list[Path]:
 def unfinished(target: Path) -> Iterator[Path]:
     """New folder for the files of `target`, locked until the end of the context; an exception removes it.
 
-    OSError if `target` exists, or a folder cannot be made beside it.
+    Unfinished folders of processes that have ended are removed. OSError if `target` exists, or a
+    folder cannot be made beside it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(target):
@@ -68,6 +75,7 @@ def unfinished(target: Path) -> Iterator[Path]:
         with _locked(folder, without=True) as locked:
             if locked:  # else another process is removing it
                 try:
+                    _clear_unfinished(target.parent)
                     yield folder
                 except Exception:
                     shutil.rmtree(folder, ignore_errors=True)  # free the space on a full disk
@@ -76,7 +84,7 @@ def unfinished(target: Path) -> Iterator[Path]:
     raise OSError(f"{target.parent}: another process removes each new folder")
 
 
-def clear_unfinished(directory: Path) -> None:
+def _clear_unfinished(directory: Path) -> None:
     """Remove unfinished folders of processes that have ended, where possible."""
     for path in directory.iterdir():
         if UNFINISHED.fullmatch(path.name) and _is_ours(path):
@@ -135,5 +143,60 @@ def _locked(folder: Path, without: bool) -> Iterator[bool]:
         except OSError:
             held = without
         yield held
+    finally:
+        os.close(descriptor)
+
+
+def write_state(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Write the required fields with format and checksum."""
+    state = {"format": FORMAT, **fields}
+    write_text(folder / STATE, json.dumps({**state, "sha256": seal(state)}, indent=1))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Validated contents of a checkpoint's state file."""
+    if not path.is_dir():
+        raise ValueError("there is no such folder")
+    if not (path / STATE).is_file():
+        raise ValueError(f"it has no {STATE}, so it is no checkpoint")
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{STATE} is damaged: {error}") from error
+    if not isinstance(state, dict) or "format" not in state:
+        raise ValueError(f"{STATE} is not a checkpoint's")
+    if state["format"] != FORMAT:
+        raise ValueError(f"its format is {state['format']!r}, expected {FORMAT!r}")
+    if state.get("sha256") != seal(state):
+        raise ValueError(f"{STATE} is damaged: its checksum is wrong")
+    for name, kind in REQUIRED.items():
+        if not isinstance(state.get(name), kind):
+            raise ValueError(f"{STATE} is not a checkpoint's: {name} is {state.get(name)!r}")
+    expect_integer(state, "step")
+    for name, about in state["files"].items():
+        if not FILE.fullmatch(name) or not isinstance(about, list) or list(map(type, about)) != [int, str]:
+            raise ValueError(f"{STATE} is not a checkpoint's: {name!r} has {about!r}")
+    return state
+
+
+def seal(state: Mapping[str, Any]) -> str:
+    """Checksum of state.json without its checksum field."""
+    fields = {name: value for name, value in state.items() if name != "sha256"}
+    return sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Create a file and flush it to the disk."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's directory entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)

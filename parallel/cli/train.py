@@ -27,7 +27,8 @@ from collectives.cli import launcher
 from collectives.cli.launcher import say
 from collectives.errors import OutOfMemory
 from parallel.benchmark.training_output import OutputError, short
-from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, step_of
+from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest
+from parallel.checkpoint.step_folders import step_of
 from parallel.cli import watchdog
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train

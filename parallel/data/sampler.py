@@ -6,11 +6,11 @@ draw them as they become ready (`WorkQueue`).
 
 from __future__ import annotations
 
-import atexit
-import threading
+import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from operator import index
-from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -251,7 +251,7 @@ def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
 
     Exceptions of the source are raised here, in place of the item. The thread starts with the first item and ends with
     the iteration: after the last item, an exception, Ctrl-C, or `close` (which Python calls when the iterator is
-    collected). A generator is then closed. The source must not call MPI, and belongs to the thread.
+    collected). A generator is then closed. The source must not call MPI.
     """
     if depth < 0:
         raise ValueError(f"depth: expected 0 or more, found {depth}")
@@ -259,44 +259,14 @@ def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
 
 
 def _ahead(source: Iterable[Item], depth: int) -> Iterator[Item]:
-    made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    room, stopped = threading.Semaphore(depth), threading.Event()
-
-    def make() -> None:
-        end: BaseException = StopIteration()
-        items: Iterator[Item] = iter([])
-        try:
-            items = iter(source)
-            while room.acquire() and not stopped.is_set():
-                try:
-                    made.put((next(items), None))
-                except StopIteration:
-                    break
-        except BaseException as error:
-            end = error
-        try:
-            getattr(items, "close", lambda: None)()
-        except BaseException as error:
-            end = error
-        made.put((None, end))
-
-    def end() -> None:
-        stopped.set()
-        room.release()
-        thread.join()
-
-    thread = threading.Thread(target=make, name="prefetch", daemon=True)
-    thread.start()
-    atexit.register(end)  # for an iterator that outlives the program: threads cannot be joined later
+    items, end = iter(source), object()
+    pool = ThreadPoolExecutor(1, "prefetch")
     try:
-        while True:
-            item, error = made.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            room.release()
+        made: deque[Future[Any]] = deque(pool.submit(next, items, end) for _ in range(depth))
+        while (item := made.popleft().result()) is not end:
+            made.append(pool.submit(next, items, end))
             yield item
     finally:
-        atexit.unregister(end)
-        end()
+        pool.shutdown(cancel_futures=True)  # waits for the item being made
+        with contextlib.suppress(Exception):
+            getattr(items, "close", lambda: None)()

@@ -16,7 +16,7 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
-from parallel.checkpoint import checkpoint_files, safetensors_writer, state_file
+from parallel.checkpoint import safetensors_writer, step_folders
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest, name_of, save
 
 SELF = MPI.COMM_SELF
@@ -239,7 +239,7 @@ def fuse():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files stay open, as in a crash
 def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
     """Whatever is done to files, the process may end before it: the old checkpoint is there, or the new one."""
-    written, fsync = safetensors_writer.SafetensorsWriter._write, state_file.os.fsync
+    written, fsync = safetensors_writer.SafetensorsWriter._write, step_folders.os.fsync
 
     def write(writer, data):
         fuse.burn()
@@ -252,7 +252,7 @@ def test_a_crash_at_any_moment_harms_nothing(tmp_path, monkeypatch, fuse):
         fsync(descriptor)
 
     monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "_write", write)
-    monkeypatch.setattr(state_file.os, "fsync", synced)
+    monkeypatch.setattr(step_folders.os, "fsync", synced)
     outcomes = []
     for moment in range(1000):
         folder = tmp_path / str(moment)
@@ -315,7 +315,7 @@ def edit(path, old, new):
 
 def reseal(path, **other):
     state = json.loads((path / "state.json").read_text()) | other
-    (path / "state.json").write_text(json.dumps(state | {"sha256": state_file.seal(state)}))
+    (path / "state.json").write_text(json.dumps(state | {"sha256": step_folders.seal(state)}))
 
 
 def replace_by_a_foreign_file(path):
@@ -377,4 +377,4 @@ def test_another_model_is_told_before_anything_changes(tmp_path, other):
 
 def test_a_name_that_is_none(tmp_path):
     with pytest.raises(CheckpointError, match="is called step-000000000 or the like"):
-        checkpoint_files.step_of(Path("step-1"))
+        step_folders.step_of(Path("step-1"))

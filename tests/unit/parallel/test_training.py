@@ -10,7 +10,7 @@ pytest.importorskip("safetensors")
 from mpi4py import MPI
 
 from collectives import Communicator
-from parallel.checkpoint import state_file
+from parallel.checkpoint import step_folders
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.data.datasets import ArrayDataset
 from parallel.data.sampler import Batch
@@ -110,7 +110,7 @@ def forged(path, *keys, value):
         del inner[keys[-1]]
     else:
         inner[keys[-1]] = value
-    (path / "state.json").write_text(json.dumps(state | {"sha256": state_file.seal(state)}))
+    (path / "state.json").write_text(json.dumps(state | {"sha256": step_folders.seal(state)}))
 
 
 ENGINE = ("facts", "engine")
