@@ -25,7 +25,8 @@ from collectives.cli.launcher import say
 from parallel.benchmark import workload
 from parallel.data.datasets import LearningTask
 from parallel.data.sampler import Batch
-from parallel.engine.data_parallel_engine import LAYOUTS, Engine
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel_engine import Engine
 from parallel.engine.settings import Settings
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build

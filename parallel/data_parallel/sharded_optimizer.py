@@ -6,13 +6,12 @@ A shard is a run of the flat vector whose gradients are summed over some of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel.checkpoint.tensor_slices import TensorSlice, tensor_slices
-from parallel.data_parallel.grad_norm import SquaredBlocks, blocks_of, in_order, numbers_of
 from parallel.data_parallel.layouts import DataParallelLayout
 from parallel.data_parallel.param_store import ReplicatedParams, ShardedParams
 from parallel.data_parallel.run_context import RunContext
@@ -72,7 +71,9 @@ class ShardedOptimizer:
         self.scaling, self._scaled = recipe.loss_scale(), recipe.scaled
         self.pieces = [piece for part in parts for piece in self._pieces_of(part, seed)]
         self._mine = [span for part in parts for span in part.mine]
-        self._blocks = SquaredBlocks(context, spans)
+        self._order = numbers_of(span for some in spans for span in some)
+        self._counts = [sum(span.size for span in some) // BLOCK for some in spans]
+        self._arriving = context.memory.on_host("buffers", len(self._order), np.float64)
         self._held = numbers_of(piece.span for piece in self.pieces)
         place = {number: at for at, number in enumerate(self._held.tolist())}
         self._chosen = np.array([place[number] for number in numbers_of(self._mine).tolist()], np.int64)
@@ -95,8 +96,6 @@ class ShardedOptimizer:
             state = {name: vector[here] for name, vector in vectors.items()}
             yield OptimizerSpan(span, weights, gradient, state, flat.places, None if master is None else stored)
 
-    # ------------------------------------------------------------------------------------------ a step's end
-
     def norm(self, count: int, step: int) -> tuple[float, float, bool]:
         """Gradient norm, factor for the update, and True if it can be made. Collective.
 
@@ -106,14 +105,17 @@ class ShardedOptimizer:
             On all ranks, if the gradient is not finite, unless a smaller loss scale may help.
         """
         with self._context.recorder("compute", "norm"):
-            squares = self._blocks.gather(self._squares())
+            squares = self._allgather(self._squares())
         factor = 1 / (count * self.scaling.value)
         norm, clip = clip_factor(squares, factor, self._clip)
         finite = math.isfinite(norm)
         if not finite and not self._scaled:
-            places = self._context.flat.places
-            odd = (place for place in places if not np.isfinite(squares[blocks_of(place.span)]).all())
-            names = ", ".join(place.parameter.name for place in odd)
+            odd = [
+                place.parameter.name
+                for place in self._context.flat.places
+                if not np.isfinite(squares[place.span.start // BLOCK : place.span.stop // BLOCK]).all()
+            ]
+            names = ", ".join(odd)
             what = f"the gradient of {names} is" if names else "the norm of the gradient is"
             raise StepFailed(f"{NOTHING}; {what} not finite in step {step}")
         try:
@@ -139,9 +141,13 @@ class ShardedOptimizer:
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
         if len(self._held) * BLOCK == self._context.flat.length:
             return in_order(of_pieces, self._held)
-        return self._blocks.gather(of_pieces[self._chosen])
+        return self._allgather(of_pieces[self._chosen])
 
-    # ------------------------------------------------------------------------------------------ the state
+    def _allgather(self, mine: np.ndarray) -> np.ndarray:
+        """Values of all blocks, float64, in the order of the vector, from those of each rank's spans. Collective."""
+        with self._context.recorder("communication", "gather block sums"):
+            self._context.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
+        return in_order(self._arriving, self._order)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         yield from tensor_slices(self.pieces, self._mine)
@@ -152,6 +158,23 @@ class ShardedOptimizer:
             if piece.stored is not None:
                 narrow(piece.weights, piece.stored.dtype, out=piece.stored)
         self.publish()
+
+
+def numbers_of(spans: Iterable[Span]) -> np.ndarray:
+    """Numbers of the spans' blocks, one span after another.
+
+    >>> numbers_of([Span(512, 1024), Span(0, 256)]).tolist()
+    [2, 3, 0]
+    """
+    ranges = [np.arange(span.start // BLOCK, span.stop // BLOCK) for span in spans]
+    return np.concatenate([np.zeros(0, np.int64), *ranges])
+
+
+def in_order(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Value of each block, in the order of the vector; the k-th value is that of block ``numbers[k]``."""
+    whole = np.empty_like(values)
+    whole[numbers] = values
+    return whole
 
 
 def _runs(held: Sequence[tuple[Span, Array]], wanted: Span) -> Iterator[Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -31,11 +30,9 @@ from parallel.optim.optimizers import Optimizer
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler
-from parallel.runtime.step_report import Evaluation, StepReport
+from parallel.runtime.step_report import StepReport
 from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.runtime.vector_memory import VectorAllocator
-
-__all__ = ["LAYOUTS", "PRECISIONS", "Batch", "Engine", "Evaluation", "StepReport", "TensorSlice"]
 
 
 class Engine(TrainEngine):
@@ -123,8 +120,7 @@ class Engine(TrainEngine):
             ledger.expect(predict(plan, layout, states, assignment))
             mine = step if workload.drawn else [step[number] for number in assignment[rank]]
             for samples in dict.fromkeys(mine):
-                activations, work = predict_activations(plan, loss, *workload.shapes(samples))
-                ledger.expect(Counter(activations=activations), work)
+                ledger.expect(*predict_activations(plan, loss, *workload.shapes(samples)))
         return ledger
 
     def share(self, micro_batches: int) -> range:
@@ -286,8 +282,7 @@ class Engine(TrainEngine):
         x = ArraySpec(batch.x.shape, type_of(batch.x, precision.storage))
         y = ArraySpec(batch.y.shape, type_of(batch.y, precision.wide))
         with contextlib.suppress(NotImplementedError):  # a model of the user's own may have no outlines
-            activations, work = predict_activations(self._plan, self._loss, x, y)
-            self.ledger.expect(Counter(activations=activations), work)
+            self.ledger.expect(*predict_activations(self._plan, self._loss, x, y))
 
     def _expect(self, assignment: Assignment) -> None:
         if self._is_new(tuple(assignment)):

@@ -83,11 +83,12 @@ def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Assi
     return bytes_
 
 
-def predict_activations(plan: PartitionSpec, loss: Any, x: ArraySpec, y: ArraySpec) -> tuple[int, int]:
+def predict_activations(plan: PartitionSpec, loss: Any, x: ArraySpec, y: ArraySpec) -> tuple[Counter[str], int]:
     """Bytes alive between forward and backward of a micro-batch, and peak bytes of temporaries."""
     model = Sequential(plan.units).outline(x)
     end = loss.outline(model.y, y)
-    return nbytes_of((model.y, y, model.saved, end.saved)), max(model.work, end.work)
+    kept = nbytes_of((model.y, y, model.saved, end.saved))
+    return Counter(activations=kept), max(model.work, end.work)
 
 
 # ------------------------------------------------------------------------------------------ a formula for each layout

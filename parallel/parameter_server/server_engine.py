@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -119,8 +118,7 @@ class ParameterServer(BaseEngine):
         if rank >= servers:
             ledger.expect(of_worker(plan, rule_of(settings.consistency).synchronous))
             for samples in dict.fromkeys(samples for step in workload.steps for samples in step):
-                activations, work = predict_activations(plan, loss, *workload.shapes(samples))
-                ledger.expect(Counter(activations=activations), work)
+                ledger.expect(*predict_activations(plan, loss, *workload.shapes(samples)))
             return ledger
         keys, parts = keys_of(plan, buckets_of(plan), servers), max(map(len, workload.steps), default=0)
         for shard in ReplicationChains(range(servers), settings.replicas).of(rank):

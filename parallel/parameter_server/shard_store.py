@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.data_parallel.grad_norm import in_order, numbers_of
+from parallel.data_parallel.sharded_optimizer import in_order, numbers_of
 from parallel.nn.kernels.storage import narrow
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizer_span import OptimizerSpan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -255,5 +254,4 @@ class WorkerTrainer:
         self._known_specs.add(specs)
         self._context.memory.record_peak("activations", passing.nbytes())
         with suppress(NotImplementedError):  # a user's model may have no outlines
-            activations, work = predict_activations(self._context.plan, self._loss, *specs)
-            self._ledger.expect(Counter(activations=activations), work)
+            self._ledger.expect(*predict_activations(self._context.plan, self._loss, *specs))

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from parallel.data.sampler import Batch
-from parallel.data_parallel.grad_norm import numbers_of
 from parallel.data_parallel.reducers import Assignment, StepScale
-from parallel.data_parallel.sharded_optimizer import ParamShard
+from parallel.data_parallel.sharded_optimizer import ParamShard, numbers_of
 from parallel.engine.base import PassResult
 from parallel.engine.settings import Settings
 from parallel.mesh import Mesh

@@ -78,12 +78,8 @@ def microbatches(settings: Settings, ranks: int) -> int:
 
 
 def check(settings: Settings, ranks: int) -> None:
-    name, pipelines, each, batch = (
-        schedule_of(settings),
-        workers(settings, ranks),
-        settings.microbatches,
-        settings.batch,
-    )
+    name, pipelines = schedule_of(settings), workers(settings, ranks)
+    each, batch = settings.microbatches, settings.batch
     if each is not None and batch % (each * pipelines):
         parts = f"{pipelines} x {each}" if pipelines > 1 else f"{each}"
         raise ValueError(f"microbatches: a batch of {batch} samples does not divide into {parts} micro-batches")

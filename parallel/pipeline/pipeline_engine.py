@@ -93,7 +93,7 @@ class Pipeline(TrainEngine):
             raise ValueError(refusal)
         context = RunContext(whole, comm, VectorAllocator(comm, settings.device), Profiler(settings.trace))
         self._group_comms: list[Communicator] = []
-        self._shares = [(group, self._share(context, group, division)) for group, division in portion.held.values()]
+        self._shares = [(group, self._share(context, group, division)) for group, division in portion.held]
         self._chunks = {}
         for chunk, part in portion.parts.items():
             here = {number: units[number] for number in range(*self.cuts[part : part + 2])}
@@ -124,8 +124,7 @@ class Pipeline(TrainEngine):
             assignment = [tuple(contiguous(len(step), at, portion.replicas)) for at in range(portion.replicas)]
             portion.expect(ledger, states, assignment)
             forms = [workload.shapes(step[number]) for number in assignment[portion.replica()]]
-            activations, work = portion.activations(forms, loss)
-            ledger.expect(Counter(activations=activations), work)
+            ledger.expect(*portion.activations(forms, loss))
         return ledger
 
     @classmethod
@@ -167,7 +166,7 @@ class Pipeline(TrainEngine):
 
         Every group has its own communicator, as the plan completes groups in different orders on different ranks.
         """
-        holders = context.comm.Get_group().Incl(self._portion.holders(group))
+        holders = context.comm.Get_group().Incl(self._portion.holders[group.number])
         comm = context.comm.Create_group(holders, tag=group.number)
         self._group_comms.append(comm)
         own = RunContext(division, comm, context.memory.with_comm(comm), context.recorder)
@@ -227,6 +226,5 @@ class Pipeline(TrainEngine):
             return None
         self._portion.expect(self.ledger, len(self._optimizer.states()), assignment)
         forms = [(ArraySpec(one.x.shape, one.x.dtype), ArraySpec(one.y.shape, one.y.dtype)) for one in here]
-        activations, work = self._portion.activations(forms, self._loss)
-        self.ledger.expect(Counter(activations=activations), work)
+        self.ledger.expect(*self._portion.activations(forms, self._loss))
         return lambda alive: self.context.memory.record_peak("activations", alive)

@@ -53,8 +53,6 @@ class Portion:
         groups = divide(division.flat, division.units, cuts, reproducible=division.reproducible)
         return cls(division, mesh, lower(plan), cuts, tuple(groups), replicas_of(mesh, division.ranks))
 
-    # ------------------------------------------------------------------------------------------ placement
-
     @property
     def replicas(self) -> int:
         return len(self.mesh.lines(AXIS))
@@ -65,24 +63,21 @@ class Portion:
     def replica(self, rank: int | None = None) -> int:
         return self.mesh.coordinates(self.division.rank if rank is None else rank).get(self.layout, 0)
 
-    def holders(self, group: SharedParamGroup) -> tuple[int, ...]:
-        return self._holders[group.number]
-
     @cached_property
-    def _holders(self) -> list[tuple[int, ...]]:
+    def holders(self) -> list[tuple[int, ...]]:
+        """Ranks that hold each group."""
         stages = [self.stage(rank) for rank in range(self.mesh.size)]
         held = (set(group.holders(self.plan.placement)) for group in self.groups)
         return [tuple(rank for rank, stage in enumerate(stages) if stage in some) for some in held]
 
     @cached_property
-    def held(self) -> dict[int, tuple[SharedParamGroup, Division]]:
-        """Groups of this rank by number, and the partition of each among its holders."""
-        found = {}
-        for group in self.groups:
-            ranks = self.holders(group)
+    def held(self) -> list[tuple[SharedParamGroup, Division]]:
+        """Groups of this rank, and the partition of each among its holders."""
+        found = []
+        for group, ranks in zip(self.groups, self.holders):
             if self.division.rank in ranks:
                 flat, rank = self.division.flat.part(group.tensors), ranks.index(self.division.rank)
-                found[group.number] = group, replace(self.division, flat=flat, ranks=len(ranks), rank=rank)
+                found.append((group, replace(self.division, flat=flat, ranks=len(ranks), rank=rank)))
         return found
 
     @cached_property
@@ -94,10 +89,8 @@ class Portion:
         """Canonical leaves that each holder of a group adds."""
         return [
             group.leaves(self.plan.placement, self.stage(rank), assignment[self.replica(rank)])
-            for rank in self.holders(group)
+            for rank in self.holders[group.number]
         ]
-
-    # ------------------------------------------------------------------------------------------ bytes
 
     def expect(self, ledger: MemoryLedger, states: int, assignment: Assignment) -> None:
         """Enter the memory of a step into the ledger, except activations; each group keeps its maximum.
@@ -105,15 +98,14 @@ class Portion:
         `states` is the number of the optimizer's state vectors, `assignment` the microbatches of every pipeline.
         """
         ledger.expect(Counter(buffers=self.division.flat.length // BLOCK * 8))
-        for group, division in self.held.values():
+        older = versions(truncate(self.plan, len(assignment[self.replica()])))[self.stage()] - 1
+        for group, division in self.held:
             for leaves in self._sums(group, division, assignment):
                 kept = predict_part(division, self.layout, states, leaves)
-                kept["parameters"] += (
-                    self._older(assignment) * division.flat.length * division.precision.storage.itemsize
-                )
+                kept["parameters"] += older * division.flat.length * division.precision.storage.itemsize
                 ledger.expect(kept, part=group.number)
 
-    def activations(self, forms: Sequence[tuple[ArraySpec, ArraySpec]], loss: Any) -> tuple[int, int]:
+    def activations(self, forms: Sequence[tuple[ArraySpec, ArraySpec]], loss: Any) -> tuple[Counter[str], int]:
         """Peak bytes alive between forwards and backwards, and of temporaries, for inputs and targets by microbatch."""
         most = work = 0
         held: dict[tuple[int, int], int] = {}
@@ -131,21 +123,22 @@ class Portion:
                 most = max(most, sum(held.values()))
             elif action.kind in ("W", "BW"):
                 del held[key]
-        return most, work
+        return Counter(activations=most), work
 
     def outlines(self, x: ArraySpec) -> list[OperatorOutline]:
         """Outline of every part of the model, for an input of this shape."""
-        if x not in self._outlines:
-            outlines: list[OperatorOutline] = []
-            for start, stop in pairwise(self.cuts):
-                part = Sequential(self.division.units[start:stop])
-                try:
-                    outlines.append(part.outline(outlines[-1].y if outlines else x))
-                except NotImplementedError:
-                    some = f"an operator in units {start} to {stop - 1}"
-                    raise ValueError(f"{some} has no outline, which would tell how long messages are") from None
-            self._outlines[x] = outlines
-        return self._outlines[x]
+        if x in self._outlines:
+            return self._outlines[x]
+        outlines: list[OperatorOutline] = []
+        for start, stop in pairwise(self.cuts):
+            part = Sequential(self.division.units[start:stop])
+            try:
+                outlines.append(part.outline(outlines[-1].y if outlines else x))
+            except NotImplementedError:
+                some = f"an operator in units {start} to {stop - 1}"
+                raise ValueError(f"{some} has no outline, which would tell how long messages are") from None
+        self._outlines[x] = outlines
+        return outlines
 
     @cached_property
     def _outlines(self) -> dict[ArraySpec, list[OperatorOutline]]:
@@ -164,9 +157,6 @@ class Portion:
         done = [(action.microbatch, self.parts[action.chunk]) for action in line if action.kind in ("W", "BW")]
         leaves[division.rank] = tuple(group.leaf(numbers[turn], part) for turn, part in done if part in group.parts)
         return [leaves]
-
-    def _older(self, assignment: Assignment) -> int:
-        return versions(truncate(self.plan, len(assignment[self.replica()])))[self.stage()] - 1
 
 
 def intervals_of(line: Sequence[Action]) -> list[list[int]]:

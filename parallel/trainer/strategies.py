@@ -12,7 +12,6 @@ from parallel.decentralized import styles
 from parallel.decentralized.replica_engine import ReplicaEngine
 from parallel.decentralized.styles import STYLES
 from parallel.engine.data_parallel_engine import Engine, check_compression
-from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import DEFAULTS, PIPELINE_FIELDS, SERVER_FIELDS, Settings
 from parallel.grad_compression import AUTO
 from parallel.grad_compression.auto_select import choose
@@ -32,7 +31,7 @@ TrainableEngine = Engine | Pipeline | ParameterServer | ReplicaEngine
 
 
 class TrainJob(NamedTuple):
-    """Arguments of an engine's constructor besides the settings."""
+    """Arguments of an engine's constructor before the settings, in its order."""
 
     model: Sequential
     loss: Any
@@ -77,16 +76,6 @@ class Strategy(NamedTuple):
     has_variants: bool = False
     pulls_work: bool = False
     survives_failures: bool = False
-
-    def engine(self, job: TrainJob, settings: Settings) -> TrainableEngine:
-        engine: TrainableEngine = self.engine_class(settings)(job.model, job.loss, job.comm, job.optimizer, settings)
-        return engine
-
-    def forecast(self, job: TrainJob, settings: Settings, workload: Workload) -> MemoryLedger:
-        """Memory ledger of this rank after the steps of a workload."""
-        engine_class = self.engine_class(settings)
-        ledger: MemoryLedger = engine_class.forecast(job.model, job.loss, job.optimizer, workload, settings)
-        return ledger
 
 
 def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolved:

@@ -25,7 +25,7 @@ from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.tensor_slices import TensorSlice
 from parallel.data.sampler import Batch, Dataset, OnDemandSampler, Sampler, StepBatches, prefetch
 from parallel.data.work_queue import WorkQueue
-from parallel.engine.memory_ledger import Workload
+from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import NAMES, RUN_FIELDS, Settings
 from parallel.nn.flat_params import FlatParams
 from parallel.runtime import resources
@@ -33,7 +33,7 @@ from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.step_report import Evaluation
 from parallel.runtime.validation import expect_integer, expect_mapping
 from parallel.trainer.records import EvalScore, StepRecord, combine_evaluations
-from parallel.trainer.strategies import TrainJob, strategy_of
+from parallel.trainer.strategies import TrainableEngine, TrainJob, strategy_of
 from parallel.trainer.task_setup import flops, loss_of, measure_of, prepare, sampler_of, specs, steps_of
 
 PARTS_PER_EVALUATION = 16
@@ -103,7 +103,9 @@ class TrainingPlan:
         self.flops_per_sample = flops(model, self.task, settings.precision)
         shapes, sizes = partial(specs, self.task, settings.precision), self.sampler.sizes(self.steps)
         workload = Workload(comm.Get_rank(), ranks, shapes, sizes, settings.pool)
-        self.forecast = strategy.forecast(self._job, self.resolved, workload)
+        self._engine_class = strategy.engine_class(self.resolved)
+        forecast = self._engine_class.forecast(model, self._job.loss, optimizer, workload, self.resolved)
+        self.forecast: MemoryLedger = forecast
         self.remarks = (*remarks, *self._idle_workers(strategy.workers(self.resolved, ranks), sizes))
 
     def _idle_workers(self, workers: int, sizes: Sequence[tuple[int, ...]]) -> list[str]:
@@ -127,7 +129,7 @@ class Training(TrainingPlan):
         super().__init__(settings, comm)
         if self.settings.device == "cpu":
             resources.check_memory(comm, self.forecast.needed)
-        self.engine = self._strategy.engine(self._job, self.resolved)
+        self.engine: TrainableEngine = self._engine_class(*self._job, self.resolved)
         self.remarks = (*self.remarks, *self.engine.remarks)
         self._pool = WorkQueue(comm) if self.settings.pool else None
 

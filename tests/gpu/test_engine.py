@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from support import tiny_models
 
-from parallel.engine.data_parallel_engine import LAYOUTS, Engine
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel_engine import Engine
 from parallel.engine.settings import Settings
 from parallel.optim.optimizers import AdamW
 

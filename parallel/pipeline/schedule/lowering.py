@@ -19,42 +19,32 @@ from parallel.pipeline.schedule.pipeline_plan import PipelinePlan
 from parallel.pipeline.schedule.stage_placement import StagePlace
 
 AHEAD = 2
-"""Computations between posting a receive and the action that needs it."""
+"""Number of computations between posting a receive and the action that needs it."""
 
 COMPUTED = ("F", "B", "BW")
 """Kinds that take a message's data, and produce the data of another."""
 
 
-def lower(plan: PipelinePlan, ahead: int = AHEAD) -> PipelinePlan:
-    """Add messages to a plan that has none.
-
-    `ahead` is the number of the stage's computations between posting a receive and the action that needs it.
-    """
-    if ahead < 0:
-        raise ValueError(f"ahead: expected a number of actions from 0 on, found {ahead}")
+def lower(plan: PipelinePlan) -> PipelinePlan:
+    """Add messages to a plan that has none."""
     present = next((action for line in plan.actions for action in line if action.kind in SENDS + RECEIVES), None)
     if present is not None:
         raise ValueError(f"plan: expected one without messages, found {present}")
-    return plan.with_actions([tuple(_lowered(line, plan, ahead)) for line in plan.actions])
+    return plan.with_actions([tuple(_lowered(line, plan)) for line in plan.actions])
 
 
-def _lowered(line: tuple[Action, ...], plan: PipelinePlan, ahead: int) -> Iterator[Action]:
+def _lowered(line: tuple[Action, ...], plan: PipelinePlan) -> Iterator[Action]:
     wanted = deque(line)
     for index, action in enumerate(line):
-        while wanted and len(line) - len(wanted) <= index + ahead:
+        while wanted and len(line) - len(wanted) <= index + AHEAD:
             yield from received(wanted.popleft(), plan)
         yield action
-        yield from sent(action, plan)
+        yield from _message(action, plan.target, "SF", "SB")
 
 
 def received(action: Action, plan: PipelinePlan) -> list[Action]:
     """Receive that an action needs: a list of none or one."""
     return _message(action, plan.source, "RF", "RB")
-
-
-def sent(action: Action, plan: PipelinePlan) -> list[Action]:
-    """Send that follows an action: a list of none or one."""
-    return _message(action, plan.target, "SF", "SB")
 
 
 def _message(

@@ -7,8 +7,9 @@ from support import tiny_models
 from support.training_states import differing, whole
 
 from collectives import Communicator
+from parallel.data_parallel.layouts import LAYOUTS
 from parallel.decentralized.replica_engine import ReplicaEngine
-from parallel.engine.data_parallel_engine import LAYOUTS, Engine
+from parallel.engine.data_parallel_engine import Engine
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.optim.optimizers import SGD

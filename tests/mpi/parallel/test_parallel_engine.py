@@ -12,7 +12,8 @@ from support.training_states import differing, whole
 from collectives import Communicator
 from collectives.runtime.progress import active_requests
 from parallel.data.work_queue import WorkQueue
-from parallel.engine.data_parallel_engine import LAYOUTS, Engine
+from parallel.data_parallel.layouts import LAYOUTS
+from parallel.engine.data_parallel_engine import Engine
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
 from parallel.nn.flat_params import BLOCK

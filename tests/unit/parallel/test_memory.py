@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.engine.data_parallel_engine import LAYOUTS
+from parallel.data_parallel.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLLUP = Path("/proc/self/smaps_rollup")
