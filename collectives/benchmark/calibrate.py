@@ -30,13 +30,15 @@ LENGTHS = (8, 1 << 10, 1 << 13, *(1 << power for power in range(15, 40)))
 SWEEPS = 3
 """Sweeps over all lengths. The fastest sweep's median counts: a disturbance only adds time."""
 
-PROBES: dict[str, tuple[str, str, int, bool]] = {
-    "alone": ("broadcast", "mst", 1, False),
-    "alone and combined": ("reduce", "mst", 1, False),
-    "both ways": ("allgather", "circulant", 2, True),
-    "both ways and combined": ("allreduce", "recursive_doubling", 1, False),
-}
-"""Probes of two ranks: collective, algorithm, vectors per message, whether in place."""
+PROBES = (
+    ("broadcast", "mst", 1, False),
+    ("reduce", "mst", 1, False),
+    ("allgather", "circulant", 2, True),
+    ("allreduce", "recursive_doubling", 1, False),
+)
+"""Probes of two ranks: collective, algorithm, vectors per message, whether in place.
+
+They time messages one way, one way and combined, both ways, both ways and combined."""
 
 
 class CalibratedCosts(NamedTuple):
@@ -87,15 +89,12 @@ def calibrate(
         mine.Free()
         two.Free()
         measured = [sweep for those in plain.allgather(sweeps) for sweep in those if sweep[0] is not None]
-        fastest = np.min(measured or np.zeros((1, len(at), len(PROBES))), axis=0).T
-        times = dict(zip(PROBES, fastest, strict=True))
-        ways = ("alone", "both ways")
-        added = (np.maximum(times[f"{way} and combined"] - times[way], 0.0) for way in ways)
-        message, combining = (
-            SharedCardCost(*(PiecewiseCost(tuple(at), tuple(curve.tolist())) for curve in both))
-            for both in ((times[way] for way in ways), added)
-        )
-        return message, combining
+        alone, added, both, both_added = np.min(measured or np.zeros((1, len(at), len(PROBES))), axis=0).T
+
+        def cost(*seconds: np.ndarray) -> EdgeCost:
+            return SharedCardCost(*(PiecewiseCost(tuple(at), tuple(np.maximum(s, 0.0).tolist())) for s in seconds))
+
+        return cost(alone, both), cost(added - alone, both_added - both)
 
     inside = curves((node, place // 2))
     between: tuple[EdgeCost, EdgeCost] = (LinearCost(0.0, 0.0), LinearCost(0.0, 0.0))
@@ -109,11 +108,11 @@ def _probe(
     plain: MPI.Intracomm, comm: MPI.Intracomm, memory: str, mode: str, length: int, seconds: float
 ) -> list[float]:
     contestants, kind = [], DTYPES["float32"]
-    for probe, (collective, algorithm, vectors, in_place) in PROBES.items():
+    for collective, algorithm, vectors, in_place in PROBES:
         case = CASES[collective]
         buffers = CaseBuffers(case, comm, vectors * length // kind.itemsize, kind, memory, in_place)
         call, close = make_call(comm, case.method, mode, buffers.args, {"algorithm": algorithm})
-        contestants.append(Contestant(probe, buffers, call, close))
+        contestants.append(Contestant(collective, buffers, call, close))
     timings = race(plain, contestants, iterations=200, warmup=10, seconds=seconds)
     for one in contestants:
         one.close()

@@ -1,6 +1,6 @@
 """Print the page of all algorithms, with costs and drawings, generated from the catalogue.
 
-    python scripts/document_algorithms.py -o out/algorithms.md
+    python scripts/document_algorithms.py > out/algorithms.md
 
 The documentation site has this page; it is generated when the site is built.
 """
@@ -12,7 +12,6 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from collectives import Communicator
 from collectives.algorithms.catalog import BOUNDS, CATALOG, Algorithm, blocks, build_all
@@ -167,13 +166,8 @@ def page() -> str:
 
 
 def main() -> int:
-    parser = ProgramParser(__doc__)
-    parser.add_argument("-o", "--output", metavar="FILE", help="file to write in place of the standard output")
-    arguments = parser.parse_args()
-    if arguments.output:
-        Path(arguments.output).write_text(page(), encoding="utf-8")
-    else:
-        print(page(), end="")
+    ProgramParser(__doc__).parse_args()
+    print(page(), end="")
     return 0
 
 

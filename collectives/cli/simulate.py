@@ -11,19 +11,76 @@ The root is rank 0. Pictures need matplotlib (the extra "plot").
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 
 from tqdm import tqdm
 
 from collectives.algorithms import catalog
+from collectives.analysis.cost_functions import LinearCost
 from collectives.benchmark import predictions as paper
 from collectives.benchmark.predictions import CostPrediction, PredictionRow
 from collectives.benchmark.size_arguments import format_size, parse_size, parse_sizes
-from collectives.cli import cost_arguments
 from collectives.cli.arguments import picture_file
-from collectives.cli.cost_arguments import time
 from collectives.cli.launcher import ProgramParser, at_least
+from collectives.selection.timing_file import TableError, default_path, read
+from collectives.selection.timing_table import TimingTable
+
+TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+RATES = {"GB/s": 1e9, "MB/s": 1e6, "Gbit/s": 1e9 / 8, "Mbit/s": 1e6 / 8}
+
+
+def _quantity(text: str, units: dict[str, float], expected: str) -> tuple[float, float | None]:
+    match = re.fullmatch(rf"([\d.]+(?:e[+-]?\d+)?)\s*({'|'.join(units)}|)", text.strip())
+    if not match or not (float(match[1]) or units is TIMES):
+        raise argparse.ArgumentTypeError(f"{text!r} is no {expected}")
+    return float(match[1]), units.get(match[2])
+
+
+def seconds(text: str) -> float:
+    """A time such as 5us, 0.2ms or 2e-6 (seconds)."""
+    number, unit = _quantity(text, TIMES, "time; write it as 5us, 0.2ms or 2e-6 (seconds)")
+    return number * (unit or 1.0)
+
+
+def per_byte(text: str) -> float:
+    """Seconds a byte, from a rate such as 12.5GB/s or 10Gbit/s, or as a number of seconds."""
+    number, unit = _quantity(text, RATES, "rate; write it as 12.5GB/s, 10Gbit/s or 8e-11 (seconds a byte)")
+    return 1 / (number * unit) if unit else number
+
+
+def timing_table(path: str) -> TimingTable:
+    try:
+        return read(path)
+    except (OSError, TableError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+
+
+def cost_model(arguments: argparse.Namespace) -> CostPrediction:
+    """Cost model from the options; missing values come from the tuned table, else from the defaults."""
+    path = default_path()
+    known = (arguments.table or (read(path) if path.exists() else TimingTable())).costs
+    given = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma
+    default = *known.shared[:2], *known.network[:2], known.shared.gamma
+    node_alpha, node_beta, alpha, beta, gamma = (d if g is None else g for g, d in zip(given, default, strict=True))
+    return CostPrediction(arguments.per_node, LinearCost(node_alpha, node_beta), LinearCost(alpha, beta), gamma)
+
+
+def describe(model: CostPrediction) -> str:
+    """The costs as text."""
+
+    def rate(per_byte: float) -> str:
+        return f"{1e-9 / per_byte:.3g} GB/s" if per_byte else "any rate"
+
+    wires = (("within nodes", model.node), ("a node's card", model.network))
+    parts = [f"{where}: {time(wire.alpha)} a message, {rate(wire.beta)}" for where, wire in wires]
+    return "; ".join([*parts, f"combining: {rate(model.gamma)}"])
+
+
+def time(value: float) -> str:
+    unit = next((unit for unit in ("s", "ms") if value >= TIMES[unit]), "us")
+    return f"{value / TIMES[unit]:.4g} {unit}"
 
 
 def table(rows: list[PredictionRow]) -> list[str]:
@@ -66,7 +123,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     count = at_least(1, int)
     add("--ranks", type=count, default=4096, metavar="P", help="ranks (default 4096)")
     add("--bytes", type=parse_size, default="1M", metavar="SIZE", help="of the whole array (default 1M)")
-    cost_arguments.add_options(parser)
+    add("--per-node", type=count, default=1, metavar="K", help="ranks on each node (default 1)")
+    add("--table", type=timing_table, metavar="FILE", help="costs from chorus tune (default: your own, if any)")
+    add("--alpha", type=seconds, metavar="TIME", help="a message between nodes")
+    add("--beta", type=per_byte, metavar="RATE", help="of a node's card")
+    add("--node-alpha", type=seconds, metavar="TIME", help="a message within a node")
+    add("--node-beta", type=per_byte, metavar="RATE", help="of messages within a node")
+    add("--gamma", type=per_byte, metavar="RATE", help="of combining two vectors")
     add("--plot", type=picture_file, metavar="FILE", help="draw time against ranks and against size (PNG, SVG, PDF)")
     add("--up-to", type=count, default=1 << 16, metavar="P", help="ranks in the picture (default 65536)")
     add("--sizes", type=parse_sizes, default="8:256M:8", metavar="SIZES", help="in the picture (8:256M:8)")
@@ -83,9 +146,9 @@ def main(argv: list[str] | None = None) -> int:
     """The table, and the picture."""
     arguments = parse(argv)
     collective, ranks, names = arguments.collective, arguments.ranks, arguments.algorithm
-    model = cost_arguments.model(arguments)
+    model = cost_model(arguments)
     title = f"{collective}, {ranks} ranks on {-(-ranks // model.per_node)} nodes, {format_size(arguments.bytes)} bytes"
-    costs = cost_arguments.describe(model)
+    costs = describe(model)
     print(f"# {title}\n# {costs}")
     print("\n".join(table(sweep(collective, [(ranks, arguments.bytes)], names, model))))
     if arguments.plot:

@@ -6,7 +6,7 @@ from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import LinearCost
 from collectives.benchmark import predictions
 from collectives.benchmark.predictions import CostPrediction, by_formula, played, row
-from collectives.cli import cost_arguments, simulate
+from collectives.cli import simulate
 
 PLAIN = CostPrediction(1, LinearCost(1.5e-6, 1e-10), LinearCost(2e-5, 8e-10), 5e-11)
 NODES = CostPrediction(4, LinearCost(1.5e-6, 1e-10), LinearCost(2e-5, 8e-10), 5e-11)
@@ -68,14 +68,14 @@ def test_the_picture(tmp_path, capsys):
     ("text", "expected"), [("5us", 5e-6), ("0.2ms", 2e-4), ("2e-6", 2e-6), ("30ns", 3e-8), ("1 s", 1.0)]
 )
 def test_times(text, expected):
-    assert cost_arguments.seconds(text) == pytest.approx(expected)
+    assert simulate.seconds(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("12.5GB/s", 8e-11), ("10Gbit/s", 8e-10), ("8e-11", 8e-11), ("100MB/s", 1e-8)]
 )
 def test_rates(text, expected):
-    assert cost_arguments.per_byte(text) == pytest.approx(expected)
+    assert simulate.per_byte(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
