@@ -17,9 +17,9 @@ from collectives.cli import launcher
 from parallel.data.datasets import LearningTask, load
 from parallel.data.sampler import Batch, Sampler
 from parallel.engine.settings import Settings, complete
-from parallel.nn.workspace import keep_freed_memory
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import cores_per_rank, limit_threads
+from parallel.runtime.vector_memory import keep_freed_memory
 
 DATA = {"gpt": "pydoc", "mlp": "digits"}
 """Default data by model."""

@@ -33,10 +33,10 @@ from parallel.cli import watchdog
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
 from parallel.engine import settings
-from parallel.nn.workspace import keep_freed_memory
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
+from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_in
 
 LOCK_SECONDS = 3.0

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from parallel.nn.array_checks import expect_type, named, type_after
-from parallel.nn.gradient_checks import checked
+from parallel.nn.array_checks import checked, expect_type, named, type_after
 from parallel.nn.operator import GradientSink, Operator, Parameter, PassMode, nbytes_of
 from quant.types import Array
 

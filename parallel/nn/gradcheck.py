@@ -7,29 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from parallel.nn.array_checks import GradientNotWritten, checked, holders_of
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.gradient_checks import GradientNotWritten, checked, holders_of
 from parallel.nn.loss import Loss
 from parallel.nn.operator import ArraySpec, Operator, Parameter, PassMode, arrays_of, nbytes_of
 
 STEP = 1e-5
 """Half the distance of the difference quotient: errors of about 1e-10 for values near 1."""
 
+TOLERANCE = 1e-6
+"""Largest difference, relative to the larger of 1 and the derivative."""
+
+DIRECTIONS, ELEMENTS = 3, 5
+"""Probes of x and of each parameter: random directions, and single elements."""
+
 
 class GradientMismatch(AssertionError):
     """Violation of the contract of `parallel.nn.operator`, described by the message."""
 
 
-def check(
-    operator: Operator,
-    x: np.ndarray,
-    *,
-    run: PassMode | None = None,
-    tolerance: float = 1e-6,
-    directions: int = 3,
-    elements: int = 5,
-    seed: int = 0,
-) -> float:
+def check(operator: Operator, x: np.ndarray) -> float:
     """Check an operator's gradients at the point `x`, with random parameters, and its other obligations.
 
     Gradients of sum(y r), with r random, are compared with central differences along random directions and by single
@@ -42,17 +39,11 @@ def check(
     operator : Operator
         Its parameters are named, and get new float64 values.
     x : array of float64, or of integers (which have no gradient)
-    run : PassMode, optional
-        Default: training, with samples 0, 1, ...
-    tolerance : float
-        Largest difference, relative to the larger of 1 and the derivative.
-    directions, elements : int
-        Number of each, for x and for each parameter.
 
     Returns
     -------
     float
-        Largest difference found, in the same measure. GradientMismatch if it is above `tolerance`.
+        Largest difference found, relative to the larger of 1 and the derivative. GradientMismatch above `TOLERANCE`.
 
     Examples
     --------
@@ -60,11 +51,11 @@ def check(
     >>> check(Linear(3, 2), np.ones((4, 3))) < 1e-6
     True
     """
-    random, x = np.random.default_rng(seed), np.array(x)
-    run = run or PassMode(samples=np.arange(len(x), dtype=np.int64))
+    random, x = np.random.default_rng(0), np.array(x)
+    run = PassMode(samples=np.arange(len(x), dtype=np.int64))
     flat = FlatParams(operator)
     vector = np.zeros(flat.length)
-    flat.initialise(vector, seed)
+    flat.initialise(vector, 0)
     for place in flat.places:
         vector[place.span.start : place.span.start + place.size] += 0.1 * random.standard_normal(place.size)
     flat.bind(vector)
@@ -75,25 +66,20 @@ def check(
 
     points = [("x", x, found["x"])] if found["x"] is not None else []
     points += [(parameter.name, parameter.data, found[parameter.name]) for parameter in operator.parameters()]
-    return max((_compare(*point, value, random, tolerance, directions, elements) for point in points), default=0.0)
+    return max((_compare(*point, value, random) for point in points), default=0.0)
 
 
-def check_loss(
-    loss: Loss, y: np.ndarray, targets: np.ndarray, *, tolerance: float = 1e-6, scale: float = 0.5, seed: int = 0
-) -> float:
-    """Check a loss like `check`: the gradient of `scale` times its sum with respect to y. Returns the largest
-    difference.
-    """
+def check_loss(loss: Loss, y: np.ndarray, targets: np.ndarray) -> float:
+    """Check a loss like `check`: the gradient of half its sum with respect to y. Returns the largest difference."""
     y = np.array(y)
     sum_, saved = loss.forward(y, targets)
     if not isinstance(sum_, float):
         raise GradientMismatch(f"forward: expected a float, found {type(sum_).__name__}")
     before = _copies(saved)
-    dy = loss.backward(scale, saved)
+    dy = loss.backward(0.5, saved)
     _unchanged(before, "backward", "what was saved")
     _same_bytes(loss.outline(_spec(y), _spec(targets)).saved, saved)
-    random = np.random.default_rng(seed)
-    return _compare("y", y, dy, lambda: scale * loss.forward(y, targets)[0], random, tolerance, 3, y.size)
+    return _compare("y", y, dy, lambda: 0.5 * loss.forward(y, targets)[0], np.random.default_rng(0), y.size)
 
 
 def _contract(
@@ -144,9 +130,7 @@ def _compare(
     gradient: np.ndarray,
     value: Callable[[], float],
     random: np.random.Generator,
-    tolerance: float,
-    directions: int,
-    elements: int,
+    elements: int = ELEMENTS,
 ) -> float:
     """Compare a gradient with differences of `value` at `point`, which is modified and restored."""
     if not point.size:
@@ -155,7 +139,7 @@ def _compare(
     units = random.choice(point.size, min(elements, point.size), replace=False)
     probes = [
         (f"along direction {number}", random.standard_normal(point.size) / np.sqrt(point.size))
-        for number in range(directions)
+        for number in range(DIRECTIONS)
     ]
     for unit in units:
         place = f"by element {tuple(map(int, np.unravel_index(unit, point.shape)))}"
@@ -169,7 +153,7 @@ def _compare(
         point[...] = original
         numeric, analytic = (values[0] - values[1]) / (2 * STEP), float((gradient * direction).sum())
         difference = abs(numeric - analytic) / max(1.0, abs(numeric))
-        if not difference <= tolerance:
+        if not difference <= TOLERANCE:
             raise GradientMismatch(
                 f"gradient by {name}, {place}: differences give {numeric:.10g}, backward {analytic:.10g}"
             )

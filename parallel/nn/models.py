@@ -6,9 +6,8 @@ A model is a `Sequential`; its items are the units in which parameters are gathe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from parallel.nn.activation import GELU, ReLU
 from parallel.nn.attention import self_attention
@@ -136,53 +135,21 @@ def _dropouts(rate: float) -> list[Operator]:
 # ------------------------------------------------------------------------------------------ by name
 
 
-class ModelSize(NamedTuple):
-    """Dimensions of a transformer."""
-
-    layers: int
-    heads: int
-    width: int
-
-
-MLPS = {"tiny": (32,), "small": (256, 128), "medium": (1024, 1024), "large": (4096, 4096, 4096)}
-CONVNETS = {"tiny": (4, 8), "small": (16, 32), "medium": (32, 64, 128)}
-TRANSFORMERS = {
-    "tiny": ModelSize(2, 2, 64),
-    "mini": ModelSize(4, 4, 128),
-    "small": ModelSize(4, 4, 256),
-    "medium": ModelSize(6, 6, 384),
-    "large": ModelSize(12, 12, 768),
+MODELS: dict[str, dict[str, tuple[int, ...]]] = {
+    "mlp": {"tiny": (32,), "small": (256, 128), "medium": (1024, 1024), "large": (4096, 4096, 4096)},
+    "convnet": {"tiny": (4, 8), "small": (16, 32), "medium": (32, 64, 128)},
+    "gpt": {
+        "tiny": (2, 2, 64),
+        "mini": (4, 4, 128),
+        "small": (4, 4, 256),
+        "medium": (6, 6, 384),
+        "large": (12, 12, 768),
+    },
 }
+"""Sizes of each family: widths of the hidden layers; channels; layers, heads and width."""
 
-
-def _mlp(shape: tuple[int, ...], classes: int, size: str, **options: object) -> Sequential:
-    return mlp([math.prod(shape), *MLPS[size], classes], **options)  # type: ignore[arg-type]
-
-
-def _convnet(shape: tuple[int, ...], classes: int, size: str, **options: object) -> Sequential:
-    if len(shape) != 3:
-        raise ValueError(f"convnet: expected samples of shape (channels, height, width), found {shape}")
-    return convnet(shape, classes, CONVNETS[size], **options)  # type: ignore[arg-type]
-
-
-def _gpt(shape: tuple[int, ...], classes: int, size: str, **options: object) -> Sequential:
-    if len(shape) != 1:
-        raise ValueError(f"gpt: expected samples of shape (length,), found {shape}")
-    return transformer(classes, shape[0], *TRANSFORMERS[size], **options)  # type: ignore[arg-type]
-
-
-class ModelFamily(NamedTuple):
-    """Models of one kind: constructor and named sizes."""
-
-    make: Callable[..., Sequential]
-    sizes: Sequence[str]
-
-
-MODELS = {
-    "mlp": ModelFamily(_mlp, tuple(MLPS)),
-    "convnet": ModelFamily(_convnet, tuple(CONVNETS)),
-    "gpt": ModelFamily(_gpt, tuple(TRANSFORMERS)),
-}
+AXES = {"convnet": (3, "(channels, height, width)"), "gpt": (1, "(length,)")}
+"""Number and names of a sample's axes, for the families that do not take any shape."""
 
 
 def build(
@@ -209,7 +176,15 @@ def build(
     family, _, size = name.partition(":")
     if family not in MODELS:
         raise ValueError(f"model: expected one of {', '.join(MODELS)}, found {family!r}")
-    make, sizes = MODELS[family]
-    if (size := size or "small") not in sizes:
-        raise ValueError(f"model {family}: expected a size of {', '.join(sizes)}, found {size!r}")
-    return make(tuple(shape), classes, size, dropout=dropout, recompute=recompute)
+    if (size := size or "small") not in MODELS[family]:
+        raise ValueError(f"model {family}: expected a size of {', '.join(MODELS[family])}, found {size!r}")
+    numbers = MODELS[family][size]
+    if family == "mlp":
+        return mlp([math.prod(shape), *numbers, classes], dropout=dropout, recompute=recompute)
+    axes, names = AXES[family]
+    if len(shape) != axes:
+        raise ValueError(f"{family}: expected samples of shape {names}, found {tuple(shape)}")
+    if family == "convnet":
+        channels, height, width = shape
+        return convnet((channels, height, width), classes, numbers, dropout=dropout, recompute=recompute)
+    return transformer(classes, *shape, *numbers, dropout=dropout, recompute=recompute)

@@ -115,7 +115,7 @@ class GradientSink(Protocol):
     """Receiver of parameters' gradients.
 
     `compute` overwrites the given array (of the parameter's shape) with the gradient of one use of the parameter in one
-    micro-batch; returning it instead is an error (`parallel.nn.gradient_checks`). The sink calls it once, now or later.
+    micro-batch; returning it instead is an error (`parallel.nn.array_checks`). The sink calls it once, now or later.
     Several gradients of a parameter in one backward pass of its unit are added.
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from parallel.data.sampler import Batch
-from parallel.nn.gradient_checks import checked
+from parallel.nn.array_checks import checked
 from parallel.nn.operator import Operator, PassMode
 from parallel.ptq.calibration import InputMoments
 from parallel.ptq.evaluation import evaluate
