@@ -98,7 +98,6 @@ class NaiveDDP:
         of(self._bucket_of, parameter).accumulate(parameter, compute)
 
     def left(self, unit: int) -> None:
-        """Complete the buckets whose last unit the backward has left."""
         for number, last in enumerate(self._last_units):
             if last == unit and number in self._open:
                 self._complete(self.reducers[number])

@@ -80,7 +80,6 @@ class ErrorFeedbackReducer(PlainReducer):
             self._waiting = next(self._rounds, [])
 
     def average_residual(self) -> None:
-        """Give every rank the mean of all residuals. Collective."""
         if self._feedback:
             self._context.comm.Allreduce(MPI.IN_PLACE, self.residual)
             self.residual /= self._context.comm.Get_size()

@@ -151,7 +151,6 @@ class CanonicalReducer(PlainReducer):
         return all([request.Test() for request in self._requests])
 
     def finish(self) -> None:
-        """Wait for the nodes, add them and gather the parts."""
         wait_all(self._requests)
         self._requests = []
         self._add()

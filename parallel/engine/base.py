@@ -264,7 +264,6 @@ class TrainEngine(BaseEngine):
 
 
 def check(comm: Any, settings: Settings) -> None:
-    """Raise TypeError or ValueError for a communicator, settings or precision that no engine can use."""
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm: expected a collectives.Communicator, found {comm!r}")
     if not isinstance(settings, Settings):

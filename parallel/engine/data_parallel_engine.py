@@ -146,8 +146,6 @@ class Engine(TrainEngine):
             )
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
-    # ------------------------------------------------------------------------------------------ state
-
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Slices of state; residuals are averaged first, so that any number of ranks can resume. Collective."""
         yield from super().tensor_slices()
@@ -173,8 +171,6 @@ class Engine(TrainEngine):
 
     def _compressed(self) -> list[ErrorFeedbackReducer]:
         return self._gradients.reducers if self._plan.compress is not None else []
-
-    # ------------------------------------------------------------------------------------------ steps
 
     def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
         """One step; without an update the residuals of compression are restored."""
@@ -274,7 +270,6 @@ class Engine(TrainEngine):
         return PassResult(losses, problem, measured)
 
     def _note(self, batch: Batch | None, pass_: MicrobatchPass) -> None:
-        """Enter new shapes of a micro-batch in the ledger."""
         if batch is None or pass_.problem is not None or not self._is_new((batch.x.shape, batch.y.shape)):
             return
         self._memory.record_peak("activations", pass_.nbytes())
@@ -290,7 +285,6 @@ class Engine(TrainEngine):
 
 
 def compressor_of(compress: str) -> CompressorFactory | None:
-    """Compressor factory of a name; None for plain sums."""
     return None if compress == NONE else parse(compress)
 
 

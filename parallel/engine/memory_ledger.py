@@ -97,7 +97,6 @@ def predict_activations(plan: PartitionSpec, loss: Any, x: ArraySpec, y: ArraySp
 def _whole_gradients(
     cut: Callable[[PartitionSpec], Any], divided: bool, plan: PartitionSpec, assignment: Assignment
 ) -> tuple[Counter[str], int]:
-    """Bytes of layouts with all weights and one gradient vector; reproducible ones add nodes of the tree."""
     length, wide = plan.flat.length, plan.precision.wide.itemsize
     buckets = buckets_of(cut(plan), plan)
     owned = [bucket.own.size for bucket in buckets]

@@ -147,7 +147,6 @@ class ChainMember:
             self._accept(Envelope(self._me, message))
 
     def _accept(self, envelope: Envelope) -> None:
-        """Pass a message on, and queue it for the server."""
         message = envelope.message
         self._count = message.at
         if message.kind is MessageKind.GONE:

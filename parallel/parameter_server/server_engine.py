@@ -242,7 +242,6 @@ class ParameterServer(BaseEngine):
         return {"steps": self.steps, "updates": self.updates, "scaling": PRECISIONS["fp32"].loss_scale().state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`, of any engine."""
         self.steps, self._skipped = state["steps"], state["steps"] - state["updates"]
         self._role.load(state["steps"], state["updates"])
 

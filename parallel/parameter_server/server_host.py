@@ -67,7 +67,6 @@ class ServerHost:
         return ServerLoop(bus, store, context.rule, context.workers, context.servers, shard, order)
 
     def step(self, step: int, batches: Sequence[Batch], stop: bool) -> RankStep:
-        """Serve until all workers have made a step."""
         # A replica does not receive the request, and must do the same as the server.
         self.loop.stop_requested |= stop and self._replicas is None
         with self._context.recorder("communication", "serve"):
@@ -81,7 +80,6 @@ class ServerHost:
         return RankStep(loss, count, norm, last)
 
     def quiesce(self, steps: int) -> None:
-        """Serve until all workers wait and nothing is in flight."""
         self.loop.until_quiescent()
         if self._replicas is not None:
             count = self.loop.rests
@@ -107,7 +105,6 @@ class ServerHost:
             self._replicas.until_left()
 
     def _expect(self) -> None:
-        """Enter the forecast for steps with the largest number of parts so far into the ledger."""
         context, states = self._context, len(self._context.optimizer.states())
         for shard, loop in self.loops.items():
             size = of_shard(context.plan, context.settings, context.keys, shard, states, loop.parts)

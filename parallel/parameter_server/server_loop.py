@@ -137,7 +137,6 @@ class ServerLoop:
         return self._bus.send(request.source, answer, *vectors)
 
     def _allowed(self, envelope: Envelope) -> bool:
-        """True unless the message is a pull that the rule delays."""
         message = envelope.message
         return message.kind is not MessageKind.PULL or self._rule.allows(message.clock, self._reach)
 

@@ -33,7 +33,6 @@ class ShardState:
 
     @property
     def visible(self) -> Array:
-        """Weights in the operators' dtype."""
         return self.piece.weights if self.piece.stored is None else self.piece.stored
 
     def add_reader(self, reader: MessageHandle) -> None:
@@ -82,7 +81,6 @@ class ShardStore:
         }
 
     def gradient_buffer(self, key: int) -> Array:
-        """Memory for a gradient that arrives."""
         return self._pools[key].take()
 
 
@@ -149,7 +147,6 @@ class SyncStore(ShardStore):
         return True
 
     def is_complete(self, parts: int) -> bool:
-        """True if all keys have all parts of the step."""
         return all(len(numbers) == parts for numbers in self._numbers.values())
 
     def squares(self) -> Array:

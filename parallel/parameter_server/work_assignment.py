@@ -88,7 +88,6 @@ class WorkAssignment:
         self._start = clock
 
     def end(self) -> None:
-        """End after the earliest step that no worker has left yet."""
         if self.last < 0:
             self.last = max(self._at)
 

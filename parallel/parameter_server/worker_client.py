@@ -83,7 +83,6 @@ class WorkerClient:
         return self.vector
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Wait until these keys are as fresh as the rule requires."""
         for number in numbers:
             while not self._arrives_fresh(number):
                 self._pull(number, self.vector, self._rows.get(number))
@@ -134,7 +133,6 @@ class WorkerClient:
         self._until(lambda: self._rested == len(servers) or or_else())
 
     def copy(self) -> Array:
-        """Read all weights; returns the vector that contains them."""
         self._copy([-1])
         return self.vector
 

@@ -70,7 +70,6 @@ class ServerGradients:
         self._worker.poll()
 
     def left(self, unit: int) -> None:
-        """Push the buckets whose last unit the backward has left."""
         for bucket, last in zip(self._buckets, self._last_units):
             if last == unit:
                 self._complete(bucket)
@@ -183,7 +182,6 @@ class WorkerTrainer:
         self.client.forget()
 
     def leave(self, failed: bool) -> None:
-        """Announce that this rank needs the servers no more."""
         # Not after a failure on all ranks: unmatched messages might be received by the next communicator.
         if isinstance(self._mail, RetryQueue) and (self._context.settings.fault_tolerant or not failed):
             self._mail.leave()

@@ -159,8 +159,6 @@ class Pipeline(TrainEngine):
             comm.Free()
         self._line.Free()
 
-    # ------------------------------------------------------------------------------------------ placement
-
     def _share(self, context: RunContext, group: SharedParamGroup, division: Division) -> ParamShard:
         """This rank's shard of a group. Collective over its holders.
 
@@ -173,8 +171,6 @@ class Pipeline(TrainEngine):
         share = ParamShard.make(own, LAYOUTS[self._portion.layout])
         share.gradients.bind()
         return share
-
-    # ------------------------------------------------------------------------------------------ steps
 
     def _foresee(self, mine: list[Batch]) -> None:
         """Determine message sizes; validates the microbatches."""
@@ -216,8 +212,6 @@ class Pipeline(TrainEngine):
         x, y = self._typed(batch)
         specs = [outline.y for outline in self._portion.outlines(self._form(batch))]
         return Microbatch(batch.number, x, y, self._run(batch, training), specs)
-
-    # ------------------------------------------------------------------------------------------ bytes
 
     def _noting(self, here: list[Microbatch], assignment: Assignment) -> Callable[[int], None] | None:
         """Callback that records activation bytes of a new kind of step; None for known ones."""

@@ -128,8 +128,6 @@ class ScheduleRunner:
         elif self._receiving or self._sending:
             self._comm.Iprobe()
 
-    # ------------------------------------------------------------------------------------------ computations
-
     def _forward_or_backward(self, bound: BoundAction, work: StageWork) -> None:
         action = bound.action
         received = self._taken(bound)
@@ -147,8 +145,6 @@ class ScheduleRunner:
         with self._recorder("compute", bound.label):
             apply = work.weights if bound.action.kind == "W" else work.update
             apply(bound.action.chunk, bound.action.microbatch)
-
-    # ------------------------------------------------------------------------------------------ messages
 
     def _receive(self, bound: BoundAction, work: StageWork) -> None:
         spec = work.output_spec(bound.part, bound.action.microbatch)

@@ -12,15 +12,10 @@ GRACE = 1.0
 
 
 class InterruptFlag:
-    """Context manager that records the first SIGINT or SIGTERM; one after `GRACE` seconds has its previous effect.
+    """Context manager that records the `number` of the first SIGINT or SIGTERM, 0 before.
 
-    Attributes
-    ----------
-    number : int
-        Number of the first signal, or 0.
+    A signal more than `GRACE` seconds after the first one has its previous effect.
 
-    Examples
-    --------
     >>> with InterruptFlag() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
     ...     interrupt.seen  # for engine.step(..., stop=interrupt.seen), which combines the flags of all ranks

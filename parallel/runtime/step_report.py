@@ -11,20 +11,13 @@ class StepReport:
 
     Attributes
     ----------
-    step : int
-        Index of the step, from 0.
-    loss : float
-        Mean over `count` targets of all ranks; NaN without targets.
-    norm : float or None
-        Norm of the mean loss's gradient before clipping; inf after an overflow, None without targets.
-    skipped : bool
-        True if nothing was updated: no targets, or an overflow, which lowers the loss scale.
-    scale, rate : float
-        Loss scale and learning rate of this step.
-    stop : bool
-        True if some rank requested to stop.
-    seconds, communication : float
-        Time of the step, and this rank's part of it in communication, waiting included.
+    step : index of the step, from 0
+    loss : mean over `count` targets of all ranks; NaN without targets
+    norm : norm of the mean loss's gradient before clipping; inf after an overflow, None without targets
+    skipped : True if nothing was updated: no targets, or an overflow, which lowers the loss scale
+    scale, rate : loss scale and learning rate of this step
+    stop : True if some rank requested to stop
+    seconds, communication : time of the step, and this rank's part of it in communication, waiting included
     """
 
     step: int

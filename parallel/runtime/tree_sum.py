@@ -21,7 +21,6 @@ class TreeNode(NamedTuple):
 
     @property
     def first(self) -> int:
-        """First number of the node."""
         return self.place << self.level
 
 
@@ -82,10 +81,8 @@ class TreeSumForecast(NamedTuple):
 
     Attributes
     ----------
-    nodes : tuple of TreeNode
-        Nodes after the last number, from left to right.
-    kept, taken : int
-        Most vectors at once if pushed vectors are only read, and if they are taken over.
+    nodes : nodes after the last number, from left to right
+    kept, taken : most vectors at once if pushed vectors are only read, and if they are taken over
     """
 
     nodes: tuple[TreeNode, ...]

@@ -17,7 +17,6 @@ from collectives.transport.shared_heap import LINE
 
 
 def namespace(device: str) -> ModuleType:
-    """NumPy for "cpu", CuPy for "cuda"."""
     if device == "cpu":
         return np
     if device != "cuda":
@@ -71,7 +70,6 @@ class VectorAllocator:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return the array itself, or a copy of a device array."""
     return array if isinstance(array, np.ndarray) else sys.modules["cupy"].asnumpy(array)
 
 

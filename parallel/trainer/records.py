@@ -13,18 +13,7 @@ from parallel.runtime.step_report import Evaluation, StepReport
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of the training loop.
-
-    Attributes
-    ----------
-    report : StepReport
-    epoch : int
-        Epoch of the step, from 0.
-    samples : int
-        Samples of the step over all ranks.
-    seconds : float
-        Time of the step, with the wait for its data.
-    """
+    """One step of the training loop: samples over all ranks, and seconds with the wait for its data."""
 
     report: StepReport
     epoch: int

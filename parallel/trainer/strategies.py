@@ -51,21 +51,13 @@ class Strategy(NamedTuple):
 
     Attributes
     ----------
-    engine_class : callable (settings) -> class of engine
-    check : callable (settings, ranks)
-        Raises ValueError, which names the field, for settings that the engine cannot use.
-    workers : callable (settings, ranks) -> int
-        Number of ranks, or pipelines, that share the samples of a step.
-    resolve : callable (job, settings, take) -> Resolved
-        Decides open fields; ``take(n)`` returns n samples for trials. Collective.
-    fields : tuple of str
-        Settings that not every strategy has.
-    has_variants : bool
-        The layout may have a suffix after a colon.
-    pulls_work : bool
-        Ranks request the micro-batches of a step one by one, so that each must be able to load any of them.
-    survives_failures : bool
-        Training continues after the death of a rank, if the MPI does.
+    check : raises ValueError, which names the field, for settings that the engine cannot use on so many ranks
+    workers : number of ranks, or pipelines, that share the samples of a step
+    resolve : decides open fields; ``take(n)`` returns n samples for trials. Collective
+    fields : settings that not every strategy has
+    has_variants : the layout may have a suffix after a colon
+    pulls_work : ranks request the micro-batches of a step one by one, so that each must be able to load any of them
+    survives_failures : training continues after the death of a rank, if the MPI does
     """
 
     engine_class: Callable[[Settings], Any]

@@ -77,7 +77,6 @@ def steps_of(settings: Settings, task: LearningTask) -> int:
 
 
 def sampler_of(settings: Settings, task: LearningTask, ranks: int) -> Sampler:
-    """Sampler of the training set at the start of the training."""
     workers = strategy_of(settings).workers(settings, ranks)
     return Sampler(len(task.train), settings.batch, settings.micro(workers), settings.seed)
 

@@ -58,30 +58,18 @@ class TrainingPlan:
 
     It raises ValueError on all ranks if the settings contradict each other or do not fit the ranks.
 
-    Parameters
-    ----------
-    settings : Settings
-        Result of `parallel.engine.settings.complete`.
-    comm : Communicator
+    `settings` are a result of `parallel.engine.settings.complete`.
 
     Attributes
     ----------
-    task : LearningTask
-    settings, resolved : Settings
-        As given, and with the fields that a layout leaves open decided (partition, compression).
-    fault_tolerant : bool
-        True if MPI and strategy continue after the death of a rank. Then only methods documented as collective may be
-        called on all ranks, and nothing may wait for `MPI_Finalize`.
-    sampler : Sampler
-    steps : int
-        Number of steps, those before a restart included.
-    parameters : int
-        Number of parameters of the model.
-    flops_per_sample : float
-    forecast : MemoryLedger
-        Memory of this rank after all steps, computed from the settings alone.
-    remarks : tuple of str
-        Decisions that a user should see.
+    task, sampler, flops_per_sample
+    settings, resolved : as given, and with the fields that a layout leaves open decided (partition, compression)
+    fault_tolerant : True if MPI and strategy continue after the death of a rank. Then only methods documented as
+        collective may be called on all ranks, and nothing may wait for `MPI_Finalize`.
+    steps : number of steps, those before a restart included
+    parameters : number of parameters of the model
+    forecast : memory of this rank after all steps, computed from the settings alone
+    remarks : decisions that a user should see
     """
 
     def __init__(self, settings: Settings, comm: Communicator):

@@ -64,12 +64,9 @@ def build(name: str, stages: int, microbatches: int, *, virtual: int | None = No
 
     Parameters
     ----------
-    stages, microbatches : int
-        Ranks along the pipeline; microbatches of a step.
-    virtual : int, optional
-        Parts of the model on every stage, for schedules that leave it open (default 2).
-    steps : int
-        Number of steps in the plan; more than 1 only for schedules without a flush.
+    stages, microbatches : ranks along the pipeline; microbatches of a step
+    virtual : parts of the model on every stage, for schedules that leave it open (default 2)
+    steps : number of steps in the plan; more than 1 only for schedules without a flush
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; found {name!r}")

@@ -49,13 +49,10 @@ def search(
 
     Parameters
     ----------
-    layers : callable (samples of a microbatch) -> sequence of LayerCost
-    stages, samples : int
-        Ranks along the pipeline; samples of a step.
-    limit : number, optional
-        Bytes of parameters and activations that a stage may use.
-    microbatches : iterable of int, optional
-        Numbers of microbatches to try; by default all divisors of `samples`.
+    layers : (samples of a microbatch) -> costs
+    stages, samples : ranks along the pipeline; samples of a step
+    limit : bytes of parameters and activations that a stage may use
+    microbatches : numbers of microbatches to try; by default all divisors of `samples`
 
     Raises
     ------

@@ -269,11 +269,11 @@ class ScheduleEntry(NamedTuple):
 
     Attributes
     ----------
-    actions : callable (stage, stages, microbatches, ...) -> actions of that stage
-        Has a parameter ``virtual`` if the number of chunks is free, and ``steps`` if the schedule has no flush.
-    placement : callable (stages) or (stages, virtual) -> StagePlacement
-    version : callable (stage, stages, microbatch, microbatches of a step) -> int, optional
-        Number of updates in the weights that a microbatch uses on a stage. None with one update per step.
+    actions : (stage, stages, microbatches, ...) -> actions of that stage. Has a parameter ``virtual`` if the number of
+        chunks is free, and ``steps`` if the schedule has no flush.
+    placement : (stages) or (stages, virtual) -> placement
+    version : (stage, stages, microbatch, microbatches of a step) -> number of updates in the weights that a microbatch
+        uses on a stage. None with one update per step.
     """
 
     actions: Callable[..., Iterable[Action]]
