@@ -22,11 +22,21 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.fuzzing.sequences import CREATING, Step, sequence
-from collectives.fuzzing.step_runner import Player
+from collectives.fuzzing.step_runner import FUNCTIONS, Player
 
-ONE_CREATES = not MPI.Get_library_version().startswith("MPICH")
-"""Only the first thread may create communicators: two that do wait for each other under Open MPI and Intel MPI,
-natively too (``scripts/fuzz.py --control``)."""
+LIBRARY = MPI.Get_library_version()
+
+
+def hangs_natively(step: Step) -> bool:
+    """True for steps by which two threads block each other for ever in the MPI itself (``scripts/fuzz.py --control``).
+
+    Communicators that two threads create, except under MPICH; under Intel MPI also Python functions as operations: it
+    holds a lock while it calls them, for which a thread that has the interpreter's may wait.
+    """
+    if LIBRARY.startswith("MPICH"):
+        return False
+    creates = step.thread > 0 and step.kind in CREATING
+    return creates or (LIBRARY.startswith("Intel") and (step.kind == "copied op" or step.op in FUNCTIONS))
 
 
 def run(
@@ -42,7 +52,8 @@ def run(
     each step as it begins, in its thread. `control` puts the MPI's own in the place of ours. Returns the number of our
     calls on this rank, and the first difference or the traceback of our first error, empty if there is none.
     """
-    steps = [step for step in steps if not (ONE_CREATES and step.thread and step.kind in CREATING)]
+    if any(step.thread for step in steps):
+        steps = [step for step in steps if not hangs_natively(step)]
     if not steps:
         return 0, ""
     threads = sorted({step.thread for step in steps})

@@ -1,9 +1,12 @@
 """Non-blocking collectives as MPI requests, so that mpi4py's functions on lists of requests take them.
 
 `MPI.Request.Waitall` and similar functions are C: they pass the handles of a list to the MPI. A `NativeRequest` has the
-handle of a generalized request, which is completed at the end of the collective. While a thread waits inside the MPI,
-it calls nothing of this package, so a helper thread progresses active requests. It does nothing while the program makes
-progress itself, and ends when no request is active.
+handle of a receive from this process, to which it sends an empty message at the end of the collective. A generalized
+request would call Python from within the MPI: a deadlock if the MPI then holds a lock for which another thread, which
+has the interpreter's, waits (Intel MPI does).
+
+While a thread waits inside the MPI, it calls nothing of this package, so a helper thread progresses active requests. It
+does nothing while the program makes progress itself, and ends when no request is active.
 """
 
 # mypy: disable-error-code="misc"
@@ -15,8 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime.call import Call
@@ -52,14 +57,15 @@ class NativeRequest(Request, MPI.Request):
     """
 
     def __new__(cls, *_: Any) -> NativeRequest:
-        errors: list[BaseException] = []
-        generalized = MPI.Grequest.Start(_query, None, None, (errors,))
-        self = MPI.Request.__new__(cls, generalized)
-        self._generalized, self._errors = generalized, errors
+        try:
+            tag = _free_tags.pop()
+        except IndexError:
+            tag = next(_tags)
+        self = MPI.Request.__new__(cls, _own_comm().Irecv([_BYTES, 1, MPI.BYTE], 0, tag))
+        self._tag = tag
         return self
 
-    _generalized: MPI.Grequest
-    _errors: list[BaseException]
+    _tag: int
 
     def __bool__(self) -> bool:
         return MPI.Request.__bool__(self)
@@ -71,26 +77,33 @@ class NativeRequest(Request, MPI.Request):
 
     def _ended(self) -> None:
         super()._ended()
-        if self._broken:
-            self._errors.append(RuntimeError(repr(self)))
-        self._generalized.Complete()
+        # One that is longer than the receive makes the MPI's wait for it fail.
+        _own_comm().Send([_BYTES, len(_BYTES) if self._broken else 0, MPI.BYTE], 0, self._tag)
+        _free_tags.append(self._tag)  # the receive was posted, and has now matched
 
     def _report(self, status: MPI.Status | None) -> None:
-        """Release the handle; the MPI fills the status."""
-        MPI.Request.Wait(self, status)
+        """Release the handle."""
+        MPI.Request.Wait(self)
+        super()._report(status)
 
     def Free(self) -> None:
         super().Free()
-        if MPI.Request.__bool__(self) and not self._errors:
+        if MPI.Request.__bool__(self) and not self._broken:
             self._report(None)
 
     free = Free
 
 
-def _query(status: MPI.Status, errors: list[BaseException]) -> None:
-    """Callback of the MPI at the end of a wait for the handle; the status needs no change."""
-    if errors:
-        raise MPI.Exception(MPI.ERR_OTHER)
+_BYTES = np.zeros(64, np.uint8)
+_tags = count()
+_free_tags: list[int] = []
+"""Tags that no pending receive has."""
+
+
+@cache
+def _own_comm() -> MPI.Intracomm:
+    """Communicator of this process alone."""
+    return MPI.COMM_SELF.Dup()
 
 
 # ------------------------------------------------------------------------------------------ the helper thread
