@@ -7,7 +7,6 @@ which it does with each draw of its own: place rank 0 on a fast node.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
 
 import numpy as np
 from mpi4py import MPI
@@ -85,8 +84,6 @@ class WorkQueue:
     def __enter__(self) -> WorkQueue:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # a rank that failed does not wait for the others
             self.close()

@@ -9,8 +9,8 @@ from typing import Any
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect
 from parallel.nn.compose import Sequential
-from parallel.nn.linear import Init, Linear
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
+from parallel.nn.linear import Linear
+from parallel.nn.operator import ArraySpec, GradientSink, Init, Operator, OperatorOutline, PassMode
 from quant.types import Array
 
 QUERIES = 64

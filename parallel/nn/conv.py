@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect, stored, widened
-from parallel.nn.linear import Init
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
+    Init,
     Operator,
     OperatorOutline,
     Parameter,
@@ -136,16 +138,13 @@ class MaxPool2d(_Pool2d):
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
         y = ArraySpec((*x.shape[:2], *self._over(x)), x.dtype)
-        which = ArraySpec(y.shape, kernels.smallest_type(math.prod(self.window) - 1))
+        which = ArraySpec(y.shape, np.min_scalar_type(math.prod(self.window) - 1))
         work = 2 * (y.nbytes + which.nbytes) + 6 * elements(y) + stored(x) + widened(y)
         return OperatorOutline(y, (which, x.shape), 0, work)
 
 
 class AvgPool2d(_Pool2d):
-    """Mean of each window; incomplete windows at the right and lower edge are dropped.
-
-    `window` is int or (rows, columns); `stride` defaults to its rows.
-    """
+    """Mean of each window; windows are those of `MaxPool2d`."""
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         self._over(x)

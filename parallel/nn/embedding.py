@@ -6,8 +6,7 @@ from typing import Any
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import elements, expect, expect_last, expect_range, stored, widened
-from parallel.nn.linear import Init
-from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, Parameter, PassMode, normal
+from parallel.nn.operator import ArraySpec, GradientSink, Init, Operator, OperatorOutline, Parameter, PassMode, normal
 from quant.types import Array
 
 

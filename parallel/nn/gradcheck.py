@@ -78,7 +78,7 @@ def check_loss(loss: Loss, y: np.ndarray, targets: np.ndarray) -> float:
     before = _copies(saved)
     dy = loss.backward(0.5, saved)
     _unchanged(before, "backward", "what was saved")
-    _same_bytes(loss.outline(_spec(y), _spec(targets)).saved, saved)
+    _same_bytes(loss.outline(*(ArraySpec(x.shape, x.dtype) for x in (y, targets))).saved, saved)
     return _compare("y", y, dy, lambda: 0.5 * loss.forward(y, targets)[0], np.random.default_rng(0), y.size)
 
 
@@ -86,8 +86,8 @@ def _contract(
     operator: Operator, x: np.ndarray, run: PassMode, random: np.random.Generator
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Run forward and backward pass and check their contract; return dy and gradients by name."""
-    spec, given = _spec(x), _copies((x, [parameter.data for parameter in operator.parameters()]))
-    outline = operator.outline(spec)
+    given = _copies((x, [parameter.data for parameter in operator.parameters()]))
+    outline = operator.outline(ArraySpec(x.shape, x.dtype))
     y, saved = operator.forward(x, run)
     if (y.shape, y.dtype) != outline.y:
         raise GradientMismatch(f"outline: expected a result {tuple(outline.y)}, found {(y.shape, y.dtype)}")
@@ -159,10 +159,6 @@ def _compare(
             )
         worst = max(worst, difference)
     return worst
-
-
-def _spec(x: np.ndarray) -> ArraySpec:
-    return ArraySpec(x.shape, x.dtype)
 
 
 def _copies(values: Any) -> list[tuple[np.ndarray, np.ndarray]]:

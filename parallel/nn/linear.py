@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.activation import Activation
@@ -14,6 +11,7 @@ from parallel.nn.array_checks import elements, expect, expect_last, stored, wide
 from parallel.nn.operator import (
     ArraySpec,
     GradientSink,
+    Init,
     Operator,
     OperatorOutline,
     Parameter,
@@ -22,8 +20,6 @@ from parallel.nn.operator import (
     normal,
 )
 from quant.types import Array
-
-Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
 class Linear(Operator):

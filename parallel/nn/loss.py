@@ -17,19 +17,15 @@ class Loss(Protocol):
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
         """(sum of losses, saved)."""
-        ...
 
     def backward(self, scale: float, saved: Any) -> Array:
         """Gradient of `scale` times the sum with respect to y."""
-        ...
 
     def count(self, targets: Array) -> int:
         """Number of terms of the sum."""
-        ...
 
     def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
         """Saved arrays and temporaries; the outline's `y` is not an array."""
-        ...
 
 
 _NOTHING = ArraySpec((), np.dtype(np.float64))
@@ -40,8 +36,6 @@ class SoftmaxCrossEntropy:
 
     Scores have shape (..., classes) and targets, integers, the same without the last axis.
     """
-
-    name = ""
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
         expect(targets.dtype.kind in "iu", self, "targets that are integers", targets)
@@ -69,8 +63,6 @@ class SoftmaxCrossEntropy:
 
 class MSE:
     """Squared error (y - target)^2, summed over all elements."""
-
-    name = ""
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
         expect(y.shape == targets.shape, self, f"targets of shape {y.shape}", targets)

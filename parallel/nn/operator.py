@@ -18,6 +18,9 @@ import numpy as np
 
 from quant.types import Array
 
+Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+"""Initial values of a parameter of this shape."""
+
 
 class ParameterNotGathered(RuntimeError):
     """A parameter was used without values on this rank."""
@@ -46,7 +49,7 @@ class Parameter:
     """
 
     shape: tuple[int, ...]
-    init: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+    init: Init
     decay: bool = True
     name: str = field(default="", init=False)
     uses: int = field(default=0, init=False)
@@ -86,12 +89,12 @@ class Parameter:
         return np.asarray(values, np.float64).reshape(self.shape)
 
 
-def normal(deviation: float) -> Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]:
+def normal(deviation: float) -> Init:
     """Initialiser: normal distribution around zero."""
     return lambda random, shape: random.normal(0.0, deviation, shape)
 
 
-def constant(value: float) -> Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]:
+def constant(value: float) -> Init:
     """Initialiser: constant."""
     return lambda random, shape: np.full(shape, value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -71,11 +71,5 @@ class OptimizerSpan:
         self.places = tuple(run.place for run in self.tensors)
         if sum(run.stop - run.start for run in self.tensors) != self.span.size:
             raise ValueError(f"places: expected tensors that fill {start} to {stop} exactly, found {self.places}")
-        self.runs = tuple(_joined(self.tensors))
-
-
-def _joined(tensors: Iterable[ElementRun]) -> Iterator[ElementRun]:
-    """Adjacent runs with equal decay as one."""
-    for _, group in groupby(tensors, lambda run: run.decays):
-        runs = list(group)
-        yield runs[0]._replace(stop=runs[-1].stop)
+        joined = (list(group) for _, group in groupby(self.tensors, lambda run: run.decays))
+        self.runs = tuple(runs[0]._replace(stop=runs[-1].stop) for runs in joined)

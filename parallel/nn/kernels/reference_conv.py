@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallel.nn.kernels.storage import array_namespace, narrow, smallest_type, widen
+import numpy as np
+
+from parallel.nn.kernels.storage import array_namespace, narrow, widen
 from quant.types import Array
 
 
@@ -72,7 +74,7 @@ def max_pool(x: Array, window: tuple[int, int], stride: int) -> tuple[Array, Arr
     over = positions(x.shape, window, stride, 0)
     places = _places(window, stride, over)
     y = x[:, :, places[0][0], places[0][1]].copy()
-    which = xp.zeros(y.shape, smallest_type(len(places) - 1))
+    which = xp.zeros(y.shape, np.min_scalar_type(len(places) - 1))
     for number, (rows, cols) in enumerate(places[1:], 1):
         part = x[:, :, rows, cols]
         larger = (part > y) | (part != part)

@@ -128,22 +128,17 @@ def biased_relu(z: Array, bias: Array) -> Array:
     return relu(z, out=z)
 
 
-def biased_gelu(z: Array, bias: Array) -> Array:
-    """`gelu` of z + bias; z becomes z + bias."""
-    z += bias
-    return gelu(z)
+def _biased(activation: Callable[..., Array]) -> Callable[[Array, Array], Array]:
+    """Kernel of an activation of z + bias; z becomes z + bias."""
+
+    def kernel(z: Array, bias: Array) -> Array:
+        z += bias
+        return activation(z)
+
+    return kernel
 
 
-def biased_gelu_tanh(z: Array, bias: Array) -> Array:
-    """`gelu_tanh` of z + bias; z becomes z + bias."""
-    z += bias
-    return gelu_tanh(z)
-
-
-def biased_silu(z: Array, bias: Array) -> Array:
-    """`silu` of z + bias; z becomes z + bias."""
-    z += bias
-    return silu(z)
+biased_gelu, biased_gelu_tanh, biased_silu = map(_biased, (gelu, gelu_tanh, silu))
 
 
 @_elementwise

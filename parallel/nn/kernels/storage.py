@@ -35,11 +35,6 @@ def wide(dtype: np.dtype) -> np.dtype:
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
-def smallest_type(largest: int) -> np.dtype:
-    """Smallest unsigned dtype that holds numbers up to `largest`."""
-    return np.min_scalar_type(largest)
-
-
 def widen(x: Array) -> Array:
     """Values of `x` in the compute dtype; `x` itself if it is wide."""
     if x.dtype == BFLOAT16:

@@ -11,8 +11,6 @@ import numpy as np
 
 from parallel.optim.kernels import reference_updates
 
-__all__ = ["kernels"]
-
 
 def kernels(x: Any) -> ModuleType:
     """Fastest module of updates for arrays like `x`: compiled for host arrays if numba is installed."""
