@@ -25,12 +25,10 @@ class ScheduleLocation(NamedTuple):
     step: int
 
     def of(self, step: Step) -> str:
-        """The location and its step as text."""
         return f"rank {self.rank}, round {self.round}, step {self.step}: {describe(step)}"
 
 
 def describe(step: Step) -> str:
-    """A step as text."""
     match step:
         case Send(peer, chunks):
             return f"Send of chunks {show(chunks)} to rank {peer}"

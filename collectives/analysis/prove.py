@@ -136,14 +136,12 @@ class _SymbolicRun:
                     self.state[rank].update(zip(numbers(target), self.read(spot, step, chunks), strict=True))
 
     def read(self, spot: ScheduleLocation, step: Step, chunks: Chunks) -> list[_Symbol]:
-        """Symbols of some chunks of a rank."""
         try:
             return [self.state[spot.rank][chunk] for chunk in numbers(chunks)]
         except KeyError as missing:
             raise ScheduleError(f"{spot.of(step)}: the rank does not have chunk {missing}") from None
 
     def combine(self, spot: ScheduleLocation, step: RecvReduce | Reduce, target: Chunks, values: list[_Symbol]) -> None:
-        """Combine values into the target chunks of a rank."""
         for chunk, old, new in zip(numbers(target), self.read(spot, step, target), values, strict=True):
             if twice := set(old.terms).intersection(new.terms):
                 raise ScheduleError(f"{spot.of(step)}: chunk {chunk} already has {_terms(tuple(twice))}")

@@ -98,7 +98,6 @@ class _ScheduleRun:
             self.combine(rank)
 
     def combine(self, rank: int) -> None:
-        """Combine the operands of the round in order."""
         index = self.current[rank]
         for step in self.schedules[rank][index]:
             if isinstance(step, (RecvReduce, Reduce)):

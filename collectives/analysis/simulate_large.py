@@ -27,21 +27,22 @@ Times: TypeAlias = NDArray[np.float64]
 
 
 class _VectorParts(NamedTuple):
-    """Chunks of many messages: `owner` is the message of each range of chunks, from `start` to `stop`."""
+    """Chunks of `length` messages: `owner` is the message of each range of chunks, from `start` to `stop`."""
 
+    length: int
     owner: Integers
     start: Integers
     stop: Integers
 
-    def weigh(self, count: int, sums: Integers) -> Integers:
-        """Elements of each of `count` messages; `sums` are the running sums of the chunks' lengths."""
+    def weigh(self, sums: Integers) -> Integers:
+        """Elements of each message; `sums` are the running sums of the chunks' lengths."""
         laps = len(sums) - 1
 
         def upto(chunk: Integers) -> Integers:
             begin: np.ndarray = chunk // laps * sums[-1] + sums[chunk % laps]
             return begin
 
-        weights = np.zeros(count, np.int64)
+        weights = np.zeros(self.length, np.int64)
         np.add.at(weights, self.owner, upto(self.stop) - upto(self.start))
         return weights
 
@@ -88,14 +89,13 @@ class VectorSimulator:
         _align(sends.steps, receives.steps, sums.steps)
         sent, self._sent = sends.sorted()
         added_up, self._added = sums.sorted()
-        self.messages, self._sums = len(sent), len(added_up)
         self._moments = list(_moments(sent, added_up, self.size))
 
     def price(self, layout: ChunkLayout, itemsize: int, network: CostFunctions) -> Times:
         """Completion time of each rank in seconds from a common start; arguments as for `simulate.price`."""
         elements = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
-        weights = itemsize * self._sent.weigh(self.messages, elements)
-        added = itemsize * self._added.weigh(self._sums, elements)
+        weights = itemsize * self._sent.weigh(elements)
+        added = itemsize * self._added.weigh(elements)
         nodes = None if network.cards is None else np.asarray(network.cards)
         clock = np.zeros(self.size)
         for moment in self._moments:
@@ -172,7 +172,7 @@ class _RankColumn:
         order = np.lexsort(steps.T[::-1])
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        return steps[order], _VectorParts(places[owner], start, stop)
+        return steps[order], _VectorParts(len(order), places[owner], start, stop)
 
 
 def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_RoundState]:

@@ -37,8 +37,7 @@ MODE_HELP = ("plain calls, the default", "time I... and Wait", "time Start and W
 collective_list = names_of("collective", CASES)
 
 
-def make_parser() -> launcher.LauncherParser:
-    """The program's options."""
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = launcher.LauncherParser(__doc__)
     add, count = parser.add_argument, launcher.at_least(1, int)
     add("--collective", type=collective_list, default="allreduce", metavar="NAME,...", help="names, or all")
@@ -63,11 +62,6 @@ def make_parser() -> launcher.LauncherParser:
     add(
         "--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: join the JSON files of several launches"
     )
-    return parser
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser()
     args = parser.parse_args(argv)
     args.modes = list(dict.fromkeys(args.modes or MODES[:1]))
     try:

@@ -109,7 +109,6 @@ def race(comm: Communicator, nbytes: int, args: argparse.Namespace) -> list[dict
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: always 0."""
     args = parse(argv)
     comm = Communicator(MPI.COMM_WORLD)
     nodes, library = len(set(comm.nodes or (0,))), MPI.Get_library_version().splitlines()[0].strip()

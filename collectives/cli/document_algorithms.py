@@ -141,7 +141,6 @@ def table(collective: str) -> str:
 
 
 def chapter(collective: str) -> Iterator[str]:
-    """Section of one collective."""
     meaning = MEANINGS[collective]
     yield f"## {collective}\n"
     for method in (CASES[form].method for form in (collective, f"{collective}v") if form in CASES):

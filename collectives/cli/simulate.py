@@ -68,8 +68,6 @@ def cost_model(arguments: argparse.Namespace) -> CostPrediction:
 
 
 def describe(model: CostPrediction) -> str:
-    """The costs as text."""
-
     def rate(per_byte: float) -> str:
         return f"{1e-9 / per_byte:.3g} GB/s" if per_byte else "any rate"
 
@@ -115,7 +113,6 @@ def rank_counts(most: int) -> list[int]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")
@@ -143,7 +140,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The table, and the picture."""
     arguments = parse(argv)
     collective, ranks, names = arguments.collective, arguments.ranks, arguments.algorithm
     model = cost_model(arguments)

@@ -26,7 +26,6 @@ WARMUP = 5
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; errors are shown by rank 0 and end all ranks."""
     parser = launcher.LauncherParser(__doc__)
     add = parser.add_argument
     add("--collective", default="allreduce", choices=list(catalog.CATALOG), metavar="NAME", help="the catalogue's")

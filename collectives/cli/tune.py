@@ -33,7 +33,6 @@ EVEN = [name for name in CASES if not name.endswith("v")]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; errors are shown by rank 0 and end all ranks with the same code."""
     parser = launcher.LauncherParser(__doc__)
     add, count, seconds = parser.add_argument, launcher.at_least(1, int), launcher.at_least(0, float)
     names = "names, or all (default: even ones)"

@@ -85,18 +85,15 @@ class QuantCodec:
         self._seed, self._encoded = int(seed), 0
 
     def nbytes(self, count: int) -> int:
-        """Bytes of codes and scales."""
         return wire_nbytes(self.spec, count)
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
-        """Quantise."""
         self._encoded += 1
         seed = (self._seed << 64) + self._encoded
         scales = self._norm(x) if self._norm else None
         quantize(x, self.spec, scales=scales, seed=seed, nonfinite="poison", out=self._as_array(wire, len(x)))
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """Dequantise."""
         self._as_array(wire, len(out)).dequantize(out)
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:

@@ -39,7 +39,6 @@ class CompressionForecast(NamedTuple):
 
     @property
     def encoded(self) -> float:
-        """Seconds of the compressed sum."""
         return self.messages + self.kernels
 
     @property

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from collectives import Communicator, algorithms, test_all, wait_all
 from collectives.algorithms import catalog
 from collectives.fuzzing.drawn_call import DrawnCall
-from collectives.fuzzing.sequences import Step
+from collectives.fuzzing.sequences import CREATING, Step
 
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
@@ -32,9 +32,6 @@ def add(left: Any, inout: Any, _: MPI.Datatype) -> None:
     total = np.frombuffer(inout, "u8")
     total += np.frombuffer(left, "u8")
 
-
-MAKING = ("dup", "clone", "split", "create", "wrap")
-"""Steps that make a communicator of another one."""
 
 FUNCTIONS = {"affine": (compose, False), "add": (add, True)}
 
@@ -68,7 +65,7 @@ class Player:
             comm = self.comms[step.comm % len(self.comms)]
             if comm == MPI.COMM_NULL and step.kind in ("call", "object", "exchange", "copied op", "copy"):
                 continue
-            if step.kind not in MAKING:
+            if step.kind not in CREATING:
                 getattr(self, f"_{step.kind.replace(' ', '_')}")(step, comm)
             elif len(self.comms) < 5:
                 self.comms.append(MPI.COMM_NULL if comm == MPI.COMM_NULL else self._made(step, comm))
@@ -229,7 +226,7 @@ class Player:
         self.results[step.thread, step.number] = [received[: len(sent)].tobytes(), repr(found).encode()]
 
     def _made(self, step: Step, comm: Any) -> Any:
-        """A communicator made of another one by a step of `MAKING`."""
+        """A communicator made of another one by a step of `CREATING`."""
         rank, size = comm.Get_rank(), comm.Get_size()
         if step.kind == "split":
             color = Random(f"{self.seed} {step.number} {rank}").choice((0, 0, 1, MPI.UNDEFINED))

@@ -72,7 +72,6 @@ def load(path: str | Path) -> dict[str, QuantizedArray | np.ndarray]:
 
 
 def _array(meaning: Any, buffer: np.ndarray | None) -> QuantizedArray:
-    """Quantised array of a tensor and its header entry."""
     if buffer is None:
         raise ValueError("no tensor has its name")
     if not isinstance(meaning, dict):

@@ -47,7 +47,6 @@ class LinearCode(NamedTuple):
 
     @classmethod
     def of(cls, spec: QuantSpec, key: tuple[int, int] | None = None) -> LinearCode:
-        """Code of a linear spec."""
         return cls(spec.bits, spec.q_min, spec.q_max, spec.bias, spec.signed, spec.rounding, key)
 
 

@@ -68,7 +68,6 @@ def _inverse_root(moments: np.ndarray, damping: float, w: np.ndarray) -> np.ndar
 
 
 def _parameters(part: np.ndarray, spec: QuantSpec) -> dict[str, Any]:
-    """Scales and zero points of a group."""
     q = quantize(part, spec, seed=0)
     scales = q.scales()
     given = {"scales": np.where(scales == 0, np.float32(1), scales)}

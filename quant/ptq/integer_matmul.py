@@ -64,15 +64,15 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
         raise ValueError(f"no product of shapes {x.shape} and the transpose of {w.shape}")
     xp, k = array_namespace(x.buffer), x.shape[1]
     size = w.spec.granularity.size if isinstance(w.spec.granularity, PerGroup) else max(k, 1)
-    a, b, zx, scales, zeros = x.integers(), w.integers().T, _column(x.zeros()), w.scales(), w.zeros()
+    a, b, zx, scales, zeros = x.integers(), w.integers().T, x.zeros(), w.scales(), w.zeros()
     total = xp.zeros((len(a), b.shape[1]), np.float32)
     if not k or not total.size:
         return total
     for group, first in enumerate(range(0, k, size)):
         here = slice(first, first + size)
-        z = None if zeros is None else _row(zeros[:, group])
-        total += _sums(a[:, here], b[here], zx, z).astype(np.float32) * _row(scales[:, group])
-    return total * _column(x.scales())
+        z = None if zeros is None else zeros[:, group]
+        total += _sums(a[:, here], b[here], zx, z).astype(np.float32) * scales[:, group]
+    return total * x.scales()
 
 
 def exact(x: QuantSpec, w: QuantSpec) -> bool:
@@ -91,14 +91,6 @@ def _along_rows(spec: QuantSpec) -> bool:
 
 def _integers(spec: QuantSpec) -> bool:
     return spec.linear and (spec.symmetric or spec.zero == "integer")
-
-
-def _column(numbers: Array) -> Array:
-    return None if numbers is None else numbers.reshape(-1, 1)
-
-
-def _row(numbers: Array) -> Array:
-    return None if numbers is None else numbers.reshape(1, -1)
 
 
 def _sums(a: Array, b: Array, za: Array | None, zb: Array | None) -> Array:
