@@ -56,7 +56,7 @@ class PlainReducer:
         self.bucket, self.vector = bucket, vector
         self._comm, self._part = context.comm, part
         bucket.use_scratch(scratch)
-        self._request: Request | None = None
+        self._request: Any = None
 
     def begin(self) -> None:
         self.bucket.reset(self.vector)
@@ -89,16 +89,13 @@ class PlainReducer:
     def start(self) -> None:
         self.bucket.complete()
         self.bind()
-        assert self._request is not None
         self._request.Start()
 
     def test(self) -> bool:
         """True if the exchange is complete and `finish` will not wait."""
-        assert self._request is not None
-        return self._request.Test()
+        return bool(self._request.Test())
 
     def finish(self) -> None:
-        assert self._request is not None
         self._request.Wait()
 
     def close(self) -> None:

@@ -44,19 +44,15 @@ class ReplicaEngine(BaseEngine):
 
     Parameters
     ----------
-    model, loss, comm, optimizer
-        As of `Engine`.
-    settings : Settings
-        `layout` is a key of `parallel.decentralized.styles.STYLES`. `clip` limits the norm of the rank's own gradient.
-        `reproducible` and `check_every` are refused.
+    model, loss, comm, optimizer : as of `Engine`
+    settings : `layout` is a key of `parallel.decentralized.styles.STYLES`. `clip` limits the norm of the rank's own
+        gradient. `reproducible` and `check_every` are refused.
 
     Attributes
     ----------
-    style : AveragingStyle
-    steps, updates : int
-        Steps of this rank, and updates of its replica.
-    flat, ledger
-        As of `Engine`.
+    style
+    steps, updates : steps of this rank, and updates of its replica
+    flat, ledger : as of `Engine`
 
     Raises
     ------

@@ -23,7 +23,7 @@ from parallel.nn.flat_params import FlatParams, Span
 from parallel.nn.operator import PassMode
 from parallel.optim.lr_schedules import rate_at
 from parallel.optim.optimizers import Optimizer
-from parallel.optim.precision import PRECISIONS, LossScale
+from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.step_report import Evaluation, StepReport
@@ -98,7 +98,7 @@ class TrainEngine(BaseEngine):
         self.settings = settings
         self._sync = StepSync(context, loss, teams)
         self._sharded = ShardedOptimizer(context, parts, spans, optimizer, settings.seed, settings.clip or None)
-        self.flat, self.pieces = context.flat, self._sharded.pieces
+        self.flat, self.pieces, self.scaling = context.flat, self._sharded.pieces, self._sharded.scaling
         self.steps = self.updates = 0
         self._known_kinds: set[tuple[Any, ...]] = set()
 
@@ -125,12 +125,8 @@ class TrainEngine(BaseEngine):
     def step(self, batches: Iterable[Batch], *, stop: bool = False) -> StepReport:
         """One update from the micro-batches of all ranks.
 
-        Parameters
-        ----------
-        batches : iterable of Batch, or of tuples like it
-            This rank's, perhaps none; `share` gives their numbers.
-        stop : bool
-            Stop after this step, for example after Ctrl-C; the reports of all ranks have it.
+        `batches`, or tuples like them, are this rank's, perhaps none; `share` gives their numbers. With `stop` on any
+        rank this step is the last one, for example after Ctrl-C; the reports of all ranks have it.
 
         Raises
         ------
@@ -224,14 +220,6 @@ class TrainEngine(BaseEngine):
         return x.astype(storage, copy=False), y.astype(wide, copy=False)
 
     # ------------------------------------------------------------------------------------------ state
-
-    @property
-    def scaling(self) -> LossScale:
-        return self._sharded.scaling
-
-    @scaling.setter
-    def scaling(self, scaling: LossScale) -> None:
-        self._sharded.scaling = scaling
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         return self._sharded.tensor_slices()

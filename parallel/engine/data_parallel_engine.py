@@ -40,31 +40,22 @@ class Engine(TrainEngine):
 
     Parameters
     ----------
-    model : Operator
-        A `Sequential`'s items are the units in which weights are gathered; any other operator is one unit.
-    loss : loss operator
-    comm : Communicator
-        Not closed by the engine.
-    optimizer : Optimizer
-    settings : Settings, optional
-        `layout` is a key of `LAYOUTS`.
-    memory : VectorAllocator, optional
-        By default that of the communicator and `settings.device`.
+    model : a `Sequential`'s items are the units in which weights are gathered; any other operator is one unit
+    loss, optimizer
+    comm : not closed by the engine
+    settings : `layout` is a key of `LAYOUTS`
+    memory : by default that of the communicator and `settings.device`
 
     Attributes
     ----------
-    steps, updates : int
-        Steps, skipped ones included; those that changed the weights.
-    ledger : MemoryLedger
-        Bytes by kind.
+    steps, updates : steps, skipped ones included; those that changed the weights
+    ledger : bytes by kind
 
     Raises
     ------
     ValueError, RankMismatch
         If an argument is invalid; on all ranks, if models or settings differ (it names the first difference).
 
-    Notes
-    -----
     All methods are collective, except `share`, `state`, `load`, and `tensor_slices` without compression.
     """
 
@@ -130,12 +121,9 @@ class Engine(TrainEngine):
     def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> StepReport:
         """One step, of given micro-batches or of those that ranks draw during the step; see `TrainEngine.step`.
 
-        Parameters
-        ----------
-        drawn : bool
-            Take the next micro-batch when the previous one is done, so that ranks share them dynamically (`WorkQueue`),
-            and exchange the assignment afterwards. Equal on all ranks; ValueError for layouts that communicate before
-            the step's end.
+        With `drawn`, equal on all ranks, each takes the next micro-batch when the previous one is done, so that they
+        share them dynamically (`WorkQueue`), and the assignment is exchanged afterwards. ValueError for layouts that
+        communicate before the step's end.
         """
         if not drawn:
             return super().step(batches, stop=stop)

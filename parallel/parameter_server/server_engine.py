@@ -26,7 +26,6 @@ from parallel.optim.precision import PRECISIONS
 from parallel.parameter_server.consistency import GONE, rule_of
 from parallel.parameter_server.key_assignment import buckets_of, keys_of
 from parallel.parameter_server.message_bus import MessageBus
-from parallel.parameter_server.messages import MessageKind
 from parallel.parameter_server.replication_chain import ReplicationChainLost, ReplicationChains
 from parallel.parameter_server.server_host import ServerHost, open_order
 from parallel.parameter_server.server_loop import ServerFailed
@@ -55,23 +54,19 @@ class ParameterServer(BaseEngine):
 
     Parameters
     ----------
-    model, loss, comm, optimizer
-        As of `Engine`.
-    settings : Settings
-        Specific fields: `servers`, `consistency`, `replicas`, `slow`, `delay`, `record`, `replay` and `fault_tolerant`.
-        With the last one ranks wait for each other in messages only, every worker evaluates on its own, and the first
-        living worker reports. `clip` limits the norm of a step with synchronous updates, else of every part.
+    model, loss, comm, optimizer : as of `Engine`
+    settings : specific fields: `servers`, `consistency`, `replicas`, `slow`, `delay`, `record`, `replay` and
+        `fault_tolerant`. With the last one ranks wait for each other in messages only, every worker evaluates on its
+        own, and the first living worker reports. `clip` limits the norm of a step with synchronous updates, else of
+        every part.
 
     Attributes
     ----------
-    steps, updates : int
-        Steps of this rank; updates of every weight, valid after `quiesce`.
-    server : ServerLoop or None
-        On rank 0, ``server.work.outcome(step)`` has the results of all parts of a step, until `quiesce`.
-    worker : WorkerClient or None
-    keys : tuple of ServerKey
-    flat, ledger
-        As of `Engine`.
+    steps, updates : steps of this rank; updates of every weight, valid after `quiesce`
+    server : on rank 0, ``server.work.outcome(step)`` has the results of all parts of a step, until `quiesce`
+    worker, keys
+    flat, ledger : as of `Engine`
+    traffic : bytes of vectors by ``("sent" or "received", kind of message, other rank)``
 
     Raises
     ------
@@ -100,6 +95,7 @@ class ParameterServer(BaseEngine):
         peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
         is_server = context.plan.rank in context.servers
         self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers))
+        self.traffic = self._bus.traffic
         self._role: ServerHost | WorkerTrainer
         if is_server:
             self._role = ServerHost(context, self._bus, self.ledger, self._order)
@@ -141,12 +137,8 @@ class ParameterServer(BaseEngine):
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
         """Take part in the next step; the report is of the whole step on rank 0, of this rank's parts on the others.
 
-        Parameters
-        ----------
-        batches : sequence of Batch
-            All microbatches of the step, by number, equal on all workers; not used on servers.
-        stop : bool
-            True to request the end; all ranks end after the same step, whose report has `stop` set.
+        `batches` are all microbatches of the step, by number, equal on all workers; not used on servers. `stop`
+        requests the end; all ranks end after the same step, whose report has `stop` set.
 
         Raises
         ------
@@ -244,11 +236,6 @@ class ParameterServer(BaseEngine):
     def load(self, state: dict[str, Any]) -> None:
         self.steps, self._skipped = state["steps"], state["steps"] - state["updates"]
         self._role.load(state["steps"], state["updates"])
-
-    @property
-    def traffic(self) -> dict[tuple[str, MessageKind, int], int]:
-        """Bytes of vectors by ``("sent" or "received", kind of message, other rank)``."""
-        return self._bus.traffic
 
     def close(self) -> None:
         """Free all resources; messages in flight are lost unless all ranks are quiescent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -43,21 +42,17 @@ class Pipeline(TrainEngine):
 
     Parameters
     ----------
-    model : Operator
-        A `Sequential` with at least one item per part; its operators have outlines, which give message sizes.
-    loss, comm, optimizer
-        As of `parallel.engine.data_parallel_engine.Engine`.
-    settings : Settings
-        `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp`` and perhaps one of `REPLICAS`, and is by default one
-        pipeline of `stages`. `microbatches` is the number per step in each replica; a step may have fewer.
-    schedule : PipelinePlan, optional
-        Plan without messages, in place of the layout's schedule.
+    model : a `Sequential` with at least one item per part; its operators have outlines, which give message sizes
+    loss, comm, optimizer : as of `parallel.engine.data_parallel_engine.Engine`
+    settings : `layout` is ``pp:SCHEDULE``; `mesh` has an axis ``pp`` and perhaps one of `REPLICAS`, and is by default
+        one pipeline of `stages`. `microbatches` is the number per step in each replica; a step may have fewer.
+    schedule : plan without messages, in place of the layout's schedule
 
     Attributes
     ----------
     mesh, cuts, ledger
-    plan : PipelinePlan
-        With messages.
+    plan : with messages
+    sent : messages of the last step or evaluation, by receiving stage
 
     Raises
     ------
@@ -101,6 +96,7 @@ class Pipeline(TrainEngine):
             self._chunks[chunk] = StageChunk(part, plan.placement.parts, here, shares)
         self._line = MPI.Intracomm(comm).Split(portion.replica(), portion.stage())
         self._runner = ScheduleRunner(MPI.Intracomm(self._line), context.recorder, context.memory.xp)
+        self.sent = self._runner.sent
         self._bound = cache(self._actions)
         parts = [part for _, part in self._shares]
         spans = comm.allgather([span for part in parts for span in part.mine])
@@ -144,11 +140,6 @@ class Pipeline(TrainEngine):
     @staticmethod
     def _refusal(plan: PipelinePlan, groups: Sequence[SharedParamGroup], mesh: Mesh, settings: Settings) -> str | None:
         return None if plan.versions is None else f"schedule: {plan.name} updates on the way; it is for Asynchronous"
-
-    @property
-    def sent(self) -> Counter[int]:
-        """Messages of the last step or evaluation, by receiving stage."""
-        return self._runner.sent
 
     def share(self, micro_batches: int) -> range:
         return contiguous(micro_batches, self._portion.replica(), self._portion.replicas)

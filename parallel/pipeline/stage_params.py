@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -125,10 +125,12 @@ class Portion:
                 del held[key]
         return Counter(activations=most), work
 
-    def outlines(self, x: ArraySpec) -> list[OperatorOutline]:
-        """Outline of every part of the model, for an input of this shape."""
-        if x in self._outlines:
-            return self._outlines[x]
+    @cached_property
+    def outlines(self) -> Callable[[ArraySpec], list[OperatorOutline]]:
+        """Outline of every part of the model, for an input of a shape."""
+        return cache(self._outlines)
+
+    def _outlines(self, x: ArraySpec) -> list[OperatorOutline]:
         outlines: list[OperatorOutline] = []
         for start, stop in pairwise(self.cuts):
             part = Sequential(self.division.units[start:stop])
@@ -137,12 +139,7 @@ class Portion:
             except NotImplementedError:
                 some = f"an operator in units {start} to {stop - 1}"
                 raise ValueError(f"{some} has no outline, which would tell how long messages are") from None
-        self._outlines[x] = outlines
         return outlines
-
-    @cached_property
-    def _outlines(self) -> dict[ArraySpec, list[OperatorOutline]]:
-        return {}
 
     def _line(self, microbatches: int) -> tuple[Action, ...]:
         return truncate(self.plan, microbatches).actions[self.stage()]

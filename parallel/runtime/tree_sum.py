@@ -19,10 +19,6 @@ class TreeNode(NamedTuple):
     level: int
     place: int
 
-    @property
-    def first(self) -> int:
-        return self.place << self.level
-
 
 class VectorPool:
     """Pool of reusable vectors; `make` allocates one more."""
@@ -73,7 +69,7 @@ class TreeSum:
 
 
 def in_order(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    return sorted(nodes, key=lambda node: node.first)
+    return sorted(nodes, key=lambda node: node.place << node.level)
 
 
 class TreeSumForecast(NamedTuple):

@@ -21,7 +21,6 @@ from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import transformer
 from parallel.nn.operator import ParameterNotGathered
 from parallel.optim.optimizers import LAMB, SGD, AdamW
-from parallel.optim.precision import LossScale
 from parallel.runtime.consistency_check import ParameterMismatch, RankMismatch, StepFailed
 from parallel.runtime.signals import InterruptFlag
 
@@ -356,7 +355,7 @@ def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
 
 def test_a_loss_scale_that_can_do_no_more(comm):
     with Engine(tiny_models.model(), Overflows(), comm, SGD(rate=0.1), Settings(precision="fp16")) as made:
-        made.scaling = LossScale(value=2.0, patience=2)
+        made.scaling.value, made.scaling.patience = 2.0, 2
         for _ in range(3):  # at 2, and twice at 1
             assert made.step(tiny_models.batches(made.share(2))).skipped
         with pytest.raises(StepFailed, match=r"4 steps in a row, in the last 3 of them .* floor 1\.0, in step 3"):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, tree_forecast
+from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, in_order, tree_forecast
 
 
 def leaf(number):
@@ -33,7 +33,7 @@ def summed(ranks):
         own = counter()
         for number in numbers:
             own.push(TreeNode(0, number), leaf(number), ours=True)
-        assert tuple(sorted(own.sums, key=lambda node: node.first)) == tree_forecast(tuple(numbers)).nodes
+        assert tuple(in_order(own.sums)) == tree_forecast(tuple(numbers)).nodes
         for node, vector in own.sums.items():
             together.push(node, vector, ours=False)
     return together.total()
