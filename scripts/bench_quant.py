@@ -1,5 +1,3 @@
-"""How fast arrays become few bits and numbers again, on one core, beside memcpy and gguf's quantiser in NumPy."""
-
 from parallel.cli.main import run
 
 if __name__ == "__main__":

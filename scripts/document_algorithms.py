@@ -1,5 +1,3 @@
-"""Print the page of all algorithms, generated from the catalogue."""
-
 from parallel.cli.main import run
 
 if __name__ == "__main__":

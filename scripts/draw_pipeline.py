@@ -1,5 +1,3 @@
-"""Draw what the stages of a pipeline do when: as text, as a picture, or as a trace for ui.perfetto.dev."""
-
 from parallel.cli.main import run
 
 if __name__ == "__main__":

@@ -1,5 +1,3 @@
-"""Kill a server or a worker of a training, at a random moment, many times over, and see how the trainings end."""
-
 from parallel.cli.main import run
 
 if __name__ == "__main__":

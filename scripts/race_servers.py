@@ -1,5 +1,3 @@
-"""One worker of several is slow: how long do bsp, ssp and async take for the same samples?"""
-
 from parallel.cli.main import run
 
 if __name__ == "__main__":

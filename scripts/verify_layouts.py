@@ -1,5 +1,3 @@
-"""Do all layouts end in the same parameters, bit for bit?"""
-
 from parallel.cli.main import run
 
 if __name__ == "__main__":

@@ -1,5 +1,3 @@
-"""Is the regret of a stale synchronous training below its bound?"""
-
 from parallel.cli.main import run
 
 if __name__ == "__main__":
