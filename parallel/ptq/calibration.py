@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from parallel.data.sampler import Batch, Dataset
 from parallel.nn.operator import Operator, PassMode
-from parallel.ptq.model_surgery import ObservedOperator, OperatorCallback, rebuilt
-from parallel.ptq.packed_weights import PackedWeight, inputs_of
+from parallel.ptq.packed_weights import PackedWeight, WrappedOperator, inputs_of, rebuilt
 from parallel.ptq.quantizable_layers import QuantizableLayer, kind_of
 from parallel.runtime.collective_errors import collective_call
 from quant import PerChannel, QuantSpec
@@ -18,6 +17,9 @@ from quant.observers import OBSERVERS, MinMax
 from quant.types import Array
 
 UNFIT = "these samples do not go through the model"
+
+OperatorCallback = Callable[[Operator, Array, Array], object]
+"""Function of an operator, its input and its output."""
 
 
 class InputMoments:
@@ -33,7 +35,6 @@ class InputMoments:
         self._range = MinMax(PerChannel(1))
 
     def add(self, rows: Array) -> None:
-        """Add rows of shape (m, inputs)."""
         if len(rows):
             self.rows += len(rows)
             self.moments += rows.T.astype(np.float64) @ rows
@@ -75,6 +76,19 @@ def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) 
     return [Batch(at, *data.take(parts[at]), parts[at]) for at in range(rank, len(parts), ranks)]
 
 
+class ObservedOperator(WrappedOperator):
+    """Wrapper that passes the operator, its inputs and outputs to a callback."""
+
+    def __init__(self, inner: Operator, callback: OperatorCallback):
+        super().__init__(inner)
+        self._callback = callback
+
+    def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
+        y, saved = self.inner.forward(x, run)
+        self._callback(self.inner, x, y)
+        return y, saved
+
+
 def watch(model: Operator, names: set[str], callback: OperatorCallback) -> Operator:
     """Copy of the model that passes the named operators, their inputs and outputs to a callback."""
     return rebuilt(model, lambda operator: ObservedOperator(operator, callback) if operator.name in names else operator)
@@ -86,7 +100,6 @@ def run_batches(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
 
 
 def forward(model: Operator, batch: Batch) -> Array:
-    """Output of a model for a micro-batch."""
     return model.forward(batch.x, PassMode(training=False, samples=batch.samples))[0]
 
 

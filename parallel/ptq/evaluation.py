@@ -100,7 +100,6 @@ def compare(
 
 
 def _square(x: Array) -> float:
-    """Squared norm."""
     return float(np.square(x, dtype=np.float64).sum())
 
 

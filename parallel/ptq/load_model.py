@@ -17,9 +17,7 @@ from parallel.nn.operator import Operator, name_all
 from parallel.ptq.packed_weights import FewBitWeight, RoundedInput, packed, rounding, weights_of
 from parallel.ptq.quantizable_layers import expect_finite
 from parallel.runtime.collective_errors import collective_call
-from parallel.runtime.step_report import Evaluation
 from parallel.runtime.validation import expect_mapping
-from parallel.trainer.records import EvalScore
 from parallel.trainer.task_setup import loss_of, measure_of, prepare
 from parallel.trainer.trainer import settings_in
 from quant import QuantizedArray, QuantSpec
@@ -38,17 +36,12 @@ class TrainedModel:
 
     @property
     def loss(self) -> Any:
-        """Loss function of the training."""
         return loss_of(self.task)
 
     @property
     def measure(self) -> Any:
         """Number of correct predictions, or None for regression."""
         return measure_of(self.task)
-
-    def score(self, found: Evaluation) -> EvalScore:
-        """Evaluation as reported by trainings."""
-        return EvalScore.of(found, self.task)
 
 
 def from_checkpoint(comm: Any, path: Path) -> TrainedModel:

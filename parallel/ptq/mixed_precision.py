@@ -55,7 +55,6 @@ class PrecisionMixture:
     table: SearchTable
 
     def uniform(self, spec: QuantSpec) -> Choice:
-        """Same option for all layers."""
         return (list(self.specs).index(spec),) * len(self.layers)
 
     def budget(self, spec: QuantSpec, bits: float) -> float:
@@ -71,7 +70,6 @@ class PrecisionMixture:
         return collective_call(comm, lambda: SEARCHES[search](self.table, budget), search, root=0)
 
     def chosen(self, choice: Choice) -> Operator:
-        """Model with these options."""
         chosen = zip(self.layers, self.weights, choice)
         return packed(self.model, {layer.name: options[at] for layer, options, at in chosen})
 

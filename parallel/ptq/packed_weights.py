@@ -1,13 +1,14 @@
-"""Quantised weights in place of parameters, and quantised inputs."""
+"""Copies of models with quantised weights in place of parameters, and quantised inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel.nn.operator import Operator, PassMode
-from parallel.ptq.model_surgery import WrappedOperator, rebuilt
+from parallel.nn.operator import Operator, Parameter, PassMode
 from parallel.ptq.quantizable_layers import MatrixProduct, from_matrix, kind_of
 from quant import QuantizedArray, QuantSpec, quantize
 from quant.ptq.integer_matmul import exact, product
@@ -52,6 +53,16 @@ class PackedWeight:
         return from_matrix(self.quantized.matrix, self.shape, self.transposed)
 
 
+class WrappedOperator(Operator):
+    """Wrapper of an operator that keeps parameters' names."""
+
+    def __init__(self, inner: Operator):
+        self.inner, self.name = inner, inner.name
+
+    def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
+        yield from self.inner.members()
+
+
 class RoundedInput(WrappedOperator):
     """Operator with a packed weight and quantised inputs; multiplies codes where both are integers.
 
@@ -74,7 +85,6 @@ class RoundedInput(WrappedOperator):
 
 
 def product_of(operator: Operator) -> MatrixProduct:
-    """Matrix product of an operator's weights."""
     kind = kind_of(operator)
     assert kind is not None and kind.product is not None, operator
     return kind.product
@@ -86,6 +96,27 @@ def inputs_of(operator: Operator, x: Array) -> Array:
     weight = operator.weight  # type: ignore[attr-defined]
     divided = isinstance(weight, PackedWeight) and weight.quantized.divisor is not None
     return rows / weight.quantized.divisor if divided else rows
+
+
+def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator:
+    """Copy of an operator tree in which `change` maps each copied operator, leaves first.
+
+    `change` may modify the copy. Shared operators are changed once; the inside of a `WrappedOperator` is not changed.
+    """
+    made: dict[int, Operator] = {}
+
+    def build(operator: Operator) -> Operator:
+        if id(operator) not in made:
+            new = copy(operator)
+            for name, value in vars(operator).items() if not isinstance(operator, WrappedOperator) else ():
+                if isinstance(value, Operator):
+                    setattr(new, name, build(value))
+                elif isinstance(value, list | tuple):
+                    setattr(new, name, type(value)(build(i) if isinstance(i, Operator) else i for i in value))
+            made[id(operator)] = change(new)
+        return made[id(operator)]
+
+    return build(model)
 
 
 def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:
@@ -114,7 +145,6 @@ def rounding(model: Operator, spec: QuantSpec, parameters: dict[str, dict[str, A
 
 
 def weights_of(model: Operator) -> dict[str, PackedWeight]:
-    """Packed weights of a model by name."""
     found: dict[str, PackedWeight] = {}
     for operator in (model, *(value for _, value in model.walk() if isinstance(value, Operator))):
         inner = operator.inner if isinstance(operator, RoundedInput) else operator

@@ -67,12 +67,10 @@ def kind_of(operator: Operator) -> LayerKind | None:
 
 
 def to_matrix(weight: Array, transposed: bool) -> Array:
-    """W of a parameter's values."""
     return weight.T if transposed else weight.reshape(len(weight), -1)
 
 
 def from_matrix(matrix: Array, shape: tuple[int, ...], transposed: bool) -> Array:
-    """Parameter's values of W."""
     return matrix.T if transposed else matrix.reshape(shape)
 
 
@@ -100,7 +98,6 @@ class QuantizableLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the matrix."""
         rows = self.parameter.shape[-1 if self.transposed else 0]
         return rows, self.parameter.size // max(rows, 1)
 
