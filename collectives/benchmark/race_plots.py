@@ -38,7 +38,7 @@ MOST_COLUMNS = 3
 
 
 @contextmanager
-def _page(path: Path, width: float, height: float, title: str, note: str = "") -> Iterator[Figure]:
+def page(path: Path, width: float, height: float, title: str, note: str = "") -> Iterator[Figure]:
     """An empty figure, which is written when its drawing is done."""
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), layout="constrained")
@@ -117,7 +117,7 @@ def plot_race(path: Path, report: Report) -> None:
     across = min(len(collectives), MOST_COLUMNS if len(collectives) != 4 else 2)
     down = math.ceil(len(collectives) / across)
     title = f"Chorus against {report['mpi']}, {report['ranks']} ranks"
-    with _page(path, max(7.0, 5.4 * across), 5.2 * down + 0.5, title, report["machine"]) as figure:
+    with page(path, max(7.0, 5.4 * across), 5.2 * down + 0.5, title, report["machine"]) as figure:
         grid = figure.add_gridspec(2 * down, across, height_ratios=[3, 1.25] * down)
         for i, collective in enumerate(collectives):
             row, column = divmod(i, across)
@@ -149,7 +149,7 @@ def _scale(axis: Axes, rows: list[Any], along: str) -> None:
 
 def plot_scale(path: Path, title: str, costs: str, across: list[Any], along: list[Any]) -> None:
     """Plot predictions: time against ranks (rows `across`, of one size), and time against size (rows `along`)."""
-    with _page(path, 12.5, 5.6, title, f"{costs}; hollow: by formula, the others by playing all ranks") as figure:
+    with page(path, 12.5, 5.6, title, f"{costs}; hollow: by formula, the others by playing all ranks") as figure:
         left, right = figure.subplots(1, 2)
         _scale(left, across, "size")
         _scale(right, along, "nbytes")

@@ -1,23 +1,18 @@
-"""Pictures of trainings: learning curves, clocks of a parameter server, regret, and replicas."""
+"""Pictures of trainings (learning curves, clocks of a parameter server, regret, replicas) and of quantised models."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
-from collectives.benchmark.race_plots import NATIVE, OURS, STYLE
+from collectives.benchmark.race_plots import NATIVE, OURS, page
 
 TESTED: dict[str, Any] = {"color": OURS[1], "marker": "o", "ms": 3.5, "lw": 1.4}
 LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": OURS[1], "fontweight": "bold"}
@@ -25,20 +20,12 @@ PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
 
 
 @contextmanager
-def picture(path: str | Path, size: tuple[float, float], panels: int, **options: Any) -> Iterator[Any]:
-    """Figure and axes; written to a file and closed at the end."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=size, layout="constrained")
-        yield figure, figure.subplots(1, panels, squeeze=False, **options)[0]
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-
-
-def caption(figure: Any, title: str, note: str = "") -> None:
-    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.02, ha="left")
-    if note:
-        figure.supxlabel(note, fontsize=8.5, color="#666666", x=0.02, ha="left")
+def picture(
+    path: str | Path, size: tuple[float, float], panels: int, title: str, note: str = "", **options: Any
+) -> Iterator[Any]:
+    """Axes of a figure, which is written to a file at the end."""
+    with page(Path(path), *size, title, note) as figure:
+        yield figure.subplots(1, panels, squeeze=False, **options)[0]
 
 
 def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, note: str) -> None:
@@ -50,13 +37,12 @@ def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, not
     tested = [line for line in lines if line.get("test_loss") is not None]
     bits = any("bits_per_byte" in line for line in tested)
     panels = 1 if bits or not any("test_accuracy" in line for line in tested) else 2
-    with picture(path, (5.2 * panels + 2.2 * (panels == 1), 4.4), panels) as (figure, axes):
+    with picture(path, (5.2 * panels + 2.2 * (panels == 1), 4.4), panels, title, note) as axes:
         _loss(axes[0], steps, tested, bits)
         if panels == 2:
             _accuracy(axes[1], tested)
         for axis in axes:
             axis.set_xlabel("step")
-        caption(figure, title, note)
 
 
 def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]], bits: bool) -> None:
@@ -66,12 +52,8 @@ def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]],
     look: dict[str, Any] = {"color": OURS[0], "marker": "o" if len(at) == 1 else None, "ms": 4}
     axis.plot(at, losses, lw=0.7, alpha=0.35, **look)
     width = max(1, len(losses) // 50)
-    if width > 1:
-        axis.plot(
-            at[width - 1 :], _smooth(losses, width), lw=1.8, color=OURS[0], label=f"training (mean of {width} steps)"
-        )
-    else:
-        axis.lines[-1].set(alpha=1.0, lw=1.8, label="training")
+    label = f"training (mean of {width} steps)" if width > 1 else "training"
+    axis.plot(at[width - 1 :], _smooth(losses, width), lw=1.8, label=label, **look)
     axis.plot([line["step"] for line in tested], [line["test_loss"] / unit for line in tested], label="test", **TESTED)
     axis.set_title("bits per byte" if bits else "loss", loc="left")
     if bits:
@@ -85,8 +67,7 @@ def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]],
 
 
 def _smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Running mean."""
-    return np.convolve(values, np.full(width, 1 / width), "valid")
+    return np.convolve(values, np.full(width, 1 / width), "valid") if len(values) else values
 
 
 def _accuracy(axis: Axes, tested: list[dict[str, Any]]) -> None:
@@ -104,7 +85,7 @@ def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]]
 
     `ticks` has (seconds, worker, steps made) by rule, of each worker in order; `slow` is the slow worker's number.
     """
-    with picture(path, (3.6 * len(ticks), 3.8), len(ticks), sharex=True, sharey=True) as (figure, axes):
+    with picture(path, (3.6 * len(ticks), 3.8), len(ticks), title, sharex=True, sharey=True) as axes:
         for axis, (rule, events) in zip(axes, ticks.items()):
             for worker in sorted({worker for _, worker, _ in events}):
                 points = [(0.0, 0), *((seconds, clock) for seconds, number, clock in events if number == worker)]
@@ -116,12 +97,11 @@ def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]]
             axis.set_xlabel("seconds")
         axes[0].set_ylabel("clock (steps made)")
         axes[0].legend(loc="lower right")
-        caption(figure, title)
 
 
 def plot_regret(path: str | Path, curves: dict[int, tuple[np.ndarray, np.ndarray]], title: str) -> None:
     """Draw the mean regret over the number of gradients, and its share of the bound; both are given by staleness."""
-    with picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
+    with picture(path, (10.4, 4.4), 2, title) as (left, right):
         for color, (staleness, (regret, bound)) in zip(OURS, curves.items()):
             at = np.arange(1, len(regret) + 1)
             left.plot(at, regret, lw=1.6, color=color, label=f"staleness {staleness}")
@@ -133,12 +113,11 @@ def plot_regret(path: str | Path, curves: dict[int, tuple[np.ndarray, np.ndarray
             axis.set(xscale="log", xlabel="gradients")
             axis.set_ylim(bottom=0)
         left.legend()
-        caption(figure, title)
 
 
 def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title: str, note: str) -> None:
     """Draw the losses of several trainings, and the distances of their replicas, by name (`compare_styles.history`)."""
-    with picture(path, (10.4, 4.4), 2) as (figure, (left, right)):
+    with picture(path, (10.4, 4.4), 2, title, note) as (left, right):
         # Each line is thinner than those below it: one that coincides with others stays visible as a rim.
         widths = np.linspace(6, 1.2, max(2, len(found)))
         for color, line, (name, history) in zip([NATIVE, *OURS], widths, found.items()):
@@ -155,4 +134,42 @@ def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title:
             axis.set(yscale="log", xlabel="step")
             axis.yaxis.set_major_formatter(PLAIN_NUMBERS)
         left.legend(loc="best")
-        caption(figure, title, note)
+
+
+class ParetoPoint(NamedTuple):
+    """Score of a quantised model: bits per weight with scales, loss, and accuracy of a classifier."""
+
+    bits: float
+    loss: float
+    accuracy: float | None
+    name: str
+
+
+def plot_pareto(
+    path: str | Path,
+    uniform: Sequence[ParetoPoint],
+    mixed: Sequence[ParetoPoint],
+    whole: ParetoPoint,
+    title: str,
+    note: str,
+) -> None:
+    """Draw loss and accuracy against bits: uniform widths as points, results of a search as a curve."""
+    kinds = ["loss"] + ["accuracy"] * (whole.accuracy is not None)
+    with picture(path, (5 * len(kinds), 4.1), len(kinds), title, note) as axes:
+        for axis, kind in zip(axes, kinds):
+            scale = 100 if kind == "accuracy" else 1
+            searched, same = (
+                [(point.bits, scale * getattr(point, kind)) for point in points] for points in (sorted(mixed), uniform)
+            )
+            axis.axhline(scale * getattr(whole, kind), color=NATIVE, lw=1, ls=":", label="float32")
+            look = {"color": OURS[0], "marker": "o", "ms": 3.5, "lw": 1.5}
+            axis.plot(*zip(*searched), **look, label="a width for each layer, by search")
+            axis.plot(*zip(*same), color=OURS[1], marker="s", ms=6, lw=0, label="the same width for all")
+            for point, at in zip(uniform, same):
+                axis.annotate(point.name, at, (5, 4), textcoords="offset points", fontsize=8, color=OURS[1])
+            axis.set_xlabel("bits of a weight, scales counted")
+            axis.set_ylabel("test loss" if kind == "loss" else "accuracy, per cent")
+        axes[0].set_yscale("log")
+        axes[0].yaxis.set_major_formatter(PLAIN_NUMBERS)
+        axes[0].yaxis.set_minor_formatter(NullFormatter())
+        axes[0].legend(loc="upper right")

@@ -44,11 +44,8 @@ from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse
 from quant.observers import OBSERVERS
 from quant.search import SEARCHES, Choice
 
-BATCH = 64
-"""Samples of a batch: the same on any number of ranks, which keeps sums over batches equal."""
-
-STEPS = 4
-"""Budgets between two widths of the curve."""
+BATCH = 64  # samples of a batch: the same on any number of ranks, which keeps sums over batches equal
+STEPS = 4  # budgets between two widths of the curve
 
 OF_MIXED = ("search", "sensitivity", "widths", "pareto")
 OF_CHECKPOINT = ("spec", "method", "activations", "observer", "calibrate", "samples", "mixed", "report", "output")
@@ -85,7 +82,6 @@ def parser() -> launcher.LauncherParser:
 
 
 def argument_error(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    """Error in the arguments, or None."""
     for needed, names in NEEDED.items():
         if getattr(args, needed) is None:
             for name in names:
@@ -103,18 +99,15 @@ def spec_of(option: str, text: str) -> QuantSpec:
 
 
 def model_score(comm: Communicator, trained: TrainedModel, model: Operator) -> EvalScore:
-    """Score of a model on the test set."""
     mine = dealt(trained.task.test, len(trained.task.test), BATCH, comm.rank, comm.size)
-    return trained.score(evaluate(model, trained.loss, mine, comm, trained.measure))
+    return EvalScore.of(evaluate(model, trained.loss, mine, comm, trained.measure), trained.task)
 
 
 def score_text(score: EvalScore) -> str:
-    """Accuracy or loss as text, with the loss of a classifier too."""
     return format_score(score) + (f", loss {score.loss:.4f}" if score.accuracy is not None else "")
 
 
 def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
-    """Print the errors of all layers."""
     wide = max(len("layer"), *(len(row.name) for row in rows))
     kind = max(len("spec"), *map(len, specs))
     say(
@@ -154,12 +147,10 @@ class QuantizeJob(NamedTuple):
     mine: list[Any]
 
     def score_text(self, model: Operator) -> str:
-        """Score of a model on the test set, as text."""
         return score_text(model_score(self.comm, self.trained, model))
 
 
 def mixture_of(job: QuantizeJob) -> PrecisionMixture:
-    """Options of every layer for a search."""
     args, spec, model = job.args, job.spec, job.trained.model
     layers = layers_of(model)
     check(layers, spec, args.method, job.activations, args.observer)
@@ -171,7 +162,7 @@ def mixture_of(job: QuantizeJob) -> PrecisionMixture:
 
 def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:
     """Test uniform widths and the results of searches between them; draw both."""
-    from parallel.benchmark.precision_plots import ParetoPoint, plot_pareto
+    from parallel.benchmark.training_plots import ParetoPoint, plot_pareto
 
     args, trained = job.args, job.trained
 
