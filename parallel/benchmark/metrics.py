@@ -1,6 +1,6 @@
 """File of metrics: one JSON object per line, written during a training and continued after a restart.
 
-The file has complete lines only: each is one write, and a line cut by a full disk is removed.
+The file has complete lines only: a write is of whole lines, and what a full disk cuts is removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Metrics:
         self.lines = [line for line in before if line.get("step", step + 1) <= step and not line.get("final")]
         self.problem: OSError | None = None
         self._file: BinaryIO | None = None
-        self._waiting: list[bytes] = []
+        self._waiting = b""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f".{path.name}.new")
@@ -44,12 +44,10 @@ class Metrics:
         """Append a line. An error is kept in `problem`, since a training goes on without it."""
         self.lines.append({name: _plain(value) for name, value in line.items()})
         if self._file is not None:
-            self._waiting.append(json.dumps(self.lines[-1], allow_nan=False).encode() + b"\n")
+            self._waiting += json.dumps(self.lines[-1], allow_nan=False).encode() + b"\n"
             try:
-                while self._waiting:
-                    _append(self._file, self._waiting[0])
-                    self._waiting.pop(0)
-                self.problem = None
+                _append(self._file, self._waiting)
+                self._waiting, self.problem = b"", None
             except OSError as error:
                 self.problem = error
 
@@ -62,19 +60,17 @@ class Metrics:
             self._file = None
 
     def copy(self, path: Path) -> None:
-        """Write all lines into another file."""
         path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
 
     def complete(self) -> None:
-        """Raise the `problem`, if there is one."""
         if self.problem is not None:
             raise self.problem
 
 
-def _append(file: BinaryIO, line: bytes) -> None:
-    """Append a line or none of it; raise OSError."""
+def _append(file: BinaryIO, lines: bytes) -> None:
+    """Append lines or nothing of them; raise OSError."""
     about = os.fstat(file.fileno())
-    if file.write(line) != len(line):
+    if file.write(lines) != len(lines):
         if stat.S_ISREG(about.st_mode):
             os.ftruncate(file.fileno(), about.st_size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

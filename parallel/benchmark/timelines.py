@@ -79,7 +79,6 @@ def _action(entry: dict[str, Any]) -> Action | None:
 
 
 def _end(lines: Sequence[Sequence[PipelineEvent]]) -> float:
-    """End of the last event."""
     return max((float(event.end) for line in lines for event in line), default=1.0)
 
 
@@ -92,8 +91,8 @@ def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
     from matplotlib.patches import Patch
 
     heights = [0.34 * len(band.lines) + 0.6 for band in bands]
-    size, look = (WIDTH, sum(heights) + 0.6), {"squeeze": False, "layout": "constrained", "height_ratios": heights}
-    figure, axes = plt.subplots(len(bands), 1, figsize=size, **look)
+    look: Any = {"squeeze": False, "layout": "constrained", "height_ratios": heights}
+    figure, axes = plt.subplots(len(bands), 1, figsize=(WIDTH, sum(heights) + 0.6), **look)
     for axis, band in zip(axes[:, 0], bands):
         _band(axis, band, max(_end(other.lines) for other in bands if other.unit == band.unit))
     present = {(event.action.kind, event.action.chunk) for band in bands for line in band.lines for event in line}
@@ -145,7 +144,6 @@ def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
 
 
 def summary(timeline: Timeline) -> str:
-    """Costs of a simulated step in one line."""
     plan, bubble = timeline.plan, timeline.bubble
     chunks = plan.placement.chunks
     stashed = ", ".join(map(str, peaks(plan)))

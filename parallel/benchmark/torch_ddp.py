@@ -47,9 +47,7 @@ class _Attention(nn.Module):
 
     def forward(self, x: Any) -> Any:
         batch, length, width = x.shape[0], x.shape[1], x.shape[2] // 3
-        q, k, v = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in x.split(width, dim=2)
-        )
+        q, k, v = x.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.transpose(1, 2).reshape(batch, length, width)
 
@@ -70,11 +68,8 @@ class TorchModel:
         self.module = self.build(model)
 
     def build(self, operator: Operator) -> nn.Module:
-        """Module of an operator and those within it."""
         if type(operator) not in COUNTERPARTS:
-            raise TypeError(
-                f"{type(operator).__name__} {operator.name}: this operator has no counterpart in PyTorch here"
-            )
+            raise TypeError(f"{type(operator).__name__} {operator.name}: this operator has no counterpart in PyTorch")
         return COUNTERPARTS[type(operator)](self, operator)
 
     def parameter(self, parameter: Parameter, transposed: bool = False) -> nn.Parameter:
@@ -140,11 +135,8 @@ class TorchTraining:
         self.model = TorchModel(model)
         self.module = nn.parallel.DistributedDataParallel(self.model.module, gradient_as_bucket_view=True)
         groups = [
-            {
-                "params": [theirs for ours, theirs, _ in self.model.pairs if ours.decay == decays],
-                "weight_decay": optimizer.decay if decays else 0.0,
-            }
-            for decays in (True, False)
+            {"params": [theirs for ours, theirs, _ in self.model.pairs if ours.decay == decays], "weight_decay": decay}
+            for decays, decay in ((True, optimizer.decay), (False, 0.0))
         ]
         rate, betas = rate_at(optimizer.rate, 0), (optimizer.beta1, optimizer.beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optimizer.eps, fused=True)
@@ -165,25 +157,19 @@ class TorchTraining:
     def gradients(self, x: Array, y: Array) -> dict[str, Array]:
         """Gradient of the mean loss over all ranks, by the names of the Chorus parameters, without an update."""
         self._backward(x, y)
-        gradients: list[tuple[str, Any, bool]] = [
-            (ours.name, theirs.grad, flip) for ours, theirs, flip in self.model.pairs
-        ]
-        return {name: np.array((gradient.T if flip else gradient).numpy()) for name, gradient, flip in gradients}
+        pairs: Any = self.model.pairs
+        return {ours.name: np.array((theirs.grad.T if flip else theirs.grad).numpy()) for ours, theirs, flip in pairs}
 
     def close(self) -> None:
-        """Leave the process group."""
         dist.destroy_process_group()
 
 
 def _init_gloo(comm: MPI.Intracomm) -> None:
-    """Initialise gloo with the communicator's ranks."""
     rank, size = comm.Get_rank(), comm.Get_size()
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    alone = bool(comm.allreduce(node.Get_size() == size, MPI.LAND))
-    node.Free()
-    if alone:
+    host, *others = comm.allgather(socket.getfqdn())
+    if set(others) <= {host}:  # one node
+        host = "127.0.0.1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    host = "127.0.0.1" if alone else comm.bcast(socket.getfqdn())
     store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = comm.bcast(store.port if store else None)
     if store is None:

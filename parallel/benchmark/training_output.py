@@ -29,7 +29,6 @@ def tokens(training: Training) -> int:
 
 
 def unit(training: Training) -> str:
-    """Name of the items that throughput counts."""
     return "tokens" if training.task.kind == "bytes" else "samples"
 
 
@@ -46,7 +45,6 @@ def short(number: float) -> str:
 
 
 def format_speed(training: Training, speed: Throughput) -> str:
-    """Throughput, MFU and share of communication, as text."""
     words = f"{short(speed.samples_per_s * tokens(training))} {unit(training)}/s"
     words += "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     return f"{words}, communication {speed.communication_share:.0%}"
@@ -58,7 +56,6 @@ def format_loss(training: Training, loss: float) -> str:
 
 
 def format_score(score: EvalScore) -> str:
-    """Test score as text."""
     if math.isnan(score.loss):
         return "no samples to test"
     if score.bits_per_byte is not None:
@@ -69,13 +66,11 @@ def format_score(score: EvalScore) -> str:
 
 
 def title_of(training: Training) -> str:
-    """Title of a picture."""
     settings = training.settings
     return f"{settings.model} on {training.task.name}: {settings.layout}, {settings.precision}, {settings.optimizer}"
 
 
-LANES = ("", " under way")
-"""Threads of a rank in a trace: its work, and exchanges in flight."""
+LANES = ("", " under way")  # threads of a rank in a trace: its work, and exchanges in flight
 
 
 def write_trace(path: Path, comm: Communicator, events: list[ProfilerEvent], ahead: float, **about: Any) -> None:

@@ -21,8 +21,7 @@ from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.resources import cores_per_rank, limit_threads
 from parallel.runtime.vector_memory import keep_freed_memory
 
-DATA = {"gpt": "pydoc", "mlp": "digits"}
-"""Default data by model."""
+DATA = {"gpt": "pydoc", "mlp": "digits"}  # default data by model
 
 COUNT = launcher.at_least(1, int)
 

@@ -33,8 +33,7 @@ from parallel.nn.models import build
 from parallel.optim.optimizers import AdamW
 
 BOUND = ("alone", "exchange")
-FIRST = "dp-naive"
-"""Layout that the others are compared with."""
+FIRST = "dp-naive"  # layout that the others are compared with
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -30,14 +30,9 @@ from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import ActionTimes, simulate
 from parallel.runtime.profiler import Profiler
 
-TOLERANCE = 0.10
-"""Largest relative error of the idle share."""
-
-BYTES, TIMES = 4096, 3
-"""Length of a message, and runs of each schedule."""
-
-MOST_SECONDS = 30e-6
-"""Most seconds of the runner per action."""
+TOLERANCE = 0.10  # largest relative error of the idle share
+BYTES, TIMES = 4096, 3  # length of a message, and runs of each schedule
+MOST_SECONDS = 30e-6  # most seconds of the runner per action
 
 
 class SleepingStage:
@@ -80,7 +75,6 @@ def run(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float) -> tuple[float,
 
 
 def idle(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float) -> float:
-    """Measured share of all stages' time without computation."""
     shares = []
     for _ in range(TIMES):
         whole, computing, _ = run(comm, plan, seconds)

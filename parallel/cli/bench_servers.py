@@ -31,8 +31,7 @@ from parallel.parameter_server.work_assignment import WorkPart
 WIDTH, BUCKET, TURNS = 1024, 4 << 20, 15
 """Width of the model's layers, bytes of a bucket, and turns after two to warm up."""
 
-GOAL = 0.8
-"""Least ratio to the plain speed."""
+GOAL = 0.8  # least ratio to the plain speed
 
 
 def timed(comm: MPI.Intracomm, work: Callable[[], object]) -> float:

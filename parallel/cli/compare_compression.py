@@ -25,8 +25,7 @@ from parallel.engine.settings import Settings
 from parallel.grad_compression import AUTO, NONE, parse
 from parallel.trainer.trainer import Training
 
-WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"
-"""Default of --ways."""
+WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"  # default of --ways
 
 
 def ways(text: str) -> list[str]:

@@ -25,14 +25,12 @@ from parallel.decentralized.styles import STYLES
 from parallel.engine.settings import Settings
 from parallel.trainer.trainer import Training
 
-BESIDE = "dp"
-"""Layout that the styles are compared with."""
+BESIDE = "dp"  # layout that the styles are compared with
 
 EVERY = 5
 """Steps between two measurements of the distance; no multiple of the default taus, which would hide their effect."""
 
-LAST = 20
-"""Steps whose losses make the final loss."""
+LAST = 20  # steps whose losses make the final loss
 
 
 def history(comm: Communicator, settings: Settings) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from parallel.nn.models import build
 from parallel.nn.operator import Operator
 from parallel.optim.optimizers import SGD, AdamW
 
-RTOL, ATOL = 1e-5, 4e-5
-"""Largest difference of a gradient element: ATOL + RTOL of its size."""
+RTOL, ATOL = 1e-5, 4e-5  # largest difference of a gradient element: ATOL + RTOL of its size
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,7 +55,6 @@ class GradientTap(SGD):
 def chorus_side(
     task: LearningTask, options: argparse.Namespace, comm: Communicator, optimizer: Any
 ) -> tuple[Operator, Engine]:
-    """Model and engine of the Chorus side."""
     model = build(options.model, task.inputs, task.outputs)
     return model, Engine(model, SoftmaxCrossEntropy(), comm, optimizer)
 

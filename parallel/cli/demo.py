@@ -11,11 +11,10 @@ Without scikit-learn, which holds the digits, the task is a made-up one.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -34,50 +33,47 @@ from parallel.trainer.records import EvalScore
 from parallel.trainer.trainer import Training
 
 OUT = Path("out")
-GOALS = {"digits": 0.97, "teacher_classes": 0.7}
-"""Test accuracy to reach, by task."""
+GOALS = {"digits": 0.97, "teacher_classes": 0.7}  # test accuracy to reach, by task
 
 RACE = ("allreduce", "broadcast", "allgather", "reduce_scatter")
 RACE_SIZES = (8, 1024, 65536, 1048576)
+RACE_SECONDS = 0.2  # limit of each measurement
 
 
-@dataclass
-class TrainingHistory:
+class TrainingHistory(NamedTuple):
     """Results of a training: a row for each step, the last score, and the weights."""
 
     title: str
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    score: EvalScore = field(default_factory=lambda: EvalScore(float("nan"), None, None))
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    seconds: float = 0.0
+    lines: list[dict[str, Any]]
+    score: EvalScore
+    weights: dict[str, np.ndarray]
+    seconds: float
 
 
 def train(comm: Communicator, epochs: int, name: str, task: str = "digits") -> TrainingHistory:
     """Train on the ranks of `comm`. The result is the same on all ranks, and on any number of them."""
     settings = {"data": task, "model": "mlp", "epochs": epochs, "reproducible": True}
     with Training(complete(settings), comm) as training, launcher.progress(training.steps, name, "step") as bar:
-        result, began = TrainingHistory(title_of(training)), time.perf_counter()
+        lines, began = [], time.perf_counter()
         for record in training.run():
-            result.lines.append(record.line())
+            lines.append(record.line())
             if training.done % training.sampler.steps_per_epoch == 0:
-                result.score = training.score()
-                result.lines[-1] |= result.score.line()
-                text = f"loss {record.report.loss:.3f}, test accuracy {result.score.accuracy:.1%}"
+                score = training.score()
+                lines[-1] |= score.line()
+                text = f"loss {record.report.loss:.3f}, test accuracy {score.accuracy:.1%}"
                 bar.set_postfix_str(text, refresh=False)
             bar.update()
-        result.seconds = time.perf_counter() - began
-        result.weights = {place.parameter.name: place.parameter.data.copy() for place in training.engine.flat.places}
-    return result
+        seconds = time.perf_counter() - began
+        weights = {place.parameter.name: place.parameter.data.copy() for place in training.engine.flat.places}
+        return TrainingHistory(title_of(training), lines, score, weights, seconds)
 
 
 def first_difference(one: TrainingHistory, other: TrainingHistory) -> str | None:
-    """Name of the first tensor whose bits differ, or None."""
     pairs = zip(one.weights.items(), other.weights.items(), strict=True)
     return next((name for (name, a), (_, b) in pairs if a.tobytes() != b.tobytes()), None)
 
 
 def ranks_text(size: int) -> str:
-    """Number of ranks as text."""
     return f"{size} rank{'s' * (size != 1)}"
 
 
@@ -102,14 +98,13 @@ def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int, task: str) -> t
     return parallel, bool(plain.bcast(passed))
 
 
-def race(plain: MPI.Intracomm, comm: MPI.Intracomm, seconds: float) -> Report:
+def race(plain: MPI.Intracomm, comm: MPI.Intracomm) -> Report:
     """Measure collectives and the MPI's own at a few sizes, and print both times."""
     report = make_report(plain.Get_size(), [], against="native")
     for line in result_table.preamble(report):
         say(line)
     say(f"{'collective':16}{'bytes':>8}{'Chorus':>12}{'the MPI':>12}   {'Chorus / the MPI':19}  chosen algorithm")
-    cases = list(product(RACE, RACE_SIZES))
-    options = RaceOptions(limits={"seconds": seconds})
+    cases, options = list(product(RACE, RACE_SIZES)), RaceOptions(limits={"seconds": RACE_SECONDS})
     with launcher.progress(len(cases), "racing", "race") as bar:
         for collective, nbytes in cases:
             rows, absent = measure(plain, comm, collective, ["auto"], nbytes, options=options)
@@ -142,7 +137,6 @@ def draw(trained: TrainingHistory, ranks: int, report: Report | None) -> None:
     except ImportError:
         say("No pictures: matplotlib is not installed (pip install 'chorus-mpi[plot]').")
         return
-    OUT.mkdir(exist_ok=True)
     plot_learning(OUT / "training.png", trained.lines, f"{trained.title}, {ranks_text(ranks)}", machine())
     say(f"\nPictures:\n  {OUT / 'training.png'}")
     if report is not None:
@@ -153,13 +147,10 @@ def draw(trained: TrainingHistory, ranks: int, report: Report | None) -> None:
 def main() -> int:
     """Train, race, draw; 0 if the goal is reached, the weights agree, and every result was right."""
     parser = launcher.LauncherParser(__doc__)
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default 15)")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement (default 0.2)")
+    at_least_one = launcher.at_least(1, int)
+    parser.add_argument("--epochs", type=at_least_one, default=15, help="passes over the training set (default 15)")
     parser.add_argument("--no-race", action="store_true", help="train only")
     args = parser.parse_args()
-    if args.epochs < 1 or args.seconds < 0:
-        parser.error("--epochs must be at least 1 and --seconds must not be negative")
-
     plain = MPI.COMM_WORLD
     comm = Communicator(plain)
     task = "digits" if find_spec("sklearn") else "teacher_classes"
@@ -170,7 +161,7 @@ def main() -> int:
     report = None
     if not args.no_race:
         say("\n2. The race: collectives of Chorus, in Python, against those of the MPI library, in C\n")
-        report = race(plain, comm, args.seconds)
+        report = race(plain, comm)
         passed = passed and not any(row["wrong"] for row in report["rows"])
     if plain.Get_rank() == 0:
         draw(trained, plain.Get_size(), report)

@@ -95,7 +95,6 @@ def timeline_of(plan: PipelinePlan, arguments: argparse.Namespace) -> Timeline:
 
 
 def title_of(timeline: Timeline) -> str:
-    """Title of a timeline."""
     plan = timeline.plan
     return f"{plan.name}, {plan.stages} stages, {plan.microbatches} micro-batches"
 

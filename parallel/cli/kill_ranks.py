@@ -31,17 +31,10 @@ from parallel.cli.watchdog import children
 
 WORKERS = 3
 
-EXTRA_SECONDS = 10.0
-"""Most seconds that a training with a death may take longer than the slowest without one."""
-
-LOWER = 0.03
-"""Most that the accuracy may be below the worst undisturbed one."""
-
-UNDISTURBED = 3
-"""Number of trainings to compare with."""
-
-HANGING_SECONDS = 60.0
-"""Seconds after which a training counts as hanging."""
+EXTRA_SECONDS = 10.0  # most seconds that a training with a death may take longer than the slowest without one
+LOWER = 0.03  # most that the accuracy may be below the worst undisturbed one
+UNDISTURBED = 3  # number of trainings to compare with
+HANGING_SECONDS = 60.0  # seconds after which a training counts as hanging
 
 
 class KilledRun(NamedTuple):
@@ -61,7 +54,6 @@ class KilledRun(NamedTuple):
         return float(self.final.get("test_accuracy", 0))
 
     def row(self, name: str, note: str = "") -> str:
-        """Row of the table."""
         return f"{name:<36}{self.seconds:>9.1f}{self.final.get('updates', '-'):>9}{self.accuracy:>10.2%}  {note}"
 
 
@@ -78,7 +70,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def command(args: argparse.Namespace, mpiexec: str, metrics: Path) -> list[str]:
-    """Command line of a training."""
     start = [mpiexec, "--with-ft", "ulfm", "--map-by", ":oversubscribe", "-n", str(args.servers + WORKERS)]
     start += [sys.executable, "-m", "parallel.cli.main", "train"]
     options = {"parallel": "ps", "servers": args.servers, "replicas": args.replicas, "consistency": args.consistency}
@@ -87,7 +78,6 @@ def command(args: argparse.Namespace, mpiexec: str, metrics: Path) -> list[str]:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Processes of a launcher, by rank."""
     found: dict[int, int] = {}
     for process in descendants(launcher):
         with suppress(OSError):
@@ -97,7 +87,6 @@ def ranks_of(launcher: int) -> dict[int, int]:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """All descendants of a process."""
     for child in children(process):
         yield child
         yield from descendants(child)
@@ -119,13 +108,12 @@ def run(args: argparse.Namespace, mpiexec: str, victim: int | None = None, momen
             if target is not None and not any("final" in row for row in rows):
                 os.kill(target, signal.SIGKILL)
                 reached = len(rows)
-        code: int | None = None
         with suppress(subprocess.TimeoutExpired):
-            code = process.wait(HANGING_SECONDS)
+            process.wait(HANGING_SECONDS)
+        code = process.poll()
         if code is None:
-            for rank in ranks_of(process.pid).values():
+            for rank in (*ranks_of(process.pid).values(), process.pid):
                 os.kill(rank, signal.SIGKILL)
-            process.kill()
             process.wait()
         seconds = time.monotonic() - began
         return KilledRun(code, seconds, (read(metrics) or [{}])[-1], output.read_text(errors="replace"), reached)

@@ -19,8 +19,7 @@ from parallel.cli.programs import PROGRAMS, CommandEntry, usage
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "FLUX_TASK_RANK")
 """Environment variables that a launcher sets for each rank."""
 
-EXPECTED = "CHORUS_RANKS"
-"""Environment variable with the number of ranks that -n started."""
+EXPECTED = "CHORUS_RANKS"  # environment variable with the number of ranks that -n started
 
 LAUNCH_DEFAULTS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -66,7 +66,6 @@ EXAMPLES = """\
 
 
 def usage() -> str:
-    """Text of `chorus --help`."""
     width = max(map(len, PROGRAMS)) + 2
     rows = "\n".join(f"  {name:<{width}}{program.summary}" for name, program in PROGRAMS.items())
     return (

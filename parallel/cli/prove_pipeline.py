@@ -26,8 +26,7 @@ from parallel.pipeline.schedule.pipeline_plan import PipelinePlan, build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 from parallel.pipeline.schedule.simulator import ActionTimes, PlanError, simulate
 
-VIRTUAL, STEPS = (1, 2, 3, 4), (1, 3)
-"""Values of parameters that a schedule leaves open."""
+VIRTUAL, STEPS = (1, 2, 3, 4), (1, 3)  # values of parameters that a schedule leaves open
 
 TIMES = ((1, 1, 1), (3, 2, 1))
 """Times of F, B and W. A deadlock does not depend on them, so every plan runs with one of these only."""

@@ -27,14 +27,9 @@ from parallel.optim.optimizers import SGD
 from parallel.parameter_server.consistency import rule_of
 from parallel.parameter_server.server_engine import ParameterServer
 
-BATCH = 16
-"""Samples of a part of a step."""
-
-DELAY, FACTOR = 0.03, 5.0
-"""Additional seconds of a part, and the factor on the slow worker."""
-
-GOAL = 0.7
-"""Most seconds of an asynchronous rule, relative to bsp."""
+BATCH = 16  # samples of a part of a step
+DELAY, FACTOR = 0.03, 5.0  # additional seconds of a part, and the factor on the slow worker
+GOAL = 0.7  # most seconds of an asynchronous rule, relative to bsp
 
 
 class RuleResult(NamedTuple):

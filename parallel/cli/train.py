@@ -39,8 +39,7 @@ from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
 from parallel.runtime.vector_memory import keep_freed_memory
 from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_in
 
-LOCK_SECONDS = 3.0
-"""Longest wait for the lock of a training that is just ending."""
+LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
 
 
 def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:

@@ -79,7 +79,6 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """Add the options of files, checkpoints and tests."""
     add = parser.add_argument_group("files").add_argument
     add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints")
     add("--every", type=int, metavar="N", help="steps between checkpoints (default: ten in all)")
@@ -92,7 +91,6 @@ def add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def argument_error(args: argparse.Namespace) -> str | None:
-    """Error in the arguments that are no settings, or None."""
     for name in ("every", "keep", "test_every", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -103,7 +101,6 @@ def argument_error(args: argparse.Namespace) -> str | None:
 
 
 def picture_error(option: str, path: Path | None) -> str | None:
-    """Error in the name of a picture, or None."""
     if path is None:
         return None
     if path.suffix not in PICTURES:

@@ -7,7 +7,7 @@ import resource
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -41,20 +41,11 @@ from parallel.runtime.throughput import Throughput, ThroughputMeter
 from parallel.trainer.records import EvalScore, StepRecord
 from parallel.trainer.trainer import Training
 
-INTERVALS = 10
-"""Default number of tests and checkpoints of a training."""
-
-TEST_SAMPLES = 256
-"""Windows of text in a test during the training; the final one takes all."""
-
-TRACED = range(2, 7)
-"""Steps of this run in its trace."""
-
-REFRESH = 0.2
-"""Seconds between two updates of the progress bar."""
-
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes per unit of `ru_maxrss`."""
+INTERVALS = 10  # default number of tests and checkpoints of a training
+TEST_SAMPLES = 256  # windows of text in a test during the training; the final one takes all
+TRACED = range(2, 7)  # steps of this run in its trace
+REFRESH = 0.2  # seconds between two updates of the progress bar
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxrss`
 
 
 def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
@@ -142,10 +133,7 @@ class TrainingRun:
         bar = launcher.progress(training.steps, training.task.name, "step")
         output, errors = (launcher.launcher_stream(number) if self._reporter else None for number in (1, 2))
         notice = ExitNotice(self._reporter and not training.fault_tolerant, errors)
-        with ExitStack() as streams, bar, notice, InterruptFlag() as interrupt:
-            for stream in (output, errors):
-                if stream is not None:
-                    streams.enter_context(stream)
+        with output or nullcontext(), errors or nullcontext(), bar, notice, InterruptFlag() as interrupt:
             notice.set_text(checkpoints.killed_text())
             bar.update(training.done)
             for index, record in enumerate(training.run(lambda: interrupt.seen)):

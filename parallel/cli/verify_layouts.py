@@ -27,8 +27,7 @@ from parallel.data_parallel.layouts import LAYOUTS
 from parallel.pipeline.schedule.pipeline_plan import build
 from parallel.pipeline.schedule.schedules import SCHEDULES
 
-LIMIT = 120.0
-"""Seconds for each training."""
+LIMIT = 120.0  # seconds for each training
 
 MODELS = {
     "mlp": "--data teacher_classes --model mlp:tiny --batch 40 --micro-batch 10",
@@ -36,8 +35,7 @@ MODELS = {
 }
 """Options of `chorus train` by model."""
 
-UNITS = {"mlp": 2, "gpt": 4}
-"""Units by model: the most parts of a pipeline."""
+UNITS = {"mlp": 2, "gpt": 4}  # units by model: the most parts of a pipeline
 
 PIPELINES = [f"pp:{name}" for name, entry in SCHEDULES.items() if entry.version is None]
 """Schedules with the gradients of one rank."""
@@ -54,9 +52,8 @@ class LayoutRun(NamedTuple):
     options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.layout:14} {self.ranks:2} rank{'s' if self.ranks > 1 else ' '}  {' '.join(self.options)}".rstrip()
-        )
+        ranks = f"{self.ranks:2} rank{'s' if self.ranks > 1 else ' '}"
+        return f"{self.layout:14} {ranks}  {' '.join(self.options)}".rstrip()
 
 
 def table(model: str, ranks: list[int], layouts: list[str]) -> list[LayoutRun]:
@@ -75,7 +72,6 @@ def table(model: str, ranks: list[int], layouts: list[str]) -> list[LayoutRun]:
 
 
 def _rows(model: str, size: int, name: str) -> list[LayoutRun]:
-    """A layout on `size` ranks, if the model has enough units."""
     if name not in PIPELINES:
         return [LayoutRun(size, name)]
     meshes = [(f"pp={size}", size)]

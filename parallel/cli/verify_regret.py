@@ -38,14 +38,9 @@ from parallel.nn.operator import constant
 from parallel.optim.optimizers import SGD
 from parallel.parameter_server.server_engine import ParameterServer
 
-BATCH = 8
-"""Samples of a gradient."""
-
-RADIUS, DELAY = 12.0, 0.001
-"""Radius of the ball, and additional seconds of a gradient."""
-
-DESCENTS = 1000
-"""Steps of the search for the best point."""
+BATCH = 8  # samples of a gradient
+RADIUS, DELAY = 12.0, 0.001  # radius of the ball, and additional seconds of a gradient
+DESCENTS = 1000  # steps of the search for the best point
 
 
 def losses(weights: np.ndarray, data: ArrayDataset) -> np.ndarray:

@@ -16,11 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-GRACE = 3.0
-"""Seconds that a rank may be missing: at a normal end, some ranks exit earlier than others."""
-
-PERIOD = 0.1
-"""Seconds between two checks."""
+GRACE = 3.0  # seconds that a rank may be missing: at a normal end, some ranks exit earlier than others
+PERIOD = 0.1  # seconds between two checks
 
 _processes: list[subprocess.Popen[bytes]] = []
 
