@@ -79,13 +79,10 @@ def table(schedules: Sequence[Schedule], count: int, width: int = 0) -> str:
     ]
     numbering = [["round"], *([str(index)] for index in range(rounds))]
     bands: list[list[list[list[str]]]] = [[numbering]]
-    used = _width(numbering)
     for column in columns:
-        if width and len(bands[-1]) > 1 and used + 2 + _width(column) > width:
+        if width and len(bands[-1]) > 1 and sum(2 + _width(one) for one in (*bands[-1], column)) - 2 > width:
             bands.append([numbering])
-            used = _width(numbering)
         bands[-1].append(column)
-        used += 2 + _width(column)
     return "\n\n".join("\n".join(_rows(band)) for band in bands)
 
 

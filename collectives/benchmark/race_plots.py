@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from collectives.benchmark.result_rows import Report, Row
-from collectives.benchmark.size_arguments import format_size
+from collectives.benchmark.size_arguments import format_size, format_time
 
 STYLE: Any = {
     "font.size": 10,
@@ -48,13 +48,6 @@ def page(path: Path, width: float, height: float, title: str, note: str = "") ->
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
         plt.close(figure)
-
-
-def _time(us: float, _: object = None) -> str:
-    for limit, unit in ((1e6, "s"), (1e3, "ms")):
-        if us >= limit:
-            return f"{us / limit:g} {unit}"
-    return f"{us:g} us"
 
 
 def _size_axis(axis: Axes, sizes: list[int]) -> None:
@@ -94,7 +87,7 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
     times.set_yscale("log")
     low, high = times.get_ylim()
     times.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
-    times.yaxis.set_major_formatter(FuncFormatter(_time))
+    times.yaxis.set_major_formatter(FuncFormatter(lambda us, _: format_time(us / 1e6)))
     times.yaxis.set_minor_formatter(NullFormatter())
     times.set_title(collective.replace("_", "-"), loc="left")
     times.legend(loc="upper left", fontsize=9)
@@ -120,12 +113,11 @@ def plot_race(path: Path, report: Report) -> None:
     with page(path, max(7.0, 5.4 * across), 5.2 * down + 0.5, title, report["machine"]) as figure:
         grid = figure.add_gridspec(2 * down, across, height_ratios=[3, 1.25] * down)
         for i, collective in enumerate(collectives):
-            row, column = divmod(i, across)
-            times = figure.add_subplot(grid[2 * row, column])
-            ratios = figure.add_subplot(grid[2 * row + 1, column], sharex=times)
-            _race(
-                times, ratios, collective, [r for r in report["rows"] if r["collective"] == collective and r["bytes"]]
-            )
+            place, column = divmod(i, across)
+            times = figure.add_subplot(grid[2 * place, column])
+            ratios = figure.add_subplot(grid[2 * place + 1, column], sharex=times)
+            rows = [row for row in report["rows"] if row["collective"] == collective and row["bytes"]]
+            _race(times, ratios, collective, rows)
             if column == 0:
                 times.set_ylabel("median latency (slowest rank)")
                 ratios.set_ylabel("ours / native")
@@ -143,7 +135,7 @@ def _scale(axis: Axes, rows: list[Any], along: str) -> None:
     bounds = {getattr(row, along): row.bound * 1e6 for row in rows}
     axis.plot(list(bounds), list(bounds.values()), "--", color=NATIVE, lw=1.3, label="lower bound", zorder=1)
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(FuncFormatter(_time))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda us, _: format_time(us / 1e6)))
     _size_axis(axis, sorted(bounds))
 
 

@@ -1,4 +1,4 @@
-"""Message sizes as people write them: ``8:64M``, ``8:64M:4``, ``8,1K,64K,1M``."""
+"""Message sizes as people write them, ``8:64M``, ``8:64M:4``, ``8,1K,64K,1M``, and times."""
 
 from __future__ import annotations
 
@@ -48,3 +48,9 @@ def format_size(nbytes: float) -> str:
         if nbytes >= UNITS[unit] and nbytes % UNITS[unit] == 0:
             return f"{int(nbytes) // UNITS[unit]}{unit}"
     return f"{nbytes:g}" if nbytes < 1e6 else f"{nbytes:.0f}"
+
+
+def format_time(seconds: float) -> str:
+    """Time as text, such as 1.5 ms."""
+    unit, length = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
+    return f"{seconds / length:.4g} {unit}"

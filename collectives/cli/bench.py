@@ -72,7 +72,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.merge = args.merge and merge([json.loads(path.read_text()) for path in args.merge])
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"argument --merge: {error}")
-    if fault := MPI.COMM_WORLD.bcast(_unwritable(args) if MPI.COMM_WORLD.Get_rank() == 0 else None):
+    fault = None
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        try:
+            for path in filter(None, (args.json, args.plot)):
+                check_writable(path)
+        except OSError as error:
+            fault = str(error)
+    if fault := MPI.COMM_WORLD.bcast(fault):
         parser.error(fault)
     return args
 
@@ -84,16 +91,6 @@ def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
         if name not in ("all", *known):
             raise ValueError(f"{collective} has no algorithm {name!r}; known: {', '.join(known)}")
     return list(dict.fromkeys(name for word in wanted for name in (known if word == "all" else [word])))
-
-
-def _unwritable(args: argparse.Namespace) -> str | None:
-    """Reason why a file is not writable, checked before the measurements; None if it is."""
-    try:
-        for path in filter(None, (args.json, args.plot)):
-            check_writable(path)
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, int]]:

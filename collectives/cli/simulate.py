@@ -21,7 +21,7 @@ from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import LinearCost
 from collectives.benchmark import predictions as paper
 from collectives.benchmark.predictions import CostPrediction, PredictionRow
-from collectives.benchmark.size_arguments import format_size, parse_size, parse_sizes
+from collectives.benchmark.size_arguments import format_size, format_time, parse_size, parse_sizes
 from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from collectives.selection.timing_file import TableError, default_path, read
@@ -72,13 +72,8 @@ def describe(model: CostPrediction) -> str:
         return f"{1e-9 / per_byte:.3g} GB/s" if per_byte else "any rate"
 
     wires = (("within nodes", model.node), ("a node's card", model.network))
-    parts = [f"{where}: {time(wire.alpha)} a message, {rate(wire.beta)}" for where, wire in wires]
+    parts = [f"{where}: {format_time(wire.alpha)} a message, {rate(wire.beta)}" for where, wire in wires]
     return "; ".join([*parts, f"combining: {rate(model.gamma)}"])
-
-
-def time(value: float) -> str:
-    unit = next((unit for unit in ("s", "ms") if value >= TIMES[unit]), "us")
-    return f"{value / TIMES[unit]:.4g} {unit}"
 
 
 def table(rows: list[PredictionRow]) -> list[str]:
@@ -90,7 +85,7 @@ def table(rows: list[PredictionRow]) -> list[str]:
         to_bound = f"{row.seconds / row.bound:.2f}" if row.bound else "-"
         lines.append(
             f"{row.algorithm + (' *' if row is best else ''):<22}{row.rounds:>10}{row.volume:>16}"
-            f"{time(row.seconds):>12}{to_best:>9}{time(row.bound):>12}{to_bound:>9}  "
+            f"{format_time(row.seconds):>12}{to_best:>9}{format_time(row.bound):>12}{to_bound:>9}  "
             f"{'clock' if row.played else 'formula'}"
         )
     return [*lines, "* the best"]
