@@ -39,14 +39,7 @@ from parallel.checkpoint.step_folders import (
     write_state,
     write_text,
 )
-from parallel.checkpoint.tensor_slices import (
-    OPTIONAL,
-    PlannedTensor,
-    TensorSlice,
-    natural_key,
-    plan,
-    within_family,
-)
+from parallel.checkpoint.tensor_slices import OPTIONAL, PlannedTensor, TensorSlice, natural_key, plan, within_family
 from parallel.nn.operator import ArraySpec
 from parallel.runtime.collective_errors import collective_call, raise_on_all
 from parallel.runtime.vector_memory import to_host
@@ -276,9 +269,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor of `entries`, on the calling rank."""
-        entry = self.entries[name]
-        values = SafetensorsReader(self.path / self._file_of[name]).read(within_family(name), 0, math.prod(entry.shape))
-        return values.reshape(entry.shape)
+        return SafetensorsReader(self.path / self._file_of[name]).tensor(within_family(name))
 
     def _copy(self, slices: Iterable[TensorSlice]) -> None:
         readers: dict[str, SafetensorsReader] = {}
@@ -296,8 +287,7 @@ def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     readers = [(file.name.partition("-")[0], SafetensorsReader(file)) for file in path.glob("*.safetensors")]
     everything = {f"{family}/{name}": reader for family, reader in readers for name in reader.entries}
     for name in sorted(everything, key=natural_key):
-        entry = everything[name].entries[within_family(name)]
-        yield name, everything[name].read(within_family(name), 0, math.prod(entry.shape)).reshape(entry.shape)
+        yield name, everything[name].tensor(within_family(name))
 
 
 def _described(entry: ArraySpec | None) -> str:

@@ -108,12 +108,16 @@ class SafetensorsReader:
                 raise ValueError(f"{path.name}: {name} has elements of type {found.get_dtype()}")
             self.entries[name] = ArraySpec(tuple(found.get_shape()), np.dtype(CODES[found.get_dtype()]))
 
+    def tensor(self, name: str) -> np.ndarray:
+        """A whole tensor."""
+        values: np.ndarray = self._file.get_tensor(name)
+        return values
+
     def read(self, name: str, start: int, size: int) -> np.ndarray:
         """Elements of a flattened tensor; only the rows with these elements are read."""
         shape = self.entries[name].shape
         if not shape:
-            whole: np.ndarray = self._file.get_tensor(name)
-            return whole.reshape(-1)[start : start + size]
+            return self.tensor(name).reshape(-1)[start : start + size]
         width = math.prod(shape[1:])
         first = start // width
         rows: np.ndarray = self._file.get_slice(name)[first : -(-(start + size) // width)]

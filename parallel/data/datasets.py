@@ -54,9 +54,7 @@ class TokenWindows:
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.stride < 0:
-            raise ValueError(
-                f"length: expected 1 or more, found {self.length}; stride: expected 0 or more, found {self.stride}"
-            )
+            raise ValueError(f"length: expected 1 or more, found {self.length}; stride: 0 or more, found {self.stride}")
 
     def __len__(self) -> int:
         return max(0, (len(self.text) - self.length - 1) // (self.stride or self.length) + 1)

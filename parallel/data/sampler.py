@@ -220,12 +220,7 @@ class Sampler:
         self.epoch, self.step = epoch, step
 
     def _fixed(self) -> dict[str, int]:
-        return {
-            "count": self.count,
-            "global_batch": self.global_batch,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-        }
+        return {"count": self.count, "global_batch": self.global_batch, "seed": self.seed, "shuffle": int(self.shuffle)}
 
 
 def contiguous(count: int, rank: int, size: int) -> range:

@@ -37,10 +37,9 @@ def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
 
 def type_after(unit: Operator, x: Array) -> np.dtype | None:
     """Required dtype of a unit's result: that of its input, or of its parameters for integer input; None for any."""
-    if x.dtype.kind not in "iub":
-        dtype: np.dtype[Any] | None = x.dtype
-        return dtype
-    return next((parameter.dtype for parameter in unit.parameters()), None)
+    integers = x.dtype.kind in "iub"
+    dtype: np.dtype | None = next((p.dtype for p in unit.parameters()), None) if integers else x.dtype
+    return dtype
 
 
 def expect_type(operator: Any, what: str, found: Any, dtype: np.dtype | None) -> None:

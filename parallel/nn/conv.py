@@ -88,10 +88,7 @@ class Conv2d(Operator):
         if not self.first:
             weight = self.weight.data.reshape(self.outputs, -1)
             dx = kernels.col2im(kernels.matmul(weight.T, upper), saved.shape, self.window, self.stride, self.padding)
-        grads(
-            self.weight,
-            lambda out: kernels.matmul(upper, self._columns(saved).T, out=out.reshape(self.outputs, -1)),
-        )
+        grads(self.weight, lambda out: kernels.matmul(upper, self._columns(saved).T, out=out.reshape(self.outputs, -1)))
         if self.bias is not None:
             grads(self.bias, lambda out: upper.sum(axis=1, dtype=out.dtype, out=out))
         return dx

@@ -23,16 +23,9 @@ from parallel.nn.operator import Operator, normal
 def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False) -> Sequential:
     """Multilayer perceptron with ReLU, a unit per linear map; samples are flattened first.
 
-    Weights start normal, with variance 2 / inputs before a ReLU (He et al., 2015).
-
-    Parameters
-    ----------
-    widths : sequence of int
-        Elements of a sample, of each hidden layer, and classes: at least two.
-    dropout : float
-        After each ReLU.
-    recompute : bool
-        Recompute the hidden layers' values in the backward pass.
+    `widths` are the elements of a sample, of each hidden layer, and the classes: at least two. `dropout` follows each
+    ReLU; with `recompute`, hidden layers are computed again in the backward pass. Weights start normal, with variance
+    2 / inputs before a ReLU (He et al., 2015).
     """
     if len(widths) < 2:
         raise ValueError(f"mlp: expected at least two widths, found {list(widths)}")
@@ -55,17 +48,8 @@ def convnet(
 ) -> Sequential:
     """3 x 3 convolutions with ReLU and pooling to half the height and width, a unit each, then a linear map.
 
-    Parameters
-    ----------
-    shape : (channels, height, width)
-        Shape of a sample.
-    classes : int
-    channels : sequence of int
-        Channels after each convolution.
-    dropout : float
-        Before the linear map.
-    recompute : bool
-        Recompute the convolutions' units in the backward pass.
+    `shape` is that of a sample, (channels, height, width); `channels` are those after each convolution. `dropout`
+    precedes the linear map; with `recompute`, the convolutions' units are computed again in the backward pass.
     """
     units: list[Operator] = []
     before, height, width = shape
@@ -80,31 +64,16 @@ def convnet(
 
 
 def transformer(
-    vocabulary: int,
-    context: int,
-    layers: int,
-    heads: int,
-    width: int,
-    *,
-    dropout: float = 0.0,
-    recompute: bool = False,
+    vocabulary: int, context: int, layers: int, heads: int, width: int, *, dropout: float = 0.0, recompute: bool = False
 ) -> Sequential:
     """Decoder in the style of GPT-2: pre-norm, GELU, learned positions, tied output embedding.
 
-    Maps tokens (batch, length) to scores (batch, length, vocabulary). Units: the embedding, each block, the head.
-    Weights start normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2 layers) (Radford
-    et al., "Language Models are Unsupervised Multitask Learners", 2019).
-
-    Parameters
-    ----------
-    vocabulary, context : int
-        Tokens from 0 to below `vocabulary`, in sequences of at most `context`.
-    layers, heads, width : int
-        Blocks; heads in each; numbers per position, a multiple of `heads`.
-    dropout : float
-        After the embedding, the attention and the feed-forward part of each block.
-    recompute : bool
-        Keep only the input of each block, and recompute the block in the backward pass.
+    Maps tokens from 0 to below `vocabulary`, of shape (batch, length up to `context`), to scores (batch, length,
+    vocabulary). Units: the embedding, each of `layers` blocks, the head. `width`, the numbers per position, is a
+    multiple of `heads`. `dropout` follows the embedding and both halves of each block; with `recompute`, only the input
+    of each block is kept, and the block computed again in the backward pass. Weights start normal with deviation 0.02,
+    those that add to the residual stream with 0.02 / sqrt(2 layers) (Radford et al., "Language Models are Unsupervised
+    Multitask Learners", 2019).
     """
     init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(layers, 1)))
     embedding = Embedding(vocabulary, width, init=init)
