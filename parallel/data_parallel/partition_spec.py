@@ -15,27 +15,18 @@ from parallel.optim.precision import PRECISIONS, Precision
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """The model and its vector, the ranks, the types of numbers.
+    """The model and its vector, the ranks, the types of numbers."""
 
-    Attributes
-    ----------
-    units : items of the model, whose weights are gathered and released together
-    precision : `storage` is the dtype of weights and activations, `wide` that of gradients, master weights and moments
-    reproducible : gradients are added in canonical order
-    bucket_bytes, first_bytes : least bytes of a bucket of gradients, and of the one that is complete first
-    compress : `parallel.grad_compression.CompressorFactory` or None
-    """
-
-    units: tuple[Operator, ...]
+    units: tuple[Operator, ...]  # items of the model, whose weights are gathered and released together
     flat: FlatParams
     ranks: int
     rank: int
     precision: Precision
-    reproducible: bool
-    bucket_bytes: int
-    first_bytes: int
+    reproducible: bool  # gradients are added in canonical order
+    bucket_bytes: int  # least bytes of a bucket of gradients
+    first_bytes: int  # least bytes of the bucket that is complete first
     seed: int = 0
-    compress: Any = None
+    compress: Any = None  # `parallel.grad_compression.CompressorFactory` or None
 
     def scratch(self, adds: bool) -> int:
         """Elements of the longest tensor that gets several gradients before its sum is exchanged.

@@ -51,23 +51,15 @@ class StageWork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """Action with the data that the plan implies for its stage.
-
-    Attributes
-    ----------
-    key : kind of the data, receiving chunk, microbatch
-    peer, tag : peer stage and tag of a message
-    part : part of the model whose output or output gradient a message carries
-    target : key of the result if the next part is on the same stage, so that there is no message
-    """
+    """Action with the data that the plan implies for its stage; peer stage and tag are those of a message."""
 
     action: Action
     label: str
-    key: tuple[str, int, int]
+    key: tuple[str, int, int]  # kind of the data, receiving chunk, microbatch
     peer: int = -1
     tag: int = 0
-    part: int = -1
-    target: tuple[str, int, int] | None = None
+    part: int = -1  # of the model, whose output or output gradient a message carries
+    target: tuple[str, int, int] | None = None  # key of the result if the next part is on the same stage: no message
 
 
 def bind_actions(plan: PipelinePlan, stage: int, title: str = "") -> list[BoundAction]:

@@ -82,16 +82,13 @@ class DeferredGradients:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch of a pipeline, numbered in the step over all pipelines.
-
-    `x` and `y` are in the model's dtypes; `output_specs` are those of each part of the model.
-    """
+    """Microbatch of a pipeline, numbered in the step over all pipelines; `x` and `y` are in the model's dtypes."""
 
     number: int
     x: Array
     y: Array
     run: PassMode
-    output_specs: Sequence[ArraySpec]
+    output_specs: Sequence[ArraySpec]  # of each part of the model
 
 
 class StageEvaluator:

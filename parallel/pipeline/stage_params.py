@@ -29,23 +29,14 @@ REPLICAS = ("dp", "zero1")
 
 @dataclass(frozen=True)
 class Portion:
-    """Share of a rank in a pipelined model.
+    """Share of a rank in a pipelined model."""
 
-    Attributes
-    ----------
-    division : partition of the whole vector, among all ranks
-    plan : with messages
-    cuts : first unit of every part, and the number of units
-    groups : parameter groups of the whole vector
-    layout : layout of the gradient sums over replicas
-    """
-
-    division: Division
+    division: Division  # of the whole vector, among all ranks
     mesh: Mesh
-    plan: PipelinePlan
-    cuts: tuple[int, ...]
-    groups: tuple[SharedParamGroup, ...]
-    layout: str
+    plan: PipelinePlan  # with messages
+    cuts: tuple[int, ...]  # first unit of every part, and the number of units
+    groups: tuple[SharedParamGroup, ...]  # of the whole vector
+    layout: str  # of the gradient sums over replicas
 
     @classmethod
     def make(cls, division: Division, mesh: Mesh, plan: PipelinePlan, cuts: tuple[int, ...]) -> Portion:

@@ -73,17 +73,11 @@ def in_order(nodes: Iterable[TreeNode]) -> list[TreeNode]:
 
 
 class TreeSumForecast(NamedTuple):
-    """Nodes and vectors that a `TreeSum` uses, computed without vectors.
+    """Nodes and vectors that a `TreeSum` uses, computed without vectors."""
 
-    Attributes
-    ----------
-    nodes : nodes after the last number, from left to right
-    kept, taken : most vectors at once if pushed vectors are only read, and if they are taken over
-    """
-
-    nodes: tuple[TreeNode, ...]
-    kept: int
-    taken: int
+    nodes: tuple[TreeNode, ...]  # after the last number, from left to right
+    kept: int  # most vectors at once if pushed vectors are only read
+    taken: int  # most vectors at once if they are taken over
 
 
 @lru_cache(maxsize=256)

@@ -49,25 +49,19 @@ class Resolved(NamedTuple):
 class Strategy(NamedTuple):
     """Row of the table.
 
-    Attributes
-    ----------
-    check : raises ValueError, which names the field, for settings that the engine cannot use on so many ranks
-    workers : number of ranks, or pipelines, that share the samples of a step
-    resolve : decides open fields; ``take(n)`` returns n samples for trials. Collective
-    fields : settings that not every strategy has
-    has_variants : the layout may have a suffix after a colon
-    pulls_work : ranks request the micro-batches of a step one by one, so that each must be able to load any of them
-    survives_failures : training continues after the death of a rank, if the MPI does
+    `check` raises ValueError, which names the field, for settings that the engine cannot use on so many ranks.
+    `workers` is the number of ranks, or pipelines, that share the samples of a step. `resolve` decides open fields
+    (collective); ``take(n)`` returns n samples for its trials.
     """
 
     engine_class: Callable[[Settings], Any]
     check: Callable[[Settings, int], None]
     workers: Callable[[Settings, int], int] = lambda settings, ranks: ranks
     resolve: Callable[[TrainJob, Settings, Take], Resolved] = lambda job, settings, take: Resolved(settings)
-    fields: tuple[str, ...] = ()
-    has_variants: bool = False
-    pulls_work: bool = False
-    survives_failures: bool = False
+    fields: tuple[str, ...] = ()  # that not every strategy has
+    has_variants: bool = False  # the layout may have a suffix after a colon
+    pulls_work: bool = False  # ranks request micro-batches one by one, and must be able to load any of a step
+    survives_failures: bool = False  # training continues after the death of a rank, if the MPI does
 
 
 def _choose_compression(job: TrainJob, settings: Settings, take: Take) -> Resolved:

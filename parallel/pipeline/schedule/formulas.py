@@ -16,19 +16,12 @@ class Formulas(NamedTuple):
     p is the number of stages, m of microbatches in a step, n of steps, v of parts that a microbatch passes on a stage,
     s the number of the stage, g the length of a group of microbatches (`schedules.interleaved`); F, B and W are the
     times of a stage for a microbatch; messages take no time.
-
-    Attributes
-    ----------
-    idle : idle time of every stage, from the first computation of all stages to the last
-    keeps : microbatches alive at once on stage s, counted by chunk
-    holds : condition under which the formulas are exact
-    overlapping : True if `idle` is the idle time per step of steps that follow without a flush
     """
 
-    idle: str
-    keeps: str
-    holds: str = "True"
-    overlapping: bool = False
+    idle: str  # idle time of every stage, from the first computation of all stages to the last
+    keeps: str  # microbatches alive at once on stage s, counted by chunk
+    holds: str = "True"  # condition under which the formulas are exact
+    overlapping: bool = False  # True if `idle` is the idle time per step of steps that follow without a flush
 
 
 FORMULAS: dict[str, Formulas] = {

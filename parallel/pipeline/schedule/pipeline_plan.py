@@ -13,23 +13,16 @@ from parallel.pipeline.schedule.stage_placement import StagePlace, StagePlacemen
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Actions of all stages.
+    """Actions of all stages in order: without messages from `build`, with messages from `lowering.lower`.
 
-    Attributes
-    ----------
-    name : name of the schedule
-    placement : StagePlacement
-    microbatches : total number of microbatches, numbered from 0
-    actions : by stage, in order; without messages from `build`, with messages from `lowering.lower`
-    versions : by stage and microbatch: number of updates (``U``) in the weights that its F, B and W use; None without
-        updates
+    `versions` are by stage and microbatch the number of updates (``U``) in the weights that its F, B and W use.
     """
 
-    name: str
+    name: str  # of the schedule
     placement: StagePlacement
-    microbatches: int
+    microbatches: int  # in all steps, numbered from 0
     actions: Actions
-    versions: tuple[tuple[int, ...], ...] | None = None
+    versions: tuple[tuple[int, ...], ...] | None = None  # None without updates
 
     @property
     def stages(self) -> int:

@@ -19,22 +19,14 @@ VIRTUAL = (2, 3, 4)
 
 
 class PipelineChoice(NamedTuple):
-    """One configuration and its simulated cost.
-
-    Attributes
-    ----------
-    virtual : chunks of a stage, where the schedule leaves it open
-    cuts : layers of every part
-    seconds : duration of a step
-    nbytes : bytes of parameters and peak activations, by stage
-    """
+    """One configuration and its simulated cost."""
 
     schedule: str
     microbatches: int
-    virtual: int | None
-    cuts: list[range]
-    seconds: Number
-    nbytes: tuple[Number, ...]
+    virtual: int | None  # chunks of a stage, where the schedule leaves it open
+    cuts: list[range]  # layers of every part
+    seconds: Number  # of a step
+    nbytes: tuple[Number, ...]  # of parameters and peak activations, by stage
 
 
 def search(

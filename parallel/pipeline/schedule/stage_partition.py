@@ -12,20 +12,13 @@ from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 class LayerCost(NamedTuple):
-    """Cost of a layer for one microbatch, measured or estimated.
-
-    Attributes
-    ----------
-    forward, backward, weights : seconds of F, B and W
-    activations : bytes saved in F for B and W
-    parameters : bytes of weights, gradients and optimizer state
-    """
+    """Cost of a layer for one microbatch, measured or estimated: seconds of F, B and W, and bytes."""
 
     forward: Number
     backward: Number
     weights: Number = 0
-    activations: Number = 0
-    parameters: Number = 0
+    activations: Number = 0  # saved in F for B and W
+    parameters: Number = 0  # weights, gradients and optimizer state
 
     @property
     def seconds(self) -> Number:
