@@ -54,7 +54,6 @@ class Mesh:
     def lines(self, name: str) -> list[list[int]]:
         """Ranks that differ along one axis only, ordered by that coordinate: all such lines."""
         ranks = np.arange(self.size).reshape(*self.sizes.values())
-        lines: list[list[int]] = (
-            np.moveaxis(ranks, list(self.sizes).index(name), -1).reshape(-1, self.sizes[name]).tolist()
-        )
+        last = np.moveaxis(ranks, list(self.sizes).index(name), -1)
+        lines: list[list[int]] = last.reshape(-1, self.sizes[name]).tolist()
         return lines

@@ -85,10 +85,8 @@ class GradBucket:
 
 
 def users_of(buckets: Sequence[GradBucket], plan: PartitionSpec) -> list[tuple[int, ...]]:
-    return [
-        tuple(sorted({unit for place in bucket.places for unit in plan.users[id(place.parameter)]}))
-        for bucket in buckets
-    ]
+    users = ({unit for place in bucket.places for unit in plan.users[id(place.parameter)]} for bucket in buckets)
+    return [tuple(sorted(some)) for some in users]
 
 
 def buckets_of(cut: Iterable[Sequence[ParamSpan]], plan: PartitionSpec) -> list[GradBucket]:

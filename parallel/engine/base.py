@@ -198,11 +198,10 @@ class TrainEngine(BaseEngine):
 
     def _checked(self, batches: Iterable[Batch]) -> tuple[list[Batch], Exception | None]:
         mine, problem = checked(batches, self.context.memory.xp)
-        if problem is None:
-            try:
-                self._foresee(mine)
-            except Exception as error:
-                problem = error
+        try:
+            self._foresee(mine)
+        except Exception as error:
+            problem = problem or error
         return mine, problem
 
     def _is_new(self, kind: tuple[Any, ...]) -> bool:

@@ -128,10 +128,8 @@ class Engine(TrainEngine):
         if not drawn:
             return super().step(batches, stop=stop)
         if not self._layout.drawn:
-            can = ", ".join(name for name, layout in LAYOUTS.items() if layout.drawn)
-            raise ValueError(
-                f"drawn: ranks can draw their micro-batches in {can}, and the layout is {self.settings.layout}"
-            )
+            can, found = ", ".join(name for name, layout in LAYOUTS.items() if layout.drawn), self.settings.layout
+            raise ValueError(f"drawn: ranks can draw their micro-batches in {can}, and the layout is {found}")
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:

@@ -38,9 +38,6 @@ class SharedParamGroup:
         """Canonical leaf of a part's gradient from microbatch `number`."""
         return (number + 1) * len(self.parts) - 1 - self.parts.index(part)
 
-    def holders(self, placement: StagePlacement) -> list[int]:
-        return sorted({place.stage for part in self.parts for place in placement.owners(part)})
-
     def leaves(self, placement: StagePlacement, stage: int, numbers: Sequence[int]) -> tuple[int, ...]:
         """Leaves that a stage adds, for the microbatches of its pipeline, ascending."""
         return tuple(

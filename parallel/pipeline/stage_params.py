@@ -58,7 +58,8 @@ class Portion:
     def holders(self) -> list[tuple[int, ...]]:
         """Ranks that hold each group."""
         stages = [self.stage(rank) for rank in range(self.mesh.size)]
-        held = (set(group.holders(self.plan.placement)) for group in self.groups)
+        owners = self.plan.placement.owners
+        held = ({place.stage for part in group.parts for place in owners(part)} for group in self.groups)
         return [tuple(rank for rank, stage in enumerate(stages) if stage in some) for some in held]
 
     @cached_property

@@ -42,10 +42,8 @@ FORMULAS: dict[str, Formulas] = {
 
 def evaluate(formula: str, **letters: Number) -> Number:
     """Exact value of a formula; `letters` as in `Formulas`."""
-    exact = {letter: Fraction(value) for letter, value in letters.items()}
-    value: int | float | Fraction = eval(
-        formula, {"__builtins__": {}, "min": min, **exact}
-    )  # the formulas are the constants above
+    names = {"__builtins__": {}, "min": min, **{letter: Fraction(value) for letter, value in letters.items()}}
+    value: Number = eval(formula, names)  # the formulas are the constants above
     return value
 
 

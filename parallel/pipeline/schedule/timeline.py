@@ -6,17 +6,11 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from parallel.pipeline.schedule.actions import Action
 from parallel.pipeline.schedule.simulator import PipelineEvent, Timeline
 
 IDLE, CONTINUED = "·", "─"
 MOST = 2000
 """Most columns of a table."""
-
-
-def short(action: Action) -> str:
-    """Text of an action without its stage; chunk numbers are shown as primes, as in ``BW'5``."""
-    return f"{action.kind}{chr(39) * action.chunk}{action.microbatch}"
 
 
 def table(timeline: Timeline, width: int = 0) -> str:
@@ -56,5 +50,6 @@ def _cells(line: Sequence[PipelineEvent], unit: Fraction, columns: int) -> list[
     row = [IDLE] * columns
     for event in line:
         first, stop = (int(Fraction(moment) / unit) for moment in (event.start, event.end))
-        row[first:stop] = [short(event.action), *[CONTINUED] * (stop - first - 1)] if stop > first else []
+        kind, primes, number = event.action.kind, "'" * event.action.chunk, event.action.microbatch  # as in BW'5
+        row[first:stop] = [f"{kind}{primes}{number}", *[CONTINUED] * (stop - first - 1)] if stop > first else []
     return row
