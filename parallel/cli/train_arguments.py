@@ -18,7 +18,7 @@ from parallel.trainer.strategies import STRATEGIES
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the options of `Settings`, and --threads."""
-    sizes = "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in MODELS.items())
+    sizes = "; ".join(f"{name}: {', '.join(family.sizes)}" for name, family in MODELS.items())
 
     add = parser.add_argument_group("model and data").add_argument
     add("--data", metavar="NAME", help=f"{', '.join(datasets.TASKS)}, a text file, or an .npz file (default digits)")

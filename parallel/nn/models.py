@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from parallel.nn.activation import GELU, ReLU
 from parallel.nn.attention import self_attention
@@ -104,21 +105,32 @@ def _dropouts(rate: float) -> list[Operator]:
 # ------------------------------------------------------------------------------------------ by name
 
 
-MODELS: dict[str, dict[str, tuple[int, ...]]] = {
-    "mlp": {"tiny": (32,), "small": (256, 128), "medium": (1024, 1024), "large": (4096, 4096, 4096)},
-    "convnet": {"tiny": (4, 8), "small": (16, 32), "medium": (32, 64, 128)},
-    "gpt": {
-        "tiny": (2, 2, 64),
-        "mini": (4, 4, 128),
-        "small": (4, 4, 256),
-        "medium": (6, 6, 384),
-        "large": (12, 12, 768),
-    },
-}
-"""Sizes of each family: widths of the hidden layers; channels; layers, heads and width."""
+class ModelFamily(NamedTuple):
+    """Dimensions of a family's models by size, and the axes of a sample; without axes it takes any shape."""
 
-AXES = {"convnet": (3, "(channels, height, width)"), "gpt": (1, "(length,)")}
-"""Number and names of a sample's axes, for the families that do not take any shape."""
+    dimensions: dict[str, tuple[int, ...]]
+    axes: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """Names of the sizes."""
+        return tuple(self.dimensions)
+
+
+MLPS = {"tiny": (32,), "small": (256, 128), "medium": (1024, 1024), "large": (4096, 4096, 4096)}  # hidden widths
+CONVNETS = {"tiny": (4, 8), "small": (16, 32), "medium": (32, 64, 128)}  # channels
+TRANSFORMERS: dict[str, tuple[int, ...]] = {  # layers, heads, width
+    "tiny": (2, 2, 64),
+    "mini": (4, 4, 128),
+    "small": (4, 4, 256),
+    "medium": (6, 6, 384),
+    "large": (12, 12, 768),
+}
+MODELS = {
+    "mlp": ModelFamily(MLPS),
+    "convnet": ModelFamily(CONVNETS, ("channels", "height", "width")),
+    "gpt": ModelFamily(TRANSFORMERS, ("length",)),
+}
 
 
 def build(
@@ -145,14 +157,15 @@ def build(
     family, _, size = name.partition(":")
     if family not in MODELS:
         raise ValueError(f"model: expected one of {', '.join(MODELS)}, found {family!r}")
-    if (size := size or "small") not in MODELS[family]:
-        raise ValueError(f"model {family}: expected a size of {', '.join(MODELS[family])}, found {size!r}")
-    numbers = MODELS[family][size]
+    dimensions, axes = MODELS[family]
+    if (size := size or "small") not in dimensions:
+        raise ValueError(f"model {family}: expected a size of {', '.join(dimensions)}, found {size!r}")
+    numbers = dimensions[size]
     if family == "mlp":
         return mlp([math.prod(shape), *numbers, classes], dropout=dropout, recompute=recompute)
-    axes, names = AXES[family]
-    if len(shape) != axes:
-        raise ValueError(f"{family}: expected samples of shape {names}, found {tuple(shape)}")
+    if len(shape) != len(axes):
+        expected = str(axes).replace("'", "")
+        raise ValueError(f"{family}: expected samples of shape {expected}, found {tuple(shape)}")
     if family == "convnet":
         channels, height, width = shape
         return convnet((channels, height, width), classes, numbers, dropout=dropout, recompute=recompute)

@@ -7,11 +7,11 @@ from parallel.nn.compose import Recompute, Sequential
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
-from parallel.nn.models import MODELS, build, convnet, mlp, transformer
+from parallel.nn.models import MODELS, TRANSFORMERS, build, convnet, mlp, transformer
 from parallel.nn.operator import ArraySpec, Operator, ParameterNotGathered, PassMode, nbytes_of
 
 SAMPLES = {"mlp": (1, 8, 8), "convnet": (1, 8, 8), "gpt": (16,)}
-EVERY = [f"{family}:{size}" for family in MODELS for size in MODELS[family]]
+EVERY = [f"{family}:{size}" for family in MODELS for size in MODELS[family].sizes]
 
 
 def elements(model):
@@ -60,7 +60,7 @@ def test_it_learns(name):
 
 def test_parameters_of_gpt_2():
     """124 million with GPT-2's vocabulary and context, as published."""
-    assert elements(transformer(50257, 1024, *MODELS["gpt"]["large"])) == 124_439_808
+    assert elements(transformer(50257, 1024, *TRANSFORMERS["large"])) == 124_439_808
 
 
 def test_recompute_keeps_names_and_forgets_activations():
