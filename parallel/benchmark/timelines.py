@@ -138,9 +138,8 @@ def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
     text = str(event.action.microbatch)
     share = float(event.end - event.start) / end * (WIDTH - 1)
     if share > 0.075 * len(text):
-        middle = float(event.start + event.end) / 2
-        dark = event.action.chunk == 0
-        axis.text(middle, stage, text, ha="center", va="center", fontsize=7, color="white" if dark else INK)
+        middle, ink = float(event.start + event.end) / 2, INK if event.action.chunk else "white"
+        axis.text(middle, stage, text, ha="center", va="center", fontsize=7, color=ink)
 
 
 def summary(timeline: Timeline) -> str:

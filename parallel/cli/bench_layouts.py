@@ -81,21 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as stack:
         engines = {name: engine_of(name, MPI.COMM_WORLD, options, task) for name in options.layouts}
         engines["alone"] = engine_of(FIRST, MPI.COMM_SELF, options, task)
-        for engine in engines.values():
+        steps = {}
+        for name, engine in engines.items():
             stack.enter_context(engine)
-        steps = {
-            name: training_step(engine, 0 if name == "alone" else comm.Get_rank()) for name, engine in engines.items()
-        }
+            steps[name] = training_step(engine, 0 if name == "alone" else comm.Get_rank())
         length = engines[FIRST].flat.length
         steps["exchange"] = exchange_step(Communicator(MPI.COMM_WORLD), length)
         turns = workload.run_race(steps, source, [options.turn] * (options.turns + 1))
-    say(
-        f"{options.model}, {4e-6 * length:.1f} MB of gradients, {comm.Get_size()} ranks, "
-        f"{options.threads} threads each, {options.micro_batch} samples a rank"
-    )
-    say(
-        f"{'':10}{'ms a step':>10}  {'quartiles':>16}  {'x ' + FIRST:>10}  {'quartiles':>14}  {'comm':>5}  {'bound':>6}"
-    )
+    ranks = f"{comm.Get_size()} ranks, {options.threads} threads each, {options.micro_batch} samples a rank"
+    say(f"{options.model}, {4e-6 * length:.1f} MB of gradients, {ranks}")
+    relative = f"{'x ' + FIRST:>10}  {'quartiles':>14}  {'comm':>5}  {'bound':>6}"
+    say(f"{'':10}{'ms a step':>10}  {'quartiles':>16}  {relative}")
     seconds = {name: np.array([turn.seconds for turn in its[1:]]) for name, its in turns.items()}  # without warm-up
     bound = sum(np.median(seconds[name]) for name in BOUND)
     for name, values in seconds.items():

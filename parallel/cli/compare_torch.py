@@ -48,7 +48,6 @@ class GradientTap(SGD):
     """Optimizer that keeps the gradient and changes nothing."""
 
     def update(self, pieces: Any, step: int, scale: float, gather: Any = None) -> None:
-        """Keep the gradient, by its spans."""
         self.spans = [(piece.span, piece.gradient * scale) for piece in pieces]
 
 
@@ -91,9 +90,9 @@ def gradients_compared(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray
 
 def main(argv: list[str] | None = None) -> int:
     """Compare gradients and speed; 0 if the gradients are equal."""
-    from parallel.benchmark.torch_ddp import TorchTraining  # PyTorch takes a while to load
-
     options = parse(argv)
+    from parallel.benchmark.torch_ddp import TorchTraining  # only now: `parse` refuses to go on without PyTorch
+
     comm, task, source = workload.begin(options)
     unit = "tokens" if task.kind == "bytes" else "samples"
     first = next(source)

@@ -30,7 +30,6 @@ from parallel.benchmark.metrics import read
 from parallel.cli.watchdog import children
 
 WORKERS = 3
-
 EXTRA_SECONDS = 10.0  # most seconds that a training with a death may take longer than the slowest without one
 LOWER = 0.03  # most that the accuracy may be below the worst undisturbed one
 UNDISTURBED = 3  # number of trainings to compare with

@@ -80,15 +80,12 @@ def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> No
     mpiexec = os.environ.get("MPIEXEC") or "mpiexec"
     environment = LAUNCH_DEFAULTS | ({} if program.blas_threads else ONE_BLAS_THREAD) | os.environ
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    own = [sys.executable, "-m", "parallel.cli.main", *name.split()]
+    command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "parallel.cli.main", *name.split(), *words]
     try:
-        os.execvpe(
-            mpiexec, [mpiexec, "-n", str(ranks), *own, *words], environment | {EXPECTED: str(ranks), "PATH": path}
-        )
+        os.execvpe(mpiexec, command, environment | {EXPECTED: str(ranks), "PATH": path})
     except OSError as error:
-        raise UsageError(
-            f"-n: cannot start {mpiexec} ({error.strerror}); pip install 'chorus-mpi[mpich]', or set MPIEXEC to one"
-        ) from error
+        advice = "pip install 'chorus-mpi[mpich]', or set MPIEXEC to one"
+        raise UsageError(f"-n: cannot start {mpiexec} ({error.strerror}); {advice}") from error
 
 
 def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1) -> NoReturn:

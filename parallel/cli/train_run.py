@@ -110,9 +110,8 @@ class TrainingRun:
         self._args, self._training = args, training
         self._began = time.perf_counter()
         self._reporter = training.is_reporter  # in a fault-tolerant training another rank may report at the end
-        self._meter = ThroughputMeter(
-            training.flops_per_sample, resources.peak_flops(comm, args.device, threads=args.threads)
-        )
+        peak = resources.peak_flops(comm, args.device, threads=args.threads)
+        self._meter = ThroughputMeter(training.flops_per_sample, peak)
         if training.fault_tolerant:  # from here on, no collective may wait for ranks that may be dead
             watchdog.stop()
             launcher.print_when(lambda: training.is_reporter)
@@ -154,10 +153,7 @@ class TrainingRun:
             number = int(self._comm.allreduce(interrupt.number, MPI.MAX))
             if number:
                 text = f"ended by {signal.Signals(number).name} after step {training.done}; {checkpoints.resume_text()}"
-                if output is None:
-                    say(text)
-                else:
-                    print(text, file=output, flush=True)
+                print(text, file=output, flush=True) if output else say(text)
             return 128 + number if number else 0
 
     def _record(self, record: StepRecord, test_every: int) -> None:

@@ -136,12 +136,12 @@ def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:
 
 def rounding(model: Operator, spec: QuantSpec, parameters: dict[str, dict[str, Any]]) -> Operator:
     """Copy of the model with the inputs of the named operators quantised."""
-    return rebuilt(
-        model,
-        lambda operator: (
-            RoundedInput(operator, spec, parameters[operator.name]) if operator.name in parameters else operator
-        ),
-    )
+
+    def change(operator: Operator) -> Operator:
+        given = parameters.get(operator.name)
+        return operator if given is None else RoundedInput(operator, spec, given)
+
+    return rebuilt(model, change)
 
 
 def weights_of(model: Operator) -> dict[str, PackedWeight]:
