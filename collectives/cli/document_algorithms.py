@@ -141,6 +141,7 @@ def table(collective: str) -> str:
 
 
 def chapter(collective: str) -> Iterator[str]:
+    """Lines of a collective: methods, meaning, bounds, and every algorithm with its drawing."""
     meaning = MEANINGS[collective]
     yield f"## {collective}\n"
     for method in (CASES[form].method for form in (collective, f"{collective}v") if form in CASES):

@@ -1,12 +1,9 @@
 """Non-blocking collectives as MPI requests, so that mpi4py's functions on lists of requests take them.
 
 `MPI.Request.Waitall` and similar functions are C: they pass the handles of a list to the MPI. A `NativeRequest` has the
-handle of a receive from this process, to which it sends an empty message at the end of the collective. A generalized
-request would call Python from within the MPI: a deadlock if the MPI then holds a lock for which another thread, which
-has the interpreter's, waits (Intel MPI does).
-
-While a thread waits inside the MPI, it calls nothing of this package, so a helper thread progresses active requests. It
-does nothing while the program makes progress itself, and ends when no request is active.
+handle of a generalized request, which is completed at the end of the collective. While a thread waits inside the MPI,
+it calls nothing of this package, so a helper thread progresses active requests. It does nothing while the program makes
+progress itself, and ends when no request is active.
 """
 
 # mypy: disable-error-code="misc"
@@ -19,7 +16,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from mpi4py import MPI
@@ -50,6 +47,58 @@ def new_request(name: str, program: Program, release: Callable[[Request, Program
     return (NativeRequest if available() else Request)(name, program, release, call)
 
 
+class GeneralizedHandle:
+    """Handle that is completed by this process: an MPI request, and what completes it."""
+
+    def __init__(self) -> None:
+        self._failures: list[bool] = []
+        self.request: MPI.Request = MPI.Grequest.Start(_query, None, None, (self._failures,))
+
+    def complete(self, failed: bool) -> None:
+        """Complete the request; all waits for it fail if the collective has failed."""
+        if failed:
+            self._failures.append(True)
+        self.request.Complete()  # type: ignore[attr-defined]
+
+
+def _query(status: MPI.Status, failures: list[bool]) -> None:
+    """Callback of the MPI at the end of a wait for the handle; the status needs no change."""
+    if failures:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+class MessageHandle:
+    """Handle that a message of this process to itself completes, for Intel MPI.
+
+    Intel MPI holds a lock while it calls `_query`, which waits for the interpreter's lock. A thread that has this one
+    and waits for the first, as in `MPI.Datatype.Free`, would wait for ever. Open MPI, on the other hand, reports no
+    error for a message longer than the receive if the receive was waited for before.
+    """
+
+    _comm: MPI.Intracomm | None = None
+    _tags = count()
+    _free_tags: ClassVar[list[int]] = []
+    _sent, _received = np.zeros(64, np.uint8), np.zeros(1, np.uint8)
+
+    def __init__(self) -> None:
+        if MessageHandle._comm is None:
+            MessageHandle._comm = MPI.COMM_SELF.Dup()
+        try:
+            self._tag = self._free_tags.pop()  # of no pending receive
+        except IndexError:
+            self._tag = next(self._tags)
+        self.request = MessageHandle._comm.Irecv([self._received, 1, MPI.BYTE], 0, self._tag)
+
+    def complete(self, failed: bool) -> None:
+        """As of `GeneralizedHandle`: the MPI fails for a message longer than the receive."""
+        assert self._comm is not None, "made with the receive"
+        self._comm.Send([self._sent, len(self._sent) if failed else 0, MPI.BYTE], 0, self._tag)
+        self._free_tags.append(self._tag)  # the receive was posted before, and has matched
+
+
+HANDLE = MessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
+
+
 class NativeRequest(Request, MPI.Request):
     """A non-blocking collective for which all functions of mpi4py on requests can wait, alone or in lists.
 
@@ -57,15 +106,12 @@ class NativeRequest(Request, MPI.Request):
     """
 
     def __new__(cls, *_: Any) -> NativeRequest:
-        try:
-            tag = _free_tags.pop()
-        except IndexError:
-            tag = next(_tags)
-        self = MPI.Request.__new__(cls, _own_comm().Irecv([_BYTES, 1, MPI.BYTE], 0, tag))
-        self._tag = tag
+        handle = HANDLE()
+        self = MPI.Request.__new__(cls, handle.request)
+        self._handle = handle
         return self
 
-    _tag: int
+    _handle: GeneralizedHandle | MessageHandle
 
     def __bool__(self) -> bool:
         return MPI.Request.__bool__(self)
@@ -77,9 +123,7 @@ class NativeRequest(Request, MPI.Request):
 
     def _ended(self) -> None:
         super()._ended()
-        # One that is longer than the receive makes the MPI's wait for it fail.
-        _own_comm().Send([_BYTES, len(_BYTES) if self._broken else 0, MPI.BYTE], 0, self._tag)
-        _free_tags.append(self._tag)  # the receive was posted, and has now matched
+        self._handle.complete(self._broken)
 
     def _report(self, status: MPI.Status | None) -> None:
         """Release the handle."""
@@ -92,18 +136,6 @@ class NativeRequest(Request, MPI.Request):
             self._report(None)
 
     free = Free
-
-
-_BYTES = np.zeros(64, np.uint8)
-_tags = count()
-_free_tags: list[int] = []
-"""Tags that no pending receive has."""
-
-
-@cache
-def _own_comm() -> MPI.Intracomm:
-    """Communicator of this process alone."""
-    return MPI.COMM_SELF.Dup()
 
 
 # ------------------------------------------------------------------------------------------ the helper thread
