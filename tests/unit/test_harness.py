@@ -181,7 +181,13 @@ def test_failed(fixture):
 
 
 @pytest.mark.parametrize(
-    "ranks, source", [(1, STUCK_IN_CALL), (3, STUCK_IN_CALL), (2, STUCK_IN_TEARDOWN)], ids=range(3)
+    "ranks, source",
+    [
+        pytest.param(1, STUCK_IN_CALL, marks=pytest.mark.full),
+        (3, STUCK_IN_CALL),
+        pytest.param(2, STUCK_IN_TEARDOWN, marks=pytest.mark.full),
+    ],
+    ids=range(3),
 )
 def test_hang_ends_in_stacks_of_all_ranks(run, ranks, source):
     status, output, seconds = run(ranks, source)

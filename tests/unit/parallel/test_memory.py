@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.tiers import default
 
 from parallel.data_parallel.layouts import LAYOUTS
 
@@ -63,7 +64,7 @@ if comm.Get_rank() == 0:
 """
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", default(LAYOUTS, "dp", "zero3"))
 def test_memory_grows_by_what_the_ledger_says(layout):
     command = [MPIEXEC, "-n", "2", sys.executable, "-c", PROGRAM, layout]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}

@@ -124,7 +124,7 @@ launcher.run(train.main)
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_training_that_is_killed_goes_on_bit_for_bit(whole, tmp_path, victim):
     folder, _ = whole
     keep = ["--checkpoint", tmp_path / "c", "--every", 20, "--json", tmp_path / "m.jsonl"]
@@ -140,7 +140,9 @@ def test_a_training_that_is_killed_goes_on_bit_for_bit(whole, tmp_path, victim):
     assert same(all_in(tmp_path / "c")[-1], all_in(folder / "c")[-1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)], ids=lambda number: number.name
+)
 def test_ctrl_c_keeps_what_there_is(tmp_path, number):
     """The launcher hears it, as from a terminal."""
     keep = ["--checkpoint", tmp_path / "c", "--json", tmp_path / "m.jsonl"]
