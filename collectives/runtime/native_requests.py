@@ -67,8 +67,8 @@ def _query(status: MPI.Status, failures: list[bool]) -> None:
         raise MPI.Exception(MPI.ERR_OTHER)
 
 
-class MessageHandle:
-    """Handle that a message of this process to itself completes, for Intel MPI.
+class SelfMessageHandle:
+    """Request completed by a message of this process to itself, for Intel MPI.
 
     Intel MPI holds a lock while it calls `_query`, which waits for the interpreter's lock. A thread that has this one
     and waits for the first, as in `MPI.Datatype.Free`, would wait for ever. Open MPI, on the other hand, reports no
@@ -81,13 +81,13 @@ class MessageHandle:
     _sent, _received = np.zeros(64, np.uint8), np.zeros(1, np.uint8)
 
     def __init__(self) -> None:
-        if MessageHandle._comm is None:
-            MessageHandle._comm = MPI.COMM_SELF.Dup()
+        if SelfMessageHandle._comm is None:
+            SelfMessageHandle._comm = MPI.COMM_SELF.Dup()
         try:
             self._tag = self._free_tags.pop()  # of no pending receive
         except IndexError:
             self._tag = next(self._tags)
-        self.request = MessageHandle._comm.Irecv([self._received, 1, MPI.BYTE], 0, self._tag)
+        self.request = SelfMessageHandle._comm.Irecv([self._received, 1, MPI.BYTE], 0, self._tag)
 
     def complete(self, failed: bool) -> None:
         """As of `GeneralizedHandle`: the MPI fails for a message longer than the receive."""
@@ -96,7 +96,7 @@ class MessageHandle:
         self._free_tags.append(self._tag)  # the receive was posted before, and has matched
 
 
-HANDLE = MessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
+HANDLE = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else GeneralizedHandle
 
 
 class NativeRequest(Request, MPI.Request):
@@ -111,7 +111,7 @@ class NativeRequest(Request, MPI.Request):
         self._handle = handle
         return self
 
-    _handle: GeneralizedHandle | MessageHandle
+    _handle: GeneralizedHandle | SelfMessageHandle
 
     def __bool__(self) -> bool:
         return MPI.Request.__bool__(self)

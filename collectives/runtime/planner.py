@@ -21,6 +21,7 @@ from collectives.runtime.agreement import ChannelAllocator, MemoryVisibility, ag
 from collectives.runtime.binder import bind
 from collectives.runtime.binding import EagerBuffers
 from collectives.runtime.call import Call
+from collectives.runtime.communicator_transports import BLOCKING_CHANNEL, Transports
 from collectives.runtime.count_exchange import CountExchange, bind_after_exchange, bind_count_exchange, needs_counts
 from collectives.runtime.native_requests import new_request
 from collectives.runtime.program import ElementArray, Program
@@ -28,7 +29,6 @@ from collectives.runtime.program_cache import MAX_PROGRAMS, UNCACHEABLE, CallKey
 from collectives.runtime.progress import progress_lock, run_program
 from collectives.runtime.requests import Request
 from collectives.runtime.single_exchange import as_single_exchange, compile_exchange, single_messages
-from collectives.runtime.transports import BLOCKING_CHANNEL, Transports
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, Form
 from collectives.transport.fused_exchange import CompiledExchange
 from collectives.transport.mpi_transport import ImmediateTransport

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from parallel.optim.precision import PRECISIONS, LossScale
+from parallel.optim.loss_scaling import LossScale
+from parallel.optim.precision import PRECISIONS
 
 
 def test_growth_backoff_floor_and_ceiling():

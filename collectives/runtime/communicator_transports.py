@@ -1,4 +1,7 @@
-"""Transports of one communicator: shared memory for peers of the node, MPI for all others."""
+"""Transports of one communicator: mailboxes in shared memory for peers of the node, MPI for all others.
+
+Messages of different communicators cannot match: each has a duplicate of its MPI communicator and mailboxes of its own.
+"""
 
 from __future__ import annotations
 
