@@ -308,7 +308,7 @@ class Communicator(CollectiveMethods):
         return self.full(shape, 0, dtype)
 
     def full(self, shape: Any, fill_value: Any, dtype: Any = None) -> np.ndarray:
-        """Like `empty`, filled with a value, whose dtype is the default."""
+        """Like `empty`, filled with `fill_value`; `dtype` defaults to that of `fill_value`."""
         array = self.empty(shape, np.asarray(fill_value).dtype if dtype is None else dtype)
         array[...] = fill_value
         return array

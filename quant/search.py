@@ -52,11 +52,11 @@ class SearchTable:
             shapes = f"{self.costs.shape} and {self.losses.shape}"
             raise ValueError(f"costs and losses: expected shape (layers, options), found {shapes}")
         if not (self.costs >= 0).all():
-            raise ValueError("costs are not negative")
-        if not np.isfinite(self.costs).any(axis=1).all():
-            raise ValueError("every layer has an option of finite cost")
+            raise ValueError("costs: expected no negative numbers or NaN")
+        if not (finite := np.isfinite(self.costs).any(axis=1)).all():
+            raise ValueError(f"costs: layer {finite.argmin()} has no option of finite cost")
         if not np.isfinite(self.losses).all():
-            raise ValueError("losses are finite")
+            raise ValueError("losses: expected finite numbers")
 
     def cost(self, choice: Choice) -> float:
         """Total cost of a choice."""

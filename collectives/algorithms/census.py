@@ -1,8 +1,8 @@
-"""Census: each rank sums the ranks before it, doubling their number every round, until all but its own are summed.
+"""Census allreduce in ceil(log2 p) rounds: each round about doubles the number of ranks in a rank's partial sum.
 
-B is the sum over the i ranks before a rank, without its own term. The B of the rank at distance i covers the i ranks
-before those; the B of the rank at distance i+1 plus its own term covers i+1. So one message changes i to 2i or 2i+1;
-the bits of p-1 decide which.
+B, the partial sum, covers the i ranks before a rank, without its own term. The B of the rank at distance i covers the
+i ranks before those; the B of the rank at distance i+1 plus its own term covers i+1. So one message changes i to 2i or
+2i+1; the bits of p-1 decide which.
 
 Terms held by rank 0 of 6, p-1 = 5 = 101 in binary::
 
@@ -42,7 +42,7 @@ def _messages(size: int) -> Iterator[_CensusRound]:
 
 
 def allreduce(rank: int, size: int) -> Rounds:
-    """The number of ranks summed doubles every round, for any number of ranks.
+    """Each round about doubles the number of ranks in a rank's partial sum, for any number of ranks.
 
     Cost: q (alpha + n beta) + about 2q n gamma, q = ceil(log2 p). Commutative operations only; the order of terms
     differs between ranks, so floating-point results may differ in their last bits.
@@ -61,7 +61,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def ordered_allreduce(rank: int, size: int) -> Rounds:
-    """Census with two sums, of the ranks below down to rank 0 and of the highest ranks, to keep rank order.
+    """Census allreduce in rank order: one partial sum of the ranks below down to rank 0, another of the highest ranks.
 
     Cost: q alpha + less than 2q n beta, at most 3q n gamma. Keeps rank order; the association differs between ranks,
     so floating-point results may differ in their last bits.

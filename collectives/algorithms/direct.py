@@ -16,7 +16,7 @@ def _others(rank: int, size: int) -> Iterator[int]:
 
 
 def _one_round(steps: list[Step]) -> Rounds:
-    """All steps at once; no round if there are none, as on one rank."""
+    """Yield one round of all steps, or no round if there are no steps, as on one rank."""
     if steps:
         yield steps
 

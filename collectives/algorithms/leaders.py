@@ -80,7 +80,7 @@ class _LeaderGroups(NamedTuple):
         return scattered(rank for node in numbers(nodes) for rank in self.layout.members[node])
 
     def own(self, places: Chunks) -> Chunks:
-        """The blocks of some ranks of this node."""
+        """Blocks of the ranks at these positions in the node."""
         return scattered(self.members[place] for place in numbers(places))
 
     def every(self, chunks: Chunks) -> Chunks:

@@ -30,7 +30,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """The root receives and combines the vector of one rank after another, each on its side in rank order.
+    """The root receives the vectors of the other ranks one after another and combines them in rank order.
 
     Cost: (p-1)(alpha + n beta + n gamma). Keeps rank order.
     """

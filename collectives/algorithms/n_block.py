@@ -31,7 +31,7 @@ def _skips(size: int) -> tuple[int, ...]:
 
 
 def _base(place: int, skips: tuple[int, ...]) -> int:
-    """The last skip on the way from the root to a place by ever smaller skips: its block arrives there first."""
+    """Index of the smallest skip in the greedy decomposition of `place`: the first block received."""
     last = len(skips) - 2
     for index in range(last - 1, -1, -1):
         if skips[index] == place:
@@ -56,7 +56,7 @@ def _schedule(place: int, size: int) -> tuple[int, ...]:
     limit = 2 * size
 
     def search(here: int, start: int) -> None:
-        """Find ways from `here` on by the unused skips from number `start` down."""
+        """Depth-first search of paths from rank `here` by unused skips with index at most `start`, largest first."""
         nonlocal limit
         for index in [index for index in unused if index <= start]:
             there = here + skips[index]
@@ -75,13 +75,13 @@ def _schedule(place: int, size: int) -> tuple[int, ...]:
 
 
 def _arriving(place: int, size: int, blocks: int, time: int) -> int | None:
-    """The block that a place receives at a time; times start so that the last lap through the skips is a full one.
+    """Block that a rank receives in round `time`, or None; rounds are numbered so that the last cycle is complete.
 
-    Blocks beyond the last are the last one, of which a place needs the first only.
+    A cycle uses every skip once. Numbers beyond the last block stand for the last block, received only once.
     """
     skips, schedule = _skips(size), _schedule(place, size)
     lap, last = len(skips) - 2, blocks - 1
-    late = -last % lap  # the lap in which the root begins is short of so many rounds
+    late = -last % lap  # rounds by which the first cycle is shorter
 
     def block(time: int) -> int:
         return schedule[time % lap] + time // lap * lap - late

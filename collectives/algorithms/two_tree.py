@@ -51,7 +51,7 @@ def _children(start: int, stop: int, places: int, tree: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _turns(places: int) -> tuple[int, ...]:
-    """For every place the turn, 0 or 1, in which its parent in tree 0 sends to it; its parent in tree 1 uses the other.
+    """For each place, the turn (0 or 1) in which its parent in tree 0 sends to it; its parent in tree 1 uses the other.
 
     Siblings must get different turns. A place has at most one sibling in each tree, so turns alternate along chains of
     siblings, in one pass over all places.

@@ -91,7 +91,7 @@ def _width(column: list[list[str]]) -> int:
 
 
 def _rows(columns: list[list[list[str]]]) -> list[str]:
-    """Cells of several lines, side by side."""
+    """Lines of text that show the columns next to each other; cells may have several lines."""
     rows = []
     widths = [_width(column) for column in columns]
     for cells in zip(*columns, strict=True):

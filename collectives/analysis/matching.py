@@ -1,4 +1,4 @@
-"""Messages of a schedule: which send meets which receive, and in which order rounds begin and end.
+"""Matching of sends and receives of a schedule, and the order in which its rounds begin and end.
 
 Messages match as in MPI, in order per pair of ranks, and sends wait for their receivers: what is free of deadlock here
 is free of it in any MPI.
@@ -43,7 +43,7 @@ def describe(step: Step) -> str:
 
 
 def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, ScheduleLocation]:
-    """For every receive the send that it meets: the k-th from a rank meets the k-th to it.
+    """Map each receive to its send: the k-th receive from a rank matches the k-th send of that rank to the receiver.
 
     ScheduleError if a message has no partner, goes to its own rank or to none, or is not as long as its partner.
     """

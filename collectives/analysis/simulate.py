@@ -130,7 +130,7 @@ class _ScheduleRun:
 def _sharers(
     partners: Mapping[ScheduleLocation, ScheduleLocation], nodes: Sequence[int] | None
 ) -> dict[ScheduleLocation, int]:
-    """Number of concurrent messages that share the card of each message between nodes, at its busier end."""
+    """For each inter-node message, the number of concurrent messages on its network card (the busier of both ends)."""
     if nodes is None:
         return {}
     crossing = [(s, r) for r, s in partners.items() if nodes[s.rank] != nodes[r.rank]]

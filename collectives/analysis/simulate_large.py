@@ -122,7 +122,7 @@ def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
     orders = [np.lexsort(steps[:, [3, 0, 2, 1]].T) for steps in (sends, receives)]  # as messages match
     ends = [steps[order] for steps, order in zip((sends, receives), orders, strict=True)]
     if len(sends) != len(receives) or (ends[0][:, 1:3] != ends[1][:, 1:3]).any():
-        raise ScheduleError("a message is sent that is never received, or awaited that is never sent")
+        raise ScheduleError("sends and receives do not match")
     span = 1 + max((int(steps[:, 0].max()) for steps in (sends, receives, sums) if len(steps)), default=0)
     keys = sends[:, 1] * span + sends[:, 0], receives[:, 2] * span + receives[:, 0], sums[:, 2] * span + sums[:, 0]
     rounds, where = np.unique(np.concatenate(keys), return_inverse=True)
@@ -141,7 +141,8 @@ def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
             break
         if number.max(initial=0) > len(rounds) + span:
             raise ScheduleError(
-                "a rank takes in two rounds what another sends in one: only `simulate.price` can do that"
+                "rounds cannot be aligned: a rank receives in two rounds what its peer sends in one; "
+                "use `simulate.price`"
             )
     for steps, column in ((sends, sender), (receives, receiver), (sums, adder)):
         steps[:, 0] = number[column]
@@ -176,7 +177,7 @@ class _RankColumn:
 
 
 def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_RoundState]:
-    """Messages and additions by rounds."""
+    """Yield, per round, the messages of all ranks and the local reductions."""
     last = max((int(column[-1, 0]) for column in (sent, added) if len(column)), default=-1)
     rounds = range(last + 2)
     begins, first = np.searchsorted(sent[:, 0], rounds), np.searchsorted(added[:, 0], rounds)
@@ -205,7 +206,7 @@ def _crowded(source: Integers, target: Integers) -> Integers:
 
 
 def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Integers) -> Integers:
-    """Number of concurrent messages that share the network card of each message, at its busier end."""
+    """For each message, the number of concurrent messages on its network card (the busier of both ends)."""
     crossing = leaves != comes
     most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
 
@@ -218,7 +219,7 @@ def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Intege
 
 
 def _queue(moment: _RoundState, ready: Times, flights: Times, ends: Times) -> None:
-    """The ends of messages that share ports: of several that could fly, the one listed first does."""
+    """Write to `ends` the times of messages that share ports: one after another, the earliest ready first."""
     if not len(moment.crowded):
         return
     columns = (moment.place, moment.source, moment.target, ready, flights)

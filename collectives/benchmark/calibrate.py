@@ -49,7 +49,7 @@ class CalibratedCosts(NamedTuple):
 
 
 def lengths(largest: int) -> list[int]:
-    """The lengths to time for a race of arrays of so many bytes.
+    """Message lengths to time, in bytes, for a benchmark with arrays of up to `largest` bytes.
 
     >>> lengths(40_000)
     [8, 1024, 8192, 32768, 65536]
@@ -120,7 +120,7 @@ def _probe(
 
 
 def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> PiecewiseCost:
-    """Copying within a rank, all ranks at once."""
+    """Measure the cost of copies within a rank, with all ranks copying at once."""
     found = []
     for length in at:
         source, target = np.ones(length, np.uint8), np.ones(length, np.uint8)
@@ -160,7 +160,7 @@ def predicted_us(
 
 
 def _kept(collective: str, schedule: Schedule, rank: int, size: int, segments: int, blocks: int) -> tuple[range, ...]:
-    """Chunks that are input and output of a rank unchanged, which a call out of place copies."""
+    """Chunks that a rank's schedule leaves unchanged from input to output; a call out of place copies them."""
     kept = set(before(collective, rank, size, 0, segments, blocks))
     kept &= after(collective, rank, size, 0, segments, blocks).keys()
     for step in chain.from_iterable(schedule):

@@ -33,7 +33,7 @@ MEMORIES = ("plain", "symmetric")
 
 
 def even_form(collective: str) -> str:
-    """Collective on equal blocks; a v-form runs its algorithms on blocks of other lengths."""
+    """Name of the collective without the v: ``allgatherv`` gives ``allgather``; both share their algorithms."""
     return collective.removesuffix("v")
 
 

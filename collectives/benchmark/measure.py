@@ -1,4 +1,4 @@
-"""One measurement: our algorithms and the native collective, at one size, in one race."""
+"""One measurement: algorithms of Chorus and the native collective at one size, timed in turns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Key = TypeVar("Key")
 def race_entries(
     plain: MPI.Intracomm, entries: Mapping[Key, Contestant | str], limits: Mapping[str, Any]
 ) -> tuple[dict[Key, Timing], dict[Key, str]]:
-    """Race and close all that take part: their timings, and the reasons of the others."""
+    """Time the contestants against each other and close them; return their timings, and the errors of other entries."""
     running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
     timings = race(plain, list(running.values()), **limits) if running else []
     for contestant in running.values():

@@ -1,4 +1,4 @@
-"""Pictures of the race of algorithms against the MPI's own, and of predictions."""
+"""Plots of benchmark results against the MPI library, and of predicted times."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _size_axis(axis: Axes, sizes: list[int]) -> None:
 
 
 def _series(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows by line of the picture: the algorithm, and what else differs between rows."""
+    """Group rows by line of the plot: the algorithm, and other options that differ between rows."""
     varying = [name for name in ("dtype", "memory", "mode") if len({row.get(name) for row in rows}) > 1]
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["bytes"]):
@@ -103,7 +103,7 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
 
 
 def plot_race(path: Path, report: Report) -> None:
-    """Write the race as a picture: per collective, time against size, and below it the ratio to native."""
+    """Plot a benchmark report to a file: per collective, time against size, and below it the ratio to native."""
     collectives = list(dict.fromkeys(row["collective"] for row in report["rows"] if row["bytes"]))
     if not collectives:
         return
@@ -124,7 +124,7 @@ def plot_race(path: Path, report: Report) -> None:
 
 
 def _scale(axis: Axes, rows: list[Any], along: str) -> None:
-    """Time of each algorithm along `along`, "size" (ranks) or "nbytes"; hollow if calculated by formula."""
+    """Plot the time of each algorithm along `along`, "size" (ranks) or "nbytes"; hollow if calculated by formula."""
     for i, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
         line = [row for row in rows if row.algorithm == name]
         at, times = [getattr(row, along) for row in line], [row.seconds * 1e6 for row in line]

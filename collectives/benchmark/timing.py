@@ -23,7 +23,7 @@ FEWEST = 5  # timed calls, however slow they are
 
 @dataclass
 class Contestant:
-    """One way to perform the collective: a name, its buffers, and the call itself."""
+    """Implementation of a collective to time: name, buffers and call."""
 
     name: str
     buffers: CaseBuffers
@@ -85,7 +85,7 @@ def race(
     warmup: int = 10,
     seconds: float = 1.0,
 ) -> list[Timing]:
-    """Time all contestants against each other within one run; timings are in their order, equal on all ranks.
+    """Time all contestants in turns; timings are in the order of `contestants`, equal on all ranks.
 
     The native barrier of `comm` precedes every call. `iterations` and `warmup` are timed and untimed calls of each
     contestant, at most; `seconds` the time of each after which fewer timed calls are made, but never less than five.

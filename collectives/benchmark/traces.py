@@ -53,7 +53,7 @@ def of_calls(
     kinds: Sequence[str],
     times: Sequence[float],
 ) -> list[Entry]:
-    """One rank's run of a program: the whole, its rounds, and within them its calls.
+    """Trace entries of one rank: nested spans for the program, its rounds and their calls.
 
     `begins` are the positions of the rounds in the program, as in `Program.begins`; `kinds` describe the calls; `times`
     are the beginnings of the calls, and the end of the last one. `schedule` and `count`, the chunks of the vector,

@@ -50,7 +50,7 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def median_seconds(call: Callable[[], object], seconds: float, agree: Callable[[bool], Any] = bool) -> float:
-    """Median of ten calls and more, for so many seconds; `agree` makes ranks that call together stop together."""
+    """Median time of at least ten calls, repeated for `seconds`; `agree` makes all ranks stop after the same call."""
     times: list[float] = []
     until = perf_counter() + seconds
     while len(times) < 10 or agree(perf_counter() < until):
@@ -92,7 +92,7 @@ def pairs(nodes: Nodes | None, size: int) -> dict[str, tuple[int, int]]:
 
 
 def measure_costs(plain: MPI.Intracomm, comm: Communicator, seconds: float, known: Costs) -> Costs:
-    """The costs of the wires that join these ranks; those `known` for others. Collective."""
+    """Measure the costs of the transports between these ranks; others keep their `known` costs. Collective."""
     costs = known
     for wire, pair in pairs(comm.nodes, plain.Get_size()).items():
         mine: Any = plain.Split(0 if plain.Get_rank() in pair else MPI.UNDEFINED)
@@ -149,7 +149,7 @@ def contest(
     choices: Iterable[AlgorithmChoice],
     limits: dict[str, Any],
 ) -> tuple[int, dict[AlgorithmChoice, float], dict[AlgorithmChoice, str]]:
-    """Race the choices: (bytes, seconds of each that took part and was right, reasons of the others)."""
+    """Time the choices: (bytes, seconds of each choice with correct results, errors of the others)."""
     collective, form, dtype, nbytes = setting
     case, kind = CASES[collective], DTYPES[dtype]
     count = elements(case, nbytes, kind.itemsize, plain.Get_size())

@@ -74,9 +74,10 @@ def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
 
 
 def blocks(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
-    """Describe `size` equal blocks: the long side of Scatter, Gather, Allgather, Reduce_scatter_block.
+    """Parse a buffer of `size` equal blocks: root's sendbuf of Scatter, root's recvbuf of Gather, recvbuf of Allgather.
 
-    Takes the forms of `vector`. A count is that of one block, as in MPI; without one the blocks share all elements.
+    Also the sendbuf of Reduce_scatter_block. Takes the forms of `vector`. A count is that of one block, as in MPI;
+    without one the blocks share all elements.
     """
     if type(spec) is np.ndarray:
         buffer = _dense_array(spec, size, writable)
@@ -103,7 +104,9 @@ def _dense_array(array: np.ndarray, size: int, writable: bool) -> Buffer | None:
 
 
 def blocks_v(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
-    """Describe `size` blocks of any length and displacement: the long side of Scatterv, Gatherv, Allgatherv.
+    """Parse a buffer of `size` blocks with counts and displacements.
+
+    It is root's sendbuf of Scatterv, root's recvbuf of Gatherv, or the recvbuf of Allgatherv.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def shareable(spec: QuantSpec) -> bool:
 
 
 def picture_file(text: str) -> Path:
-    """Argument type: name of a picture; an error where pictures cannot be drawn."""
+    """Argument type: path of an image file; an error if its format is unknown or matplotlib is missing."""
     path = Path(text)
     if path.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"expected a name that ends in one of {', '.join(PICTURES)}, found {text}")

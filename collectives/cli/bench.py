@@ -1,4 +1,4 @@
-"""Race our collectives against the MPI's own.
+"""Benchmark the collectives of Chorus against those of the MPI library.
 
 chorus bench collectives -n 2 --collective allreduce --sizes 8:64M --plot race.png
 

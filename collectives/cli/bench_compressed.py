@@ -73,7 +73,7 @@ def _sum(encoded: Any, x: np.ndarray, out: np.ndarray) -> None:
 
 
 def race(comm: Communicator, nbytes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One length; a row for each contestant, the same on all ranks."""
+    """Time and check all contestants at one length; return a row for each, the same on all ranks."""
     count = nbytes // 4
     x = np.random.default_rng(comm.Get_rank()).standard_normal(count, np.float32)
     out, total = np.empty_like(x), np.empty_like(x)

@@ -39,7 +39,7 @@ TAIL, HEAD = 0.1, 0.62
 
 
 class Arrow(NamedTuple):
-    """All that one rank sends to another between two rounds: a round and a rank at each end."""
+    """Arrow of a drawing, for the messages of a rank to another: round and rank at both ends."""
 
     leaves: int
     source: int

@@ -1,4 +1,4 @@
-"""Start and end of a program on many ranks: argument errors, exit status, progress and output of rank 0."""
+"""Helpers to start and end a program on many ranks: argument errors, exit status, progress and output of rank 0."""
 
 from __future__ import annotations
 

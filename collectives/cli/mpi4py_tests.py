@@ -36,7 +36,7 @@ KINDS = ("excluded", "skipped", "passed", "failed")
 
 
 def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
-    """Read the ranks' files: the outcomes of tests that all ranks have begun, and whether all ended all tests.
+    """Read the ranks' files: outcomes of the tests begun on all ranks, and True if all ranks ended all tests.
 
     A test in which a rank ended or stood has failed.
     """

@@ -31,7 +31,7 @@ SEGMENTS = (1, 2, 3)
 
 
 def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
-    """The roots to try: all up to 16 ranks, above that the ends, the middle and two drawn by chance; few on nodes."""
+    """Roots to prove: all up to 16 ranks; above, 0, 1, the middle, the last and two random ones; three on nodes."""
     if not semantics.MEANINGS[collective].rooted:
         return [0]
     if nodes is not None:
@@ -43,7 +43,7 @@ def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
 
 
 def placements(size: int) -> list[Nodes | None]:
-    """One node; nodes of 1, 2, 3 and more ranks, in order and interleaved; up to 16 ranks some drawn by chance."""
+    """Rank-to-node maps to prove: one node; blocks of k ranks per node; ranks dealt over k nodes; some random maps."""
     drawn = random.Random(size)
     widths = [width for width in (1, 2, 3, 4, 5, 8) if width < size]
     found = [numbered(rank // width for rank in range(size)) for width in widths if size <= 16 or width in (3, 8)]

@@ -99,7 +99,7 @@ def sweep(
 
 
 def rank_counts(most: int) -> list[int]:
-    """Powers of four up to so many ranks, and these.
+    """Powers of four from 4 up to `most`, and `most` itself.
 
     >>> rank_counts(1000)
     [4, 16, 64, 256, 1000]

@@ -1,4 +1,4 @@
-"""One rank's side: run a test module of mpi4py with a `collectives.Communicator` in COMM_WORLD's place.
+"""Run a test module of mpi4py on one rank, with a `collectives.Communicator` in place of COMM_WORLD.
 
     python -m collectives.conformance.test_rank FOLDER TESTS MODULE SECONDS [--native]
 

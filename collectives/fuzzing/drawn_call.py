@@ -1,4 +1,4 @@
-"""A drawn call on one rank: arrays with random contents, and the ways to spell them."""
+"""A random call on one rank: arrays with random contents, passed as arguments of various forms."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class DrawnCall:
         self.refill()
 
     def _room(self, count: int, is_input: bool) -> np.ndarray:
-        """Room for `count` elements of the data type, with guards around it."""
+        """Allocate `count` elements of the data type, with guard elements before and after."""
         count = count * self.extent
         shared = "shared" in self.step.flags and not (self.native or self.dtype.names or self.step.method in ROOTED)
         length = count + 2 * GUARD
@@ -153,7 +153,7 @@ class DrawnCall:
         self.keywords["root"] = np.array(self.root) if "root as an array" in self.step.flags else self.root
 
     def _displs(self, lengths: list[int]) -> tuple[list[int] | None, int]:
-        """Places of blocks, close together or in reverse order with gaps; and the room for all."""
+        """Displacements of blocks: packed (None) or in reverse order with gaps; and the number of elements spanned."""
         if "packed" in self.step.flags:
             return None, sum(lengths)
         ends = list(accumulate(length + 1 for length in reversed(lengths)))

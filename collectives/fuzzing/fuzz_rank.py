@@ -1,4 +1,4 @@
-"""One rank's side of scripts/fuzz.py.
+"""Run the sequences of scripts/fuzz.py on one rank.
 
     python -m collectives.fuzzing.fuzz_rank FOLDER SECONDS CALLS THREADS CONTROL SEED[:THREAD.NUMBER,...] ...
 

@@ -146,7 +146,7 @@ class Player:
         self.results.setdefault((call.step.thread, call.step.number), []).extend(call.result())
 
     def _wait(self, calls: list[DrawnCall], pick: int, ends: bool = True) -> None:
-        """Complete the calls in one of several ways, and record the results."""
+        """Complete the calls with a variant of Wait or Test chosen by `pick`, and record the results."""
         requests = [call.request for call in calls]
         way = pick % 6 if all(isinstance(request, MPI.Request) for request in requests) else pick % 3
         if way == 0:

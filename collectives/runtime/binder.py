@@ -275,7 +275,7 @@ class _ProgramBinder:
             yield self.wire.combine(step.peer, arrays, combine)
 
     def _combine(self, side: Side) -> Callable[[Any, Any, Any], Callable[[], object]]:
-        """Function that binds a reduction to an incoming operand, on this side of the own one, and a destination."""
+        """Function that binds a reduction to (incoming, own, out); the incoming operand is the one on `side`."""
         if self.reduce_kernel is None:
             raise ValueError("the schedule combines, but no operation was given")
         bind = self.reduce_kernel.bind

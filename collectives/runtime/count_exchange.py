@@ -1,4 +1,4 @@
-"""Exchange of block lengths that only some ranks know, by the schedule of the blocks."""
+"""Exchange block lengths that only some ranks know, along the routes of the blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def needs_counts(call: Call, choice: AlgorithmChoice) -> bool:
 def bind_count_exchange(
     call: Call, choice: AlgorithmChoice, rank: int, size: int, wire: Wire, nodes: Nodes | None
 ) -> CountExchange:
-    """Exchange of the call's block lengths: one number per block."""
+    """Bind a program that sends each block's length along the route of the block."""
     count = len(call.lengths)
     schedule = build(call.collective, choice.algorithm, rank, size, call.root, 1, nodes)
     places = {block: MemorySpan(TARGET, block, block + 1) for block in range(count)}
@@ -63,7 +63,7 @@ def bind_count_exchange(
 def bind_after_exchange(
     call: Call, exchange: CountExchange, bind_call: Callable[[Call], Program], stream: DeviceMemory | None
 ) -> Program:
-    """Program that exchanges counts at its first start and is bound once they are known."""
+    """Make a program that exchanges counts at its first start and is bound once they are known."""
     source = with_own_datatype(call.source)  # the user may free the datatypes before binding
     target = source if call.target is call.source else with_own_datatype(call.target)
     call = call._replace(source=source, target=target)

@@ -155,7 +155,7 @@ class Request:
         return InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
 
     def begin(self, gate: Callable[[], bool] | None) -> None:
-        """Progress as far as possible without waiting, once `gate` returns True."""
+        """Activate the request; start its program now, or later in a progress call where `gate` returns True."""
         with progress_lock:
             if self._device is not None:
                 self._context = self._device.capture()
@@ -301,9 +301,10 @@ class Request:
             with progress_lock:  # the thread that has ended it may still be in `on_end`
                 pass
         if self._freed:
-            raise InvalidArgument(MPI.ERR_REQUEST, f"{verb} of {self!r}")
+            raise InvalidArgument(MPI.ERR_REQUEST, f"{verb} of {self!r}: the request was freed")
         if self.error is not None and verb != "Free":
             error, self.error = self.error, None
             raise error
         if self._broken and verb != "Free":
-            raise RanksDisagree(MPI.ERR_REQUEST, f"{verb} of {self!r}")
+            why = "the operation was aborted by an exception; its messages may still arrive"
+            raise RanksDisagree(MPI.ERR_REQUEST, f"{verb} of {self!r}: {why}")

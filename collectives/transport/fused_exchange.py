@@ -45,7 +45,7 @@ class SplitExchange(NamedTuple):
     receive: Wait
 
     def waiting_for_room(self, edge: MailboxEdge) -> Halves:
-        """Start that never blocks, and a wait that sends the message if the slot was full at the start."""
+        """Functions: a start that never blocks, and a wait that sends the message if the slot was full at the start."""
         send, (receive, received) = self
         sent = True
 

@@ -134,7 +134,7 @@ class NodeAwareTransport:
         return shared, [message for message in messages if not isinstance(message, _MESSAGES)]
 
     def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
-        """Start functions. The first sends to a peer start at once; the others start during the wait."""
+        """Functions that start messages; sends to a peer beyond the first `CELLS` are started by the wait."""
         shared, network = self._split(messages)
         starts = list(self._network.start_calls(network))
         earlier: dict[MailboxEdge, int] = defaultdict(int)

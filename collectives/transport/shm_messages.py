@@ -151,7 +151,7 @@ class RendezvousSend(_Send):
 
 
 def _pair_up(memory: np.ndarray, pieces: Sequence[Iovec]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Copies of pieces to consecutive ranges of the memory: (target, source)."""
+    """Pair pieces with consecutive ranges of the memory: yields (range, piece)."""
     start = 0
     for address, length in pieces:
         yield memory[start : start + length], view(address, length, BYTE)
@@ -297,7 +297,7 @@ class RendezvousRead:
         self._cached: dict[tuple[int, ...], list[Callable[[], object]]] = {}
 
     def calls(self, pieces: tuple[int, ...]) -> Sequence[Callable[[], object]]:
-        """Calls that receive a message at (address, bytes, address, bytes ...)."""
+        """Functions that receive a message whose data is at `pieces`: (address, bytes, address, bytes ...)."""
         calls = self._cached.get(pieces)
         if calls is None:
             if len(self._cached) >= CACHED_RENDEZVOUS:

@@ -1,4 +1,4 @@
-"""PyTorch side of a comparison: the same model, trained by DistributedDataParallel over gloo."""
+"""PyTorch reference of a comparison: the same model, trained by DistributedDataParallel over gloo."""
 
 from __future__ import annotations
 

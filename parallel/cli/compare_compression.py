@@ -29,7 +29,7 @@ WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"  # default of 
 
 
 def ways(text: str) -> list[str]:
-    """Argument type: names that `--compress` takes."""
+    """Argument type: comma-separated values of `--compress`."""
     for name in (names := text.split(",")):
         try:
             if name not in (NONE, AUTO):
@@ -50,7 +50,7 @@ def final_score(comm: Communicator, settings: Settings) -> dict[str, float]:
 
 
 def cells(ours: np.ndarray, others: np.ndarray) -> str:
-    """Mean, standard deviation, and mean difference to the first one, as columns."""
+    """Table cells: mean ± standard deviation, and mean difference to `others` in standard deviations of `others`."""
     difference, spread = float(np.mean(ours - others)), float(others.std(ddof=1))
     apart = difference / spread if spread else math.copysign(math.inf, difference) if difference else 0.0
     return f"{ours.mean():.4g} ± {ours.std(ddof=1):.2g} | {apart:+.2f}"

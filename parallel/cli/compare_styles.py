@@ -34,7 +34,7 @@ LAST = 20  # steps whose losses make the final loss
 
 
 def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
-    """Train: mean losses over all ranks by step, distances by step, and the final score. Collective."""
+    """Train; return the mean loss of each step, distances between replicas by step, and the final score. Collective."""
     sums, distances = [], {}
     with Training(settings, comm) as training:
         engine: Any = training.engine
@@ -50,7 +50,7 @@ def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Train in every style; print and draw all."""
+    """Train with every averaging style; print a table of results and plot them."""
     parser = launcher.LauncherParser(__doc__)
     add_recipe(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="losses and distances as a picture")

@@ -30,9 +30,9 @@ from parallel.benchmark.metrics import read
 from parallel.cli.watchdog import children
 
 WORKERS = 3
-EXTRA_SECONDS = 10.0  # most seconds that a training with a death may take longer than the slowest without one
-LOWER = 0.03  # most that the accuracy may be below the worst undisturbed one
-UNDISTURBED = 3  # number of trainings to compare with
+EXTRA_SECONDS = 10.0  # allowed excess of a run with a killed rank over the slowest undisturbed run
+LOWER = 0.03  # allowed drop of accuracy below the worst undisturbed run
+UNDISTURBED = 3  # number of runs without a killed rank, to compare with
 HANGING_SECONDS = 60.0  # seconds after which a training counts as hanging
 
 

@@ -16,7 +16,7 @@ COUNTERS = 2
 
 
 class WorkQueue:
-    """Numbers drawn by ranks, each by exactly one. Creating and freeing are collective.
+    """Queue of work numbers, each taken by exactly one rank. Creating and freeing are collective.
 
     Which rank gets which number depends on timing, and so does the last digit of a sum over the numbers of a rank: for
     repeatable results, put what belongs to a number in order of numbers.

@@ -1,4 +1,7 @@
-"""Gradient buckets: neighbouring parameters whose gradients are exchanged together. Imports no MPI."""
+"""Gradient buckets: neighbouring parameters whose gradients are exchanged together. Imports no MPI.
+
+A bucket accumulates the gradients of one rank; `parallel.data_parallel.reducers` sums buckets over the ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Naive data parallelism: the reference that tests compare the engines with."""
+"""Naive data parallelism: reference implementation for tests of the engines."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class TrainEngine(BaseEngine):
         return mine, problem
 
     def _is_new(self, kind: tuple[Any, ...]) -> bool:
-        """True the first time that this kind of step occurs, which is then entered in the ledger."""
+        """True on the first call with this kind of step; marks the kind as known."""
         known = kind in self._known_kinds
         self._known_kinds.add(kind)
         return not known

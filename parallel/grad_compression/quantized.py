@@ -45,7 +45,7 @@ def nearest(bits: int, comm: Communicator, bucket: GradBucket) -> CodecCompresso
 
 
 class DitheredQuantizer(CodecCompressor):
-    """Stochastic rounding to `bits` bits: 2^(bits-1) - 1 levels on either side of zero.
+    """Stochastic rounding to `bits` bits: 2^(bits-1) - 1 positive and as many negative levels.
 
     Levels reach up to the block's norm if `euclidean` (QSGD), else to its largest element (TernGrad).
     """

@@ -23,7 +23,7 @@ class LayerNorm(Operator):
         self.bias = Parameter((width,), constant(0.0), decay=False)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Saves x, and the mean and rstd of every row, wide."""
+        """Saves x, and the mean and rstd (1 / standard deviation) of every row in the compute dtype."""
         expect_last(self, x, self.width)
         bias = None if self.bias is None else self.bias.data
         y, mean, rstd = kernels.layer_norm(x.reshape(-1, self.width), self.gain.data, bias, self.eps)

@@ -3,7 +3,8 @@
 `forward` returns its result and everything `backward` needs (there is no tape), so any number of micro-batches may be
 active at once, and recomputation is a small wrapper. `backward` passes each parameter's gradient to a *sink*, as a
 function that computes it; the sink decides when and into which memory. Kinds of data parallelism differ in the sink
-only.
+only. To add an operator, write a subclass of `Operator` in a module of `parallel.nn`, and its kernels, if any, in
+`parallel.nn.kernels`; there is no registry.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class ArraySpec(NamedTuple):
 
 
 class OperatorOutline(NamedTuple):
-    """Costs of a pass through an operator, computed from shapes.
+    """Result spec, saved activations, flops and temporary memory of an operator, inferred from its input's shape.
 
     Attributes
     ----------

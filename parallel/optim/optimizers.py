@@ -290,7 +290,7 @@ class GradClip(NamedTuple):
 
 
 def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> GradClip:
-    """Clipping by the global norm (Pascanu et al., ICML 2013).
+    """Global gradient norm, and the factor that clips the gradient to `limit` (Pascanu et al., ICML 2013).
 
     `squares` are the `block_squares` of the unscaled gradient of all ranks, `scale` is 1 / (global count x loss scale);
     without a `limit` nothing is clipped.

@@ -78,7 +78,7 @@ class WorkAssignment:
             self._done.setdefault(part.clock, {}).setdefault(part.number, outcome)
 
     def gone(self, worker: int) -> None:
-        """Return the part of a worker; the earliest returned part is drawn first."""
+        """Put back the part of a worker that is gone; the earliest part put back is assigned first."""
         if (part := self._held.pop(worker, None)) is not None:
             insort(self.returned, part)
 

@@ -154,7 +154,7 @@ class WorkerClient:
         if self._requeued:
             self._requeued = False
             self._pulling.clear()
-            self._known.clear()  # some keys are in one vector, some in the other
+            self._known.clear()  # after a prefetch, current weights are spread over both vectors: pull all keys again
             self._bus.abandon(MessageKind.PULL, MessageKind.REST)
             raise Requeued
 

@@ -115,9 +115,10 @@ class WeightStashing(StageTrainer):
 
 
 class AsynchronousPipeline(Pipeline):
-    """Pipeline with updates within a step; without replicas, tied weights, clipping and fp16.
+    """PipeDream engine: stages update several times per step and stash older weights.
 
-    Reports have no gradient norm. Updates before a failure in a step are kept.
+    No replicas, tied weights, clipping or fp16. Reports have no gradient norm. Updates before a failure in a step are
+    kept.
     """
 
     _unchanged = "updates that the step had made before stay"

@@ -90,7 +90,7 @@ def peers(x: np.ndarray) -> list[QuantContestant]:
 
 
 def race(contestants: list[QuantContestant], turns: int) -> dict[str, list[float]]:
-    """Seconds of every turn by contestant, after a warm-up; checked after the first and the last."""
+    """Time the contestants in turns after a warm-up; return seconds by contestant. Results are checked twice."""
     rng = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for turn in range(turns + 1):

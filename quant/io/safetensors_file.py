@@ -73,7 +73,7 @@ def load(path: str | Path) -> dict[str, QuantizedArray | np.ndarray]:
 
 def _array(meaning: Any, buffer: np.ndarray | None) -> QuantizedArray:
     if buffer is None:
-        raise ValueError("no tensor has its name")
+        raise ValueError("the file has no tensor of this name")
     if not isinstance(meaning, dict):
         raise ValueError("its entry in the header has no spec and shape")
     spec, shape = meaning.get("spec"), meaning.get("shape")

@@ -308,7 +308,7 @@ def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
 
 @unchecked
 def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: Array, out: Array) -> None:
-    """Number of thresholds below r / S for each element, a byte each.
+    """Write the code of each element to `out` (uint8): the number of thresholds below the scaled element r / S.
 
     `thresholds` has shape (k,), or (rows, groups, k) for levels per group; other parameters as for `encode_linear`.
     """

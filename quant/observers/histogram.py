@@ -21,7 +21,7 @@ CANDIDATES = 256
 
 
 class Histogram(Ranges):
-    """Histogram with equal bins on either side of 0; the bin width doubles when an element lies beyond them.
+    """Histogram with equal numbers of bins above and below 0; the bin width doubles when an element lies outside.
 
     Bin i holds elements from i w to below (i + 1) w, for i from -bins/2 on; the width w is the smallest power of two
     with which the largest |x| so far has a bin. Merging two neighbouring bins gives one of twice the width, so the

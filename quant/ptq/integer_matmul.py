@@ -76,7 +76,7 @@ def product(x: QuantizedArray, w: QuantizedArray) -> Array:
 
 
 def exact(x: QuantSpec, w: QuantSpec) -> bool:
-    """True if `product` accepts codes of these specs."""
+    """True if `product` can multiply arrays quantised with these specs."""
     return _integers(x) and _integers(w) and _by_rows(x) and (_by_rows(w) or _along_rows(w))
 
 

@@ -65,7 +65,7 @@ def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
 def _next_row(least: np.ndarray, cost: Any, clusters: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Costs with one more cluster, for every number of values from `clusters` on, and the start of the last cluster."""
     row, start = np.full(n + 1, np.inf), np.zeros(n + 1, int)
-    spans = [(clusters, n, clusters - 1, n - 1)]  # these ends, and the starts that come into question
+    spans = [(clusters, n, clusters - 1, n - 1)]  # ends low..high, whose best starts are in first..last
     while spans:
         below = []
         middles = np.array([(low + high) // 2 for low, high, _, _ in spans])

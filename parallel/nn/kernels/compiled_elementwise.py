@@ -104,7 +104,7 @@ def biased_relu(z, bias):
 
 
 def biased(function: Callable[..., None]) -> Callable[..., np.ndarray]:
-    """Kernel of z and a bias that is added to it in place."""
+    """Compile a kernel that adds the bias to z in place and returns the activation of the sum."""
     compiled, plain = loop(function), getattr(reference_kernels, function.__name__)
 
     @wraps(plain)

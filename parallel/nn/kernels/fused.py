@@ -33,7 +33,7 @@ def _one_kernel(chain: Callable[..., None], name: str) -> Callable[..., None]:
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """Kernel of arrays in any storage from a function of wide arrays and numbers."""
+    """Make one fused kernel of an elementwise float32/float64 function, for arrays of any storage dtype."""
 
     def chain(y: Array, *arguments: Any) -> None:
         y[...] = compute(*map(widen, arguments))
@@ -47,7 +47,7 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _biased(compute: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    """Kernel of a result z and a bias that is added in place, from an activation."""
+    """Make a kernel that adds the bias to z in place and returns the activation of the sum."""
 
     def chain(y: Array, z: Array, bias: Array) -> None:
         z += bias

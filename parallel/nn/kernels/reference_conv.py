@@ -18,7 +18,7 @@ def _padded(x: Array, padding: int, fill: Any = 0) -> Array:
 
 
 def _places(window: tuple[int, int], stride: int, over: tuple[int, int]) -> list[tuple[slice, slice]]:
-    """(rows, columns) slices of the image met by each element of a window, by rows."""
+    """For each window element, in row-major order: (rows, columns) slices of the padded image that it covers."""
     return [
         (slice(i, i + stride * (over[0] - 1) + 1, stride), slice(j, j + stride * (over[1] - 1) + 1, stride))
         for i in range(window[0])

@@ -19,7 +19,9 @@ RUN = 1 << 14
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """Kernel of arrays in any storage from a function of wide arrays, then numbers; `out` may be an argument."""
+    """Run an elementwise float32/float64 function on arrays of any storage dtype; `out` may alias an input.
+
+    Arguments that are floats come last."""
 
     @wraps(compute)
     def kernel(*arguments: Any, out: Array | None = None) -> Array:
@@ -129,7 +131,7 @@ def biased_relu(z: Array, bias: Array) -> Array:
 
 
 def _biased(activation: Callable[..., Array]) -> Callable[[Array, Array], Array]:
-    """Kernel of an activation of z + bias; z becomes z + bias."""
+    """Make a kernel that adds the bias to z in place and returns the activation of the sum."""
 
     def kernel(z: Array, bias: Array) -> Array:
         z += bias

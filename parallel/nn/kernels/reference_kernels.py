@@ -41,7 +41,7 @@ def affine(x: Array, weight: Array, bias: Array) -> Array:
 
 
 def sum_rows(x: Array, out: Array | None = None) -> Array:
-    """Sum over the first axis, wide: the gradient of a bias."""
+    """Sum over the first axis in the compute dtype: the gradient of a bias."""
     return x.sum(axis=0, dtype=wide(x.dtype), out=out)
 
 

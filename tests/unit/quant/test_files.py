@@ -128,5 +128,5 @@ def test_types_of_tensors_that_are_not_what_was_saved(file, kind):
 def test_a_meaning_without_a_tensor(file):
     path, header, behind = file
     write(path, header, meanings_of(header) | {"d": meanings_of(header)["b"]}, behind)
-    with pytest.raises(ValueError, match="d is no quantised array: no tensor has its name"):
+    with pytest.raises(ValueError, match="d is no quantised array: the file has no tensor of this name"):
         safetensors_file.load(path)

@@ -125,10 +125,10 @@ def test_budgets(search):
     [
         ([[1]], [[1, 2]], "shape"),
         ([], [], "shape"),
-        ([[-1]], [[0]], "not negative"),
-        ([[np.nan]], [[0]], "not negative"),
-        ([[1], [np.inf]], [[0], [0]], "finite cost"),
-        ([[1]], [[np.nan]], "losses are finite"),
+        ([[-1]], [[0]], "no negative"),
+        ([[np.nan]], [[0]], "or NaN"),
+        ([[1], [np.inf]], [[0], [0]], "layer 1 has no option of finite cost"),
+        ([[1]], [[np.nan]], "losses: expected finite"),
     ],
 )
 def test_no_table(costs, losses, told):
