@@ -19,7 +19,7 @@ from collectives import Communicator
 from collectives.algorithms import catalog
 from collectives.buffers import staging
 from collectives.buffers.arguments import vector
-from collectives.runtime import binding, transports
+from collectives.runtime import binding, communicator_transports
 from collectives.runtime import call as calls
 from collectives.runtime.collective_forms import DECLARATIONS
 from collectives.selection.select import AlgorithmChoice
@@ -363,7 +363,7 @@ def test_new_communicators_inherit_the_setting():
 
 def test_by_default_the_mpi_decides(monkeypatch):
     for answer in (True, False):
-        monkeypatch.setattr(transports, "cuda_aware", lambda answer=answer: answer)
+        monkeypatch.setattr(communicator_transports, "cuda_aware", lambda answer=answer: answer)
         comm = alone()
         assert comm._planner.transports.aware is answer
         comm.Free()
