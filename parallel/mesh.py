@@ -48,7 +48,9 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank, by axis."""
+        """Coordinates of a rank, by axis; ValueError if the mesh has no such rank."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank: expected 0 to {self.size - 1}, found {rank}")
         return dict(zip(self.sizes, map(int, np.unravel_index(rank, tuple(self.sizes.values())))))
 
     def lines(self, name: str) -> list[list[int]]:

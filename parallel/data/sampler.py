@@ -6,7 +6,6 @@ draw them as they become ready (`WorkQueue`).
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -246,7 +245,7 @@ def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
 
     Exceptions of the source are raised here, in place of the item. The thread starts with the first item and ends with
     the iteration: after the last item, an exception, Ctrl-C, or `close` (which Python calls when the iterator is
-    collected). A generator is then closed. The source must not call MPI.
+    collected). A generator is then closed; an error of that is raised. The source must not call MPI.
     """
     if depth < 0:
         raise ValueError(f"depth: expected 0 or more, found {depth}")
@@ -263,5 +262,4 @@ def _ahead(source: Iterable[Item], depth: int) -> Iterator[Item]:
             yield item
     finally:
         pool.shutdown(cancel_futures=True)  # waits for the item being made
-        with contextlib.suppress(Exception):
-            getattr(items, "close", lambda: None)()
+        getattr(items, "close", lambda: None)()

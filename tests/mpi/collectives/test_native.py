@@ -39,9 +39,9 @@ def right(world, form, method):
         exchange.keeps_inputs = not asked.in_place  # MPIs may write all over what they are given
         check = exchange.check
 
-        def note(progress_lock):
+        def note(turn):
             try:
-                check(progress_lock)
+                check(turn)
             except AssertionError as fault:
                 faults.append(fault)
 
@@ -106,7 +106,7 @@ def test_operations_of_one_s_own(comm, method, commute):
         if commute
         else {
             "function": argument_spellings.join,
-            "values": lambda r, n, dtype, progress_lock: argument_spellings.letters(r, n, progress_lock),
+            "values": lambda r, n, dtype, turn: argument_spellings.letters(r, n, turn),
         }
     )
     for n in (3, 1000):
@@ -124,13 +124,13 @@ def test_strided_memory(comm):
     """Ranks may describe the same data differently: here a column, elsewhere a plain vector."""
     table = np.zeros((6, 4), "i4")
     column = MPI.INT.Create_vector(6, 1, 4).Commit()
-    for progress_lock in range(3):
-        root = progress_lock % comm.Get_size()
-        plain = np.full(6, progress_lock + 1, "i4")
-        table[:] = progress_lock + 1 if comm.Get_rank() == root else 0
+    for turn in range(3):
+        root = turn % comm.Get_size()
+        plain = np.full(6, turn + 1, "i4")
+        table[:] = turn + 1 if comm.Get_rank() == root else 0
         buffer = [table, 1, column] if comm.Get_rank() % 2 else plain
         comm.Bcast(buffer, root, algorithm="native")
-        assert ((table[:, 0] if comm.Get_rank() % 2 else plain) == progress_lock + 1).all()
+        assert ((table[:, 0] if comm.Get_rank() % 2 else plain) == turn + 1).all()
     column.Free()
 
 

@@ -188,6 +188,12 @@ def communications(made, *names):
     return [event for event in made.events if event.kind == "communication" and event.name in names]
 
 
+def assert_all_after_the_backward(made):
+    ends = max((event.end for event in made.events if event.name == "backward"), default=0.0)
+    exchanges = communications(made, "allreduce", "start", "reduce_scatter")
+    assert exchanges and all(event.start >= ends for event in exchanges)
+
+
 @pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp", "zero1"])
 @pytest.mark.parametrize("count", [1, 5])
 def test_one_exchange_a_step_however_many_micro_batches(comm, layout, count):
@@ -207,6 +213,9 @@ def test_allreduces_start_before_the_backward_ends(comm):
         assert len(starts) == len(flights) == 6
         assert sum(start < ends for start in starts) >= 5
         assert 0 < report.communication < report.seconds
+    with engine(comm, "dp-naive", trace=True) as made:
+        made.step(tiny_models.batches(made.share(2 * comm.size)))
+        assert_all_after_the_backward(made)
     with engine(comm, "dp-naive") as made:
         made.step(tiny_models.batches(made.share(comm.size)))
         assert not made.events
@@ -520,10 +529,12 @@ def test_a_slow_rank_draws_less_and_no_bit_changes(comm, layout, slow, reference
 def test_drawn_without_the_canonical_order(comm, layout, reference):
     """All that one rank has, others have not: the sum is the same but for rounding."""
     expected, _, _ = reference(precision="fp64", clip=3.0)
-    with engine(comm, layout, precision="fp64", clip=3.0) as made:
+    with engine(comm, layout, precision="fp64", clip=3.0, trace=True) as made:
         for step, count in enumerate(STEPS):
-            progress_lock = range(count) if comm.rank == step % comm.size else ()
-            made.step(dealt(comm, progress_lock, step), drawn=True)
+            numbers = range(count) if comm.rank == step % comm.size else ()
+            made.step(dealt(comm, numbers, step), drawn=True)
+            assert_all_after_the_backward(made)
+            made.events.clear()
         for name, values in whole(comm, made).items():
             np.testing.assert_allclose(values, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
 

@@ -393,6 +393,8 @@ def test_a_gradient_that_overflows_ends_all(comm, rule):
     [
         ({"servers": 0}, "servers: expected at least 1, found 0"),
         ({"servers": 99}, "servers: 99 of . ranks leave no workers"),
+        ({"rule": "ssp"}, "consistency: expected .* a whole number S from 0 on, found 'ssp'"),
+        ({"rule": "ssp:x"}, "consistency: expected .* a whole number S from 0 on, found 'ssp:x'"),
         ({"rule": "ssp:-1"}, "consistency: expected .* a whole number S from 0 on, found 'ssp:-1'"),
         ({"rule": "bsp:1"}, "consistency: expected bsp, async, or ssp:S"),
         ({"precision": "fp16"}, "precision: fp16 needs a loss scale"),

@@ -47,3 +47,9 @@ def test_axes_without_a_meaning():
         Mesh.parse("dp=2,dp=2")
     with pytest.raises(ValueError, match="at least one rank along pp"):
         Mesh.parse("dp=2,pp=0")
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_ranks_that_a_mesh_has_not(rank):
+    with pytest.raises(ValueError, match=f"rank: expected 0 to 3, found {rank}"):
+        Mesh.parse("dp=2,pp=2").coordinates(rank)

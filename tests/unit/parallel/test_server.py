@@ -20,7 +20,8 @@ from parallel.optim.precision import PRECISIONS
 from parallel.parameter_server.consistency import rule_of
 from parallel.parameter_server.event_order import EventEntry, EventOrder, ReplayMismatch, create, read
 from parallel.parameter_server.key_assignment import EmbeddingTable, buckets_of, keys_of, tables
-from parallel.parameter_server.messages import Envelope, MessageFormat, MessageKind, ServerMessage
+from parallel.parameter_server.messages import Envelope, MessageFormat, MessageHandle, MessageKind, ServerMessage
+from parallel.parameter_server.server_loop import ServerLoop
 from parallel.parameter_server.shard_store import AsyncStore, ShardState, SyncStore
 from parallel.parameter_server.work_assignment import PartResult, WorkAssignment, WorkPart, joined
 from parallel.trainer.strategies import strategy_of
@@ -41,6 +42,28 @@ def test_a_rule_lets_read_up_to_its_staleness(text, staleness):
 def test_other_rules_are_refused(text):
     with pytest.raises(ValueError, match="consistency: expected"):
         rule_of(text)
+
+
+class Post:
+    """A bus that takes all messages and has none."""
+
+    def send(self, peer, message, *vectors):
+        return MessageHandle()
+
+    def poll(self):
+        return None
+
+
+@pytest.mark.parametrize("rule", ["bsp", "ssp:1", "async"])
+def test_ticks_that_are_late_or_come_twice_change_nothing(rule):
+    kind = SyncStore if rule == "bsp" else AsyncStore
+    workers, servers, order = [1, 2], [0], EventOrder()
+    server = ServerLoop(Post(), kind([], SGD(rate=1.0), None, True), rule_of(rule), workers, servers, 0, order)
+    for worker, clock in ((1, 2), (1, 1), (2, 1), (2, 1)):
+        order.put(Envelope(worker, ServerMessage(MessageKind.TICK, clock=clock, parts=0)))
+    server.catch_up()
+    assert server.clocks == [2, 1]
+    assert server.until_made(1) is False
 
 
 def test_a_message_survives_the_wire():
