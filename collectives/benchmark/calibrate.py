@@ -1,4 +1,4 @@
-"""Calibration of message costs on pairs of ranks, and the model's prediction for a collective.
+"""Measurement of message costs between pairs of ranks, and prediction of a collective's time from them.
 
 Four collectives of two ranks suffice: a broadcast is one message, a reduction one that is combined, an allgather in
 place a message each way, and an allreduce by recursive doubling one each way that is combined. They run in the memory
@@ -42,7 +42,7 @@ They time messages one way, one way and combined, both ways, both ways and combi
 
 
 class CalibratedCosts(NamedTuple):
-    """Measured costs of this run: messages, and copies within a rank (its own block, out of place)."""
+    """Cost functions measured in this run: messages between ranks, and copies within a rank (its own block)."""
 
     network: ClusteredNetwork
     copy: EdgeCost
@@ -66,17 +66,17 @@ def calibrate(
     seconds: float = 0.1,
     tick: Callable[[], object] = lambda: None,
 ) -> CalibratedCosts:
-    """Time messages within nodes and between them; all pairs of a kind run at once. Collective, equal on all ranks.
+    """Measure costs of messages within and between nodes, and of copies. Collective; equal result on all ranks.
 
-    `memory` and `mode` may decide the transport of messages. `largest` is the longest message in bytes, `seconds` the
-    time per length, probe and sweep; `tick` is called after every length.
+    All pairs of a kind run at once. `memory` and `mode` may decide the transport of messages. `largest` is the longest
+    message in bytes, `seconds` the time per length, probe and sweep; `tick` is called after every length.
     """
     rank, nodes = plain.Get_rank(), comm.nodes or (0,) * plain.Get_size()
     node, at = nodes[rank], lengths(largest)
     place = nodes[:rank].count(node)
 
     def curves(pair: tuple[int, int]) -> tuple[EdgeCost, EdgeCost]:
-        """(message, combining) from the ranks that name the same pair."""
+        """Least costs over all pairs of ranks (two that pass equal `pair`): of a message, and of its reduction."""
         color = sorted(set(plain.allgather(pair))).index(pair)
         two, mine = comm.Split(color, rank), MPI.Intracomm(plain.Split(color, rank))
         sweeps = []  # several, so that a disturbance of the machine affects one of them only
@@ -120,7 +120,7 @@ def _probe(
 
 
 def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> PiecewiseCost:
-    """Measure the cost of copies within a rank, with all ranks copying at once."""
+    """Measure the cost of copies of `at` bytes within a rank, all ranks copying at once; the slowest rank counts."""
     found = []
     for length in at:
         source, target = np.ones(length, np.uint8), np.ones(length, np.uint8)
@@ -145,7 +145,7 @@ def predicted_us(
     segments: int = 1,
     in_place: bool = False,
 ) -> float:
-    """Microseconds that the model expects of a call with root 0 on an array of `nbytes` in all.
+    """Predicted microseconds of one call with root 0 on an array of `nbytes` bytes in total.
 
     `in_place`: ranks have their own blocks at their places, so that none are copied there.
     """
@@ -160,7 +160,7 @@ def predicted_us(
 
 
 def _kept(collective: str, schedule: Schedule, rank: int, size: int, segments: int, blocks: int) -> tuple[range, ...]:
-    """Chunks that a rank's schedule leaves unchanged from input to output; a call out of place copies them."""
+    """Chunks of a rank's input that its result contains unchanged; a call out of place must copy them."""
     kept = set(before(collective, rank, size, 0, segments, blocks))
     kept &= after(collective, rank, size, 0, segments, blocks).keys()
     for step in chain.from_iterable(schedule):

@@ -38,19 +38,19 @@ def even_form(collective: str) -> str:
 
 
 def largest_modulus(size: int, dtype: np.dtype[Any]) -> int:
-    """The longest pattern whose sum over all ranks stays exact in `dtype`."""
+    """Largest period of the test pattern for which its sum over `size` ranks is exact in `dtype`."""
     return max(1, min(MODULUS, EXACT.get(dtype.name, 2**20) // size - (SHIFTS - 1) + 1))
 
 
 def total(ranks: Sequence[int], modulus: int, start: int, stop: int) -> NDArray[np.int32]:
-    """Elements of the sum of the inputs of `ranks`: one period of the pattern is summed and repeated."""
+    """Elements `start` to `stop` of the summed test inputs of `ranks`; `modulus` is the period of the test pattern."""
     one = np.arange(start, start + modulus)
     period = np.sum([(one + 3 * r) % modulus for r in ranks], axis=0)
     return np.resize(period.astype(np.int32), stop - start)
 
 
 class BenchmarkCase(NamedTuple):
-    """One collective: its method, its meaning, and the form of its arguments."""
+    """One collective to benchmark: name of its method, input and output blocks, and form of its arguments."""
 
     method: str
     meaning: Meaning
@@ -59,17 +59,17 @@ class BenchmarkCase(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """True if every rank's block has the same length, so that the total is a multiple of the ranks."""
+        """True if all blocks must have the same length, so that the element count is a multiple of the ranks."""
         return not self.meaning.vector and not self.counts
 
     def sends(self, modulus: int, rank: int, at: list[int]) -> NDArray[np.int32] | None:
-        """Input of a rank, whose blocks begin `at` these elements; None if it has none."""
+        """Test input of a rank, or None if it sends nothing; block b has elements ``at[b]`` to ``at[b + 1]``."""
         size = len(at) - 1
         blocks = [block % size for block in self.meaning.before(rank, size, ROOT, size)]
         return np.concatenate([total([rank], modulus, at[b], at[b + 1]) for b in blocks]) if blocks else None
 
     def receives(self, modulus: int, rank: int, at: list[int]) -> tuple[NDArray[np.int32] | None, int]:
-        """Result of a rank, None if it has none, and the number of inputs in each sum."""
+        """Expected result of a rank (None if it receives nothing), and the number of inputs summed in each element."""
         size = len(at) - 1
         sums = [(b % size, list(ranks)) for b, ranks in self.meaning.after(rank, size, ROOT, size).items()]
         if not sums:
@@ -101,15 +101,15 @@ CASES: dict[str, BenchmarkCase] = {
 
 
 def elements(case: BenchmarkCase, nbytes: int, itemsize: int, size: int) -> int:
-    """Elements of the whole array for a size in bytes, rounded up to elements and equal blocks; none of a barrier."""
+    """Element count for `nbytes`, rounded up to whole elements and, where needed, equal blocks; 0 for a barrier."""
     unit = itemsize * size if case.equal else itemsize
     return 0 if case.meaning.synchronises else -(-nbytes // unit) * (unit // itemsize)
 
 
 class CaseBuffers:
-    """The arrays of one rank for one case, their contents, and the arguments of the call.
+    """Send and receive arrays of one rank for one benchmark case, their test data, and the arguments of the call.
 
-    Data that only moves goes as integers where MPI lacks its dtype.
+    Collectives that do not reduce get float16 and bfloat16 as uint16, since MPI may lack these types.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class CaseBuffers:
         self.case, self._shift = case, 0
 
         def array(values: NDArray[np.int32] | None, length: int = 0) -> NDArray[Any] | None:
-            """Collective for symmetric memory: all ranks make arrays as long as the longest, and empty ones too."""
+            """Allocate an array that begins with `values`, or return None without; collective for symmetric memory."""
             length = 0 if values is None else length or len(values)
             symmetric = memory == "symmetric"
             made = comm.empty(comm.allreduce(length, MPI.MAX), dtype)[:length] if symmetric else np.empty(length, dtype)
@@ -177,7 +177,7 @@ class CaseBuffers:
             np.copyto(self._home, self._gives)
 
     def poison(self) -> None:
-        """Overwrite the place of the result, so that only this call can make it right."""
+        """Overwrite the result array, unless it holds the input, so that only the next call can make it right."""
         if self._result is not None and not self._holds_input:
             self._result.fill(99)
 

@@ -1,4 +1,4 @@
-"""Encoded collectives of many ranks in one process: the code of the ranks, with messages that are copies.
+"""Quantised collectives of many simulated ranks in one process: each rank's real code, messages as copies.
 
 ranks = [TwoShot(comm, count, codec) for comm in played(64)]
 play([made.allreduce(x, out) for made, x, out in ...])
@@ -22,7 +22,7 @@ Move = Callable[[dict[int, Any]], None]
 
 
 class InProcessRequest:
-    """A rank's part of a collective, which completes as soon as every rank has started its request."""
+    """Request of one simulated rank for a collective; complete as soon as all ranks have started theirs."""
 
     def __init__(self, comm: InProcessComm, message: Any, move: Move):
         self.comm, self.message, self.move = comm, message, move
@@ -63,7 +63,7 @@ def _part(message: Any, rank: int) -> np.ndarray:
 
 
 class InProcessComm:
-    """Communicator of one rank, with the methods that encoded collectives use; calls match by their order."""
+    """Communicator of one simulated rank, with the methods that quantised collectives use; calls match by order."""
 
     nodes = None
 
@@ -102,7 +102,7 @@ def played(size: int) -> list[Any]:
 
 
 def play(motions: Sequence[Motion]) -> None:
-    """Run all ranks' motions to their ends, in turns; all must have as many turns and start the same calls."""
+    """Run the generators of all ranks to their ends, one step each in turn; all must make the same calls in order."""
     while True:
         turns = [next(motion, None) for motion in motions]
         if all(requests is None for requests in turns):

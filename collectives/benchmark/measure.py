@@ -1,4 +1,4 @@
-"""One measurement: algorithms of Chorus and the native collective at one size, timed in turns."""
+"""One measurement: Chorus's algorithms and the MPI library's own collective at one size, timed in turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collectives.selection.timing_table import NATIVE
 
 
 class RaceOptions(NamedTuple):
-    """Options of a race; names as on the command line."""
+    """Options of a race (implementations timed against each other), named as on the command line."""
 
     memories: Sequence[str] = ("plain",)  # of our arrays; the native collective has plain memory
     modes: Sequence[str] = MODES[:1]
@@ -32,7 +32,7 @@ class RaceOptions(NamedTuple):
 def enter(
     plain: MPI.Intracomm, comm: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: CaseBuffers, mode: str
 ) -> Contestant | str:
-    """A contestant that has performed two calls; or, if it cannot take part, the reason.
+    """Prepare an implementation for timing by two trial calls; return it, or the reason why it cannot be timed.
 
     Ours may refuse (on all ranks); its result is checked in the race. The native one must also be right, as some
     libraries accept a persistent collective and then perform it wrongly. RuntimeError if our call failed on some ranks
@@ -69,7 +69,7 @@ Key = TypeVar("Key")
 def race_entries(
     plain: MPI.Intracomm, entries: Mapping[Key, Contestant | str], limits: Mapping[str, Any]
 ) -> tuple[dict[Key, Timing], dict[Key, str]]:
-    """Time the contestants against each other and close them; return their timings, and the errors of other entries."""
+    """Time the contestants in `entries` and close them; return their timings, and the entries that are error texts."""
     running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
     timings = race(plain, list(running.values()), **limits) if running else []
     for contestant in running.values():
@@ -87,7 +87,7 @@ def measure(
     dtype: str = "float32",
     options: RaceOptions = RaceOptions(),  # noqa: B008
 ) -> tuple[list[Row], dict[str, str]]:
-    """Race `algorithms` of one collective at one size, in all memories and modes, against the native one in each mode.
+    """Time algorithms at one size, in each memory and mode, against the MPI's own; return rows, and errors by name.
 
     `plain` and `comm` are the MPI's communicator and ours, over the same ranks. `nbytes`, the size of the whole array,
     is rounded up to whole elements, or to equal blocks where needed. Returns a row per algorithm, memory and mode that

@@ -1,4 +1,4 @@
-"""Predictions for the catalogue at any number of ranks: simulated, or by formula where simulation is too slow."""
+"""Predicted times of algorithms at any number of ranks: simulated, or by formula where simulation is too slow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLE = 64
 
 
 class CostPrediction(NamedTuple):
-    """Costs of a cluster of equal nodes."""
+    """Cost parameters of a cluster of equal nodes: messages within and between nodes, and reduction per byte."""
 
     per_node: int  # ranks on a node; the last node may have fewer
     node: LinearCost  # a message within a node
@@ -38,7 +38,7 @@ class CostPrediction(NamedTuple):
 
 
 class PredictionRow(NamedTuple):
-    """Prediction for one algorithm at one size."""
+    """Predicted cost of one algorithm for one number of ranks and one array size."""
 
     algorithm: str
     size: int
@@ -51,14 +51,14 @@ class PredictionRow(NamedTuple):
 
 
 def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> ChunkLayout:
-    """The chunks of so many bytes: of the vector, or of all blocks together, or (alltoall) of all that one rank has."""
+    """Byte ranges of the chunks; `nbytes` is the whole vector, or all blocks, or (alltoall) the blocks of one rank."""
     blocks = catalog.blocks(collective, name, size)
     everywhere = nbytes * blocks // vector(collective, size, blocks)
     return ChunkLayout.packed(even(everywhere, blocks * segments))
 
 
 def playable(collective: str, name: str, size: int, nodes: int = 1) -> bool:
-    """True if the simulation of all ranks takes seconds at most."""
+    """True if simulating all ranks of an algorithm takes no more than a few seconds."""
     rounds = catalog.evaluate(catalog.find(collective, name).rounds, size, 1, nodes)
     if catalog.blocks(collective, name, size) > max(size, CHUNKS):
         return False
@@ -67,7 +67,7 @@ def playable(collective: str, name: str, size: int, nodes: int = 1) -> bool:
 
 @lru_cache(maxsize=32)
 def _simulator(collective: str, name: str, size: int, per_node: int) -> VectorSimulator:
-    """All ranks of an algorithm, the root being rank 0."""
+    """Simulator of all ranks of an algorithm, with root 0."""
     nodes = regular(size, per_node) if size > per_node else None
     return VectorSimulator(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))
 
@@ -78,7 +78,7 @@ def played(collective: str, name: str, size: int, nbytes: int, model: CostPredic
 
 
 def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
-    """Seconds by the catalogue's formula, with the costs of the network.
+    """Predicted seconds of an algorithm by its cost formula in the catalogue, with the costs of `model`.
 
     Savings of messages within nodes, and the cost of a shared card, come from a simulation of a few nodes, for alpha
     and beta separately: each factor of the formula is scaled by the ratio of simulation to formula.
@@ -96,14 +96,14 @@ def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPr
 
 @lru_cache(maxsize=256)
 def _weight(collective: str, name: str, model: CostPrediction) -> float:
-    """Ratio of the simulated time to the formula with the costs of the network."""
+    """Ratio of an algorithm's simulated time on a few nodes to the time by its cost formula."""
     size, nbytes = max(SAMPLE, 4 * model.per_node), 1 << 20
     expected = catalog.find(collective, name).seconds(size, nbytes, *model.network, 0.0)
     return played(collective, name, size, nbytes, model) / float(expected) if expected else 1.0
 
 
 def bound(collective: str, size: int, nbytes: int, model: CostPrediction) -> float:
-    """Seconds that no algorithm can beat: of rounds, bytes and additions each, between ranks and between nodes."""
+    """Lower bound in seconds for any algorithm: the largest of its bounds on latency, bandwidth and reduction."""
     if size == 1:
         return 0.0
     least, nodes = catalog.BOUNDS[collective], size // model.per_node

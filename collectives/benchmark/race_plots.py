@@ -39,7 +39,7 @@ MOST_COLUMNS = 3
 
 @contextmanager
 def page(path: Path, width: float, height: float, title: str, note: str = "") -> Iterator[Figure]:
-    """An empty figure, which is written when its drawing is done."""
+    """Context manager that yields an empty figure and saves it to `path` on exit."""
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), layout="constrained")
         yield figure
@@ -124,7 +124,7 @@ def plot_race(path: Path, report: Report) -> None:
 
 
 def _scale(axis: Axes, rows: list[Any], along: str) -> None:
-    """Plot the time of each algorithm along `along`, "size" (ranks) or "nbytes"; hollow if calculated by formula."""
+    """Plot predicted times of each algorithm against `along`, "size" (ranks) or "nbytes"; hollow: by formula."""
     for i, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
         line = [row for row in rows if row.algorithm == name]
         at, times = [getattr(row, along) for row in line], [row.seconds * 1e6 for row in line]

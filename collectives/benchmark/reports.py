@@ -1,4 +1,4 @@
-"""Summary statistics and files of results."""
+"""Quartiles of samples, writing of JSON reports, and checks that files can be written."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def check_folder(folder: Path) -> None:
-    """Create a folder and write into it; OSError if either fails."""
+    """Create a folder and check that files can be created in it; OSError if not."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"1")
 
 
 def check_writable(path: Path) -> None:
-    """OSError if no file of this name can be written."""
+    """Check that a file can be written at `path`, creating its folder; OSError if not."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no plain file")
     if path.exists() and not os.access(path, os.W_OK):

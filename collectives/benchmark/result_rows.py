@@ -1,4 +1,4 @@
-"""A measured configuration as one row: the JSON's fields, bandwidths, and several launches merged."""
+"""Result rows: JSON fields of one measured configuration, its bandwidths, and merging of several launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bandwidths(collective: str, size: int, nbytes: int, microseconds: float) -> 
 def make_row(
     collective: str, algorithm: str, size: int, nbytes: int, ours: Timing, native: Timing | None, **labels: Any
 ) -> Row:
-    """One row of the report; `labels` are dtype, memory, mode and further descriptions."""
+    """Result row of one measurement, as a dict; `labels` are dtype, memory, mode and further fields."""
     algbw, busbw = bandwidths(collective, size, nbytes, ours.median)
     return {
         "collective": collective,
@@ -62,7 +62,7 @@ def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:
 
 
 def merge(reports: list[Report]) -> Report:
-    """Medians over several launches of the same measurement; the ratio is the median of the launches' ratios.
+    """Merge reports of repeated launches into one of medians; its ratio is the median of the launches' ratios.
 
     ValueError if the launches differ in MPI library, ranks or machine.
     """

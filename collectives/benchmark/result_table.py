@@ -1,4 +1,4 @@
-"""Rows as text: OSU's first columns, nccl-tests' bandwidths, and the native time beside ours."""
+"""Result rows as a text table: columns as in OSU's and nccl-tests' output, and the MPI's own time beside ours."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FULL: list[Column] = [
 
 
 class TableStyle:
-    """Columns and title of a table: `full` has those of -f too; several memories or modes get a column of their own."""
+    """Text table of result rows: `full` adds the columns of option -f; several memories or modes add one each."""
 
     def __init__(self, full: bool = False, memories: Sequence[str] = (), modes: Sequence[str] = ()) -> None:
         self._varying = [name for name, all in (("memory", memories), ("mode", modes)) if len(all) > 1]
@@ -71,14 +71,14 @@ class TableStyle:
         return self._line(_text(row.get(at) if isinstance(at, str) else at(row)) for _, _, at in self._columns)
 
     def title(self, row: Row) -> str:
-        """The comment line above a block of rows that differ in size, algorithm and what has a column."""
+        """Comment line above a block of rows: the properties that all its rows share and that have no column."""
         words = [row["collective"], row["dtype"]]
         words += [] if "mode" in self._varying else [row.get("mode", "blocking")]
         words += [] if "memory" in self._varying else [f"{row['memory']} memory"]
         return f"# {', '.join(words)}{', in place' if row.get('in_place') else ''}"
 
     def lines(self, rows: Iterable[Row]) -> Iterator[str]:
-        """Further rows as text, under a new title where it changes."""
+        """Format rows as lines of text, with a new title and heading where the title changes."""
         for row in rows:
             if self._title != (title := self.title(row)):
                 self._title = title
@@ -87,7 +87,7 @@ class TableStyle:
 
 
 def verdict(rows: list[Row]) -> str | None:
-    """Comment line with the model's error on rows above 64 KiB; None without predictions."""
+    """Comment line on how well the cost model predicted rows above 64 KiB; None without predictions."""
     ratios = [_predicted_ratio(row) for row in rows if row["bytes"] > 1 << 16]
     errors = [abs(ratio - 1) for ratio in ratios if ratio is not None]
     if not errors:

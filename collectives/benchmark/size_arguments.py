@@ -1,4 +1,4 @@
-"""Message sizes as people write them, ``8:64M``, ``8:64M:4``, ``8,1K,64K,1M``, and times."""
+"""Parsing and formatting of message sizes, such as ``8:64M``, ``8:64M:4``, ``8,1K,64K,1M``, and of times."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def format_size(nbytes: float) -> str:
-    """`nbytes` in the shortest exact unit: 8, 64K, 1M.
+    """Format a number of bytes in the largest unit that divides it: 8, 64K, 1M.
 
     >>> format_size(65536), format_size(1000)
     ('64K', '1000')
@@ -51,6 +51,6 @@ def format_size(nbytes: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Time as text, such as 1.5 ms."""
+    """Format a time with a unit, such as 1.5 ms."""
     unit, length = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
     return f"{seconds / length:.4g} {unit}"

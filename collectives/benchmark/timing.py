@@ -1,4 +1,4 @@
-"""Timing of a race: contestants take turns in random order; a call's latency is the slowest rank's time."""
+"""Timing of implementations against each other, in turns; a call's latency is the slowest rank's time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEWEST = 5  # timed calls, however slow they are
 
 @dataclass
 class Contestant:
-    """Implementation of a collective to time: name, buffers and call."""
+    """One implementation of a collective to time: its name, buffers and call, and the times measured so far."""
 
     name: str
     buffers: CaseBuffers
@@ -34,7 +34,7 @@ class Contestant:
 
 
 class Timing(NamedTuple):
-    """Latencies in microseconds of one contestant's timed calls, and its wrong elements over all ranks."""
+    """Summary of one contestant's timed calls: latencies in microseconds, and wrong elements over all ranks."""
 
     median: float
     p99: float  # a latency that occurred, never an interpolation
@@ -53,7 +53,7 @@ def summarise(microseconds: NDArray[np.float64], wrong: int = 0) -> Timing:
 def make_call(
     comm: MPI.Intracomm, method: str, mode: str, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A function that performs one complete collective in `mode`, and one that frees what it holds."""
+    """Two functions: one that performs a complete collective in `mode`, and one that frees its request, if any."""
     if mode == "persistent":
         request = getattr(comm, method + "_init")(*args, **keywords)
 
@@ -69,7 +69,7 @@ def make_call(
 
 
 def checkpoints(iterations: int) -> set[int]:
-    """The iterations whose results are checked: the first, the last, and some evenly between.
+    """Indices of the iterations whose results are checked: the first, the last, and some evenly between.
 
     >>> sorted(checkpoints(100))
     [0, 25, 50, 74, 99]
@@ -85,7 +85,7 @@ def race(
     warmup: int = 10,
     seconds: float = 1.0,
 ) -> list[Timing]:
-    """Time all contestants in turns; timings are in the order of `contestants`, equal on all ranks.
+    """Time all contestants in turns; return their timings in the order of `contestants`, equal on all ranks.
 
     The native barrier of `comm` precedes every call. `iterations` and `warmup` are timed and untimed calls of each
     contestant, at most; `seconds` the time of each after which fewer timed calls are made, but never less than five.
@@ -95,7 +95,7 @@ def race(
     budget = seconds * len(contestants)
 
     def turn_seconds(count: int, keep: bool = False) -> float:
-        """Seconds of a turn: every contestant once, in random order, each on new data after one neutral barrier."""
+        """Run `count` turns (every contestant once, in random order, on new data); return mean seconds per turn."""
         checked, since = checkpoints(count), time.perf_counter()
         for iteration in range(count):
             order.shuffle(turns)

@@ -22,14 +22,14 @@ PINGS = 50
 
 
 def span(rank: int, node: int, name: str, kind: str, start: float, end: float, **more: Any) -> Entry:
-    """A complete event from `start` to `end` in seconds."""
+    """Trace entry ("complete event") of one rank's activity from `start` to `end` in seconds."""
     first, last = round(1e9 * start), round(1e9 * end)  # whole nanoseconds, so that what is nested stays so
     times = {"ts": first / 1e3, "dur": (last - first) / 1e3}
     return {"name": name, "cat": kind, "ph": "X", "pid": node, "tid": rank, **times, "args": more}
 
 
 def names(nodes: Sequence[int], lanes: Sequence[str] = ("",)) -> list[Entry]:
-    """Names of nodes and ranks; with several lanes a rank has as many threads."""
+    """Trace entries that label nodes and ranks; with several `lanes` every rank has one thread per lane."""
     entries = [_name("process_name", node, 0, f"node {node}") for node in sorted(set(nodes))]
     for rank, node in enumerate(nodes):
         for index, lane in enumerate(lanes):
@@ -53,7 +53,7 @@ def of_calls(
     kinds: Sequence[str],
     times: Sequence[float],
 ) -> list[Entry]:
-    """Trace entries of one rank: nested spans for the program, its rounds and their calls.
+    """Trace entries of one rank's collective: nested spans for all of it, its rounds, and the calls in a round.
 
     `begins` are the positions of the rounds in the program, as in `Program.begins`; `kinds` describe the calls; `times`
     are the beginnings of the calls, and the end of the last one. `schedule` and `count`, the chunks of the vector,
@@ -69,7 +69,7 @@ def of_calls(
 
 
 def kind_of(call: Callable[[], object], waits: bool) -> str:
-    """Kind of a program's call: wait, copy, start (messages), or the function's name, such as add."""
+    """Label of one call in a collective: wait, copy, start (of messages), swap, or the function's name, such as add."""
     if waits:
         return "wait"
     function = getattr(call, "func", call)

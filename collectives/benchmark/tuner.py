@@ -1,4 +1,4 @@
-"""Tuner: transport costs, candidates of a row, their timing, and elimination."""
+"""Tuner: measurement of transport costs, candidate algorithms, their timing, and elimination of slow ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SMALL = 8
 
 
 def fit(times: dict[int, float]) -> tuple[float, float]:
-    """(alpha, beta) of the line through seconds by bytes, relative errors counting alike.
+    """Fit seconds = alpha + beta * bytes to `times` (bytes: seconds) by relative error; return (alpha, beta).
 
     >>> alpha, beta = fit({0: 2e-6, 1000: 3e-6, 100_000: 102e-6})
     >>> round(alpha * 1e6, 3), round(beta * 1e9, 3)
@@ -50,7 +50,7 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def median_seconds(call: Callable[[], object], seconds: float, agree: Callable[[bool], Any] = bool) -> float:
-    """Median time of at least ten calls, repeated for `seconds`; `agree` makes all ranks stop after the same call."""
+    """Median seconds of a call, from ten calls or more over `seconds`; `agree` lets all ranks stop at the same call."""
     times: list[float] = []
     until = perf_counter() + seconds
     while len(times) < 10 or agree(perf_counter() < until):
@@ -62,7 +62,7 @@ def median_seconds(call: Callable[[], object], seconds: float, agree: Callable[[
 
 
 def ping_pong(comm: Communicator, seconds: float) -> dict[int, float]:
-    """Seconds of one message of each size between two ranks, over our own transport."""
+    """Seconds of a message one way between the two ranks of `comm`, by size in bytes, over Chorus's transport."""
 
     def both(data: np.ndarray) -> None:
         comm.Bcast(data, 0, algorithm="linear")
@@ -73,13 +73,13 @@ def ping_pong(comm: Communicator, seconds: float) -> dict[int, float]:
 
 
 def combining(seconds: float, nbytes: int = 1 << 18) -> float:
-    """Seconds to combine a byte that lies in the cache."""
+    """Seconds per byte to add two float32 arrays that are in the cache."""
     one, other = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
     return median_seconds(partial(np.add, one, other, other), seconds) / nbytes
 
 
 def pairs(nodes: Nodes | None, size: int) -> dict[str, tuple[int, int]]:
-    """For each wire that there is, two ranks which it joins.
+    """One pair of ranks for each kind of transport between the ranks: same node ("shared"), or "network".
 
     >>> pairs((0, 0, 1), 3), pairs(None, 4), pairs((0, 1), 2)
     ({'shared': (0, 1), 'network': (0, 2)}, {'shared': (0, 1)}, {'network': (0, 1)})
@@ -92,7 +92,7 @@ def pairs(nodes: Nodes | None, size: int) -> dict[str, tuple[int, int]]:
 
 
 def measure_costs(plain: MPI.Intracomm, comm: Communicator, seconds: float, known: Costs) -> Costs:
-    """Measure the costs of the transports between these ranks; others keep their `known` costs. Collective."""
+    """Measure the costs of the transports between these ranks; absent ones keep their `known` costs. Collective."""
     costs = known
     for wire, pair in pairs(comm.nodes, plain.Get_size()).items():
         mine: Any = plain.Split(0 if plain.Get_rank() in pair else MPI.UNDEFINED)
@@ -107,7 +107,7 @@ def measure_costs(plain: MPI.Intracomm, comm: Communicator, seconds: float, know
 
 
 class TunerSetting(NamedTuple):
-    """Parameters of one row."""
+    """Collective, form of call, dtype and bytes that the tuner times together: one row of the timing table."""
 
     collective: str
     form: str
@@ -116,7 +116,7 @@ class TunerSetting(NamedTuple):
 
 
 def candidates(collective: str, nbytes: int, size: int, nodes: Nodes | None, costs: Costs) -> list[AlgorithmChoice]:
-    """Every algorithm that `auto` may choose, in segments where they may pay, and the MPI's own.
+    """Choices to time for `auto`: algorithms, with several segment counts where they may pay, and the MPI's own.
 
     On few ranks only the first of those with equal schedules: on two ranks most are equal.
     """
@@ -149,7 +149,7 @@ def contest(
     choices: Iterable[AlgorithmChoice],
     limits: dict[str, Any],
 ) -> tuple[int, dict[AlgorithmChoice, float], dict[AlgorithmChoice, str]]:
-    """Time the choices: (bytes, seconds of each choice with correct results, errors of the others)."""
+    """Time the choices; return (bytes, seconds of each choice with correct results, errors of the others)."""
     collective, form, dtype, nbytes = setting
     case, kind = CASES[collective], DTYPES[dtype]
     count = elements(case, nbytes, kind.itemsize, plain.Get_size())
@@ -169,13 +169,13 @@ def fastest(row: Row) -> AlgorithmChoice:
 
 
 class TunerCandidates:
-    """Remaining candidates: an algorithm far behind at two consecutive sizes is dropped for larger ones."""
+    """Elimination of candidates: an algorithm far behind at two consecutive sizes is not timed at larger ones."""
 
     def __init__(self) -> None:
         self._lost: Counter[str] = Counter()
 
     def left(self, choices: Iterable[AlgorithmChoice]) -> list[AlgorithmChoice]:
-        """Those of the choices that are not out. The MPI's own always stays, to compare with."""
+        """Choices whose algorithms are not eliminated; the MPI's own always stays, to compare with."""
         return [choice for choice in choices if choice.algorithm == NATIVE or self._lost[choice.algorithm] < 2]
 
     def note(self, row: Row) -> None:
