@@ -1,1 +1,1 @@
-"""Buffer arguments: address, length and datatype of what the caller passes."""
+"""Buffer arguments of collectives: address, length and datatype of the arrays that the caller passes."""

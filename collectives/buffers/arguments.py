@@ -31,7 +31,7 @@ from collectives.errors import InvalidArgument, InvalidBuffer, InvalidType
 
 @dataclass(slots=True, eq=False, repr=False)
 class Buffer:
-    """One argument of a collective: `count` elements starting at `address`."""
+    """Parsed buffer argument of a collective: `count` elements starting at `address`."""
 
     address: int  #: first element, displacement included; 0 for ``MPI.BOTTOM``; a device pointer if `device`
     nbytes: int  #: packed size, ``count * itemsize``
@@ -56,7 +56,7 @@ class Buffer:
 
 
 def vector(spec: Any, name: str, writable: bool = False) -> Buffer:
-    """Describe one vector: the argument of Bcast, Reduce, Allreduce, and a rank's own block elsewhere.
+    """Parse a buffer argument that is one vector: in Bcast, Reduce, Allreduce, and a rank's own block elsewhere.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def _equal_blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
 
 
 def _split_spec(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
-    """Array, count(s), displacement(s) and datatype of an argument; None for missing parts."""
+    """Split an argument into (array, count(s), displacement(s), datatype); None for missing parts."""
     if not isinstance(spec, (list, tuple)):
         return spec, None, None, None
     if len(spec) == 2:
@@ -239,7 +239,7 @@ def _stride_of(element: ElementType, name: str) -> int:
 
 
 def _check_fits(count: int, offset: int, memory: MemoryView, name: str, what: str) -> None:
-    """Check that `count` elements starting at byte `offset` are within the memory."""
+    """Raise InvalidBuffer unless `count` elements starting at byte `offset` are within the memory."""
     if count == 0:
         return
     element = memory.element

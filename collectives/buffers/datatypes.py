@@ -12,7 +12,7 @@ from collectives.errors import InvalidArgument, InvalidDatatype, InvalidType, Un
 
 
 class ElementType(NamedTuple):
-    """One element: `itemsize` bytes packed; in memory it occupies [low, high) and the next begins at `extent`."""
+    """Layout of one element: `itemsize` bytes packed; in memory bytes [low, high), and the next one at `extent`."""
 
     dtype: np.dtype[Any] | None
     datatype: MPI.Datatype | None
@@ -51,7 +51,7 @@ dense_elements: dict[np.dtype[Any], ElementType] = {}
 
 
 def shape_and_dtype(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Validated shape and dtype of an array to be allocated."""
+    """Validate shape and dtype of an array to be allocated; return a tuple of lengths and a NumPy dtype."""
     try:
         element = np.dtype(dtype)
     except (TypeError, ValueError) as error:
@@ -120,7 +120,7 @@ def _of_predefined(datatype: MPI.Datatype, name: str) -> ElementType:
 
 
 def _of_derived(datatype: MPI.Datatype, name: str) -> ElementType:
-    """Element of a duplicate or a contiguous type by its base type; all other derived types need packing.
+    """Element type of a derived datatype: dense only if it is Dup or Create_contiguous of a dense type.
 
     A type without gaps may still list its parts in another order than memory does, so sizes alone prove nothing.
     """
@@ -202,7 +202,7 @@ def _of_pair(dtype: np.dtype[Any], name: str) -> ElementType:
 
 
 def _layout(dtype: np.dtype[Any]) -> list[Any]:
-    """Size of a structured dtype, and type and offset of its fields, without their names."""
+    """Layout of a structured dtype, for comparison: its size, and each field's type and offset without the name."""
     return [dtype.itemsize, *(field[:2] for field in (dtype.fields or {}).values())]
 
 

@@ -1,4 +1,4 @@
-"""Staging of arguments that are not contiguous host memory: copies in `host` while a collective runs.
+"""Staging of device and non-contiguous arguments: a collective works on copies in contiguous host memory.
 
 `load` copies the user's elements to `host`, a vector of bytes, before the collective; `store` copies them back
 afterwards. In between only `host` is accessed. `loading` and `storing` are the same as calls and waits, so that a
@@ -39,7 +39,7 @@ Calls = Sequence[Callable[[], object] | Wait]
 
 
 class Staging:
-    """Base of staged arguments.
+    """Base class of staged arguments: a contiguous copy in host memory, and the steps that fill it and copy it back.
 
     Attributes
     ----------
@@ -58,11 +58,11 @@ class Staging:
     storing: Calls
 
     def load(self) -> None:
-        """Fill `host` from the user's memory, in the order of its stream."""
+        """Copy the user's memory to `host`; on a device in the order of the array's CUDA stream."""
         _run(self.loading)
 
     def store(self) -> None:
-        """Write `host` to the user's memory, in the order of its stream; gaps between elements stay unchanged."""
+        """Copy `host` to the user's memory, on a device in stream order; gaps between elements stay unchanged."""
         _run(self.storing)
 
     def free(self) -> None:
@@ -78,12 +78,12 @@ def _run(calls: Calls) -> None:
 
 
 def stage(buffer: Buffer, load: bool, store: bool) -> Staging:
-    """Staging of a device or non-contiguous buffer that the collective reads (`load`), writes (`store`), or both."""
+    """Create the staging of a device or non-contiguous buffer that is read (`load`), written (`store`), or both."""
     return (DeviceStaging if buffer.device else PackedStaging)(buffer, load, store)
 
 
 class PackedStaging(Staging):
-    """Elements with gaps or in another order, packed by MPI itself.
+    """Staging of host memory whose elements have gaps or another order, by MPI's Pack and Unpack.
 
     One datatype covers the whole argument, blocks and all, so loading and storing are one call each. Its extent is one
     byte, whatever it spans: mpi4py divides the memory it is given by the extent.
@@ -119,7 +119,7 @@ class PackedStaging(Staging):
 
 
 class OwnedDatatype(MPI.Datatype):
-    """A datatype that is freed with its last reference: ``OwnedDatatype(datatype)`` takes ownership."""
+    """MPI datatype that is freed with its last reference: ``OwnedDatatype(datatype)`` takes ownership."""
 
     def __del__(self) -> None:
         if not MPI.Is_finalized():
@@ -127,14 +127,14 @@ class OwnedDatatype(MPI.Datatype):
 
 
 def with_own_datatype(buffer: Buffer | None) -> Buffer | None:
-    """The buffer with a copy of its derived datatype, which remains when the user frees theirs: for binding later."""
+    """Buffer with a duplicate of its derived datatype, so that the user may free the original; else unchanged."""
     if buffer is None or buffer.datatype is None or buffer.datatype.is_predefined:
         return buffer
     return replace(buffer, datatype=OwnedDatatype(buffer.datatype.Dup()))
 
 
 class DeviceStaging(Staging):
-    """Device memory, copied through pinned host memory, in the order of the stream that the user's library works on.
+    """Staging of device memory through pinned host memory, in the order of the array's CUDA stream.
 
     Consecutive blocks are one copy. Elements with gaps are packed on the host, from a copy of all that they span;
     storing them fetches the span again, so that the gaps come back unchanged. Pinned memory is freed with this object.
@@ -180,7 +180,7 @@ class DeviceStaging(Staging):
 
 
 def _runs(buffer: Buffer) -> list[tuple[int, int]]:
-    """Contiguous ranges of all blocks: (offset, bytes)."""
+    """Contiguous byte ranges (offset, length) of a buffer's blocks; adjacent blocks are one range."""
     if buffer.counts is None or buffer.displs is None:
         return [(0, buffer.nbytes)]
     runs: list[tuple[int, int]] = []
@@ -194,7 +194,7 @@ def _runs(buffer: Buffer) -> list[tuple[int, int]]:
 
 
 def _span(buffer: Buffer) -> tuple[int, int]:
-    """First and last byte (exclusive) that any element touches, from the address on."""
+    """Range [low, high) of the bytes that a buffer's elements occupy, relative to its address."""
     assert buffer.datatype is not None, "elements without a datatype are contiguous"
     element, extent = element_of(buffer.datatype), buffer.extent
     if buffer.counts is None or buffer.displs is None:
@@ -212,7 +212,7 @@ _LEGACY = 1
 
 
 class DeviceMemory:
-    """CUDA device of an array, through CuPy, which is imported only here, and its stream, which orders all work.
+    """Access to the CUDA device of an array through CuPy: allocations, views, and copies in the order of its stream.
 
     Neither the host nor the stream waits for other streams, except for those that `follow` names. `number` is the
     device's, `namespace` the array library, with NumPy's names; `ended` waits for the work before the last `mark`.
@@ -250,7 +250,7 @@ class DeviceMemory:
         return self._number(array) == self.number
 
     def follow(self, *arrays: Any) -> None:
-        """Use the first array's stream, after the work that is now on those of the others."""
+        """Use the first array's stream from now on, and let it wait for the work now on the other arrays' streams."""
         with self._device:
             self._stream, *others = [self._stream_of(array) for array in arrays]
             for other in others:
@@ -258,7 +258,7 @@ class DeviceMemory:
                     self._stream.wait_event(other.record())
 
     def _stream_of(self, array: Any) -> Any:
-        """Stream named by the array, or else CuPy's current one."""
+        """CUDA stream given by the array's `__cuda_array_interface__`, or else CuPy's current stream."""
         current = self._cuda.get_current_stream()
         interface = cuda_interface(array)
         if interface is None:
@@ -270,12 +270,12 @@ class DeviceMemory:
         return self._cuda.ExternalStream(pointer)
 
     def mark(self) -> None:
-        """Record an event after the work that is now on the stream."""
+        """Record an event after the work that is now on the stream; `ended` waits for it."""
         with self._device:  # stream 0 is that of the current device
             self._event.record(self._stream)
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
-        """Context manager, for any thread, that makes the current stream of this thread the current one there."""
+        """Factory of context managers in which any thread uses the stream that is current in this thread now."""
         with self._device:
             stream = self._cuda.get_current_stream()
 
@@ -287,7 +287,7 @@ class DeviceMemory:
         return captured
 
     def working(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Wrap a call so that the array library's work in it goes to the stream."""
+        """Wrap a function so that CuPy's work in it runs on this device and stream."""
 
         def run() -> None:
             with self._device, self._stream:
@@ -308,7 +308,7 @@ class DeviceMemory:
         return self.namespace.ndarray((count,), dtype, self._cuda.MemoryPointer(memory, 0))
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Allocate pinned host memory."""
+        """Allocate pinned host memory, as an array of bytes."""
         if nbytes == 0:
             return np.empty(0, np.uint8)
         return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)

@@ -1,1 +1,1 @@
-"""Transports: how bound messages are sent."""
+"""Transports of messages: MPI point-to-point between nodes, mailboxes in shared memory within a node."""

@@ -1,4 +1,4 @@
-"""An exchange (a message out, one in, and a copy) as one compiled call, where numba is installed (the extra ``fast``).
+"""Exchange (one message out, one in, and a copy) as one compiled call; needs numba (the extra ``fast``).
 
 It follows the mailbox protocol of the Python code exactly, so ranks with and without numba work together. Flags are
 loaded with acquire and stored with release, on every processor.
@@ -41,7 +41,7 @@ def available() -> bool:
 
 @cache
 def swap(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
-    """Compiled functions (begin, end) for 1-D arrays of the dtype.
+    """Compiled functions (begin, end) of an exchange between 1-D arrays of `dtype`.
 
     ``begin(sendbuf, recvbuf, numbers, plan)`` runs the exchange, up to the point where it would have to wait; `end`
     with the same arguments receives a message that has arrived. Both return one of the results above. `numbers` are

@@ -27,7 +27,7 @@ def cuda_aware() -> bool:
 
 
 def loaded(maps: Path) -> list[str]:
-    """MPI libraries among the files that are mapped into this process."""
+    """Paths of the MPI libraries that this process has mapped, read from `maps` (/proc/self/maps)."""
     try:
         lines = maps.read_text().splitlines()
     except OSError:
@@ -37,7 +37,7 @@ def loaded(maps: Path) -> list[str]:
 
 
 def query_support(path: str) -> list[bool]:
-    """Results of the queries that a loaded library supports."""
+    """CUDA support as reported by the query functions of a loaded MPI library; empty if it has none."""
     try:
         library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except (OSError, AttributeError):  # mapped but not loaded as a library; a system without RTLD_NOLOAD

@@ -1,4 +1,4 @@
-"""Compiled exchanges of `compiled_exchange`; needs numba."""
+"""Numba kernels of the compiled exchange; imported by `compiled_exchange` on first use."""
 
 # mypy: ignore-errors
 # Types of compiled functions are not those of Python.
@@ -119,7 +119,7 @@ def _is_shared(address, nbytes, numbers):
 
 @_compile
 def _spin(address, wanted, spins):
-    """Spins left when the word at the address has reached `wanted`, or -1."""
+    """Poll the word at `address` until it reaches `wanted`; return the polls left of `spins`, or -1 if none are."""
     while _load(address) < wanted:
         _relax()
         spins -= 1
@@ -192,7 +192,7 @@ _compiling = Lock()
 
 
 def compiled(dtype: np.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
-    """(begin, end) for arrays of the dtype: see `compiled_exchange.swap`.
+    """Compile the functions (begin, end) for 1-D arrays of `dtype`; see `compiled_exchange.swap`.
 
     Each dtype has functions of its own, as another thread may be calling those of another dtype meanwhile.
     """

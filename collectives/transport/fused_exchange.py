@@ -1,4 +1,4 @@
-"""Fused exchange: one eager message out and one in, directly between the user's arrays.
+"""Fused exchange: one eager send and one receive as one function on the user's arrays.
 
 An allreduce of two ranks is no more than that. The steps are those of `shm_messages`, in one Python function or in one
 compiled function (`compiled_exchange`).
@@ -45,7 +45,7 @@ class SplitExchange(NamedTuple):
     receive: Wait
 
     def waiting_for_room(self, edge: MailboxEdge) -> Halves:
-        """Functions: a start that never blocks, and a wait that sends the message if the slot was full at the start."""
+        """Start function that never blocks, and a wait that first sends the message if the slot was full before."""
         send, (receive, received) = self
         sent = True
 
@@ -69,7 +69,7 @@ class SplitExchange(NamedTuple):
 
 
 class FusedExchange:
-    """At most one eager message out and one in: a program that does nothing else.
+    """Fused function for a program that is one eager send, one receive, or both, and nothing else.
 
     `alone`: no other messages use the channel between the two ranks. `compiles`: it is run often enough.
     """
@@ -80,7 +80,7 @@ class FusedExchange:
     def bind_arrays(
         self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
     ) -> Callable[[np.ndarray, np.ndarray], None] | None:
-        """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`.
+        """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`; or None.
 
         None unless all of `source` is sent and all of `target` written, the memory that the program is bound to.
         """
@@ -102,7 +102,7 @@ class FusedExchange:
         return exchange
 
     def split(self, source: np.ndarray, target: np.ndarray) -> Halves | None:
-        """Start and wait functions of the exchange on the program's memory; None if it is not supported."""
+        """Start and wait functions of the exchange between `source` and `target`; None if it is not supported."""
         ends = self._ends(source, target, source, target)
         if ends is None:
             return None
@@ -134,7 +134,7 @@ class FusedExchange:
 def _receive(
     message: Receive, source: np.ndarray, target: np.ndarray, sendbuf: np.ndarray, recvbuf: np.ndarray
 ) -> None:
-    """Receive a rendezvous message, or raise for an unexpected one, through the program's own memory."""
+    """Receive a message that is not eager, through the bound arrays `source` and `target`, into `recvbuf`."""
     source, target = source.view(np.uint8), target.view(np.uint8)
     source.view(sendbuf.dtype).reshape(sendbuf.shape)[...] = sendbuf
     message.start()
@@ -143,7 +143,7 @@ def _receive(
 
 
 class CompiledExchange(NamedTuple):
-    """An exchange as a compiled call: ``begin(sendbuf, recvbuf, numbers, plan)``, completed by `finish` if necessary.
+    """Exchange as a compiled call: ``begin(sendbuf, recvbuf, numbers, plan)``, completed by `finish` if necessary.
 
     ``receive(sendbuf, recvbuf)`` receives messages that only Python code can.
     """
@@ -156,7 +156,7 @@ class CompiledExchange(NamedTuple):
     receive: Callable[[np.ndarray, np.ndarray], None] | None
 
     def finish(self, result: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-        """Complete an exchange for which `begin` returned neither DONE nor NO."""
+        """Wait for the rest of an exchange that `begin` started but did not complete; `result` is its return value."""
         edge, counts = self.edge, self.edge.counts
         if result != compiled.UNTAKEN:
             number = counts[RECEIVED] + 1
@@ -168,7 +168,7 @@ class CompiledExchange(NamedTuple):
             edge.wait_acknowledged(counts[BY_ADDRESS])
 
     def parts(self, source: np.ndarray, target: np.ndarray) -> SplitExchange:
-        """The two halves between these arrays."""
+        """Split the exchange between these arrays into its send and its receive."""
         sends, receives = self.plan.copy(), self.plan.copy()
         sends[compiled.INTO_COUNT] = receives[compiled.OUT_COUNT] = receives[compiled.COPIED] = 0
         send = partial(self.begin, source, target, self.numbers, sends)
@@ -196,7 +196,7 @@ def compile_swap(
     receive: Callable[[np.ndarray, np.ndarray], None] | None,
     mark: int,
 ) -> CompiledExchange:
-    """Compile an exchange that is described by numbers, by their places in a plan; missing ones are 0."""
+    """Compile an exchange from its plan, an int64 array: `numbers` are its entries by index, all others 0."""
     plan = np.zeros(compiled.ADDRESS_LABEL + 1, np.int64)
     for place, number in numbers.items():
         plan[place] = number
@@ -208,9 +208,10 @@ def compile_swap(
 
 
 class _ExchangeEnds(NamedTuple):
-    """Both ends of an exchange, with the arrays over their slots: `EagerSend.outgoing` and `Receive.incoming`.
+    """Send and receive of an exchange, with arrays over their mailbox slots.
 
-    `slow` receives a message that is not eager.
+    `outgoing` and `incoming` are results of `EagerSend.outgoing` and `Receive.incoming`. `slow` receives a
+    message that is not eager.
     """
 
     out: EagerSend | None
@@ -220,7 +221,7 @@ class _ExchangeEnds(NamedTuple):
     slow: Callable[[np.ndarray, np.ndarray], None] | None
 
     def compiled(self, sent: np.ndarray, received: np.ndarray) -> CompiledExchange | None:
-        """The exchange as a compiled call between such arrays, or None if that is not supported."""
+        """Compile the exchange for arrays like `sent` and `received`; None if that is not supported."""
         messages = [message for message in (self.out, self.into) if message is not None]
         _, ufunc, mine_first = self.incoming or ([], None, False)
         equal = sent.dtype == received.dtype and sent.shape == received.shape and sent.ndim == 1
@@ -243,7 +244,7 @@ class _ExchangeEnds(NamedTuple):
         return compile_swap(edge, sent.dtype, numbers, self.slow, mark)
 
     def parts(self, source: np.ndarray, target: np.ndarray) -> SplitExchange:
-        """The two halves between these arrays."""
+        """Split the exchange between these arrays into its send and its receive."""
         begin, receive = self.sending(), self.receiving()
 
         def send() -> bool:
@@ -265,7 +266,7 @@ class _ExchangeEnds(NamedTuple):
         return SplitExchange(send, Wait(partial(end, source, target), test))
 
     def sending(self) -> Callable[[np.ndarray], None] | None:
-        """Function ``send(sendbuf)``: `EagerSend.start`, inlined."""
+        """Function ``send(sendbuf)``, an inlined `EagerSend.start`; None if the exchange sends nothing."""
         if self.out is None:
             return None
         edge, flags, outgoing = self.out.edge, self.out.flags, self.outgoing
@@ -285,7 +286,7 @@ class _ExchangeEnds(NamedTuple):
         return send
 
     def receiving(self) -> tuple[Callable[[np.ndarray, np.ndarray], None], Callable[[], bool]] | None:
-        """Function ``receive(sendbuf, recvbuf)``: `Receive.take`, inlined; and one that tests for arrival."""
+        """Functions ``receive(sendbuf, recvbuf)``, an inlined `Receive.take`, and ``has_arrived()``; or None."""
         if self.into is None or self.slow is None:
             return None
         edge, flags, tag, nbytes = self.into.edge, self.into.flags, self.into.label, self.into.nbytes

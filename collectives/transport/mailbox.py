@@ -90,12 +90,12 @@ def usable_cores() -> set[int]:
 
 
 def label(nbytes: int, mark: int) -> int:
-    """Label of a message whose data is in the slot."""
+    """Flag label (length and mark of the call) of an eager message, whose data is in its slot."""
     return mark * LENGTHS + (nbytes if nbytes <= INLINE else IN_CELL)
 
 
 def address_label(addresses: int, mark: int) -> int:
-    """Label of a message that is sent by this many addresses."""
+    """Flag label of a rendezvous message, whose slot holds this many (address, bytes) pairs."""
     return mark * LENGTHS + IN_CELL + addresses
 
 
@@ -142,7 +142,7 @@ class NodeMemory:
         self.reads = self._reads()
 
     def _reads(self) -> bool:
-        """True if all ranks may read each other's memory."""
+        """True if all ranks of the node may read each other's memory (cross-memory attach). Collective."""
         mine, found = np.array([self.place + 1], np.int64), np.zeros(1, np.int64)
         addresses = self.comm.allgather(MPI.Get_address(mine))
         peer = (self.place + 1) % self.size
@@ -162,7 +162,7 @@ class NodeMemory:
             pause()
 
     def flush(self) -> None:
-        """Send the queued messages of all edges whose slots are free."""
+        """Send the queued messages of all edges, as far as slots are free."""
         for edge in tuple(self.backlog):
             edge.flush()
 
@@ -182,7 +182,7 @@ class NodeMemory:
 
 
 class MailboxEdge:
-    """Both directions between this rank and a neighbour on one channel: places in shared memory, and progress."""
+    """Link to another rank of the node on one channel: mailbox offsets and message counts of both directions."""
 
     __slots__ = (
         "awaited", "cell", "cells_in", "cells_out", "counts", "inbox", "mine", "my_ack", "node", "numbers", "outbox",
@@ -217,7 +217,7 @@ class MailboxEdge:
         self.queue: deque[Any] = deque()  # started sends that wait for a free slot
 
     def update_segments(self) -> None:
-        """Store the segments of shared memory that the two ranks have mapped of each other by now."""
+        """Update in `numbers` the shared-memory segments that the two ranks have mapped of each other."""
         ours, theirs = (self.node.heap.segments(place)[-MOST_SEGMENTS:] for place in (self.node.place, self.place))
         self.numbers[OUR_SEGMENTS], self.numbers[PEER_SEGMENTS] = len(ours), len(theirs)
         for index, (base, memory) in enumerate(ours):
@@ -228,14 +228,14 @@ class MailboxEdge:
             self.numbers[at : at + 3] = base, base + memory.size, MPI.Get_address(memory)
 
     def mismatch(self, at: int, expected: int) -> Mismatch:
-        """Error for the message whose flag is at `at`, in place of one of `expected` bytes."""
+        """`Mismatch` error: a message (flag at word `at`) that arrived instead of one of `expected` bytes."""
         kind, words = self.theirs[at] % LENGTHS, self.theirs[at + 1 : at + 1 + 2 * ADDRESSES].tolist()
         found = kind if kind <= INLINE else words[0] if kind == IN_CELL else sum(words[1 : 2 * (kind - IN_CELL) : 2])
         ranks = {place: rank for rank, place in self.node.places.items()}
         return mismatch(ranks[self.node.place], ranks[self.place], expected, found)
 
     def has_room(self) -> bool:
-        """True if the slot and the eager buffer of the next message are free."""
+        """True if slot and eager buffer of the next outgoing message are free."""
         counts = self.counts
         if counts[SENT] - counts[ACKED] < CELLS:
             return True
@@ -259,7 +259,7 @@ class MailboxEdge:
             self.node.backlog.discard(self)
 
     def wait_sent(self, message: Any) -> None:
-        """Wait until a queued message has been written."""
+        """Wait until a queued message has been written to its slot."""
         spins = self.spins
         while message in self.queue:
             self.node.flush()
@@ -268,7 +268,7 @@ class MailboxEdge:
                 self.node.yielding(-spins)
 
     def wait_flag(self, at: int, wanted: int) -> None:
-        """Wait until the flag is set; send queued messages meanwhile, on which peers may depend."""
+        """Wait until the peer's word at index `at` reaches `wanted`; meanwhile send queued messages."""
         theirs, spins, backlog = self.theirs, self.spins, self.node.backlog
         while theirs[at] < wanted:
             if backlog:
@@ -278,20 +278,20 @@ class MailboxEdge:
                 self.node.yielding(-spins)
 
     def wait_acknowledged(self, number: int) -> None:
-        """Wait until the peer has received the message."""
+        """Wait until the peer has acknowledged message `number`."""
         theirs, at = self.theirs, self.their_ack
         if theirs[at] < number:
             self.wait_flag(at, number)
         self.counts[ACKED] = theirs[at]
 
     def slot_out(self, slot: int, nbytes: int) -> int:
-        """Offset of an outgoing message's data in this rank's memory."""
+        """Byte offset, in this rank's mailbox memory, of the data of an outgoing message of `nbytes` in `slot`."""
         return (self.outbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_out[slot]
 
     def is_incoming(self, array: np.ndarray) -> bool:
-        """True if the array is the incoming data of the first slot."""
+        """True if the array is the memory of the incoming data in slot 0."""
         return bool(MPI.Get_address(array) == self.node.addresses[self.place] + self.slot_in(0, array.nbytes))
 
     def slot_in(self, slot: int, nbytes: int) -> int:
-        """Offset of an incoming message's data in the peer's memory."""
+        """Byte offset, in the peer's mailbox memory, of the data of an incoming message of `nbytes` in `slot`."""
         return (self.inbox + slot * WORDS + 1) * 8 if nbytes <= INLINE else self.cells_in[slot]

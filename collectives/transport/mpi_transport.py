@@ -17,7 +17,7 @@ MOST_SINGLE_REQUESTS = 3
 
 
 class _MpiTransport(Wire):
-    """Base: memory pieces as MPI buffers; several pieces become one datatype of absolute addresses, without a copy."""
+    """Base class of MPI transports: describes a message's byte ranges as one MPI buffer, without a copy."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -57,7 +57,7 @@ class _LengthCheck:
             raise mismatch(self._comm.Get_rank(), self._peer, self._nbytes, found)
 
     def waiting(self, request: MPI.Request) -> Wait:
-        """Wait and test functions of the request, with the check."""
+        """Wait and test functions of a receive request that also check the length on completion."""
         end, ended, status, check = request.Wait, request.Test, self.status, self.check
 
         def wait() -> None:
@@ -74,7 +74,7 @@ class _LengthCheck:
 
 
 def _waiting_all(requests: Callable[[], list[Any]], lengths: Sequence[_LengthCheck | None]) -> Wait:
-    """Wait and test functions of several requests; receives have a length check."""
+    """Wait and test functions that complete all `requests`; `lengths` has the check of each receive, None for sends."""
     statuses = [MPI.Status() if length is None else length.status for length in lengths]
     checks = [length.check for length in lengths if length is not None]
 
@@ -94,7 +94,7 @@ def _waiting_all(requests: Callable[[], list[Any]], lengths: Sequence[_LengthChe
 
 
 class PersistentTransport(_MpiTransport):
-    """Persistent MPI requests, for blocking and persistent collectives."""
+    """Transport over persistent MPI requests, for blocking and persistent collectives."""
 
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
         super().__init__(comm)
@@ -138,7 +138,7 @@ class PersistentTransport(_MpiTransport):
 
 
 class _PostedMessage:
-    """A message that is posted at every start with the tag of the call."""
+    """Send or receive that is posted anew (Isend, Irecv) at every start, with the tag of the call."""
 
     __slots__ = ("length", "post", "request")
 
@@ -148,7 +148,7 @@ class _PostedMessage:
 
 
 class ImmediateTransport(_MpiTransport):
-    """Isend and Irecv with the tag of the call, for non-blocking collectives.
+    """Transport over Isend and Irecv with the tag of the call, for non-blocking collectives.
 
     `tag` is set before each start, so that several calls may be in progress.
     """

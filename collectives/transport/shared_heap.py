@@ -1,4 +1,4 @@
-"""Shared-memory arrays: memory of one rank that its neighbours on the node read directly.
+"""Shared-memory arrays: memory of one rank that the other ranks of its node read directly.
 
 Every rank's memory consists of segments: anonymous files (Linux's memfd) that it creates and its neighbours map. An
 anonymous file vanishes with the last process that maps it, however that ends. Where these are not available, or ranks
@@ -45,13 +45,13 @@ POPULATE = 23
 
 
 class HeapSegment(NamedTuple):
-    """A mapped segment: its address in its owner's process, and its bytes here."""
+    """Mapped segment of a shared heap: its address in the owner's process, and its bytes as mapped here."""
 
     base: int
     memory: np.ndarray
 
     def view(self, address: int, nbytes: int) -> np.ndarray | None:
-        """Bytes at an address of the owner; None if they are not all in the segment."""
+        """Local view of `nbytes` bytes at the owner's `address`; None if they are not all in the segment."""
         start = address - self.base
         return self.memory[start : start + nbytes] if 0 <= start <= self.memory.size - nbytes else None
 
@@ -71,7 +71,7 @@ class _FreeList:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """Free a range."""
+        """Return `nbytes` bytes from `start` on to the free list."""
         joined: list[tuple[int, int]] = []
         for low, high in sorted([*self._runs, (start, start + nbytes)]):
             if joined and joined[-1][1] == low:
@@ -108,7 +108,7 @@ def _populate(memory: mmap.mmap, descriptor: int, nbytes: int) -> None:
 
 
 class SharedHeap:
-    """Heap of one rank in shared memory, and its neighbours' heaps as mapped here.
+    """Heap of one rank in shared memory, and the heaps of the node's other ranks as mapped here.
 
     All ranks of `comm` allocate together; `neighbours` are those on this node, or None to share nothing.
     """
@@ -123,7 +123,7 @@ class SharedHeap:
         self._returned: deque[tuple[int, int, int]] = deque()  # ranges of collected arrays, not yet in a free list
 
     def peer_view(self, place: int, address: int, nbytes: int) -> np.ndarray | None:
-        """Local view of a peer's address, or None outside of mapped memory."""
+        """Local view of `nbytes` bytes at `address` of the peer with node rank `place`; None if not mapped here."""
         for segment in self._mapped[place]:
             view = segment.view(address, nbytes)
             if view is not None:
@@ -131,7 +131,7 @@ class SharedHeap:
         return None
 
     def segments(self, place: int) -> list[HeapSegment]:
-        """Mapped segments of a peer, or, for this rank, the segments that peers have mapped."""
+        """Mapped segments of the peer with node rank `place`; for this rank, those that its peers have mapped."""
         return self._mapped[place]
 
     def is_shared(self, address: int, nbytes: int) -> bool:
@@ -174,7 +174,7 @@ class SharedHeap:
             self._returned.append((index, start, room))
 
     def _grow(self, room: int) -> None:
-        """Add a segment on every rank that lacks room: a generous one, else one that is just large enough."""
+        """Add a segment of at least `room` bytes (none if 0). Collective; `OutOfMemory` if a rank cannot."""
         lacking = -(-room // PAGE) * PAGE
         generous = max(lacking, min(sum(segment.memory.size for segment in self._mine), AHEAD)) if room else 0
         outcomes: list[tuple[int, str | None]] = []
@@ -203,7 +203,7 @@ class SharedHeap:
         return f"its node has {available} bytes left, and {total} are requested"
 
     def _share(self, descriptor: int, memory: mmap.mmap | None) -> None:
-        """Add the memory as a segment, and map segments between neighbours: all of them, or none."""
+        """Add new memory as a segment, and map the new segments of all ranks of the node, or none. Collective."""
         mine = None
         if memory is not None:
             whole: np.ndarray = np.frombuffer(memory, np.uint8)
@@ -225,7 +225,7 @@ class SharedHeap:
 
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Allocate memory that others can map by the descriptor, with all pages; -1 if not supported."""
+    """Create memory as `anonymous_memory` does, and allocate all its pages; OSError if there are too few."""
     descriptor, memory = anonymous_memory(nbytes)
     try:
         if descriptor >= 0:
@@ -237,7 +237,7 @@ def _make(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Create memory that others can map by the descriptor; -1 if not supported."""
+    """Create memory that other processes can map: (file descriptor, memory); descriptor -1 if not supported."""
     if not hasattr(os, "memfd_create"):
         return -1, mmap.mmap(-1, nbytes)
     descriptor = os.memfd_create("chorus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -265,7 +265,7 @@ def map_segments(comm: MPI.Intracomm, descriptor: int, mine: HeapSegment | None)
 
 
 def map_all(comm: MPI.Intracomm, nbytes: int) -> list[np.ndarray]:
-    """Map `nbytes` zeroed bytes of every rank; empty on all ranks if one cannot map another's. Collective.
+    """Create `nbytes` zeroed bytes on every rank and map those of all ranks; empty list if one cannot. Collective.
 
     Unlike MPI's shared windows, these are freed by each rank on its own, in any order.
     """
@@ -286,7 +286,7 @@ def _segment(pid: int, descriptor: int, base: int, nbytes: int, token: bytes) ->
 
 
 def _map(pid: int, number: int, nbytes: int) -> np.ndarray | None:
-    """Memory of another process's descriptor; None if it cannot be mapped."""
+    """Map the memory behind file descriptor `number` of process `pid`; None if that fails."""
     try:
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

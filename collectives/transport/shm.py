@@ -46,7 +46,7 @@ _MESSAGES = (EagerSend, RendezvousSend, Receive)
 
 
 class NodeAwareTransport:
-    """Shared memory between ranks of a node, over one channel of its mailboxes; MPI (`network`) between nodes.
+    """Transport: one channel of the mailboxes in shared memory within a node; MPI (`network`) between nodes.
 
     `edges` of the channel, by peer, are created on first use. `compiles`: exchanges are frequent enough to be compiled.
     `shared`: nearly all send buffers are in memory that the receiver has mapped, so that no message is cut; equal at
@@ -84,7 +84,7 @@ class NodeAwareTransport:
         return EagerSend(edge, pieces, self.mark)
 
     def _is_shared(self, pieces: Sequence[Iovec]) -> bool:
-        """True if the peers have mapped all pieces."""
+        """True if the peers have mapped all pieces, and their addresses fit in a slot."""
         return len(pieces) <= ADDRESSES and all(self._node.heap.is_shared(*piece) for piece in pieces)
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
@@ -106,7 +106,7 @@ class NodeAwareTransport:
     def _takes(
         self, edge: MailboxEdge, targets: Sequence[np.ndarray], take: Callable[[int, Any], Callable[[], object]]
     ) -> list[list[Callable[[], object]]]:
-        """Calls ``take(number of the target, its data)`` for each slot; none for a message longer than a cell."""
+        """Receiving functions of each slot, ``take(index, data)`` per target; none for messages longer than a cell."""
         takes: list[list[Callable[[], object]]] = [[] for _ in range(SLOTS)]
         nbytes = sum(target.nbytes for target in targets)
         if nbytes <= edge.cell:
@@ -129,7 +129,7 @@ class NodeAwareTransport:
         return self._node.reaches(peer) and nbytes <= self._node.cells[self._channel] and before < CELLS
 
     def _split(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Messages in shared memory, and those over the network."""
+        """Split messages into those in shared memory and those over the network."""
         shared = [message for message in messages if isinstance(message, _MESSAGES)]
         return shared, [message for message in messages if not isinstance(message, _MESSAGES)]
 
@@ -179,7 +179,7 @@ class NodeAwareTransport:
 
 
 def _streaming(late: Sequence[Any], receives: Sequence[Any], sends: Sequence[Any]) -> Wait:
-    """One wait for a stream of parts: starts late sends that find a free slot, and receives parts, peer by peer."""
+    """Wait and test of messages cut into parts: start `late` sends as slots become free, and receive parts."""
     queues: list[list[list[Any]]] = []  # of late sends and of receives, by peer, the next message last
 
     def by_edge(messages: Sequence[Any]) -> list[list[Any]]:
@@ -219,7 +219,7 @@ def _streaming(late: Sequence[Any], receives: Sequence[Any], sends: Sequence[Any
 
 
 def _wait_for_all(waits: Sequence[Wait]) -> Wait:
-    """One wait for several: MPI must progress while a flag is polled, since peers may depend on it."""
+    """Combine several waits into one that polls all in turn, so that MPI progresses while a flag is polled."""
     pending = list(waits)
 
     def test() -> bool:

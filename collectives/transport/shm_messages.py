@@ -40,7 +40,7 @@ BYTE = np.dtype(np.uint8)
 
 
 class _Send:
-    """Base of sends. `write` fills the next slot, which is free; `_number` is that of the message, -1 while queued."""
+    """Base class of sends through a mailbox: `write` fills the next free slot; `_number` is -1 while queued."""
 
     __slots__ = ("_number", "edge", "flags", "label", "late", "nbytes")
 
@@ -56,7 +56,7 @@ class _Send:
 
 
 class EagerSend(_Send):
-    """Send that copies its data into the slot; complete once it has left the queue."""
+    """Send that copies its data into the mailbox slot; complete as soon as it is copied."""
 
     __slots__ = ("_copies", "_fence", "_pieces")
 
@@ -93,7 +93,7 @@ class EagerSend(_Send):
         return self._number >= 0
 
     def outgoing(self, source: np.ndarray, like: np.ndarray) -> list[np.ndarray] | None:
-        """Arrays over the outgoing data in each slot, in the shape of `like`; None if it is not all of `source`."""
+        """Arrays over each slot's data, with dtype and shape of `like`; None unless the message is all of `source`."""
         nbytes = source.nbytes
         if self._pieces != [Iovec(MPI.Get_address(source), nbytes)] or like.nbytes != nbytes or not nbytes:
             return None
@@ -159,7 +159,7 @@ def _pair_up(memory: np.ndarray, pieces: Sequence[Iovec]) -> Iterator[tuple[np.n
 
 
 class Receive:
-    """Receive of an eager or a rendezvous message.
+    """Receive of an eager or a rendezvous message through a mailbox.
 
     `_takes[slot]` are the calls that copy or reduce the data of an eager message out of a slot; `_read` returns those
     for the addresses of a rendezvous message.
@@ -226,7 +226,7 @@ class Receive:
         self._acknowledge(number)
 
     def _acknowledge(self, number: int) -> None:
-        """Free the slot."""
+        """Acknowledge message `number` to the sender, which frees the slot."""
         edge = self.edge
         self._number = 0
         edge.awaited.popleft()
@@ -237,10 +237,10 @@ class Receive:
     def incoming(
         self, source: np.ndarray, target: np.ndarray, like: np.ndarray
     ) -> tuple[list[np.ndarray], Any, bool] | None:
-        """Describe the message as one operation on arrays: (data in each slot, ufunc, mine_first).
+        """Describe the receive as one array operation, (data in each slot, ufunc, mine_first); None if it is not one.
 
         The ufunc combines the data with all of `source`, which is its first operand if `mine_first`; None for a copy.
-        Returns None unless one operation writes all of `target`.
+        It must write all of `target`.
         """
         arrays: list[np.ndarray] = []
         ufunc, mine_first = None, False
@@ -271,21 +271,21 @@ def _is(array: np.ndarray, other: np.ndarray) -> bool:
 
 
 def as_words(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both byte ranges as 8-byte elements if aligned, which NumPy copies faster."""
+    """View two byte arrays as int64, which NumPy copies faster, if lengths and alignment allow; else return them."""
     if target.size % 8 == 0 and not (MPI.Get_address(target) | MPI.Get_address(source)) % 8 and target.size:
         return target.view(np.int64), source.view(np.int64)
     return target, source
 
 
 class Combination(NamedTuple):
-    """Reduction on arrival: pairs of (mine, out), concatenated, and the function that binds a range of them."""
+    """Reduction of an incoming message: array pairs (local operand, result), and the function that binds the calls."""
 
     rows: Sequence[tuple[Any, Any]]
     bind: Callable[[Any, Any, Any], Callable[[], object]]
 
 
 class RendezvousRead:
-    """Receives of a rendezvous message, cached by its addresses.
+    """Functions that read a rendezvous message from the sender's memory, cached by its addresses.
 
     Data in memory that this rank has mapped is read directly. All other data is read from the sender's process, in
     parts that are reduced while they are in the cache, through the result's memory unless an operand is there.
@@ -306,7 +306,7 @@ class RendezvousRead:
         return calls
 
     def _runs(self, pieces: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
-        """Ranges contiguous at both ends: (address, number of the target, first byte, end byte)."""
+        """Split `pieces` into ranges contiguous at both ends: (address, index of the target, first byte, end byte)."""
         addresses, lengths = pieces[::2], pieces[1::2]
         piece_ends, target_ends = (list(accumulate(sizes)) for sizes in (lengths, [t.nbytes for t in self._targets]))
         low = 0

@@ -1,4 +1,4 @@
-"""Transport interface: bound messages that are started, completed and finally freed, any number of times."""
+"""Transport interface: messages are bound once, started and completed any number of times, and finally freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Iovec(NamedTuple):
 
 
 class Wire(Protocol):
-    """Transport of one rank for one stream of messages.
+    """Interface of a transport: bind messages between this rank and its peers, and make calls that run them.
 
     Messages between two ranks match in the order in which they start. A message is bound once and started any number of
     times; it must be complete before it starts again. `start_calls` and `wait_calls` run when a program is bound and
@@ -31,16 +31,16 @@ class Wire(Protocol):
     """
 
     def send(self, peer: int, pieces: Sequence[Iovec], stable: bool = True) -> Any:
-        """Bind a message to `peer`. `stable`: the pieces do not change before the message is complete."""
+        """Bind a send to `peer` and return it. `stable`: the pieces do not change before the message is complete."""
 
     def receive(self, peer: int, pieces: Sequence[Iovec]) -> Any:
-        """Bind a message from `peer` into the pieces."""
+        """Bind a receive from `peer` into the pieces and return it."""
 
     def start_calls(self, messages: Sequence[Any]) -> Sequence[Callable[[], object]]:
         """Functions that start all the messages."""
 
     def wait_calls(self, messages: Sequence[Any]) -> Sequence[Wait]:
-        """Functions that wait for all the messages, each with one that tests."""
+        """Pairs of functions (wait, test) that together complete all the messages."""
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
         """Part size in bytes of a message of `nbytes` between ranks that share memory; 0 for one part.
