@@ -19,22 +19,22 @@ GONE = 1 << 62  # clock of a dead worker
 
 
 class ConsistencyRule(NamedTuple):
-    """Consistency rule: its staleness, infinite for ``async``."""
+    """Consistency rule: weights may lag by at most `staleness` steps (0 for ``bsp``, infinite for ``async``)."""
 
     staleness: float
 
     def allows(self, clock: int, least: int) -> bool:
-        """True if a read for step `clock` is allowed once every worker has made `least` steps."""
+        """True if weights that contain the first `least` steps of every worker may be read for step `clock`."""
         return clock - least <= self.staleness
 
     @property
     def synchronous(self) -> bool:
-        """True if the gradients of a step form one update (staleness 0)."""
+        """True for staleness 0: the gradients of all workers in a step form one update."""
         return self.staleness == 0
 
 
 def rule_of(text: str) -> ConsistencyRule:
-    """Parse a rule such as ``ssp:3``; ValueError for others."""
+    """Parse ``bsp``, ``async`` or ``ssp:S`` with staleness S; ValueError for other texts."""
     if text in STALENESS:
         return ConsistencyRule(STALENESS[text])
     if not (found := re.fullmatch("ssp:([0-9]+)", text)):

@@ -21,7 +21,7 @@ FORMAT = "chorus order 1"  # in the first line of a record file
 
 
 class EventEntry(NamedTuple):
-    """Recorded event: kind, sender and key of a message; of a DRAW also the assigned part, or -1."""
+    """Recorded message: kind, sender, key; `number` is the micro-batch that a DRAW (request for work) got, else -1."""
 
     kind: int
     source: int
@@ -30,11 +30,11 @@ class EventEntry(NamedTuple):
 
 
 class ReplayMismatch(RuntimeError):
-    """The messages of a replay differ from the record."""
+    """The messages of a replay differ from the recorded ones."""
 
 
 class EventOrder:
-    """Queue of waiting messages; `script` is a record to replay, and handled messages are written to `record`."""
+    """Queue of a server's received messages, handled as they arrive or as in `script`; the order goes to `record`."""
 
     def __init__(self, script: Sequence[EventEntry] | None = None, record: TextIO | None = None):
         self._script, self._record, self._waiting = script, record, list[Envelope]()
@@ -44,7 +44,7 @@ class EventOrder:
             self._rests[entry.source].append(entry.kind == MessageKind.REST)
 
     def put(self, envelope: Envelope) -> None:
-        """Add a message. Raises `ReplayMismatch` if the record ends, or only one of message and record is a REST.
+        """Add a received message to the queue; `ReplayMismatch` if the record ends before it, or RESTs differ.
 
         Without RESTs between the same messages as in the record some ranks would wait forever.
         """
@@ -57,19 +57,19 @@ class EventOrder:
         self._waiting.append(envelope)
 
     def take(self, allowed: Callable[[Envelope], bool]) -> Envelope | None:
-        """Next message to handle; None if it has not arrived or is not allowed yet."""
+        """Remove and return the next message to handle; None if it has not arrived or `allowed` rejects it."""
         for at, envelope in enumerate(self._waiting):
             if envelope.message.kind not in ORDERED or (self._is_next(envelope) and allowed(envelope)):
                 return self._waiting.pop(at)
         return None
 
     def _is_next(self, envelope: Envelope) -> bool:
-        """True if a message matches the script. Messages of one sender, kind and key arrive in order."""
+        """True without a script, or if this is its next message: those of one sender, kind and key arrive in order."""
         found = envelope.message.kind, envelope.source, envelope.message.key
         return self._script is None or self._script[self._handled][:3] == found
 
     def forced(self) -> int | None:
-        """Recorded part for the DRAW that was taken; None outside a replay."""
+        """Micro-batch that the record assigns to the DRAW just taken, -1 for none; None outside a replay."""
         return None if self._script is None else self._script[self._handled].number
 
     def note(self, envelope: Envelope, number: int = -1) -> None:
@@ -83,7 +83,7 @@ class EventOrder:
             self._record.flush()
 
     def close(self) -> None:
-        """Close the record; no message may be handled afterwards."""
+        """Close the record file; no message may be handled afterwards."""
         if self._record is not None:
             self._record.close()
 
@@ -92,7 +92,7 @@ class EventOrder:
 
 
 def create(path: Path, facts: Mapping[str, Any]) -> TextIO:
-    """New record file; `facts` are plain values that must be equal in a replay."""
+    """Open a new record file and write `facts` to it: settings, as JSON values, that must be equal in a replay."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w", encoding="utf-8")
     file.write(json.dumps({"format": FORMAT, **facts}) + "\n")
@@ -100,7 +100,7 @@ def create(path: Path, facts: Mapping[str, Any]) -> TextIO:
 
 
 def read(path: Path, facts: Mapping[str, Any]) -> list[EventEntry]:
-    """Entries in a record file; ValueError if it is not a record or has other facts."""
+    """Read the entries of a record file; ValueError if it is no record or was written with other `facts`."""
     head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     try:
         found = json.loads(head)

@@ -20,13 +20,13 @@ from quant.types import Array
 
 
 class EmbeddingTable(NamedTuple):
-    """Parameter at offset `start` of the vector, of which a step uses some rows of `width` elements only."""
+    """Embedding weight transferred by rows of `width` elements; it starts at `start` in the parameter vector."""
 
     start: int
     width: int
 
     def places(self, rows: Array, span: Span) -> Array:
-        """Positions of the rows' elements in a span, relative to its start; elements outside are left out.
+        """Indices of the elements of `rows` in a span, relative to its start; elements outside are left out.
 
         >>> EmbeddingTable(0, 100).places(np.array([2, 5]), Span(256, 512)).tolist()[:3]  # of row 2 the last 44
         [0, 1, 2]
@@ -40,7 +40,7 @@ class EmbeddingTable(NamedTuple):
 
 
 class ServerKey(NamedTuple):
-    """Range of parameters on one server."""
+    """Range of the parameter vector on one server: the unit of pulls and pushes."""
 
     number: int  # in order of servers
     bucket: int  # bucket whose gradient contains this range
@@ -54,7 +54,7 @@ class ServerKey(NamedTuple):
 
 
 def tables(plan: PartitionSpec) -> dict[int, EmbeddingTable]:
-    """Tables that are transferred by rows, by identity of the parameter.
+    """Embedding tables of a model that are transferred by rows (at most one), by ``id(parameter)``.
 
     Only an embedding at the start of a model qualifies, as the input names its rows, and only if it is used once.
     """
@@ -66,7 +66,7 @@ def tables(plan: PartitionSpec) -> dict[int, EmbeddingTable]:
 
 
 def buckets_of(plan: PartitionSpec) -> list[GradBucket]:
-    """Buckets in the order in which a backward completes them; a table has a bucket of its own."""
+    """Gradient buckets in the order in which a backward completes them; an embedding table has its own."""
     by_rows, itemsize = tables(plan), plan.precision.wide.itemsize
     cut: list[tuple[ParamSpan, ...]] = []
     for alone, run in groupby(reversed(plan.flat.places), lambda place: id(place.parameter) in by_rows):

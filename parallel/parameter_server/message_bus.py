@@ -28,7 +28,7 @@ DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
 
 def succeeds(call: Callable[[], bool | None]) -> bool | None:
-    """True unless an MPI call returns False; None if the peer is dead."""
+    """Success of an MPI call: False if it returns False, None if it fails because the peer is dead, else True."""
     try:
         return call() is not False
     except MPI.Exception as error:
@@ -38,23 +38,23 @@ def succeeds(call: Callable[[], bool | None]) -> bool | None:
 
 
 def finished(requests: Sequence[MPI.Request]) -> bool:
-    """As `Testall`, whose error class does not distinguish a death from other errors."""
+    """True if all requests are complete. Tests each one: the error class of `Testall` does not identify a dead peer."""
     return all([request.Test() for request in requests])
 
 
 class SentMessage(MessageHandle):
-    """Message in flight. Its vectors must not change until it is `done`."""
+    """Handle of a message that is being sent; its vectors must not change until `done` returns True."""
 
     def __init__(self, bus: MessageBus, peer: int, requests: list[MPI.Request], kept: Any):
         self._bus, self._peer, self._requests, self._kept = bus, peer, requests, kept
 
     def done(self) -> bool:
-        """True if the message has left, or its receiver is dead."""
+        """True if all sends of the message have completed, or its receiver is dead."""
         return self._peer in self._bus.lost or succeeds(lambda: finished(self._requests)) is not False
 
 
 class MessageBus(Mail):
-    """Messages of a rank to and from its peers, on a duplicate of `comm`. Construction and `close` are collective."""
+    """Non-blocking messages between a rank and its peers, on a duplicate of `comm`. Construction is collective."""
 
     def __init__(self, comm: MPI.Intracomm, peers: Sequence[int], workers: int):
         self._comm = MPI.Intracomm(comm).Dup()
@@ -74,7 +74,7 @@ class MessageBus(Mail):
         MPI.Prequest.Startall(self._requests)
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> SentMessage:
-        """Start sending. Vectors are contiguous, of the lengths given in the message; empty ones are left out."""
+        """Start sending a header and contiguous vectors of the lengths given in it; empty vectors are left out."""
         header, vectors = self._wire.pack(message), tuple(vector for vector in vectors if len(vector))
         parts = [(header, HEADER), *((vector.view(np.uint8), VECTOR) for vector in vectors)]
         requests: list[MPI.Request] = []
@@ -88,7 +88,7 @@ class MessageBus(Mail):
         return sent
 
     def poll(self) -> Envelope | None:
-        """Next complete message, or None; messages of one sender arrive in order."""
+        """Next completely received message, or None; messages of one sender arrive in order."""
         if not self._arrived:
             self._progress()
         if self._arrived:
@@ -120,7 +120,7 @@ class MessageBus(Mail):
         self._comm.Free()
 
     def leave(self) -> None:
-        """Leave without synchronising; peers may be dead."""
+        """Complete this rank's sends and stop, without synchronising: peers may be dead."""
         self.flush()
         UNFINISHED.append(self)
 

@@ -58,7 +58,7 @@ class ServerMessage(NamedTuple):
 
 
 class MessageFormat:
-    """Binary format of headers with the clocks of `workers` workers, of fixed length."""
+    """Fixed-length binary format of message headers, with the clocks (finished steps) of `workers` workers."""
 
     def __init__(self, workers: int):
         self._workers = workers
@@ -85,15 +85,15 @@ class Envelope(NamedTuple):
 
 
 class MessageHandle:
-    """Handle of a message, here of one that was not sent."""
+    """Completion handle of a message; this base class is the handle of a message that was not sent."""
 
     def done(self) -> bool:
-        """True if the message needs its vectors no more."""
+        """True if the message's vectors may be changed; always so for a message that was not sent."""
         return True
 
 
 class Mail:
-    """Interface of a message bus; ``accept(source, message)`` provides the buffers of the vectors of a message."""
+    """Interface of a message bus; users set ``accept(source, message)``, which returns buffers for received vectors."""
 
     accept: Callable[[int, ServerMessage], Sequence[Any]]
 
@@ -107,4 +107,4 @@ class Mail:
         raise NotImplementedError
 
     def abandon(self, *kinds: MessageKind) -> None:
-        """Await no answers to requests of these kinds, where requests are kept."""
+        """Forget open requests of these kinds, so that they are not resent; no-op on a bus that never resends."""

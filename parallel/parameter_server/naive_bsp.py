@@ -1,4 +1,4 @@
-"""Naive parameter server with bulk-synchronous steps, on collectives only: the reference of the message-based one."""
+"""Naive parameter server with bulk-synchronous steps, on collectives only: reference for the message-based one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def train(
     gradient: Callable[[Array, int, int], Array],
     update: Callable[[Array, int, Array], None],
 ) -> None:
-    """Run one step per entry of `parts`; `weights` are those of the server, overwritten on workers.
+    """Run ``len(parts)`` steps of ``parts[step]`` micro-batches; `weights` are the server's, overwritten on workers.
 
     ``gradient(weights, step, part)`` is called on workers, ``update(weights, step, gradient)`` on the server.
     """
@@ -34,7 +34,7 @@ def train(
 
 
 def tree_sum(vectors: Sequence[Array]) -> Array:
-    """Sum in canonical order, which does not depend on the assignment of parts to workers."""
+    """Sum of vectors in a fixed binary tree, so that the assignment of micro-batches to workers does not matter."""
     if len(vectors) == 1:
         return vectors[0]
     left = 1 << (len(vectors) - 1).bit_length() - 1  # the largest power of two below

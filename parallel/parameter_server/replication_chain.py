@@ -34,7 +34,7 @@ class ReplicationChainLost(RuntimeError):
 
 
 class ReplicationChains(list[tuple[int, ...]]):
-    """Living members of every shard's chain, as known to this rank.
+    """List of every shard's replication chain: ranks of living members, head first, as known to this rank.
 
     The chain of shard i initially consists of the `replicas` servers i, i+1, ... around the ring.
 
@@ -50,12 +50,12 @@ class ReplicationChains(list[tuple[int, ...]]):
         super().__init__(ring[first : first + replicas] for first in range(len(servers)))
 
     def of(self, rank: int) -> list[int]:
-        """Shards that a server is a member of, its own first."""
+        """Shards whose chains contain a server, its own first."""
         mine = [shard for shard in range(len(self)) if rank in self[shard]]
         return sorted(mine, key=lambda shard: self[shard].index(rank))
 
     def lose(self, rank: int) -> list[int]:
-        """Remove a dead server from all chains; returns the shards concerned. Raises if a chain becomes empty."""
+        """Remove a dead server from all chains; returns their shards. `ReplicationChainLost` if one becomes empty."""
         concerned = self.of(rank)
         for shard in concerned:
             self[shard] = tuple(member for member in self[shard] if member != rank)
@@ -67,7 +67,7 @@ class ReplicationChains(list[tuple[int, ...]]):
 
 
 class ChainMember:
-    """Position of a server in one chain: numbers messages or takes them as numbered, and passes them on.
+    """One server's membership in a chain: numbers messages if head, queues them in this order, and forwards them.
 
     The caller keeps `chains` up to date, and removes the messages for the member's server from `ordered`, which has
     them in the chain's order. ``send(rank, message, *vectors)`` drops messages to dead ranks.
@@ -91,7 +91,7 @@ class ChainMember:
         return self._chain[-1] == self._me
 
     def receive(self, envelope: Envelope) -> None:
-        """Take a message from a worker, a server of another shard, or a member."""
+        """Handle a message for this chain: queue and forward a request, or note which requests the tail has."""
         message = envelope.message
         if message.kind is MessageKind.HELD:
             self._mark_replicated(message.at)
@@ -110,7 +110,7 @@ class ChainMember:
             self._handle_death([rank])
 
     def lost_server(self) -> None:
-        """Take over the new position after the death of a server; `chains` must be up to date."""
+        """Adapt to the death of a server, perhaps as new head or tail; `chains` must be up to date."""
         predecessor, successor = self._neighbours()
         self._chain = self._chains[self._shard]
         new_predecessor, new_successor = self._neighbours()
@@ -134,7 +134,7 @@ class ChainMember:
         return row[place - 1], row[place + 1]
 
     def _number(self) -> None:
-        """Number pending requests if this is the head; otherwise they wait, as a sender may know of a death earlier."""
+        """If this is the head, number and accept waiting requests; senders may know of a death before the new head."""
         while self.is_head and self._unnumbered:
             envelope = self._unnumbered.popleft()
             sender = envelope.source if envelope.message.sender < 0 else envelope.message.sender
@@ -161,7 +161,7 @@ class ChainMember:
             self._mark_replicated(self._count)
 
     def _mark_replicated(self, count: int) -> None:
-        """Drop messages up to number `count`, which the tail has."""
+        """Drop kept messages up to number `count`, which the tail has, and report it to the predecessor."""
         while self._log and self._log[0].message.at <= count:
             self._log.popleft()
         if count > self._held:

@@ -12,7 +12,7 @@ from parallel.parameter_server.replication_chain import ReplicationChainLost, Re
 
 
 class RetryQueue(Mail):
-    """Message bus of a worker with retries. Sent vectors must not change until they are answered.
+    """Message bus of a worker that resends requests if a server dies. Their vectors must not change until answered.
 
     Weights arrive in dtype `storage`, and in checkpoints in dtype `wide`. `poll` raises `ReplicationChainLost`, once,
     after the LOST message, if the last server of some parameters is dead.
@@ -42,7 +42,7 @@ class RetryQueue(Mail):
         return self._bus.send(chain[0], message, *vectors) if chain else MessageHandle()
 
     def poll(self) -> Envelope | None:
-        """Next answer that is awaited, or a PROBLEM, AGAIN or LOST message."""
+        """Next received message, or None; answers to requests that are no longer open are dropped."""
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem

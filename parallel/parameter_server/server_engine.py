@@ -108,7 +108,7 @@ class ParameterServer(BaseEngine):
     def forecast(
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings = SERVER_DEFAULTS
     ) -> MemoryLedger:
-        """Memory forecast, as of `Engine`; a server counts the worst case of gradients."""
+        """Forecast of a rank's memory, as `Engine.forecast`; it counts the most gradients that a server may hold."""
         rank, servers, ledger = workload.rank, settings.servers, MemoryLedger()
         plan = plan_of(model, workload.ranks, rank, settings)
         if rank >= servers:
@@ -126,7 +126,7 @@ class ParameterServer(BaseEngine):
         return self._role.loop.store.updates if isinstance(self._role, ServerHost) else self._role.client.updates
 
     def share(self, micro_batches: int) -> range:
-        """Microbatches of this rank in an evaluation; in a step they are drawn."""
+        """Numbers of this rank's micro-batches in an evaluation; in a training step workers request them instead."""
         if self.server is not None:
             return range(0)
         if self.settings.fault_tolerant:
@@ -135,7 +135,7 @@ class ParameterServer(BaseEngine):
         return contiguous(micro_batches, self._context.plan.rank - len(servers), len(workers))
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
-        """Take part in the next step; the report is of the whole step on rank 0, of this rank's parts on the others.
+        """Take part in the next step; the report is of the whole step on rank 0, of own micro-batches on others.
 
         `batches` are all microbatches of the step, by number, equal on all workers; not used on servers. `stop`
         requests the end; all ranks end after the same step, whose report has `stop` set.
@@ -169,7 +169,7 @@ class ParameterServer(BaseEngine):
         self._order.flush()
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Mean loss without training, after `quiesce`; as of `Engine.evaluate`, without batches on servers."""
+        """Mean loss and `measure` without training, as `Engine.evaluate`; calls `quiesce`. Servers have no batches."""
         self.quiesce()
         sums: list[tuple[float, int, float]] = []
         problem: Exception | None = None
@@ -188,7 +188,7 @@ class ParameterServer(BaseEngine):
         return Evaluation(math.fsum(losses) / divisor, math.fsum(measured) / divisor if measure else None, sum(counts))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """As of `Engine.tensor_slices`; empty on workers."""
+        """Slices of the weights and optimizer state that this server stores, for checkpoints; none on workers."""
         if isinstance(self._role, ServerHost):
             own = [state.key.span for state in self._role.loop.store.key_states.values()]
             yield from tensor_slices([state.piece for state in self._role.key_states()], own)
@@ -207,7 +207,7 @@ class ParameterServer(BaseEngine):
         return rank == min((at for at, clock in zip(workers, self.worker.clocks) if clock != GONE), default=workers[0])
 
     def save(self, write: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Result]) -> Result | None:
-        """Write a checkpoint from the state of the ranks of a communicator.
+        """Write a checkpoint after `quiesce`: calls ``write(comm, this rank's slices)`` and returns its result.
 
         If fault-tolerant, the reporting rank writes everything while the others wait; they return None, and a
         `CheckpointError` is raised on that rank only.
@@ -261,7 +261,7 @@ class ParameterServer(BaseEngine):
 
     @contextmanager
     def _shared_errors(self) -> Iterator[None]:
-        """Raise an error of this rank on all ranks, once nothing is in flight."""
+        """Context manager: after an error in its body on any rank, complete sends and raise `StepFailed` on all."""
         if self._failed:
             raise consistency_check.StepFailed("the engine has failed before")
         try:

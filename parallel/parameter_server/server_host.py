@@ -1,4 +1,4 @@
-"""Servers of one rank: that of its own shard, and those that it is a replica of."""
+"""Servers that run on one rank: the one of its own shard, and replicas of other ranks' servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECORDED = ("seed", "precision", "reproducible", "clip", "servers", "consistency
 
 
 def open_order(context: ServerContext) -> EventOrder:
-    """Order of events of this rank; on servers with the files to record and to replay."""
+    """New event order of this rank; on servers with opened files to record to and to replay, if set."""
     settings, rank = context.settings, context.plan.rank
     if rank in context.workers:
         return EventOrder()
@@ -36,7 +36,7 @@ def open_order(context: ServerContext) -> EventOrder:
 
 
 class ServerHost:
-    """Server loops of a rank: `loops` by shard, and `loop` of its own shard."""
+    """Server loops that run on one rank: `loops` by shard, and `loop` of its own shard."""
 
     def __init__(self, context: ServerContext, bus: MessageBus, ledger: MemoryLedger, order: EventOrder):
         self._context, self._ledger, rank = context, ledger, context.plan.rank
@@ -86,7 +86,7 @@ class ServerHost:
             self._replicas.until(lambda: all(loop.rests >= count for loop in self.loops.values()))
 
     def key_states(self) -> Iterator[ShardState]:
-        """States of all keys, those of its own shard first."""
+        """States of all keys that this rank stores, those of its own shard first."""
         for loop in self.loops.values():
             yield from loop.store.key_states.values()
 
@@ -100,7 +100,7 @@ class ServerHost:
             key_state.refresh()
 
     def leave(self, failed: bool) -> None:
-        """Serve until no rank needs this one; without synchronising after a failure."""
+        """Serve until no rank needs this one; no-op without replication chains or after a failure."""
         if self._replicas is not None and not failed:
             self._replicas.until_left()
 

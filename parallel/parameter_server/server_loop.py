@@ -1,4 +1,4 @@
-"""Server loop: handles messages in any order; requests that the rule does not allow yet wait. No MPI."""
+"""Server of one shard: handles messages as they arrive; pulls wait until the consistency rule allows them. No MPI."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel.parameter_server.work_assignment import PartResult, WorkAssignment
 
 
 class ServerFailed(RuntimeError):
-    """The training has ended on all ranks; the text is the reason if it is this rank's."""
+    """The training has failed on all ranks; the text is the reason, or empty if another rank failed."""
 
 
 class ServerLoop:
-    """Server number `here` of `servers`, for one shard. A worker's number is its position in `workers`."""
+    """Server of shard `here`: handles requests of `workers`, which are numbered by their position, on a `store`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ServerLoop:
         return self._last == steps
 
     def until_quiescent(self) -> None:
-        """Serve until all workers rest and nothing is in flight. Raises `ServerFailed`."""
+        """Serve until all workers wait in `quiesce` and nothing is in flight. Raises `ServerFailed`."""
         self._awaited_rests += 1
         self._serve(lambda: self.rests >= self._awaited_rests)
 
@@ -87,7 +87,7 @@ class ServerLoop:
         return envelope is not None
 
     def _serve(self, enough: Callable[[], bool]) -> None:
-        """Handle messages until a condition holds; after a failure until PROBLEM has arrived from all other ranks."""
+        """Handle messages until ``enough()``; after a failure until all other ranks have sent PROBLEM or are dead."""
         try:
             while not enough():
                 if self._handle_next():
@@ -131,7 +131,7 @@ class ServerLoop:
         return [*rows, np.empty(message.elements, self.store.key_states[message.key].piece.weights.dtype)]
 
     def _answer(self, request: Envelope, kind: MessageKind, *vectors: Any, **fields: Any) -> MessageHandle:
-        """Send an answer with the key and the ticket of a request."""
+        """Answer a request with a message of `kind`, with the request's key and ticket."""
         key, ticket = request.message.key, request.message.ticket
         answer = ServerMessage(kind, key, elements=sum(map(len, vectors)), ticket=ticket, **fields)
         return self._bus.send(request.source, answer, *vectors)
@@ -142,7 +142,7 @@ class ServerLoop:
 
     @property
     def _reach(self) -> int:
-        """Number of steps of every worker that the weights contain."""
+        """Number of steps whose gradients from all workers are in the weights."""
         return min(self.store.applied, *self.clocks)
 
     def _draw(self, envelope: Envelope) -> None:
@@ -166,7 +166,7 @@ class ServerLoop:
         self._bus.send(envelope.source, answer)
 
     def _is_stale(self, envelope: Envelope) -> bool:
-        """True if the worker has sent a later DRAW or REST."""
+        """True if a later DRAW or REST of the same worker has been handled; records the latest."""
         latest = max(envelope.message.ticket, self._latest.get(envelope.source, 0))
         self._latest[envelope.source] = latest
         return envelope.message.ticket < latest
@@ -232,7 +232,7 @@ class ServerLoop:
         self._release()
 
     def _release(self) -> None:
-        """Answer all RESTs once every living worker rests, no part must be redone, and all updates are made."""
+        """End the workers' `quiesce` if all living ones wait in it, nothing is to be redone, all updates are made."""
         living = len(self._workers) - len(self._gone)
         if not self._resting or len(self._resting) < living or self.work.returned or self._reach < min(self.clocks):
             return
@@ -248,7 +248,7 @@ class ServerLoop:
         self._answer(envelope, MessageKind.RESTED, number=self.store.updates, clocks=tuple(self.clocks))
 
     def _handle_death(self, envelope: Envelope) -> None:
-        """Return a dead worker's part and exclude its clock."""
+        """Handle a worker's death: put back its unfinished micro-batch, and no longer wait for its clock."""
         worker = self._workers.index(envelope.source)
         self._gone.add(envelope.source)
         self._resting.pop(envelope.source, None)
@@ -259,7 +259,7 @@ class ServerLoop:
         self._advance()
 
     def remind(self) -> None:
-        """Send AGAIN to the living workers if a part must be redone."""
+        """Notify living workers (AGAIN) if the micro-batch of a dead one must be redone."""
         for worker in self._workers if self.work.returned else ():
             if worker not in self._gone:
                 self._bus.send(worker, ServerMessage(MessageKind.AGAIN))
@@ -271,7 +271,7 @@ class ServerLoop:
             self._advance()
 
     def _advance(self) -> None:
-        """With synchronous updates: exchange a complete step's sums of squares; update once all have arrived."""
+        """Update the number of applied steps; if synchronous, exchange sums of squares, then update the weights."""
         store = self.store
         if not isinstance(store, SyncStore):
             store.applied = min(self.clocks)

@@ -16,7 +16,7 @@ from parallel.parameter_server.key_assignment import ServerKey
 
 
 def of_worker(plan: PartitionSpec, synchronous: bool) -> Counter[str]:
-    """Bytes of a worker except activations; asynchronous workers have two vectors of weights to prefetch into."""
+    """Bytes of a worker by purpose, except activations; asynchronous workers have two weight vectors, to prefetch."""
     storage, wide = plan.precision.storage.itemsize, plan.precision.wide.itemsize
     parameters = (1 if synchronous else 2) * plan.flat.length * storage
     return Counter(parameters=parameters, gradients=plan.flat.length * wide, buffers=plan.scratch(adds=False) * wide)
@@ -25,7 +25,7 @@ def of_worker(plan: PartitionSpec, synchronous: bool) -> Counter[str]:
 def of_shard(
     plan: PartitionSpec, settings: Settings, keys: Iterable[ServerKey], shard: int, states: int, parts: int
 ) -> Counter[str]:
-    """Bytes of the keys of one server, with `states` optimizer vectors and at most `parts` parts in a step."""
+    """Bytes of one shard by purpose, with `states` optimizer vectors and at most `parts` micro-batches in a step."""
     precision, keys = plan.precision, [key for key in keys if key.server == shard]
     workers, synchronous = plan.ranks - settings.servers, rule_of(settings.consistency).synchronous
     size, wide = sum(key.span.size for key in keys), precision.wide.itemsize
@@ -38,7 +38,7 @@ def of_shard(
 
 @lru_cache(maxsize=256)
 def vectors(parts: int, landing: int, workers: int, synchronous: bool, reproducible: bool) -> int:
-    """Most gradients of a key that a server holds at once.
+    """Maximum number of gradients of one key that a server holds at once.
 
     At most `landing` gradients arrive at once, as a worker sends the next one after the previous one is acknowledged.
     `reproducible` gradients are added in canonical order.
@@ -59,7 +59,7 @@ def vectors(parts: int, landing: int, workers: int, synchronous: bool, reproduci
 
 @lru_cache(maxsize=1 << 16)
 def nodes(leaves: int, missing: int) -> int:
-    """Most nodes of the canonical tree over `leaves` leaves of which `missing` are missing.
+    """Maximum number of partial sums in a binary tree over `leaves` leaves, of which any `missing` have not arrived.
 
     >>> nodes(8, 0), nodes(8, 1), nodes(8, 2)
     (1, 3, 4)

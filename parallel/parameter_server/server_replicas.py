@@ -1,4 +1,4 @@
-"""Messages of a server rank that is a member of several chains: its own shard's, and those it replicates. No MPI."""
+"""Distribution of a server's messages to its replication chains: its own shard's, and those it replicates. No MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeServer = Callable[[Mail, int], ServerLoop]
 
 
 class ServerReplicas:
-    """Servers of all chains that a rank is a member of, made by ``make(mail, shard)``, its own shard's first.
+    """Servers of all shards that a rank stores, its own first, then replicas; each is made by ``make(mail, shard)``.
 
     A mail's `poll` raises `ReplicationChainLost` if the last server of some parameters is dead.
     """
@@ -34,7 +34,7 @@ class ServerReplicas:
         bus.accept = self._receive_buffers
 
     def send(self, rank: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
-        """Send to a rank, possibly this one; after a PROBLEM, which is the last message of its sender, nothing else."""
+        """Send a message to a rank, possibly this one; after a PROBLEM (failure) other messages are dropped."""
         self._failed |= message.kind is MessageKind.PROBLEM
         if self._failed and message.kind is not MessageKind.PROBLEM:
             return MessageHandle()
@@ -62,7 +62,7 @@ class ServerReplicas:
         return True
 
     def until(self, enough: Callable[[], bool]) -> None:
-        """Serve all shards until a condition holds, or no worker needs this rank any more."""
+        """Serve all shards until ``enough()``, or no worker needs this rank any more."""
         self._serve(lambda: enough() or self._left >= self._workers)
 
     def until_left(self) -> None:
@@ -110,7 +110,7 @@ class ShardMail(Mail):
         self._last_sent: dict[int, tuple[ServerMessage, tuple[Any, ...]]] = {}
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
-        """Answer a worker, or send to the current head of another shard."""
+        """If this is the chain's tail, answer a worker or send to the head of another shard's chain; else drop it."""
         ranks, is_problem = self._replicas.ranks, message.kind is MessageKind.PROBLEM
         if peer in ranks and not is_problem:
             shard = ranks.index(peer)
@@ -119,7 +119,7 @@ class ShardMail(Mail):
         return self._replicas.send(peer, message, *vectors) if self.member.is_tail or is_problem else MessageHandle()
 
     def resend(self) -> None:
-        """Resend the last message to each shard, as it may have been lost."""
+        """Resend the last message to each other shard, if this is the tail: a dead server may have lost it."""
         for shard in self._last_sent if self.member.is_tail else ():
             self._send_to_shard(shard)
 

@@ -1,4 +1,4 @@
-"""Settings of a training with servers: their validation, and the context of its parts."""
+"""Settings of a training with parameter servers: their validation, and the run context of servers and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel.parameter_server.key_assignment import ServerKey
 
 @dataclass(frozen=True)
 class ServerContext(RunContext):
-    """Run context with settings, optimizer and the keys of all servers."""
+    """Run context of servers and workers: with settings, optimizer and the keys of all servers."""
 
     settings: Settings
     optimizer: Optimizer
@@ -36,7 +36,7 @@ class ServerContext(RunContext):
 
     @property
     def has_chains(self) -> bool:
-        """True if messages pass through replication chains and requests are repeated."""
+        """True if shards are replicated or ranks may die: messages pass through chains and open requests are resent."""
         return self.settings.fault_tolerant or self.settings.replicas > 1
 
 
@@ -54,7 +54,7 @@ def factors(text: str) -> dict[int, float]:
 
 
 def refuse_servers(settings: Settings, ranks: int, lamb: bool) -> None:
-    """Raise ValueError for settings that are invalid with servers."""
+    """Raise ValueError if settings are invalid with parameter servers; `lamb` is True if the optimizer is LAMB."""
     servers, replicas, rule = settings.servers, settings.replicas, rule_of(settings.consistency)
     precision, checked, recorded = settings.precision, settings.check_every, settings.record or settings.replay
     for is_wrong, text in (

@@ -25,7 +25,7 @@ from quant.types import Array
 
 
 class ShardState:
-    """State of one key, and the messages that are reading it. The gradient of `piece` is set before every update."""
+    """Weights and optimizer state (`piece`) of one key, and sends that read them; `prepare` sets the gradient."""
 
     def __init__(self, key: ServerKey, piece: OptimizerSpan):
         self.key, self.piece = key, piece
@@ -36,11 +36,11 @@ class ShardState:
         return self.piece.weights if self.piece.stored is None else self.piece.stored
 
     def add_reader(self, reader: MessageHandle) -> None:
-        """Register a message that reads `visible` until it is done."""
+        """Register a message that is sent straight from `visible`: until it is done, updates write to a copy."""
         self._readers = [other for other in (*self._readers, reader) if not other.done()]
 
     def prepare(self, gradient: Array) -> OptimizerSpan:
-        """The piece with this gradient, ready for an update; copied first if a message still reads it."""
+        """Set the gradient and return the piece for an update; weights that a message still reads are copied first."""
         piece = self.piece
         if not all(reader.done() for reader in self._readers):
             if piece.stored is None:
@@ -51,13 +51,13 @@ class ShardState:
         return piece
 
     def refresh(self) -> None:
-        """Update `visible` after an assignment to the weights."""
+        """Recompute the weights in storage precision, if kept apart, after an assignment to the weights."""
         if self.piece.stored is not None:
             narrow(self.piece.weights, self.piece.stored.dtype, out=self.piece.stored)
 
 
 class ShardStore:
-    """Common part of both stores; ``make(size, dtype)`` allocates gradients.
+    """Base class of `AsyncStore` and `SyncStore`: all keys of a server; ``make(size, dtype)`` allocates gradients.
 
     `applied` is the number of steps whose gradients are all in the weights, `updates` that of updates of every key,
     after quiescence. ``push(message, gradient)`` takes over a gradient in a `gradient_buffer`, and returns False for a
@@ -85,7 +85,7 @@ class ShardStore:
 
 
 class AsyncStore(ShardStore):
-    """Store that makes an update of every gradient at once.
+    """Store that updates the weights with each gradient as it arrives.
 
     The learning rate of a step is divided by its number of parts, so that a step moves the weights as far as one
     update.
@@ -114,7 +114,7 @@ class AsyncStore(ShardStore):
         return new
 
     def quiesce(self) -> None:
-        """Mark that all parts of all steps are applied to all keys; later pushes are duplicates."""
+        """Declare all gradients of the steps so far applied; later pushes of them are duplicates."""
         counts = {len(parts) for parts in self._applied_parts.values()}
         assert len(counts) <= 1, f"numbers of updates differ: {counts}"
         self.updates += sum(counts)
@@ -134,7 +134,7 @@ class SyncStore(ShardStore):
         self._totals: dict[int, Array] = {}
 
     def push(self, message: ServerMessage, gradient: Array) -> bool:
-        """Add a gradient: as a leaf of the canonical tree, or in order of arrival."""
+        """Add a gradient to the step's sum, in canonical order if reproducible; returns False for a duplicate."""
         key, clock, number = message.key, message.clock, message.number
         assert clock <= self.applied, f"step {clock} was worked on with weights of {self.applied} steps"
         if clock != self.applied or number in self._numbers[key]:
@@ -150,7 +150,7 @@ class SyncStore(ShardStore):
         return all(len(numbers) == parts for numbers in self._numbers.values())
 
     def squares(self) -> Array:
-        """Block sums of squares of the step's gradient, float64, in order of spans; empty without parts."""
+        """Block sums of squares of the step's gradient, float64, in order of spans; empty without micro-batches."""
         totals = {number: counter.total() for number, counter in self._counters.items()}
         self._totals = {number: total for number, total in totals.items() if total is not None}
         ordered = sorted(self._totals, key=lambda number: self.key_states[number].key.span)

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class WorkPart(NamedTuple):
-    """Part `number` of step `clock`."""
+    """One part (micro-batch) of a step: `number` of step `clock`."""
 
     clock: int
     number: int
 
 
 class PartResult(NamedTuple):
-    """Result of a part: sum of losses, number of targets, gradient norm per target, and the worker."""
+    """Result of a micro-batch: sum of losses, number of targets, gradient norm per target, and the worker's number."""
 
     loss: float
     targets: int
@@ -27,7 +27,7 @@ class PartResult(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """A rank's step: mean loss, targets and mean norm of its parts; True if training ends with it."""
+    """Result of a step on one rank: mean loss, targets and mean gradient norm; `last` if the training ends with it."""
 
     loss: float
     targets: int
@@ -36,7 +36,7 @@ class RankStep(NamedTuple):
 
 
 class WorkAssignment:
-    """Parts of all steps in progress. `last` is the step after which the training ends; -1 if it is not set."""
+    """Assignment of the micro-batches of all steps in progress; `last` is the training's last step, -1 if not set."""
 
     def __init__(self, workers: int, start: int = 0):
         self.last = -1
@@ -48,9 +48,10 @@ class WorkAssignment:
         self._at = [start] * workers
 
     def draw(self, worker: int, clock: int, parts: int, number: int | None = None) -> WorkPart | None:
-        """Assign the next part to a worker; None if none is left in its step. An unfinished part is assigned again.
+        """Assign a worker the earliest micro-batch to be redone, or the next of step `clock`; None if none is left.
 
-        In a replay `number` is the recorded part, -1 for none.
+        A part that the worker has not finished is one to be redone. In a replay `number` is the recorded part, -1 for
+        none.
         """
         self.gone(worker)
         if clock < self._start:
@@ -69,7 +70,7 @@ class WorkAssignment:
         return self._held[worker]
 
     def done(self, worker: int, part: WorkPart, outcome: PartResult) -> None:
-        """Record that a part is done and acknowledged by all servers concerned."""
+        """Record the result of a micro-batch whose gradient all servers have acknowledged."""
         if self._held.get(worker) == part:
             del self._held[worker]
         if part in self.returned:
@@ -78,12 +79,12 @@ class WorkAssignment:
             self._done.setdefault(part.clock, {}).setdefault(part.number, outcome)
 
     def gone(self, worker: int) -> None:
-        """Put back the part of a worker that is gone; the earliest part put back is assigned first."""
+        """Put back a worker's unfinished micro-batch, if any; the earliest one put back is assigned first."""
         if (part := self._held.pop(worker, None)) is not None:
             insort(self.returned, part)
 
     def forget(self, clock: int) -> None:
-        """Drop the steps before `clock`, except for the results of the last one."""
+        """Drop the records of steps before `clock`, except the results of step ``clock - 1``."""
         self._next, self._done = {}, {clock - 1: self._done.get(clock - 1, {})}
         self._start = clock
 
@@ -96,7 +97,7 @@ class WorkAssignment:
 
 
 def joined(outcomes: list[PartResult]) -> tuple[float, int, float | None]:
-    """Mean loss, number of targets, and mean norm over parts; NaN, 0 and None for no targets."""
+    """Mean loss per target, number of targets, and micro-batches' mean gradient norm; NaN, 0 and None if no targets."""
     count = sum(outcome.targets for outcome in outcomes)
     if not count:
         return math.nan, 0, None

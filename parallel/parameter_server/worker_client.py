@@ -1,4 +1,4 @@
-"""Worker client: draws parts, pulls weights and pushes gradients with many requests in flight. No MPI."""
+"""Worker client: requests micro-batches, pulls weights and pushes gradients, with many requests in flight. No MPI."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from quant.types import Array
 
 
 class Requeued(Exception):
-    """A part of an earlier step must be redone: draw it."""
+    """A micro-batch that a dead worker left must be redone: draw it."""
 
 
 class WorkerClient:
-    """Client of one worker, for the keys of all servers.
+    """Client through which one worker requests micro-batches, and pulls and pushes the keys of all servers.
 
     There are two weight vectors if weights are prefetched while others are in use, else one.
     """
@@ -56,7 +56,7 @@ class WorkerClient:
         bus.accept = self._receive_buffers
 
     def draw(self, clock: int, parts: int, done: tuple[WorkPart, PartResult] | None, stop: bool) -> WorkPart | None:
-        """Request the next part; None if none is left in the step. `done` is the part finished before."""
+        """Request the next micro-batch of step `clock`; None if none is left. `done` is the one finished before."""
         message = ServerMessage(MessageKind.DRAW, clock=clock, parts=parts, stop=stop or self.stop_requested)
         if done is not None:
             part, outcome = done
@@ -70,7 +70,7 @@ class WorkerClient:
         return WorkPart(answer.clock, answer.number) if answer.number >= 0 else None
 
     def read(self, clock: int, order: Iterable[int], rows: Array | None) -> Array:
-        """Start pulling keys that are too old for this step, of a table these rows; returns the receiving vector."""
+        """Start pulling keys too old for step `clock` (`rows` of an embedding table); returns the receiving vector."""
         self._clock = clock
         self._others.append(self.vector)
         self.vector = self._others.pop(0)
@@ -91,7 +91,7 @@ class WorkerClient:
     def push(
         self, number: int, part: WorkPart, parts: int, targets: int, factor: float, gradient: Array, rows: Any
     ) -> None:
-        """Send the gradient of a key, which must not change until `acknowledged`, and prefetch the key if asynchronous.
+        """Start sending the gradient of a key, constant until `acknowledged`; if asynchronous, prefetch its weights.
 
         Of a table, `rows` are those with a non-zero gradient.
         """
@@ -111,12 +111,12 @@ class WorkerClient:
         self._until(lambda: not self._unacknowledged)
 
     def tick(self, steps: int, parts: int, last: bool) -> None:
-        """Report `steps` finished steps, the last one of `parts` parts; `last` ends the training."""
+        """Report `steps` finished steps to all servers, the last of `parts` micro-batches; `last` ends the training."""
         for server in self._servers:
             self._bus.send(server, ServerMessage(MessageKind.TICK, clock=steps, parts=parts, stop=last))
 
     def quiesce(self) -> None:
-        """Wait until all workers call this; then nothing is in flight. Raises `Requeued` if a part must be redone.
+        """Wait until all workers call this and nothing is in flight. Raises `Requeued` if a micro-batch must be redone.
 
         The first server decides; the workers pass its decision on to the others.
         """
@@ -150,7 +150,7 @@ class WorkerClient:
         self._until(lambda: not self._copying)
 
     def _check_requeued(self) -> None:
-        """Raise `Requeued` and drop open requests if the first server has sent AGAIN."""
+        """Raise `Requeued` and drop open requests if the first server has sent AGAIN (a micro-batch must be redone)."""
         if self._requeued:
             self._requeued = False
             self._pulling.clear()

@@ -1,4 +1,4 @@
-"""Training on a worker: forward and backward of drawn parts, overlapped with pulls and pushes."""
+"""Training on a worker: forward and backward of the micro-batches it requests, overlapped with pulls and pushes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quant.types import Array
 
 
 class ServerGradients:
-    """Gradient sink that pushes a bucket once the backward has left its units, or at the end if a norm is needed first.
+    """Gradient sink that pushes each bucket to servers once the backward has left its units, or at the end if clipped.
 
     If `separate`, every part is an update of its own, whose norm is limited to `clip` here.
     """
@@ -56,7 +56,7 @@ class ServerGradients:
         self._squares: dict[int, float] = {}  # by bucket
 
     def begin_backward(self, part: WorkPart, parts: int, count: int, rows: Array | None) -> None:
-        """Begin the backward of a part of a step of `parts` parts, with `count` targets and these rows of the table."""
+        """Begin the backward of `part`, one of `parts` in its step, for `count` targets and `rows` of the embedding."""
         self._part, self._parts, self._count, self._rows = part, parts, count, rows
         self._factor = 1 / count if count else 0.0
         self._squares = {}
@@ -78,7 +78,7 @@ class ServerGradients:
         self._worker.poll()
 
     def end_backward(self) -> float:
-        """Push the remaining buckets and return the norm per target; FloatingPointError if it is not finite."""
+        """Push the remaining buckets; returns the gradient norm per target (0 unless `separate`)."""
         late = [bucket for bucket in self._buckets if bucket.number not in self._squares]
         for bucket in late:
             self._complete(bucket)
@@ -107,7 +107,7 @@ class ServerGradients:
 
 
 class WorkerTrainer:
-    """Trainer of one worker; `client` communicates with the servers."""
+    """Training steps, evaluation and checkpoint state of one worker; `client` communicates with the servers."""
 
     def __init__(
         self, context: ServerContext, bus: MessageBus, loss: Any, buckets: Sequence[GradBucket], ledger: MemoryLedger
@@ -142,7 +142,7 @@ class WorkerTrainer:
         return RankStep(*joined(outcomes), last)
 
     def quiesce(self, steps: int) -> None:
-        """Wait until all workers have made `steps` steps and all parts are done."""
+        """Wait until all workers have made `steps` steps; redoes micro-batches of dead workers meanwhile."""
         while True:
             try:
                 self.client.quiesce()
@@ -155,7 +155,7 @@ class WorkerTrainer:
     def evaluate(
         self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None
     ) -> tuple[list[tuple[float, int, float]], Exception | None]:
-        """Loss, number of targets and measure of each microbatch, without training; and the first error."""
+        """Loss, number of targets and measure of each micro-batch, without training; and the first error."""
         found, problem = [], None
         self._context.flat.bind(self.client.copy())
         for batch in (batch_of(some, at) for at, some in enumerate(batches)):
@@ -187,7 +187,7 @@ class WorkerTrainer:
             self._mail.leave()
 
     def _work(self, clock: int, stop: bool) -> list[PartResult]:
-        """Process parts of a step, and parts left by other workers, until none is left."""
+        """Train on micro-batches of step `clock` and on those that dead workers left; returns their results."""
         outcomes: list[PartResult] = []
         done = None
         while True:
@@ -240,7 +240,7 @@ class WorkerTrainer:
         return tuple(ArraySpec(array.shape, type_of(array, dtype)) for array, dtype in arrays)
 
     def _pass(self, batch: Batch, clock: int | None) -> MicrobatchPass:
-        """Forward and backward state of a microbatch; `clock` is None in an evaluation."""
+        """New forward and backward state of a micro-batch; `clock` is the step, None in an evaluation."""
         x, y = (array.astype(spec.dtype, copy=False) for array, spec in zip((batch.x, batch.y), self._specs(batch)))
         seed, samples = self._context.settings.seed, np.asarray(batch.samples, np.int64)
         return MicrobatchPass(x, y, PassMode(clock is not None, seed, clock or 0, samples), self._loss)
