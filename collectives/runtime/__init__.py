@@ -1,1 +1,1 @@
-"""Runtime: from a call through a plan and a bound program to a request."""
+"""Execution of collective calls: validation, choice of algorithm, binding to memory and transports, requests."""

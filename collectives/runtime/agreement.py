@@ -1,4 +1,4 @@
-"""Agreement of all ranks: errors of arguments, node numbers; channel and memory of a persistent request."""
+"""Agreement of all ranks: argument errors, node numbers, and a persistent request's memory and mailbox channel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 def gather_or_raise(comm: MPI.Intracomm, value: Value | InvalidInput) -> list[Value]:
-    """Values of all ranks; raises on all ranks if one of them is an error. Collective."""
+    """Gather one value per rank and return them by rank; if any is an error, raise it on all ranks. Collective."""
     values: list[Value] = []
     for rank, other in enumerate(comm.allgather(value)):
         if isinstance(other, InvalidInput):
@@ -30,7 +30,7 @@ def gather_or_raise(comm: MPI.Intracomm, value: Value | InvalidInput) -> list[Va
 
 
 def common(comm: MPI.Intracomm, bits: int) -> int:
-    """Bits that all ranks have set. Collective."""
+    """Bitwise AND of `bits` over all ranks. Collective."""
     mine, common_bits = np.array([bits]), np.zeros(1, np.int64)
     # Other ranks may wait for active requests of this one.
     progress_until(comm.Iallreduce(mine, common_bits, MPI.BAND).Test)
@@ -38,7 +38,7 @@ def common(comm: MPI.Intracomm, bits: int) -> int:
 
 
 def agree_on_nodes(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Node numbers as given, or None; raises on all ranks if they differ or are invalid. Collective."""
+    """Return `nodes` (every rank's node number) if valid and the same on all ranks, else raise on all. Collective."""
     given: tuple[int, ...] | InvalidType | None
     try:
         given = None if nodes is None else tuple(index(node) for node in nodes)
@@ -55,7 +55,7 @@ def agree_on_nodes(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> tuple[in
 
 
 class MemoryVisibility(NamedTuple):
-    """Memory properties of a call that hold on all ranks; `shared`: peers of the node can read all memory sent from."""
+    """Properties of a call, True only if they hold on all ranks: send buffers in shared memory, and in place."""
 
     shared: bool = False
     in_place: bool = False
@@ -65,7 +65,7 @@ UNKNOWN = MemoryVisibility()
 
 
 def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) -> MemoryVisibility:
-    """Memory properties of a call that hold on all ranks. Collective."""
+    """Find out if the call has its send buffers in shared memory, and is in place, on all ranks. Collective."""
     size = comm.Get_size()
     if node is None or size == 1:
         return UNKNOWN
@@ -74,7 +74,7 @@ def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) ->
 
 
 def _is_shared(node: NodeMemory, call: Call, size: int) -> bool:
-    """True if peers can read all memory that this rank sends from."""
+    """True if ranks of the same node can read all memory that this rank sends from in the call."""
     if not node.reads or call.copy_input or forwards_data(call.collective, size):
         return False
     ends = zip((call.source, call.target), buffer_spans(call), strict=True)
@@ -86,7 +86,7 @@ def _is_shared(node: NodeMemory, call: Call, size: int) -> bool:
 
 
 class ChannelAllocator:
-    """Channels of the node's mailboxes for persistent requests: all but the first, which blocking calls share."""
+    """Allocator of shared-memory mailbox channels for persistent requests; channel 0 is for blocking calls."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -94,7 +94,7 @@ class ChannelAllocator:
         self._returned: set[int] = set()
 
     def take(self) -> int | None:
-        """A channel for a new request, the same on all ranks; None if all are in use. Collective.
+        """Allocate a channel number, the same on all ranks; None if all are in use. Collective.
 
         Each channel is used once before the ranks agree on those that all have returned. A returned channel has no
         messages left, so the next request continues its sequence.
@@ -111,5 +111,5 @@ class ChannelAllocator:
         return channel
 
     def give_back(self, channel: int) -> None:
-        """Return a channel on which no message is active."""
+        """Mark a channel as free on this rank; no message on it may be active."""
         self._returned.add(channel)

@@ -1,4 +1,4 @@
-"""Binder: a schedule bound to memory and a wire becomes a program.
+"""Binder: turns a schedule, buffers and a transport into a program (a flat list of function calls).
 
 Binding walks the schedule once and resolves the location of every chunk at every step: the first access to a chunk
 reads the user's send buffer, results go to the receive buffer, and to scratch memory where a chunk is only forwarded.
@@ -36,7 +36,7 @@ def bind(
     first: Iterable[Callable[[], object] | Wait] = (),
     last: Iterable[Callable[[], object] | Wait] = (),
 ) -> Program:
-    """Bind a task to the user's memory and a wire, which the program frees.
+    """Build the program that runs a task between these arrays over a transport; the program frees the transport.
 
     `source` and `target` are the same for a call in place. Scratch memory and local work are on `stream`, by default
     NumPy's, synchronous. `first` and `last` run before the first round and after the last, such as staging.
@@ -57,7 +57,7 @@ def bind(
 
 
 class _Action(NamedTuple):
-    """Local work of a step: runs after `message` (None: after the whole round); then `following` may start."""
+    """Local work of a step, run once `message` is complete (None: all of the round); then `following` is started."""
 
     step: int
     message: Any
@@ -67,7 +67,7 @@ class _Action(NamedTuple):
 
 
 class _ProgramBinder:
-    """Emits the calls of one program."""
+    """Builds one program's list of calls: message starts and waits, local reductions and copies."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _ProgramBinder:
     # -------------------------------------------------------------------------------- emitting calls
 
     def emit_local(self, call: Callable[[], object] | Wait) -> None:
-        """Append a call that changes chunks, on the stream if there is one."""
+        """Append a local copy or reduction to the program, on the device stream if there is one."""
         if self.stream is None or isinstance(call, Wait):
             self.steps.append(call)
         else:
@@ -107,13 +107,13 @@ class _ProgramBinder:
             self.working = True
 
     def wait_for_stream(self) -> None:
-        """Append a wait for the local work on the stream."""
+        """Append a wait for earlier local work on the device stream, if there is any."""
         if self.stream is not None and self.working:
             self.steps += self.stream.mark, self.stream.ended
         self.working = False
 
     def start(self, messages: Sequence[Any]) -> None:
-        """Append the start of messages, after all earlier local work."""
+        """Append calls that start the messages, after a wait for earlier local work on the device stream."""
         if messages:
             self.wait_for_stream()
             self.steps += self.wire.start_calls(messages)
@@ -123,7 +123,7 @@ class _ProgramBinder:
             self.steps += self.wire.wait_calls(messages)
 
     def swap(self) -> ExchangeSupport | None:
-        """The program as one fused exchange, if it consists of a single round's messages only."""
+        """Fused exchange that replaces the program, if that is one round of messages without local work; else None."""
         if len(self.exchanges) != 1:
             return None
         messages = self.exchanges[0]
@@ -132,7 +132,7 @@ class _ProgramBinder:
         return self.wire.swap(messages)
 
     def rounds(self) -> None:
-        """Emit all rounds. Unchanged chunks are copied to their target while the first messages are in flight."""
+        """Append all rounds; chunks that no step changes are copied while the first messages are in flight."""
         unchanged = self.chunks.unchanged()
         copies = self._copies([self.task.source[c] for c in unchanged], [self.task.target[c] for c in unchanged])
         for index, (steps, shape) in enumerate(zip(self.task.schedule, self.chunks.shapes, strict=True)):
@@ -144,7 +144,7 @@ class _ProgramBinder:
             self.emit_local(copy)
 
     def _round(self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]) -> None:
-        """Emit a round whose messages all start at once; segments are reduced in order of arrival."""
+        """Append a round that starts all messages (as far as there are receive slots), then waits and reduces."""
         sends = [sent for step in steps if isinstance(step, Send) for sent in self._sends(step, shape.changing)]
         receives = [
             (index, message)
@@ -183,7 +183,7 @@ class _ProgramBinder:
     def _windowed_round(
         self, steps: Sequence[Step], shape: RoundShape, meanwhile: Iterable[Callable[[], object]]
     ) -> None:
-        """Emit a round whose messages advance segment by segment: each completed receive allows the next send.
+        """Append a round of segmented messages, each with a few segments in flight: as one completes, the next starts.
 
         Free of deadlock, as rounds are aligned: no rank is ahead of a peer by more than the window.
         """
@@ -214,7 +214,7 @@ class _ProgramBinder:
         self.wait([pending.pop(id(message)) for message in messages if id(message) in pending])
 
     def _sends(self, step: Send, changing: list[MemorySpan]) -> Iterator[tuple[Any, list[MemorySpan]]]:
-        """Segments to send, and their memory, which must not change before the send completes."""
+        """Bound send of each segment of a step, and the memory it reads, which must not change before it completes."""
         for rows in split(aligned(self.chunks.locations(step.chunks)), self.chunks.segment_counts(step)):
             places = [place for (place,) in rows]
             stable = not overlap(places, changing)
@@ -225,7 +225,7 @@ class _ProgramBinder:
             yield self.wire.receive(step.peer, [self._iovec(place) for (place,) in rows])
 
     def _actions(self, steps: Sequence[Step], shape: RoundShape) -> list[_Action]:
-        """Local work of a round in the order in which it must take effect."""
+        """Local reductions and copies of a round in the order in which they must run, with the receives they need."""
         actions: list[_Action] = []
         landing, room = 0, iter(shape.slots)
         for index, step in enumerate(steps):
@@ -247,7 +247,7 @@ class _ProgramBinder:
         return actions
 
     def _arrivals(self, number: int, step: RecvReduce, cuts: Sequence[int], slots: int, landing: int) -> list[_Action]:
-        """Segments of one message: each is received into a landing slot and reduced from there."""
+        """One action per segment of a message: receive it into a temporary slot, then reduce it from there."""
         locations, destinations = self.chunks.locations(step.chunks), self.chunks.write(step.chunks)
         actions: list[_Action] = []
         for index, rows in enumerate(split(aligned(locations, destinations), cuts)):
@@ -267,7 +267,7 @@ class _ProgramBinder:
         ]
 
     def _in_place_reductions(self, step: RecvReduce, cuts: Sequence[int]) -> Iterator[Any]:
-        """Segments of a message that are reduced from the sender's memory."""
+        """Bound receives, one per segment, that reduce directly from the sender's shared memory."""
         locations, destinations = self.chunks.locations(step.chunks), self.chunks.write(step.chunks)
         combine = self._combine(step.side)
         for rows in split(aligned(locations, destinations), cuts):
@@ -275,7 +275,7 @@ class _ProgramBinder:
             yield self.wire.combine(step.peer, arrays, combine)
 
     def _combine(self, side: Side) -> Callable[[Any, Any, Any], Callable[[], object]]:
-        """Function that binds a reduction to (incoming, own, out); the incoming operand is the one on `side`."""
+        """Function (incoming, own, out) that binds a reduction; the incoming array is the operand on `side`."""
         if self.reduce_kernel is None:
             raise ValueError("the schedule combines, but no operation was given")
         bind = self.reduce_kernel.bind

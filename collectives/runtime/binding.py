@@ -1,4 +1,4 @@
-"""From a call to a bound program: schedule, chunk locations, staging before and after the rounds, eager buffers."""
+"""Binding of a collective call: its schedule, chunk locations in memory, staging copies, and the resulting program."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SWAPPED = 1 << 18
 
 
 def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
-    """The schedule of the choice, with the locations of its chunks in the call's memory."""
+    """Task of this rank: schedule of the chosen algorithm, chunk lengths, and chunk locations in the call's buffers."""
     schedule = build(call.collective, choice.algorithm, rank, size, call.root, choice.segments, nodes)
     itemsize = call.unit.itemsize
     memory = TARGET if call.in_place else SOURCE
@@ -72,7 +72,7 @@ def _places(memory: int, blocks: Blocks, lengths: tuple[int, ...], parts: int) -
 
 
 class BufferEnds(NamedTuple):
-    """A call's two memories, and calls before and after the rounds."""
+    """Source and target arrays of a program, and the copies to run before and after its rounds (staging)."""
 
     source: ElementArray
     target: ElementArray
@@ -81,18 +81,18 @@ class BufferEnds(NamedTuple):
 
 
 def span(call: Call, blocks: Blocks) -> int:
-    """Units from the start of a buffer to the end of its last block."""
+    """Length from the start of a buffer to the end of its last block, in the call's units (bytes or elements)."""
     return max((start + call.lengths[block] for block, start in blocks.items() if call.lengths[block]), default=0)
 
 
 def buffer_spans(call: Call) -> tuple[int, int]:
-    """Spans of source and target, which share one memory in place."""
+    """Lengths of source and target buffer as of `span`; in place both are the longer one."""
     source, target = span(call, call.send_blocks), span(call, call.recv_blocks)
     return (max(source, target),) * 2 if call.in_place else (source, target)
 
 
 def changes_target(call: Call) -> bool:
-    """True if the call writes to the target; not at the root of a broadcast."""
+    """True if the call writes to its target buffer; False at the root of a broadcast and without received blocks."""
     if call.source is call.target and call.combine is None and call.recv_blocks.keys() <= call.send_blocks.keys():
         return False
     return bool(call.recv_blocks)
@@ -110,7 +110,7 @@ def check_no_overlap(call: Call) -> None:
 
 
 def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:
-    """The user's memory as the program uses it: staged in host memory, or on the given device."""
+    """Source and target arrays for the program: the user's memory if usable directly, else staging copies of it."""
     first: list[Callable[[], object] | Wait] = []
     last: list[Callable[[], object] | Wait] = []
 
@@ -143,7 +143,7 @@ def buffer_ends(call: Call, device: DeviceMemory | None) -> BufferEnds:
 
 
 def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
-    """The call on the device of all its memory; None if there is none, or it does not support the reduction."""
+    """(call with the device's reduction, device); None unless one device holds all buffers and can reduce."""
     ends = call.buffers
     if not ends or not all(buffer.device and buffer.contiguous for buffer in ends):
         return None
@@ -164,7 +164,7 @@ def bind_call(
     first: Sequence[Callable[[], object]] = (),
     nodes: Nodes | None = None,
 ) -> Program:
-    """Program of a call, on a device if one is given; `first` runs before all else."""
+    """Build the program of a call with the chosen algorithm, on a device if given; `first` runs before all else."""
     ends = buffer_ends(call, device)
     program = bind(
         call_task(call, choice, rank, size, nodes),
@@ -182,7 +182,7 @@ def bind_call(
 
 
 def reduce_kernel(call: Call) -> Combiner | None:
-    """The call's reduction, on the arrays of the program: those of raw bytes where only MPI can describe elements."""
+    """Reduction kernel for the program's arrays, as raw bytes for derived datatypes; None without a reduction."""
     kernel = call.combine
     if kernel is None or call.unit.type is not np.void or call.unit.names is not None:  # bfloat16 is of kind V too
         return kernel
@@ -195,17 +195,17 @@ def reduce_kernel(call: Call) -> Combiner | None:
 
 
 def needs_staging(call: Call) -> bool:
-    """True if some of the data must be copied to dense host memory first."""
+    """True if some buffer of the call is on a device or not contiguous, so that its data must be copied to the host."""
     return any(map(staged, call.buffers))
 
 
 def longest() -> int:
-    """Bytes up to which calls use eager buffers."""
+    """Longest message in bytes for which any blocking call uses eager (intermediate) buffers."""
     return COMPILED if compiled_exchange.available() else SLOT
 
 
 def call_mark(call: Call, choice: AlgorithmChoice) -> int:
-    """Checksum of the arguments that must be equal on all ranks, 0 <= mark < MARKS.
+    """Checksum of the arguments that must be equal on all ranks, carried by messages: 0 <= mark < MARKS.
 
     It is in the flags of messages; by it a receiver detects messages of another call.
     """
@@ -218,7 +218,7 @@ def call_mark(call: Call, choice: AlgorithmChoice) -> int:
 
 
 def program_key(call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None) -> Hashable:
-    """Key that the calls of one program share; with the addresses of their buffers if it is bound to them."""
+    """Cache key of a call's program; with `addresses` also of the buffers that the program is bound to."""
     source, target = call.source, call.target
     return (
         (call.collective, call.v_form, choice, call.lengths, call.unit, call.root, call.op, call.separate_output),
@@ -230,7 +230,7 @@ def program_key(call: Call, choice: AlgorithmChoice, addresses: bool, device: De
 
 
 class EagerBuffers(NamedTuple):
-    """A program and its buffers, copied into before it runs and out of after: cheaper than binding to addresses."""
+    """A program with buffers of its own, for short messages: copied into before it runs, and out of afterwards."""
 
     program: Program
     source: np.ndarray
@@ -247,7 +247,7 @@ class EagerBuffers(NamedTuple):
 
 
 def fits_eager_buffers(call: Call) -> bool:
-    """True if the blocks are contiguous in both buffers and the call needs no other memory."""
+    """True if the call can use eager buffers: up to `SWAPPED` bytes, blocks without gaps, no further memory."""
     if max(buffer_spans(call)) * call.unit.itemsize > SWAPPED or call.separate_output or call.copy_input:
         return False
     sides = call.send_blocks, call.recv_blocks

@@ -32,7 +32,7 @@ BYTE = np.dtype(np.uint8)
 
 
 class Call(NamedTuple):
-    """One rank's part of a collective call.
+    """Validated description of one rank's part of a collective call.
 
     Attributes
     ----------
@@ -73,13 +73,13 @@ class Call(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks that a rank can hold: n in the formulas. Equal on all ranks unless `local_counts`."""
+        """Message size n of cost formulas in bytes: all blocks of a rank. Same on all ranks unless `local_counts`."""
         holders = isqrt(len(self.lengths)) if self.collective == "alltoall" else 1
         return sum(self.lengths) * self.unit.itemsize // holders
 
     @property
     def buffers(self) -> list[Buffer]:
-        """Source and target where there are any, twice the same one in place."""
+        """List of the source and target buffers that exist; in place the same one twice."""
         return [buffer for buffer in (self.source, self.target) if buffer is not None]
 
     @property
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
 
 def staged(buffer: Buffer) -> bool:
-    """True if the data must be copied to dense host memory first."""
+    """True if the buffer is on a device or not contiguous, so that its data is copied to dense host memory first."""
     return buffer.device or not buffer.contiguous
 
 
@@ -112,7 +112,7 @@ def _root(root: Any, size: int) -> int:
 
 
 def is_in_place(spec: Any) -> bool:
-    """True for MPI.IN_PLACE, or None, its synonym in mpi4py; not for a number equal to it."""
+    """True if a buffer argument is MPI.IN_PLACE or None, its synonym in mpi4py; False for a number equal to it."""
     return spec is None or isinstance(spec, InPlace)
 
 
@@ -143,7 +143,7 @@ def _type(buffer: Buffer) -> str:
 def _blocks(
     spec: Any, size: int, name: str, v_form: bool, writable: bool = False
 ) -> tuple[Buffer, tuple[int, ...], Blocks]:
-    """Buffer of `size` blocks, their lengths, and their starts in the memory that the program uses; in bytes."""
+    """Parse the buffer argument `name` of `size` blocks: the buffer, block lengths and start offsets, in bytes."""
     if not v_form:
         buffer = arguments.blocks(spec, size, name, writable)
         block = buffer.block * buffer.itemsize
@@ -157,17 +157,17 @@ def _blocks(
 
 
 def _known_lengths(length: int, rank: int, size: int, v_form: bool) -> tuple[int, ...]:
-    """Lengths of all blocks where a rank knows only its own; others of a v-form are 0."""
+    """Lengths of all blocks by rank: `length` for each, or in a v-form 0 for all but this rank's."""
     return (0,) * rank + (length,) + (0,) * (size - rank - 1) if v_form else (length,) * size
 
 
 def _unit(buffer: Buffer) -> np.dtype[Any]:
-    """The element that a reduction counts; raw memory of the right width where only MPI knows what it is."""
+    """Dtype of the elements to be reduced; a void dtype of the same size where only MPI knows their type."""
     return buffer.dtype if buffer.dtype is not None else np.dtype((np.void, buffer.itemsize))
 
 
 class _Identity:
-    """Key of objects compared by identity; holds them, so that no others get their ids."""
+    """Hashable key that compares objects by identity; keeps them alive, so that their ids are not reused."""
 
     __slots__ = ("_ids", "_objects")
 
@@ -182,7 +182,7 @@ class _Identity:
 
 
 def _identity(op: MPI.Op, buffer: Buffer) -> Hashable:
-    """Key of an operation on the buffer's elements: handle if predefined, else object and datatype."""
+    """Cache key of a reduction: handle of a predefined operation, else identity of operation and datatype."""
     # A user's function gets the datatype as an argument, and two derived types of equal size may mean different things.
     # MPI gives the handles of freed operations and datatypes to new ones.
     return op.handle if op.is_predefined else _Identity(op, buffer.datatype)

@@ -1,4 +1,4 @@
-"""Locations of a task's chunks, and treatment of the messages of each round."""
+"""Memory location of every chunk during a task, and the way in which each round receives what it reduces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESSAGE_WINDOW = 2
 
 
 class RoundShape(NamedTuple):
-    """Treatment of the messages that a round reduces.
+    """Receive strategy for the messages that a round reduces: from the sender's memory, or through landing slots.
 
     `in_place`: reduce from the sender's memory; otherwise receive into `landing` elements of landing memory first, in
     `slots` per message. `changing`: destinations of the results.
@@ -32,7 +32,7 @@ class RoundShape(NamedTuple):
 
 
 class ChunkLocations:
-    """Current location of every chunk of a task, from its source to its target or scratch memory.
+    """Memory location of every chunk as a task's steps are bound in order: its source, then target or scratch memory.
 
     `asynchronous`: local work runs on a stream. `shapes`: treatment of each round; `scratch_length` and
     `landing_length`: elements of the two memories.
@@ -57,7 +57,7 @@ class ChunkLocations:
         self.landing_length = max((shape.landing for shape in self.shapes), default=0)
 
     def unchanged(self) -> list[int]:
-        """Chunks of the target that no step writes."""
+        """Numbers of the target chunks that no step writes, so that they are copied from the source."""
         return [c for c in sorted(self._task.target) if c in self._location and c not in self._written]
 
     def _length(self, chunk: int) -> int:
@@ -70,7 +70,7 @@ class ChunkLocations:
         return [self._destination[chunk] for chunk in numbers(chunks)]
 
     def write(self, chunks: Chunks) -> list[MemorySpan]:
-        """Set the locations of written chunks to their destinations, and return these."""
+        """Record that a step writes these chunks: move them to their destinations, and return the destinations."""
         destinations = self.destinations(chunks)
         self._location.update(zip(numbers(chunks), destinations, strict=True))
         return destinations
@@ -79,7 +79,7 @@ class ChunkLocations:
         return sum(map(self._length, numbers(chunks))) * self._task.itemsize
 
     def segment_counts(self, step: Send | Recv | RecvReduce) -> Sequence[int]:
-        """Elements in each segment of a message; none for an empty one."""
+        """Number of elements in each segment of a step's message; empty if its chunks have no elements."""
         elements = sum(map(self._length, numbers(step.chunks)))
         if not elements:
             return () if step.chunks else (0,)
@@ -89,7 +89,7 @@ class ChunkLocations:
         return even(elements, -(-elements // part))
 
     def _shape(self, steps: Sequence[Step]) -> RoundShape:
-        """Treatment of a round's reductions, with chunks at their locations before it.
+        """Receive strategy for a round's reductions, given the chunk locations before it.
 
         Segments of the first message share a few landing slots, unless its sender sends another message in the round,
         which would overtake them. Messages of further peers get a slot per segment: they must not wait for the first
@@ -108,7 +108,7 @@ class ChunkLocations:
         return RoundShape(False, slots, room, changing)
 
     def is_segmented(self, step: Step) -> bool:
-        """True if a network message is reduced in segments while later segments are in flight."""
+        """True if the step reduces a network message segment by segment while later segments are in flight."""
         if not isinstance(step, RecvReduce) or len(self.segment_counts(step)) < 2:
             return False
         return self._wire.split_size(step.peer, self.nbytes(step.chunks)) is None
@@ -116,7 +116,7 @@ class ChunkLocations:
     def _reduces_in_place(
         self, steps: Sequence[Step], arrivals: Sequence[RecvReduce], changing: list[MemorySpan]
     ) -> bool:
-        """True if all messages of a round are reduced directly from the sender's memory while waiting for them.
+        """True if a round can reduce all its messages directly from the senders' shared memory.
 
         Not if another step must take effect first, nor if the results overwrite memory that may still be sent.
         """
@@ -137,7 +137,7 @@ class ChunkLocations:
         return True
 
     def is_windowed(self, steps: Sequence[Step]) -> bool:
-        """True if a round consists of network messages of distinct chunks, some of them in many segments."""
+        """True if a round has only network messages of distinct chunks, one of more than `MESSAGE_WINDOW` segments."""
         messages = [step for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
         if len(messages) < len(steps) or all(len(self.segment_counts(step)) <= MESSAGE_WINDOW for step in messages):
             return False

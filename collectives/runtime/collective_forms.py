@@ -193,20 +193,20 @@ def _source(declaration: Declaration, form: str) -> str:
 
 
 def _arguments(declaration: Declaration) -> list[str]:
-    """Names of mpi4py's arguments."""
+    """Names of the arguments of mpi4py's method for the collective."""
     names = inspect.signature(declaration.describe).parameters
     return [name for name in names if name not in ("rank", "size", "v_form")]
 
 
 def signature(declaration: Declaration, form: str) -> list[str]:
-    """Parameters of a method, with types and defaults."""
+    """Source text of each parameter of a generated method, with type and default."""
     arguments = [_PARAMETERS.get(name, f"{name}: Any") for name in _arguments(declaration)]
     info = ["info: MPI.Info = MPI.INFO_NULL"] if form == "persistent" else []
     return ["self", *arguments, *info, *_KEYWORDS]
 
 
 def documentation(declaration: Declaration, form: str) -> str:
-    """Docstring of a method."""
+    """Docstring of the generated method of a collective in a form."""
     if form != "blocking":
         return f"{'Start' if form == 'non-blocking' else 'Create a persistent request for'} `{declaration.name}`."
     buffers = (indent(fill(text, 104), "    ") for text in declaration.buffers)

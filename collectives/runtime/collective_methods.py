@@ -1,11 +1,11 @@
-"""Collectives on arrays as methods, in three forms each; the stub beside this module has their signatures."""
+"""Collectives on arrays as blocking, non-blocking and persistent methods; the stub beside has their signatures."""
 
 from collectives.runtime.collective_forms import add_methods
 from collectives.runtime.inherited_methods import Inherited
 
 
 class CollectiveMethods(Inherited):
-    """Collectives on arrays, in three forms each."""
+    """Collectives on arrays, each as a blocking, a non-blocking and a persistent method."""
 
 
 add_methods(CollectiveMethods)

@@ -27,7 +27,7 @@ BLOCKING_CHANNEL = 0
 
 
 class Transports:
-    """Transports of the programs of one communicator. Creation is collective.
+    """Shared-memory and MPI transports of one communicator, and the tags of its calls. Creation is collective.
 
     Ranks of one node share memory if `shared` and the system permits it on all nodes, but not with device memory
     (`aware`, by default if MPI supports it, on all ranks): no rank knows where its peers' messages are, and both ends
@@ -55,7 +55,7 @@ class Transports:
         self._tags = (32767 if largest_tag is None else int(largest_tag)) // 2
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Shared memory: see `SharedHeap.allocate`. Collective."""
+        """Allocate an array of `nbytes` in shared memory, as `SharedHeap.allocate`. Collective."""
         array = self.heap.allocate(nbytes)
         for edges in self.edges.values():
             for edge in edges.values():
@@ -63,7 +63,7 @@ class Transports:
         return array
 
     def consume_tag(self) -> int:
-        """Tag of the next non-blocking call; all ranks number these calls alike."""
+        """Return a new MPI tag for the next non-blocking call; the same on all ranks, which count these calls."""
         self._nonblocking_calls += 1
         return 1 + self._nonblocking_calls % (self._tags - 1)
 
@@ -79,7 +79,7 @@ class Transports:
         shared: bool = False,
         compiles: bool = True,
     ) -> Wire:
-        """Transport of one program: MPI with a tag, and a channel of the node's mailboxes for peers of the node.
+        """Create the transport of one program: a mailbox channel for peers of the node if usable, else MPI with a tag.
 
         Messages are split between elements: an element larger than a cell needs reads from peer memory, or MPI.
         """
@@ -100,7 +100,7 @@ class Transports:
 
 
 def _neighbours(comm: MPI.Intracomm, nodes: Nodes | None) -> MPI.Intracomm:
-    """Ranks that share memory with this one and are on the same node by `nodes`."""
+    """Communicator of the ranks that share memory with this one, and its node number in `nodes` if that is given."""
     sharing = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED))
     if nodes is None:
         return sharing

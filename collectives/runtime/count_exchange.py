@@ -1,4 +1,4 @@
-"""Exchange block lengths that only some ranks know, along the routes of the blocks."""
+"""Exchange of block lengths before collectives in which ranks forward blocks of unknown length (v-forms)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from collectives.types import Wait
 
 
 class CountExchange(NamedTuple):
-    """Program that sends block lengths along the paths of the blocks, for ranks that forward blocks.
+    """Program that sends the length of every block along the block's route, for ranks that forward blocks.
 
     `known`: units in every block that this rank sends, forwards or receives.
     """
@@ -34,7 +34,7 @@ class CountExchange(NamedTuple):
             self.known[block] = call.lengths[block]
 
     def with_counts(self, call: Call) -> Call:
-        """The call with the exchanged lengths; those of received blocks are known from the call."""
+        """Copy of the call with the lengths of all blocks: exchanged, or as in the call for blocks that it receives."""
         lengths = self.known.tolist()
         for block in call.recv_blocks:
             lengths[block] = call.lengths[block]
@@ -42,7 +42,7 @@ class CountExchange(NamedTuple):
 
 
 def needs_counts(call: Call, choice: AlgorithmChoice) -> bool:
-    """True if ranks forward blocks whose lengths they do not know."""
+    """True if the algorithm makes ranks forward blocks whose lengths they do not know."""
     return call.local_counts and choice.algorithm != NATIVE and not find(call.collective, choice.algorithm).private
 
 
@@ -63,7 +63,7 @@ def bind_count_exchange(
 def bind_after_exchange(
     call: Call, exchange: CountExchange, bind_call: Callable[[Call], Program], stream: DeviceMemory | None
 ) -> Program:
-    """Make a program that exchanges counts at its first start and is bound once they are known."""
+    """Program that exchanges block lengths at its first start, then binds and runs the call; later it only runs it."""
     source = with_own_datatype(call.source)  # the user may free the datatypes before binding
     target = source if call.target is call.source else with_own_datatype(call.target)
     call = call._replace(source=source, target=target)

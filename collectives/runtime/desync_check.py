@@ -32,7 +32,7 @@ _SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", 
 
 
 def is_wanted(comm: MPI.Intracomm, debug: bool | None, variable: str) -> bool:
-    """True if one rank enables debug mode by `debug`, or by ``CHORUS_DEBUG`` where that is None.
+    """True if any rank enables debug mode by `debug`, or where that is None by ``CHORUS_DEBUG`` (its value `variable`).
 
     Collective; raises on all ranks if the variable is invalid on one. Launchers may not pass it on to all machines.
     """
@@ -44,7 +44,7 @@ def is_wanted(comm: MPI.Intracomm, debug: bool | None, variable: str) -> bool:
 
 
 def caller() -> str:
-    """``file:line in function`` of the innermost frame outside this package."""
+    """Source line ``file:line in function`` of the innermost frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE):
         frame = frame.f_back
@@ -52,7 +52,7 @@ def caller() -> str:
 
 
 def record(form: str, call: Call, choice: AlgorithmChoice, rank: int) -> dict[str, Any]:
-    """Record of a call: `facts` must be equal on all ranks, the rest is for the message."""
+    """Record of a call for the comparison: `facts` to be equal on all ranks, source line, rank, and block lengths."""
     facts: dict[str, Any] = {"collective": call.collective, "form": form}
     if call.root or call.collective in ("broadcast", "reduce", "scatter", "gather"):
         facts["root"] = call.root
@@ -72,7 +72,7 @@ def record(form: str, call: Call, choice: AlgorithmChoice, rank: int) -> dict[st
 
 
 class DesyncChecker:
-    """Compares calls over a communicator of its own. Creating one and `free` are collective.
+    """Compares the calls of all ranks, over a communicator of its own. Creation and `free` are collective.
 
     `reported`: the other ranks know the current call of this rank, so that none waits for its record.
     """
@@ -84,7 +84,7 @@ class DesyncChecker:
         self.reported = False
 
     def check(self, form: str, call: Call, choice: AlgorithmChoice, last: bool = True) -> Callable[[], bool]:
-        """Start the comparison; the returned test is True when all ranks agree.
+        """Start comparing this call with other ranks' calls; returns a test that is True once all agree.
 
         It raises on every rank, naming two calls that differ and their source lines, or a rank with invalid arguments.
         `last`: no other comparison precedes the call.
@@ -103,7 +103,7 @@ class DesyncChecker:
         return agreed
 
     def refuse(self, form: str, collective: str, error: Exception) -> Callable[[], bool]:
-        """Report to all ranks that this one raises; the returned test is True once all have received it."""
+        """Report to all ranks that this one raises `error`; returns a test that is True once all have received it."""
         error_class = error.Get_error_class() if isinstance(error, MPI.Exception) else MPI.ERR_ARG
         text = f"{type(error).__name__}: {error}"[: RECORD // 2]
         facts = {"facts": {"collective": collective, "form": form}, "where": caller(), "rank": self._rank}

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override"
-"""mpi4py's own blocking methods, with progress of non-blocking collectives.
+"""Overrides of mpi4py's blocking methods that also progress active non-blocking collectives.
 
 MPI promises progress of all operations while a rank waits in one call. Chorus's collectives would not progress while
 mpi4py's ``Recv`` or ``bcast`` blocks, and two ranks could deadlock. Without active requests each method is mpi4py's
@@ -40,17 +40,17 @@ _AFTER_BARRIER = ("reduce", "allreduce", "scan", "exscan")
 
 
 class Inherited(MPI.Intracomm):
-    """An Intracomm whose inherited blocking methods progress active requests. Arguments are mpi4py's."""
+    """Intracomm whose inherited blocking methods also progress active requests. Arguments are mpi4py's."""
 
     _threads = True
     """All ranks may progress other operations in a thread while they wait inside MPI."""
 
     def __new__(cls, comm: MPI.Intracomm | None = None, **_: Any) -> Self:
-        """Pass on no keywords of `Communicator`."""
+        """Create mpi4py's object without the keywords of `Communicator`, which it does not accept."""
         return super().__new__(cls, comm)
 
     def _accompany(self, call: Callable[[], Result], after_barrier: bool = False) -> Result:
-        """Run a blocking call of mpi4py that is collective over this communicator."""
+        """Run a collective of mpi4py and progress active requests: in a thread meanwhile, or in a barrier before."""
         if after_barrier or not self._threads:
             progress_until(MPI.Intracomm.Ibarrier(self).Test)
         elif active_requests:
@@ -60,7 +60,7 @@ class Inherited(MPI.Intracomm):
     def recv(
         self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> Any:
-        """As in mpi4py."""
+        """Receive an object as mpi4py does, with progress of active requests until a message is there."""
         if active_requests:
             progress_until(lambda: self.iprobe(source, tag))
         return super().recv(buf, source, tag, status)
@@ -71,12 +71,12 @@ def _wait(request: MPI.Request, status: MPI.Status | None = None) -> None:
 
 
 def _start(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
-    """Call the non-blocking form of a method."""
+    """Call the non-blocking form of mpi4py's method `name` (``Isend`` for ``Send``) and return its result."""
     return getattr(self, ("I" if name[0].isupper() else "i") + name.lower())(*arguments, **keywords)
 
 
 def _bound(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-    """Arguments of a method by name, with its defaults."""
+    """Arguments of a call of mpi4py's method `name`, by parameter name, with defaults filled in."""
     bound = signature(getattr(MPI.Intracomm, name)).bind(self, *arguments, **keywords)
     bound.apply_defaults()
     return dict(list(bound.arguments.items())[1:])
@@ -97,7 +97,7 @@ def _exchange(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> A
 
 
 def _probe(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
-    """Make progress until a probe finds a message."""
+    """Progress active requests until the probe `name` finds a message; return its result."""
     found: Any = None
 
     def arrived() -> bool:
@@ -115,7 +115,7 @@ def _collective(self: Inherited, name: str, *arguments: Any, **keywords: Any) ->
 
 
 def _with_progress(name: str, active: Callable[..., Any]) -> Callable[..., Any]:
-    """Method that calls mpi4py's without active requests, else `active`."""
+    """Replacement of mpi4py's method `name`: calls `active` while requests are active, else the original."""
     method = getattr(MPI.Intracomm, name)
 
     @wraps(method)

@@ -1,4 +1,4 @@
-"""The MPI's own collectives as one more algorithm: a call's dense memory passed to mpi4py, in all three forms.
+"""Algorithm ``"native"``: the MPI's own collectives, called through mpi4py on dense arrays, in all three forms.
 
 They use the private communicator of Chorus. Data that is only moved is passed as bytes, since ranks may describe it
 differently.
@@ -55,12 +55,12 @@ UNSOUND: dict[tuple[str, str, str], str] = {
 
 
 def unsound(method: str, form: str) -> str | None:
-    """Known defect of the method in this MPI, or None."""
+    """Known bug of this method and form in the MPI library in use, as a phrase; None if there is none."""
     return UNSOUND.get((MPI.get_vendor()[0], method, form))
 
 
 def refusal(call: Call, form: Form) -> str | None:
-    """Reason why MPI cannot run the call, from facts equal on all ranks; None if it can."""
+    """Reason why the MPI's own collective cannot run the call, the same on all ranks; None if it can."""
     wrong = unsound(METHODS[call.collective][call.v_form], form)
     if wrong is not None or call.operation is None:
         return wrong
@@ -81,7 +81,7 @@ def check(call: Call, form: Form) -> None:
 
 
 def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, size: int) -> tuple[Any, ...]:
-    """Positional arguments of mpi4py's method; `source` and `target` are dense, in the call's units."""
+    """Positional arguments for mpi4py's method of the call; `source` and `target` are its dense arrays."""
     meaning, here = MEANINGS[call.collective], call.in_place and call.source is not None
     if call.collective == "barrier":
         return ()
@@ -104,7 +104,7 @@ def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, siz
 
 
 def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
-    """Buffer argument of mpi4py; `several`: it holds a block for every rank."""
+    """Send or receive argument for mpi4py; with counts and offsets if a v-form has a block per rank (`several`)."""
     if not (several and call.v_form):
         return [array, MPI.BYTE]
     numbers = sorted(blocks)
@@ -115,13 +115,13 @@ def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
 
 
 class InPlaceAdapter(NamedTuple):
-    """The call between arrays that are given when it runs: see `transport.wire.ExchangeSupport`."""
+    """`ExchangeSupport` for a blocking collective of the MPI, called directly on the arrays given at run time."""
 
     method: Callable[..., None]
     call: Call
 
     def bind_arrays(self, source: Any, target: Any, sent: Any, received: Any) -> Callable[[Any, Any], None]:
-        """``swap(sendbuf, recvbuf)`` without eager buffers."""
+        """Function (sendbuf, recvbuf) that runs the MPI's collective directly on such arrays, not on eager buffers."""
         method, op, byte = self.method, self.call.operation, MPI.BYTE
         root = (self.call.root,) if MEANINGS[self.call.collective].rooted else ()
         if self.call.collective == "broadcast":
@@ -133,7 +133,7 @@ class InPlaceAdapter(NamedTuple):
         return lambda send, recv: method(send, recv, op, *root)
 
     def split(self, source: Any, target: Any) -> None:
-        """Not split."""
+        """None: the call cannot be split into start and wait."""
 
 
 def program(
@@ -145,7 +145,7 @@ def program(
     first: Sequence[Callable[[], object] | Wait] = (),
     last: Sequence[Callable[[], object] | Wait] = (),
 ) -> Program:
-    """The call as a program on this memory, dense and in the call's units; raises if the MPI has no such form.
+    """Program that calls mpi4py's method on these dense arrays; raises if the MPI has no persistent form.
 
     `first` and `last` run before and after, such as staging.
     """

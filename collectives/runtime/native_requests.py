@@ -1,4 +1,4 @@
-"""Non-blocking collectives as MPI requests, so that mpi4py's functions on lists of requests take them.
+"""Non-blocking collectives as MPI requests, so that mpi4py's functions on lists of requests accept them.
 
 `MPI.Request.Waitall` and similar functions are C: they pass the handles of a list to the MPI. A `NativeRequest` has the
 handle of a generalized request, which is completed at the end of the collective. While a thread waits inside the MPI,
@@ -38,37 +38,37 @@ IDLE_CHECKS = 500
 
 @cache
 def available() -> bool:
-    """True if the MPI allows several threads at once, which the helper thread requires."""
+    """True if the MPI allows calls from several threads at once, which the helper thread requires."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def new_request(name: str, program: Program, release: Callable[[Request, Program], None], call: Call) -> Request:
-    """A request of a non-blocking collective; native if the MPI allows the helper thread."""
+    """Create the request of a non-blocking collective: a `NativeRequest` if MPI is thread-safe, else a `Request`."""
     return (NativeRequest if available() else Request)(name, program, release, call)
 
 
 class GeneralizedHandle:
-    """Handle that is completed by this process: an MPI request, and what completes it."""
+    """MPI generalized request, which this process completes at the end of a collective."""
 
     def __init__(self) -> None:
         self._failures: list[bool] = []
         self.request: MPI.Request = MPI.Grequest.Start(_query, None, None, (self._failures,))
 
     def complete(self, failed: bool) -> None:
-        """Complete the request; all waits for it fail if the collective has failed."""
+        """Complete the MPI request; if `failed`, all waits for it raise an error."""
         if failed:
             self._failures.append(True)
         self.request.Complete()  # type: ignore[attr-defined]
 
 
 def _query(status: MPI.Status, failures: list[bool]) -> None:
-    """Callback of the MPI at the end of a wait for the handle; the status needs no change."""
+    """Query callback of the generalized request: raises if a failure was recorded, and leaves the status as it is."""
     if failures:
         raise MPI.Exception(MPI.ERR_OTHER)
 
 
 class SelfMessageHandle:
-    """Request completed by a message of this process to itself, for Intel MPI.
+    """Receive that this process completes by a message to itself; replaces the generalized request on Intel MPI.
 
     Intel MPI holds a lock while it calls `_query`, which waits for the interpreter's lock. A thread that has this one
     and waits for the first, as in `MPI.Datatype.Free`, would wait for ever. Open MPI, on the other hand, reports no
@@ -90,7 +90,7 @@ class SelfMessageHandle:
         self.request = SelfMessageHandle._comm.Irecv([self._received, 1, MPI.BYTE], 0, self._tag)
 
     def complete(self, failed: bool) -> None:
-        """As of `GeneralizedHandle`: the MPI fails for a message longer than the receive."""
+        """Complete the request by a message; if `failed`, one longer than the receive, so that waits raise an error."""
         assert self._comm is not None, "made with the receive"
         self._comm.Send([self._sent, len(self._sent) if failed else 0, MPI.BYTE], 0, self._tag)
         self._free_tags.append(self._tag)  # the receive was posted before, and has matched
@@ -100,7 +100,7 @@ HANDLE = SelfMessageHandle if MPI.Get_library_version().startswith("Intel") else
 
 
 class NativeRequest(Request, MPI.Request):
-    """A non-blocking collective for which all functions of mpi4py on requests can wait, alone or in lists.
+    """Non-blocking collective that is also an `MPI.Request`: mpi4py's ``Waitall``, ``Waitany`` and so on accept it.
 
     Its own `Wait` and `Test` progress it in this thread, which is faster.
     """
@@ -126,7 +126,7 @@ class NativeRequest(Request, MPI.Request):
         self._handle.complete(self._broken)
 
     def _report(self, status: MPI.Status | None) -> None:
-        """Release the handle."""
+        """Wait for the completed MPI request, which frees its handle, and fill the status."""
         MPI.Request.Wait(self)
         super()._report(status)
 
@@ -174,7 +174,7 @@ def _run_helper() -> None:
 
 
 def _progressed() -> bool:
-    """Progress all active requests; True if one advanced. Errors are raised by the threads that wait."""
+    """Progress all active requests; True if one advanced. Their errors are kept for the threads that wait."""
     advanced = False
     with progress_lock:
         for request in tuple(active_requests):

@@ -39,7 +39,7 @@ Bind = Callable[[Vector, Vector, Vector], Callable[[], object]]
 
 @dataclass(slots=True, eq=False)
 class Combiner:
-    """A reduction of two vectors, ready for one element type.
+    """Elementwise reduction of two vectors by one operation, for one element type.
 
     ``bind(left, right, out)`` returns a call without arguments that combines these 1-D views of equal length, with the
     `dtype` given to `combine`, or of the packed elements' bytes (uint8) where it was None. `out` may be `left` or
@@ -91,7 +91,7 @@ def is_commutative(op: MPI.Op) -> bool:
 
 
 def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Combiner:
-    """Kernel of an operation on elements with a dtype, a datatype or both; raises if it is not defined for them."""
+    """Create the reduction kernel of `op` for elements with a dtype, a datatype or both; raises if it has none."""
     if not isinstance(op, MPI.Op):
         raise InvalidType(MPI.ERR_OP, f"op: expected an MPI.Op, found {op!r}")
     if op == MPI.OP_NULL:
@@ -130,7 +130,7 @@ def _bind(ufunc: Callable[..., Any], left: Vector, right: Vector, out: Vector) -
 
 
 def on_device(kernel: Combiner, dtype: np.dtype[Any], device: DeviceMemory) -> Combiner | None:
-    """The same reduction of a device's arrays, or None if the device's library does not support it."""
+    """Counterpart of a reduction kernel for a device's arrays; None if the device's library does not support it."""
     ufunc = getattr(device.namespace, kernel.ufunc.__name__, None) if kernel.ufunc is not None else None
     if ufunc is None:
         return None
@@ -169,7 +169,7 @@ def _select(which: int, left: Vector, right: Vector, out: Vector) -> Callable[[]
 
 
 def _locate(better: Callable[..., Any], left: Vector, right: Vector, out: Vector) -> Callable[[], object]:
-    """Take the right pair where its value is better, or no worse and its location lower."""
+    """Bind MAXLOC or MINLOC: write the (value, location) pair with the better value to `out`; ties: lower location."""
     take, keep, lower = (np.empty(left.shape, np.bool_) for _ in range(3))
 
     def run() -> None:
@@ -184,7 +184,10 @@ def _locate(better: Callable[..., Any], left: Vector, right: Vector, out: Vector
 
 
 def _local(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Bind:
-    """Reduction by MPI: ``Reduce_local(in, inout)`` computes inout = in op inout, so `in` is the left operand."""
+    """Bind function of a reduction by ``MPI.Op.Reduce_local``, for operations and types without a NumPy ufunc.
+
+    ``Reduce_local(in, inout)`` computes inout = in op inout, so `in` is the left operand.
+    """
     if datatype is None:
         assert dtype is not None, "elements have a dtype or a datatype"
         return partial(_dense, op, _bytes(dtype.itemsize), dtype.itemsize)
@@ -218,7 +221,7 @@ def _dense(
 def _spread(
     op: MPI.Op, datatype: MPI.Datatype, size: int, left: Vector, right: Vector, out: Vector
 ) -> Callable[[], object]:
-    """Unpack both operands to the layout that the operation expects, combine there, pack the result."""
+    """Bind a reduction of packed elements of a datatype with gaps: unpack both operands, ``Reduce_local``, pack."""
     n = out.nbytes // size
     if n == 0:
         return lambda: None
@@ -244,7 +247,7 @@ def _spread(
 
 @cache
 def _bytes(width: int) -> MPI.Datatype:
-    """Datatype of `width` bytes, for elements that MPI has no name for."""
+    """Contiguous MPI datatype of `width` bytes (cached), for elements that MPI has no datatype for."""
     return OwnedDatatype(MPI.BYTE.Create_contiguous(width).Commit())
 
 

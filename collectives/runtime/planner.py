@@ -1,4 +1,4 @@
-"""Planner: from a call to a running program, for blocking, non-blocking and persistent calls.
+"""Planner: binds collective calls to programs and runs them, for blocking, non-blocking and persistent calls.
 
 Small blocking calls are copied through eager buffers; larger ones are bound to the user's memory without extra copies.
 """
@@ -36,7 +36,7 @@ from collectives.transport.wire import Wire
 
 
 class IdlePrograms:
-    """Programs of completed non-blocking calls, for later calls with the same key; the oldest ones are freed."""
+    """Pool of the programs of completed non-blocking calls, for reuse by calls with the same key; limited in number."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -61,13 +61,13 @@ class IdlePrograms:
         self.free(MAX_PROGRAMS)
 
     def free(self, left: int = 0) -> None:
-        """Free the oldest programs until few enough are left."""
+        """Free programs, those of the oldest keys first, until at most `left` remain."""
         while self._count > left and (program := self.take(next(iter(self._by_key)))):
             program.free()
 
 
 class Planner:
-    """Programs of one communicator, over a private duplicate of the MPI communicator, freed by `free`.
+    """Runs the collective calls of one communicator over `comm`, a private duplicate of it that `free` frees.
 
     The duplicate is used for nothing else, so that its messages never match the user's. `transports` is created from
     the other arguments; `cache` holds the programs of blocking calls.
@@ -87,7 +87,7 @@ class Planner:
         self._channels = ChannelAllocator(comm)
 
     def visibility(self, call: Call) -> MemoryVisibility:
-        """Memory properties of a call to be bound, on all ranks. Collective."""
+        """Check that the call's buffers do not overlap; return its memory properties on all ranks. Collective."""
         binding.check_no_overlap(call)
         return agree_on_memory(self.comm, self.node, call)
 
@@ -102,7 +102,7 @@ class Planner:
         recvbuf: Any = None,
         op: MPI.Op = MPI.SUM,
     ) -> None:
-        """Run a blocking call; `cache_key` and the arguments are those of `ProgramCache.store`."""
+        """Run a blocking call; its program is then cached under `cache_key` for calls with the same arguments."""
         self.cache.check_in_step()
         if needs_counts(call, choice):
             call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
@@ -135,7 +135,7 @@ class Planner:
     def _compile_call(
         self, call: Call, choice: AlgorithmChoice, s: np.ndarray, r: np.ndarray, program: Program
     ) -> CompiledExchange | None:
-        """Compile a call that is a single exchange; None for all others."""
+        """Compile a call to one function if it only exchanges messages with one peer; None for all others."""
         if choice.algorithm == NATIVE:
             return None
         exchange = as_single_exchange(binding.call_task(call, choice, self.rank, self.size, self.nodes))
@@ -152,12 +152,12 @@ class Planner:
             raise
 
     def _on_device(self, call: Call, choice: AlgorithmChoice) -> tuple[Call, DeviceMemory | None]:
-        """The call to bind, and its device if no staging is needed."""
+        """(call to bind, its device); the device is None if the data is on the host or must be staged there."""
         aware = self.transports.aware and choice.algorithm != NATIVE
         return (binding.as_device_call(call) if aware else None) or (call, None)
 
     def begin(self, call: Call, choice: AlgorithmChoice, gate: Callable[[], bool] | None) -> Request:
-        """Start a non-blocking call."""
+        """Start a non-blocking call and return its request; no message leaves before `gate`, if given, returns True."""
         with progress_lock:  # a thread that progresses active requests may recycle programs at any moment
             self._free_finalized()
             call, device = self._on_device(call, choice)
@@ -178,7 +178,7 @@ class Planner:
             return request
 
     def init(self, call: Call, choice: AlgorithmChoice, shared: bool = False) -> Request:
-        """Create a persistent request; `shared`: all ranks have their buffers in shared memory."""
+        """Create the persistent request of a call; `shared`: all ranks send from shared memory."""
         binding.check_no_overlap(call)
         self.transports.consume_persistent_tag()
         call, device = self._on_device(call, choice)
@@ -272,7 +272,7 @@ class Planner:
         return bind_after_exchange(call, bind_count_exchange(call, *place, self.nodes), bind_known, device)
 
     def _exchange_counts(self, call: Call, choice: AlgorithmChoice) -> Call:
-        """Exchange the counts of a blocking call. Collective."""
+        """Exchange the block lengths of a blocking call and return the call with all of them. Collective."""
         key = call.collective, choice.algorithm, call.root
         exchange = self._count_exchanges.pop(key, None)  # put back after success only: messages may be active
         if exchange is None:
@@ -286,13 +286,13 @@ class Planner:
         return exchange.with_counts(call)
 
     def _is_eager(self, call: Call, choice: AlgorithmChoice) -> bool:
-        """True if the call is small, or a single exchange, and can use eager buffers."""
+        """True if the call is short or a single exchange and fits eager buffers, so that it runs on them."""
         nbytes = max(binding.buffer_spans(call)) * call.unit.itemsize
         short = nbytes <= binding.longest()
         return binding.fits_eager_buffers(call) and (short or self._is_single_exchange(call, choice, nbytes))
 
     def _is_single_exchange(self, call: Call, choice: AlgorithmChoice, nbytes: int) -> bool:
-        """True if this rank only sends one message and receives one: it then runs between the user's arrays."""
+        """True if this rank at most sends one message and receives one, both through shared memory and in one cell."""
         if call.source is None or call.target is None or call.source is call.target:
             return False
         if self.node is None or choice.algorithm == NATIVE or nbytes > self.node.cells[BLOCKING_CHANNEL]:
@@ -315,7 +315,7 @@ class Planner:
         return EagerBuffers(program, source.array, target.array, bool(call.send_blocks), binding.changes_target(call))
 
     def _recycle(self, key: Hashable, request: Request, program: Program) -> None:
-        """End of a non-blocking call: keep its program for the next call with the same key."""
+        """End a non-blocking call: keep its program for the next call with the same key."""
         self._live.discard(request)
         if program.broken:
             self._orphans.append(request)

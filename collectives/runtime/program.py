@@ -1,4 +1,4 @@
-"""A program: one collective call bound to memory and a wire, as a flat list of calls.
+"""A program: one collective call bound to memory and a transport, as a flat list of function calls.
 
 A blocking collective runs through the list; for a non-blocking one the position in the list is the whole state.
 """
@@ -21,7 +21,7 @@ SOURCE, TARGET, SCRATCH, LANDING = range(4)
 
 
 class Task(NamedTuple):
-    """One rank's part of a call: all that determines a program except its memory and its wire.
+    """One rank's part of a call: its schedule, and lengths and locations of chunks, before binding to memory.
 
     `source` and `target` are the initial locations of the rank's chunks and the final locations of its results.
     Messages longer than `segment` bytes, the same on all ranks, are cut, so that one segment is reduced while the next
@@ -37,7 +37,7 @@ class Task(NamedTuple):
 
 
 class ElementArray(NamedTuple):
-    """A 1-D array and its address."""
+    """A 1-D array, on the host or a device, and its memory address."""
 
     array: Any
     address: int
@@ -55,7 +55,7 @@ def _address(array: Any) -> int:
 
 
 class Program:
-    """A bound schedule: `run` executes all of it, `start` and `advance` in steps.
+    """A schedule bound to memory and a transport: `run` executes it at once, `start` and `advance` do not block.
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Program:
             call()
 
     def advance(self) -> bool:
-        """Run as far as possible without blocking; True at the end."""
+        """Run as far as possible without blocking; True if the end is reached."""
         calls, tests, position = self.calls, self.tests, self.position
         try:
             while position < len(calls):

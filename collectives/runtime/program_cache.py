@@ -38,7 +38,7 @@ _ndarray, _address, _IN_PLACE = np.ndarray, MPI.Get_address, MPI.IN_PLACE
 
 
 class CallKey(NamedTuple):
-    """Keys of a blocking call in the cache: of the call, then also of its arrays.
+    """Cache keys of a blocking call: by its scalar arguments; also by its arrays' shapes; also by their addresses.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ UNCACHEABLE = CallKey((), (), None)
 
 
 class CachedCall(NamedTuple):
-    """A blocking call ready to run with arrays of known shape.
+    """Cache entry of a blocking call: its program and eager buffers, ready to run with arrays of known shape.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ _CONSTANTS = {id(op): op for op in vars(MPI).values() if isinstance(op, MPI.Op)}
 def _one_array_key(
     name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
 ) -> CallKey:
-    """Key of a call in which at least one argument is None or MPI.IN_PLACE."""
+    """Cache key of a call in which at least one buffer argument is None or MPI.IN_PLACE."""
     call = name, id(op), root, algorithm, segments
     if sendbuf is None and recvbuf is None:
         return CallKey(call, call, None)
@@ -111,7 +111,7 @@ def _one_array_key(
 
 
 class ProgramCache:
-    """Programs of the blocking calls of one rank, given for error messages, on one communicator.
+    """Cache of the programs of blocking calls on one communicator; `rank` is for error messages.
 
     Attributes
     ----------
@@ -140,9 +140,9 @@ class ProgramCache:
     def run_cached(
         self, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
     ) -> CallKey | tuple[()]:
-        """Run a blocking call from the cache: the hot path of nearly all calls, hence not split up.
+        """Run a blocking call if it is in the cache and return an empty tuple; else return its key for `store`.
 
-        Returns an empty tuple if the call is done, else its key for `store`.
+        The hot path of nearly all calls, hence not split up.
         """
         sends, receives = type(sendbuf) is _ndarray, type(recvbuf) is _ndarray
         if self.compiled and (sends or receives) and not active_requests:
@@ -228,7 +228,7 @@ class ProgramCache:
     def store(
         self, key: CallKey, sendbuf: Any, recvbuf: Any, op: MPI.Op, bound: Hashable, compile_call: Compile
     ) -> None:
-        """Add a call to the cache, by the key and arguments of `run_cached`.
+        """Add a call to the cache, with the key that `run_cached` returned for the same arguments.
 
         `bound` is the key of its program in `bound`; `compile_call` compiles the call for such arrays, if possible.
         """
@@ -262,7 +262,7 @@ class ProgramCache:
         self.ready[key.shape] = CachedCall(swap, calls, load, store, finish, program, bound)
 
     def _count_repeat(self) -> None:
-        """Count repeated short calls; at `COMPILE_AFTER` evict their programs, to be bound again and compiled."""
+        """Count a repeated short call; at `COMPILE_AFTER` evict such calls' programs, to be bound anew and compiled."""
         self._repeats += 1
         if self._repeats == COMPILE_AFTER and compiled_exchange.available():
             for key in [key for key, entry in self.bound.items() if isinstance(entry, EagerBuffers)]:
@@ -291,7 +291,7 @@ class ProgramCache:
         return program
 
     def poison(self, error: BaseException) -> None:
-        """Refuse all later blocking calls: messages of an aborted one may still arrive, or never be sent."""
+        """Clear the cache and make all later blocking calls raise: messages of the aborted one may still arrive."""
         self.broken = f"{type(error).__name__}: {error}".removesuffix(": ")
         self._clear()
 
@@ -321,7 +321,7 @@ def _reshape_like(buffer: np.ndarray, array: np.ndarray) -> np.ndarray:
 def _final_reduction(
     calls: tuple[Callable[[], object], ...], store: np.ndarray | None
 ) -> Callable[[np.ndarray], object] | None:
-    """Last call without its output, if it is a ufunc whose output is exactly the eager buffer."""
+    """Last call of a program as a function of its output, if it is a ufunc that writes exactly `store`; else None."""
     last = calls[-1] if calls else None
     if store is None or not isinstance(last, partial) or not isinstance(last.func, np.ufunc) or len(last.args) != 3:
         return None

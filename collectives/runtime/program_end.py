@@ -1,4 +1,4 @@
-"""End of a program: communicators are released at exit; after an uncaught exception the job is aborted instead.
+"""Exit of the Python program: communicators are released; after an uncaught exception the job is aborted instead.
 
 Other ranks do not learn of an exception on this one and may wait for it in any collective. Python runs the functions of
 `atexit` after an uncaught exception too, and neither a collective there nor MPI_Finalize would return. mpi4py calls
@@ -34,7 +34,7 @@ _abort_status = 0
 
 
 def close_all() -> None:
-    """Release all resources at exit, so that MPI reports no leaks; do nothing after an uncaught exception."""
+    """Release all communicators at exit, so that MPI reports no leaks; do nothing after an uncaught exception."""
     end_helper()
     if MPI.Is_finalized() or (_has_peers() and _aborts()):
         return  # mpi4py aborts the job, as other ranks may be waiting for this one in another call
@@ -60,7 +60,7 @@ def _set_abort_status(status: int) -> None:
 
 
 def _aborts() -> bool:
-    """True if the job is to be aborted; to be called at exit.
+    """True if mpi4py is to abort the job at exit; sets its abort status after an uncaught exception.
 
     ``sys.exit(status)`` is an orderly end, since all ranks may call it; under ``python -m mpi4py`` it is not if the
     status is an error.
@@ -72,12 +72,12 @@ def _aborts() -> bool:
 
 
 def _status_of(error: BaseException | None) -> int:
-    """Exit status for an exception: that of a shell for Ctrl-C, that of Python for all others."""
+    """Exit status after an uncaught exception: 130 for Ctrl-C, as in a shell, 1 for all others."""
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _is_uncaught(traceback: TracebackType | None) -> bool:
-    """True if a printed exception ends this process."""
+    """True if the exception with this traceback was not caught and ends the process; False in interactive sessions."""
     # An exception that has passed every frame has a traceback that begins at a frame without a caller. Others are
     # printed in interactive sessions and by programs such as pytest, which set the interpreter's variables too.
     interactive = hasattr(sys, "ps1") or sys.flags.interactive
@@ -85,7 +85,7 @@ def _is_uncaught(traceback: TracebackType | None) -> bool:
 
 
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-    """Print the traceback as before, and do not let threads that wait for other ranks keep the process alive."""
+    """Replacement of `sys.excepthook`: print the traceback, then abort if threads remain blocked in collectives."""
     try:
         return _print_traceback(kind, error, traceback)
     finally:
@@ -94,7 +94,7 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _await_threads(status: int) -> None:
-    """Wait for threads in collectives; abort if some stay there, as the interpreter would wait for them forever."""
+    """Wait `PATIENCE` seconds for threads in collectives, then abort: the interpreter would wait for them forever."""
     deadline = time.monotonic() + PATIENCE
     while _threads_in_collectives() and not MPI.Is_finalized():
         if time.monotonic() > deadline:
@@ -106,7 +106,7 @@ def _await_threads(status: int) -> None:
 
 
 def _threads_in_collectives() -> bool:
-    """True if a non-daemon thread is inside this package."""
+    """True if a non-daemon thread other than the main thread runs code of this package."""
     others = {thread.ident for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread().ident}
     stacks = [walk_stack(frame) for ident, frame in sys._current_frames().items() if ident in others]
     modules = [frame.f_globals.get("__package__") or "" for stack in stacks for frame, _ in stack]

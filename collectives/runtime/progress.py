@@ -39,7 +39,7 @@ def progress() -> None:
 
 
 def progress_until(done: Callable[[], bool]) -> None:
-    """Make progress until `done` returns True, yielding the CPU in between."""
+    """Progress all active requests until `done` returns True, yielding the CPU in between."""
     while not done():
         progress()
         if done():
@@ -48,7 +48,7 @@ def progress_until(done: Callable[[], bool]) -> None:
 
 
 def run_program(program: Program) -> None:
-    """Run to the end, with progress of all active requests.
+    """Run a program to its end, with progress of all active requests meanwhile.
 
     These may belong to the same communicator, and another thread may progress them: state that they share with this
     program, such as messages queued for room, is changed only while holding `progress_lock`. Without active requests no
@@ -70,7 +70,7 @@ def run_program(program: Program) -> None:
 
 
 def with_progress_thread(call: Callable[[], Result]) -> Result:
-    """Make a call that blocks in MPI while a thread progresses active requests. Needs a thread-safe MPI."""
+    """Run a call that blocks in MPI while a thread progresses active requests. Needs a thread-safe MPI."""
     over, errors = threading.Event(), []
 
     def progress_active() -> None:

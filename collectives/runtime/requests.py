@@ -19,7 +19,7 @@ _acquire, _release_lock = progress_lock.acquire, progress_lock.release  # half t
 
 
 def wait_all(requests: Iterable[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> Literal[True]:
-    """Return when all requests are complete: Chorus's and mpi4py's, in any order. Raises if one of them was freed."""
+    """Wait until all requests, of Chorus or mpi4py, are complete, and return True. Raises if one of them was freed."""
     pending = list(requests)
     while not test_all(pending, statuses):
         pause()
@@ -27,7 +27,7 @@ def wait_all(requests: Iterable[Request | MPI.Request], statuses: list[MPI.Statu
 
 
 def test_all(requests: Sequence[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> bool:  # noqa: PT028
-    """True if all requests are complete, none of which is released before; makes progress if not."""
+    """True if all requests are complete, which releases them; otherwise makes progress and releases none."""
     progress()
     if not all([request.Get_status() for request in requests]):  # every one: tests also progress MPI's own
         return False
@@ -39,7 +39,7 @@ def test_all(requests: Sequence[Request | MPI.Request], statuses: list[MPI.Statu
 
 
 def start_all(requests: Iterable[Request]) -> None:
-    """Start persistent requests; none if one of them cannot start."""
+    """Start all persistent requests; if one of them cannot start, raise and start none."""
     several = list(requests)
     for request in several:
         if not request._startable:
@@ -60,7 +60,7 @@ def _clear(status: MPI.Status | None) -> None:
 
 
 class Request:
-    """A collective started by an ``I...`` method, or bound by an ``..._init`` method.
+    """Handle of a collective: started by an ``I...`` method, or persistent, created by an ``..._init`` method.
 
     It has the methods of mpi4py's requests: `Start` (persistent requests only), `Test`, `Wait`, `Get_status`, `Free`,
     and their lower-case forms; `Cancel` raises, as MPI has it for collectives. `wait_all` takes lists of requests,
@@ -119,7 +119,7 @@ class Request:
         return f"<{'persistent ' if self._persistent else ''}request of {self._name}, {state}>"
 
     def __bool__(self) -> bool:
-        """False once it is complete, or, if it is persistent, freed, as for a null handle of MPI."""
+        """False if the operation is complete, or a persistent request freed, as for a null handle of MPI."""
         return not self._freed if self._persistent else self.active or self._broken
 
     def __eq__(self, other: object) -> bool:
@@ -155,7 +155,7 @@ class Request:
         return InvalidArgument(MPI.ERR_REQUEST, f"Start of {self!r}: only an idle persistent request starts")
 
     def begin(self, gate: Callable[[], bool] | None) -> None:
-        """Activate the request; start its program now, or later in a progress call where `gate` returns True."""
+        """Activate the request and start its program: now, or if there is a `gate` as soon as that returns True."""
         with progress_lock:
             if self._device is not None:
                 self._context = self._device.capture()
@@ -178,7 +178,7 @@ class Request:
             self._end()
 
     def _do(self, step: Callable[[], Any]) -> Any:
-        """Run a step; any error aborts the operation."""
+        """Call `step` in the request's device context and return its result; any error aborts the operation."""
         try:
             if self._context is None:
                 return step()
@@ -208,7 +208,7 @@ class Request:
             self._ended()
 
     def lapse(self) -> None:
-        """Release the program, as the communicator is freed. Only `Free` is valid then."""
+        """Release the program because the communicator is freed; afterwards only `Free` is valid."""
         self.Free()
         self._freed, self._lapsed = False, True
         self._release = lambda *_: None
@@ -231,7 +231,7 @@ class Request:
         return not self.active
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Return when the operation is complete. Raises as `Test` does."""
+        """Wait until the operation is complete and return True. Raises as `Test` does."""
         if self._persistent and len(active_requests) == 1 and self._deactivate_alone():  # may block in MPI
             program = self.program
             try:
@@ -270,7 +270,7 @@ class Request:
         raise InvalidArgument(MPI.ERR_REQUEST, f"Cancel of {self!r}: collectives cannot be cancelled")
 
     def _deactivate_alone(self) -> bool:
-        """Remove this request from the active ones if it is the only one: no other thread progresses it then."""
+        """Make the request inactive if no other is active, and return True then: no other thread progresses it."""
         _acquire()
         try:
             alone = self.active and len(active_requests) == 1

@@ -1,4 +1,4 @@
-"""Schedules that are one send, one receive and one copy: recognised, and compiled to one function."""
+"""Recognise schedules of at most one send, one receive and one copy, and compile them to one function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from collectives.transport.wire import Iovec
 
 
 class SingleExchange(NamedTuple):
-    """One rank's part of a call that exchanges messages with one peer; runs are (first element, count).
+    """Call in which this rank exchanges at most one message each way with one peer; runs are (first element, count).
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class SingleExchange(NamedTuple):
 
 
 def single_messages(schedule: Schedule) -> list[Send | Recv | RecvReduce] | None:
-    """Steps of a schedule of one round with at most one send and one receive; None if there is any other step."""
+    """Messages of a schedule of one round with at most one send and one receive; None for any other schedule."""
     rounds = [steps for steps in schedule if steps]
     steps = list(chain.from_iterable(rounds))
     messages = [step for step in steps if isinstance(step, (Send, Recv, RecvReduce))]
@@ -52,7 +52,7 @@ def single_messages(schedule: Schedule) -> list[Send | Recv | RecvReduce] | None
 
 
 def as_single_exchange(task: Task) -> SingleExchange | None:
-    """The task as a single exchange; None if it is not one."""
+    """`SingleExchange` with the messages and the copy of a task; None if the task does anything else."""
     messages = single_messages(task.schedule)
     if not messages or len({step.peer for step in messages}) != 1 or not all(step.chunks for step in messages):
         return None
@@ -76,7 +76,7 @@ def _chunks(steps: Iterable[Send | Recv | RecvReduce]) -> list[int]:
 
 
 def _run(places: Mapping[int, MemorySpan], chunks: Iterable[int]) -> tuple[int, int] | None:
-    """The chunks as one run (first element, count); None if there are several runs, or chunks are missing."""
+    """Contiguous run (first element, count) of memory with these chunks; None if it has gaps or a chunk is missing."""
     found = [places.get(chunk) for chunk in chunks]
     whole = joined(place for place in found if place is not None)
     if None in found or len(whole) > 1:
@@ -87,7 +87,7 @@ def _run(places: Mapping[int, MemorySpan], chunks: Iterable[int]) -> tuple[int, 
 def compile_exchange(
     single: SingleExchange, call: Call, s: np.ndarray, r: np.ndarray, program: Program, edge: MailboxEdge | None
 ) -> CompiledExchange | None:
-    """Compile a single exchange between arrays like these; None if it cannot be compiled."""
+    """Compile a single exchange to one function for arrays of the size and dtype of `s` and `r`; None if impossible."""
     dtype = s.dtype
     units, rest = divmod(dtype.itemsize, call.unit.itemsize)
     counted = (*single.out, *single.into, single.mine or 0, *single.copy)

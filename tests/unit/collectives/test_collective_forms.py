@@ -28,7 +28,7 @@ from collectives.runtime.inherited_methods import Inherited
 from collectives.runtime.requests import Request
 
 class CollectiveMethods(Inherited):
-    \"""Collectives on arrays, in three forms each.\"""
+    \"""Collectives on arrays, each as a blocking, a non-blocking and a persistent method.\"""
 """
 
 
