@@ -1,1 +1,1 @@
-"""Benchmarks of training: workloads, metrics, plots, the PyTorch opponent."""
+"""Benchmarks of training: workloads, metrics files, plots, and a PyTorch baseline."""

@@ -1,4 +1,4 @@
-"""File of metrics: one JSON object per line, written during a training and continued after a restart.
+"""Metrics file: one JSON object per line, written during training and continued after a restart.
 
 The file has complete lines only: a write is of whole lines, and what a full disk cuts is removed.
 """
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 
 class Metrics:
-    """The file, and its lines in memory; without a path in memory only.
+    """Metrics of a training run: lines in memory and, if `path` is given, in a JSON-lines file.
 
     Lines after `step`, a summary and an incomplete line of an earlier run are dropped; at step 0 all are.
 
@@ -41,7 +41,7 @@ class Metrics:
             self._file = path.open("ab", buffering=0)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line. An error is kept in `problem`, since a training goes on without it."""
+        """Append a line to memory and file; a write error is kept in `problem` and not raised."""
         self.lines.append({name: _plain(value) for name, value in line.items()})
         if self._file is not None:
             self._waiting += json.dumps(self.lines[-1], allow_nan=False).encode() + b"\n"
@@ -68,7 +68,7 @@ class Metrics:
 
 
 def _append(file: BinaryIO, lines: bytes) -> None:
-    """Append lines or nothing of them; raise OSError."""
+    """Append all bytes to the file; if only some fit, truncate it to its old size and raise OSError."""
     about = os.fstat(file.fileno())
     if file.write(lines) != len(lines):
         if stat.S_ISREG(about.st_mode):
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Lines of a file up to the first invalid one; empty without a file."""
+    """Read a JSON-lines file up to the first invalid line; an empty list if the file does not exist."""
     lines: list[dict[str, Any]] = []
     if path.is_file():
         for text in path.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Timelines of pipelines, simulated and measured, as pictures."""
+"""Plots of pipeline timelines, simulated and measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WIDTH = 12.0
 
 
 class TimelineBand(NamedTuple):
-    """One timeline of a picture: computations by stage, messages with their receiving stage, unit of time."""
+    """Timeline to plot: computations of each stage, messages with their receiving stage, and time unit."""
 
     title: str
     lines: Sequence[Sequence[PipelineEvent]]
@@ -40,13 +40,13 @@ class TimelineBand(NamedTuple):
 
 
 def simulated(timeline: Timeline, title: str) -> TimelineBand:
-    """Band of a simulated timeline, without messages that take no time."""
+    """Convert a simulated timeline for plotting; messages that take no time are omitted."""
     flying = [event for event in timeline.messages if event.end > event.start]
     return TimelineBand(title, timeline.computed, [(event, timeline.plan.peer(event.action).stage) for event in flying])
 
 
 def measured(path: Path) -> TimelineBand:
-    """Band of the last step in a trace of `chorus train`: all spans named like an action, as ``2F0``.
+    """Timeline of the last pipeline step in a trace file of `chorus train`, from its spans named as actions (``2F0``).
 
     Of several ranks with the same stage the first is taken. ValueError if the file has no step of a pipeline.
     """
@@ -71,7 +71,7 @@ def measured(path: Path) -> TimelineBand:
 
 
 def _action(entry: dict[str, Any]) -> Action | None:
-    """Action that a trace's entry is named like, or None."""
+    """Pipeline action that a trace entry is named after, or None if its name is no action."""
     with suppress(ValueError):
         action = parse(entry.get("name", ""))
         return action if entry.get("ph") == "X" and action.kind in NAMES else None
@@ -83,7 +83,7 @@ def _end(lines: Sequence[Sequence[PipelineEvent]]) -> float:
 
 
 def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
-    """Draw timelines below each other: a row per stage, one time scale per unit."""
+    """Plot timelines below each other into a file: a row per stage, the same time axis for equal units."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,7 +134,7 @@ def _band(axis: Axes, band: TimelineBand, end: float) -> None:
 
 
 def _label(axis: Axes, event: PipelineEvent, stage: int, end: float) -> None:
-    """Write the micro-batch into its span if it fits."""
+    """Write the event's micro-batch number into its bar if it fits."""
     text = str(event.action.microbatch)
     share = float(event.end - event.start) / end * (WIDTH - 1)
     if share > 0.075 * len(text):

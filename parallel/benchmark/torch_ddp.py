@@ -1,4 +1,4 @@
-"""PyTorch reference of a comparison: the same model, trained by DistributedDataParallel over gloo."""
+"""PyTorch baseline of a comparison: the same model, trained by DistributedDataParallel over gloo."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Attention(nn.Module):
 
 
 class TorchModel:
-    """PyTorch module that computes the same as a model of `parallel.nn`; TypeError for an operator without counterpart.
+    """PyTorch copy of a `parallel.nn` model, with the same weights; TypeError for an operator without a counterpart.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class TorchModel:
         return COUNTERPARTS[type(operator)](self, operator)
 
     def parameter(self, parameter: Parameter, transposed: bool = False) -> nn.Parameter:
-        """PyTorch parameter with the values of one of `parallel.nn`; one for all uses."""
+        """PyTorch parameter with the values of a `parallel.nn` parameter; the same object for every use of it."""
         if id(parameter) not in self._converted:
             values = np.array(parameter.data.T if transposed else parameter.data, order="C")
             self._converted[id(parameter)] = nn.Parameter(torch.from_numpy(values))
@@ -115,7 +115,7 @@ COUNTERPARTS: dict[type, Callable[[TorchModel, Any], nn.Module]] = {
 
 
 class TorchTraining:
-    """Training by PyTorch. The constructor and all methods are collective.
+    """Training of a model with PyTorch DDP and AdamW. The constructor and all methods are collective.
 
     Parameters
     ----------
@@ -149,13 +149,13 @@ class TorchTraining:
         return loss
 
     def step(self, x: Array, y: Array) -> float:
-        """One update; returns the mean loss of this rank's samples."""
+        """Train on this rank's batch with one optimizer step; returns the mean loss of this rank's samples."""
         loss = self._backward(x, y)
         self.optimizer.step()
         return float(loss.item())
 
     def gradients(self, x: Array, y: Array) -> dict[str, Array]:
-        """Gradient of the mean loss over all ranks, by the names of the Chorus parameters, without an update."""
+        """Gradient of the mean loss over all ranks, by Chorus parameter name; the weights are unchanged."""
         self._backward(x, y)
         pairs: Any = self.model.pairs
         return {ours.name: np.array((theirs.grad.T if flip else theirs.grad).numpy()) for ours, theirs, flip in pairs}

@@ -1,4 +1,4 @@
-"""Output of training programs: texts of scores and speed, and a trace of some steps."""
+"""Output of training programs: loss, score and speed as text, and a trace file of profiled steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from parallel.trainer.trainer import Training
 
 
 class OutputError(RuntimeError):
-    """A file of results could not be written. Raised on all ranks."""
+    """Error on all ranks: a result file could not be written."""
 
 
 def tokens(training: Training) -> int:
-    """Targets per sample: the length of a sequence of bytes, else 1."""
+    """Number of targets per sample: the sequence length for text, else 1."""
     return training.settings.length if training.task.kind == "bytes" else 1
 
 
@@ -33,7 +33,7 @@ def unit(training: Training) -> str:
 
 
 def short(number: float) -> str:
-    """Three digits of a number and a unit prefix.
+    """Format a number with three significant digits and a unit prefix (k, M, G).
 
     >>> short(12345), short(7.25)
     ('12.3k', '7.25')
@@ -51,7 +51,7 @@ def format_speed(training: Training, speed: Throughput) -> str:
 
 
 def format_loss(training: Training, loss: float) -> str:
-    """Loss as text, in bits per byte for a model of bytes."""
+    """Format a loss: bits per byte for text, else the plain value."""
     return f"{loss / math.log(2):.3f} bits/byte" if training.task.kind == "bytes" else f"loss {loss:.4f}"
 
 
@@ -74,7 +74,7 @@ LANES = ("", " under way")  # threads of a rank in a trace: its work, and exchan
 
 
 def write_trace(path: Path, comm: Communicator, events: list[ProfilerEvent], ahead: float, **about: Any) -> None:
-    """Write the events of all ranks; `ahead` is the offset of this rank's clock in seconds. Collective."""
+    """Write a trace file with the events of all ranks; `ahead` is this rank's clock offset in seconds. Collective."""
     rank, nodes = comm.Get_rank(), comm.nodes or (0,) * comm.Get_size()
     start = comm.allreduce(min((event.start for event in events), default=float("inf")) - ahead, MPI.MIN)
     mine = []

@@ -1,4 +1,4 @@
-"""Pictures of trainings (learning curves, clocks of a parameter server, regret, replicas) and of quantised models."""
+"""Plots of training (learning curves, steps of parameter-server workers, regret, replicas) and of quantised models."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
 def picture(
     path: str | Path, size: tuple[float, float], panels: int, title: str, note: str = "", **options: Any
 ) -> Iterator[Any]:
-    """Axes of a figure, which is written to a file at the end."""
+    """Context that yields the axes of a new figure with `panels` panels; on exit the figure is written to `path`."""
     with page(Path(path), *size, title, note) as figure:
         yield figure.subplots(1, panels, squeeze=False, **options)[0]
 
 
 def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, note: str) -> None:
-    """Draw the loss over the steps of a training, in bits for bytes, and the accuracy if there is one.
+    """Plot training loss against steps (bits per byte for text), with test loss and test accuracy where measured.
 
     `lines` are those of a file of metrics; `note` is written below the axes.
     """
@@ -81,7 +81,7 @@ def _accuracy(axis: Axes, tested: list[dict[str, Any]]) -> None:
 
 
 def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]], slow: int, title: str) -> None:
-    """Draw the steps of each worker over time, a panel for each consistency rule.
+    """Plot the number of steps of each worker over time, with one panel per consistency rule.
 
     `ticks` has (seconds, worker, steps made) by rule, of each worker in order; `slow` is the slow worker's number.
     """
@@ -100,7 +100,7 @@ def plot_clocks(path: str | Path, ticks: dict[str, list[tuple[float, int, int]]]
 
 
 def plot_regret(path: str | Path, curves: dict[int, tuple[np.ndarray, np.ndarray]], title: str) -> None:
-    """Draw the mean regret over the number of gradients, and its share of the bound; both are given by staleness."""
+    """Plot mean regret, and its ratio to the bound, by number of gradients; `curves`: (regret, bound) by staleness."""
     with picture(path, (10.4, 4.4), 2, title) as (left, right):
         for color, (staleness, (regret, bound)) in zip(OURS, curves.items()):
             at = np.arange(1, len(regret) + 1)
@@ -116,7 +116,7 @@ def plot_regret(path: str | Path, curves: dict[int, tuple[np.ndarray, np.ndarray
 
 
 def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title: str, note: str) -> None:
-    """Draw the losses of several trainings, and the distances of their replicas, by name (`compare_styles.history`)."""
+    """Plot results of `compare_styles.history` by name: training losses, and distances of replicas to their mean."""
     with picture(path, (10.4, 4.4), 2, title, note) as (left, right):
         # Each line is thinner than those below it: one that coincides with others stays visible as a rim.
         widths = np.linspace(6, 1.2, max(2, len(found)))
@@ -137,7 +137,7 @@ def plot_styles(path: str | Path, found: Mapping[str, Mapping[str, Any]], title:
 
 
 class ParetoPoint(NamedTuple):
-    """Score of a quantised model: bits per weight with scales, loss, and accuracy of a classifier."""
+    """Results of a quantised model: bits per weight with scales, test loss, accuracy (None for non-classifiers)."""
 
     bits: float
     loss: float
@@ -153,7 +153,7 @@ def plot_pareto(
     title: str,
     note: str,
 ) -> None:
-    """Draw loss and accuracy against bits: uniform widths as points, results of a search as a curve."""
+    """Plot loss and accuracy against bits per weight: `uniform` as points, `mixed` (search results) as a curve."""
     kinds = ["loss"] + ["accuracy"] * (whole.accuracy is not None)
     with picture(path, (5 * len(kinds), 4.1), len(kinds), title, note) as axes:
         for axis, kind in zip(axes, kinds):

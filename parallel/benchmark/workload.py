@@ -1,4 +1,4 @@
-"""Workload of a benchmark of trainings: options, data, batches of every step, and steps in timed turns."""
+"""Workload of a training benchmark: command-line options, data and batches, and the loop that times contestants."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ COUNT = launcher.at_least(1, int)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add --data, --model and --steps of a training with default settings."""
+    """Add the options --data, --model and --steps to a parser, for a training with otherwise default settings."""
     parser.add_argument("--data", default="digits", metavar="NAME", help="default digits")
     parser.add_argument("--model", default="mlp", metavar="NAME", help="default mlp")
     parser.add_argument("--steps", type=COUNT, metavar="N", help="default: those of the recipe")
 
 
 def recipe_settings(options: argparse.Namespace, comm: Communicator) -> Settings:
-    """Settings by the options of `add_recipe`; also sets the number of BLAS threads. Collective."""
+    """Training settings from the options of `add_recipe`; also sets the number of BLAS threads. Collective."""
     collective_call(comm, partial(limit_threads, cores_per_rank(comm)), "BLAS threads")
     return complete({"data": options.data, "model": options.model, "steps": options.steps})
 
 
 def add_options(parser: argparse.ArgumentParser, model: str, turn: int) -> None:
-    """Add the options of a race; `model` and `turn` are defaults."""
+    """Add the options of a benchmark by turns; `model` is the default of --model, `turn` of --turn (steps per turn)."""
     add = parser.add_argument
     add("--model", default=model, metavar="NAME[:SIZE]", help=f"gpt or mlp, with a size (default {model})")
     add("--data", metavar="NAME|FILE", help="data as for chorus train (default pydoc for gpt, digits for mlp)")
@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser, model: str, turn: int) -> None:
 
 
 def choose_data(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set the data of the model, or end with an error."""
+    """Set `options.data` to the model's default data if not given; exit with a usage error if the model is unknown."""
     family = options.model.partition(":")[0]
     if family not in DATA:
         parser.error(f"argument --model: expected one of {', '.join(DATA)}, found {options.model!r}")
@@ -59,7 +59,7 @@ def choose_data(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def begin(options: argparse.Namespace) -> tuple[Communicator, LearningTask, Iterator[Batch]]:
-    """Communicator, data, and this rank's micro-batch of each step. All are full, so that every step is the same work.
+    """Communicator, data set, and iterator over this rank's micro-batch of each step; smaller batches are skipped.
 
     ValueError if the data have no classes or bytes, or fewer samples than a step.
     """
@@ -77,7 +77,7 @@ def begin(options: argparse.Namespace) -> tuple[Communicator, LearningTask, Iter
 
 
 class TrainingTurn(NamedTuple):
-    """Results of some steps, each the mean over all ranks, and the seconds of a step on the slowest rank."""
+    """Results of one turn: value of each step, averaged over ranks, and seconds per step on the slowest rank."""
 
     values: list[float]
     seconds: float
@@ -86,7 +86,7 @@ class TrainingTurn(NamedTuple):
 def run_race(
     steps: dict[str, Callable[[Batch], float]], source: Iterable[Batch], lengths: Sequence[int]
 ) -> dict[str, list[TrainingTurn]]:
-    """Let step functions take turns of these lengths, all with the same batches. Collective over MPI.COMM_WORLD."""
+    """Run step functions in turns of `lengths` steps on the same batches; returns turns by name. Collective."""
     names, source = list(steps), iter(source)
     turns: dict[str, list[TrainingTurn]] = {name: [] for name in names}
     with launcher.progress(len(lengths), "race", "turn") as bar:

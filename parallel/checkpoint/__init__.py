@@ -1,1 +1,1 @@
-"""Checkpoints: logical tensors in safetensors files, independent of the layout that wrote them."""
+"""Checkpoints: whole tensors in safetensors files, independent of the sharding and number of ranks that wrote them."""

@@ -1,4 +1,4 @@
-"""Checkpoints without a layout: whole tensors by name, for any number of ranks and any sharding.
+"""Writing and reading of checkpoints: whole tensors by name, for any number of ranks and any sharding.
 
     step-000000200/
         model-00001-of-00002.safetensors  ...      master weights: float32 or float64
@@ -50,7 +50,7 @@ TAG = 1
 
 
 def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
-    """Newest checkpoint in a directory, as rank 0 sees it, or None. Collective."""
+    """Path of the newest checkpoint in a directory, as rank 0 sees it, or None if there is none. Collective."""
     found = collective_call(comm, lambda: all_in(directory), f"cannot look into {directory}", CheckpointError, 0)
     return found[-1] if found else None
 
@@ -67,7 +67,7 @@ def save(
     *,
     keep: int = 3,
 ) -> Path:
-    """Write a checkpoint, all of it or nothing. Collective.
+    """Write a checkpoint atomically, remove old ones, and return the path of the new one. Collective.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def _expect_shared(folder: Path) -> None:
 
 
 def _file_names(family: str, tensors: Sequence[PlannedTensor]) -> dict[int, str]:
-    """File name of each rank that writes one."""
+    """Checkpoint file name of each rank that writes tensors of this family, by rank."""
     writers = sorted({tensor.writer for tensor in tensors})
     count = len(writers)
     return {writer: f"{family}-{at:05d}-of-{count:05d}.safetensors" for at, writer in enumerate(writers, 1)}
@@ -125,7 +125,7 @@ def _file_names(family: str, tensors: Sequence[PlannedTensor]) -> dict[int, str]
 def _write(
     comm: MPI.Intracomm, folder: Path, family: str, tensors: Sequence[PlannedTensor], held: Sequence[TensorSlice]
 ) -> tuple[dict[str, list[Any]], Exception | None]:
-    """Gather this rank's tensors one at a time and write them: {file: (bytes, SHA-256)}, and what went wrong.
+    """Gather and write this rank's tensors one by one; returns {file: [bytes, SHA-256]} and an error. Collective.
 
     All ranks take the same tensors in turn, so no cycle of waiting ranks arises; a rank that cannot write still
     receives.
@@ -156,7 +156,7 @@ def _write(
 
 
 def _gather(comm: MPI.Intracomm, tensor: PlannedTensor, mine: Mapping[tuple[str, int], Any]) -> np.ndarray | None:
-    """Flattened tensor on its writer; None on other ranks, which send it their parts."""
+    """Gather a tensor's elements on its writing rank: the flattened tensor there, None on all other ranks."""
     rank = comm.Get_rank()
     if tensor.writer != rank:
         for part in tensor.parts:
@@ -181,7 +181,7 @@ def _finish(
     files: dict[str, list[Any]],
     facts: Mapping[str, Any],
 ) -> None:
-    """Write the indices and the state file, and rename the folder: from then on the checkpoint exists."""
+    """Write the index and state files, then rename `folder` to `target`, which makes the checkpoint valid."""
     for family, some in tensors.items():
         names = _file_names(family, some)
         index = {
@@ -201,7 +201,7 @@ def _finish(
 
 
 class Checkpoint:
-    """Checkpoint whose files were verified: size and checksum. Collective, on any number of ranks.
+    """Checkpoint opened for reading; size and checksum of every file are verified. Collective, on any number of ranks.
 
     CheckpointError on all ranks if it is damaged or not a checkpoint.
 
@@ -237,7 +237,7 @@ class Checkpoint:
             self._file_of |= {f"{family}/{name}": file for name in entries}
 
     def fit(self, slices: Iterable[TensorSlice]) -> None:
-        """Require exactly the tensors of these slices; CheckpointError on all ranks names those that differ.
+        """Check that the slices of all ranks have the names, shapes and dtypes in the checkpoint, else CheckpointError.
         Collective.
 
         Tensors of the family `OPTIONAL` may be missing on either side.
@@ -258,7 +258,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is of another model or optimiser: {'; '.join(differences[:3])}{more}")
 
     def restore(self, slices: Iterable[TensorSlice]) -> None:
-        """Copy tensors into the slices, if they `fit` on all ranks. Collective.
+        """Load the checkpoint's values into the arrays of the slices, after checking with `fit`. Collective.
 
         Slices of the family `OPTIONAL` that it does not hold are unchanged. Their owner may have to be notified, as by
         `parallel.engine.data_parallel_engine.Engine.refresh`.
@@ -268,7 +268,7 @@ class Checkpoint:
         collective_call(self._comm, lambda: self._copy(slices), f"{self.path} can no longer be read", CheckpointError)
 
     def tensor(self, name: str) -> np.ndarray:
-        """A whole tensor of `entries`, on the calling rank."""
+        """Read a whole tensor by its name in `entries`. Not collective."""
         return SafetensorsReader(self.path / self._file_of[name]).tensor(within_family(name))
 
     def _copy(self, slices: Iterable[TensorSlice]) -> None:
@@ -283,7 +283,7 @@ class Checkpoint:
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """All tensors of a checkpoint by name, in order, one at a time; without verification."""
+    """Iterate over (name, array) of all tensors of a checkpoint, sorted by name, without verifying checksums."""
     readers = [(file.name.partition("-")[0], SafetensorsReader(file)) for file in path.glob("*.safetensors")]
     everything = {f"{family}/{name}": reader for family, reader in readers for name in reader.entries}
     for name in sorted(everything, key=natural_key):
@@ -295,7 +295,7 @@ def _described(entry: ArraySpec | None) -> str:
 
 
 def _verified(path: Path, size: int, digest: str) -> dict[str, ArraySpec]:
-    """Tensors of a file whose size and checksum are verified."""
+    """Verify size and SHA-256 of a checkpoint file (ValueError); returns shape and dtype of its tensors by name."""
     if not path.is_file():
         raise ValueError(f"{path.name} is missing")
     found = path.stat().st_size

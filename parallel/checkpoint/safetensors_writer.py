@@ -1,4 +1,4 @@
-"""Writer of safetensors files, one tensor at a time in memory; the `safetensors` package reads them.
+"""Writer and reader of safetensors files: writes one tensor at a time, reads with the `safetensors` package.
 
 The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, the header, which is
 JSON with the place of every tensor, and the tensors, row by row.
@@ -24,7 +24,7 @@ CODE_OF = {np.dtype(name): code for code, name in CODES.items()}
 
 
 class SafetensorsWriter:
-    """New file at `path`, with tensors added in the order of `entries`; `size` counts the bytes written.
+    """Writer of a new safetensors file; tensors are added in the order of `entries`. `size` counts the bytes written.
 
     Examples
     --------
@@ -55,12 +55,12 @@ class SafetensorsWriter:
         self._write(len(text).to_bytes(8, "little") + text)
 
     def add(self, values: np.ndarray) -> None:
-        """Write the next tensor, of its entry's dtype and any shape."""
+        """Write the next tensor of `entries`; `values` has its dtype and number of elements, in any shape."""
         self._write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the written bytes, as `sha256sum` prints it."""
+        """SHA-256 of the bytes written so far, in hexadecimal."""
         return self._hash.hexdigest()
 
     def _write(self, data: Any) -> None:
@@ -71,7 +71,7 @@ class SafetensorsWriter:
             data = data[self._file.write(data) :]
 
     def close(self, sync: bool = True) -> None:
-        """Close the file; with `sync`, after flushing it to the disk."""
+        """Close the file, flushed to disk (fsync) first if `sync`."""
         try:
             if sync:
                 os.fsync(self._file.fileno())
@@ -80,13 +80,13 @@ class SafetensorsWriter:
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """Bytes and SHA-256 of a file."""
+    """Size in bytes and SHA-256 (hexadecimal) of a file."""
     with path.open("rb", buffering=0) as file:
         return path.stat().st_size, file_digest(file, "sha256").hexdigest()
 
 
 class SafetensorsReader:
-    """Reader of a file by the `safetensors` package; `entries` lists its tensors.
+    """Reader of a safetensors file; `entries` has shape and dtype of its tensors by name.
 
     ImportError without the package, ValueError for another file or an element type that is not in `CODES`.
     """
@@ -109,12 +109,12 @@ class SafetensorsReader:
             self.entries[name] = ArraySpec(tuple(found.get_shape()), np.dtype(CODES[found.get_dtype()]))
 
     def tensor(self, name: str) -> np.ndarray:
-        """A whole tensor."""
+        """Read a whole tensor by name."""
         values: np.ndarray = self._file.get_tensor(name)
         return values
 
     def read(self, name: str, start: int, size: int) -> np.ndarray:
-        """Elements of a flattened tensor; only the rows with these elements are read."""
+        """Read elements `start` to `start + size` of the flattened tensor; loads only the rows that contain them."""
         shape = self.entries[name].shape
         if not shape:
             return self.tensor(name).reshape(-1)[start : start + size]

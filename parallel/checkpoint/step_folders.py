@@ -1,4 +1,4 @@
-"""Folders of checkpoints in a directory: names, folders being written, state files, removal.
+"""Checkpoint folders in a directory: names, temporary folders, state files, removal of old ones.
 
 Only folders of this package are removed: those with one of its names that are no links and hold only a checkpoint's
 files. A folder is locked while it is written or removed, so that other processes leave it alone; the lock ends with the
@@ -33,11 +33,11 @@ REQUIRED = {"step": int, "facts": dict, "files": dict}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be used. Raised on all ranks."""
+    """Error on all ranks: a checkpoint could not be written, or cannot be used."""
 
 
 class NotRemoved(CheckpointError):
-    """A checkpoint was written, but older ones could not be removed. Raised on all ranks."""
+    """Error on all ranks: the new checkpoint was written, but older ones could not be removed."""
 
 
 def name_of(step: int) -> str:
@@ -46,7 +46,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Number of steps in a checkpoint's name."""
+    """Step number in the name of a checkpoint folder; CheckpointError for any other name."""
     match = NAME.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path}: a checkpoint is called {name_of(0)} or the like")
@@ -54,14 +54,14 @@ def step_of(path: Path) -> int:
 
 
 def all_in(directory: Path) -> list[Path]:
-    """Folders with a checkpoint's name, or links to them, oldest first."""
+    """Checkpoint folders in a directory, and links to such, sorted by step; they are found by name, not verified."""
     found = directory.iterdir() if directory.is_dir() else iter(())
     return sorted((path for path in found if NAME.fullmatch(path.name) and os.path.isdir(path)), key=step_of)
 
 
 @contextlib.contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """New folder for the files of `target`, locked until the end of the context; an exception removes it.
+    """Context that yields a new temporary folder, locked, beside `target`; it is removed if an exception is raised.
 
     Unfinished folders of processes that have ended are removed. OSError if `target` exists, or a
     folder cannot be made beside it.
@@ -85,7 +85,7 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 
 def _clear_unfinished(directory: Path) -> None:
-    """Remove unfinished folders of processes that have ended, where possible."""
+    """Remove temporary checkpoint folders that ended processes left in a directory; errors are ignored."""
     for path in directory.iterdir():
         if UNFINISHED.fullmatch(path.name) and _is_ours(path):
             with _locked(path, without=False) as locked:
@@ -94,7 +94,7 @@ def _clear_unfinished(directory: Path) -> None:
 
 
 def remove_old(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest; each loses its name before its files. Links and other folders stay."""
+    """Remove all checkpoints but the `keep` newest: rename, then delete. Links and other folders stay."""
     for old in [path for path in all_in(directory) if _is_ours(path) and _has_state(path)][:-keep]:
         hidden = _hidden(old)
         with _locked(old, without=True), contextlib.suppress(FileNotFoundError):  # another process removes it too
@@ -107,7 +107,7 @@ def _hidden(target: Path) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """True for a folder (no link) that holds nothing but files of a checkpoint."""
+    """True if `path` is a folder, not a link, and contains only files with names of checkpoint files."""
     if path.is_symlink() or not path.is_dir():
         return False
     try:
@@ -126,9 +126,7 @@ def _has_state(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path, without: bool) -> Iterator[bool]:
-    """Lock a folder: False if another process holds it, or it cannot be opened; `without` on file systems without
-    locks.
-    """
+    """Context that locks a folder and yields True if locked; on file systems without locks it yields `without`."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -148,13 +146,13 @@ def _locked(folder: Path, without: bool) -> Iterator[bool]:
 
 
 def write_state(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Write the required fields with format and checksum."""
+    """Write the file state.json with these fields, the format version and a checksum."""
     state = {"format": FORMAT, **fields}
     write_text(folder / STATE, json.dumps({**state, "sha256": seal(state)}, indent=1))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Validated contents of a checkpoint's state file."""
+    """Read and validate the state.json of a checkpoint folder; ValueError if it is missing or damaged."""
     if not path.is_dir():
         raise ValueError("there is no such folder")
     if not (path / STATE).is_file():
@@ -180,13 +178,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def seal(state: Mapping[str, Any]) -> str:
-    """Checksum of state.json without its checksum field."""
+    """SHA-256 of the fields of state.json except the checksum itself."""
     fields = {name: value for name, value in state.items() if name != "sha256"}
     return sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Create a file and flush it to the disk."""
+    """Create a file with the text and a newline, flushed to disk (fsync); FileExistsError if it exists."""
     with path.open("x", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
@@ -194,7 +192,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's directory entries to the disk."""
+    """Flush a folder's directory entries to disk (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

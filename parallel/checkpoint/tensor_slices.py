@@ -1,4 +1,4 @@
-"""Slices of the tensors of the training state, independent of the layout, and the ranks that write them."""
+"""Slices of weights and optimizer state that ranks hold, and the assignment of whole tensors to writing ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONAL = "feedback"
 
 
 class TensorSlice(NamedTuple):
-    """Elements of a tensor that this rank holds: the unit of checkpoints.
+    """Contiguous elements of a flattened tensor that this rank holds, as a view of its memory.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class TensorSlice(NamedTuple):
 
 
 def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iterator[TensorSlice]:
-    """Slices of everything a rank holds in its pieces; it writes those in the spans `mine`."""
+    """Slices of weights and optimizer state in this rank's spans; it writes those inside `mine` to checkpoints."""
     for piece in pieces:
         vectors = {"model": piece.weights, **{f"optimizer/{name}": view for name, view in piece.state.items()}}
         for place in piece.places:
@@ -55,14 +55,14 @@ def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iter
 
 
 def _divided(span: Span, mine: Sequence[Span]) -> Iterator[tuple[int, int, bool]]:
-    """Pieces of a span, cut at the bounds of `mine`: (start, stop, True if in one of them)."""
+    """Split a span at the bounds of the spans `mine`: yields (start, stop, True if inside one of them)."""
     cuts = {span.start, span.stop} | {cut for part in mine for cut in part if span.start < cut < span.stop}
     for start, stop in pairwise(sorted(cuts)):
         yield start, stop, any(part.start <= start and stop <= part.stop for part in mine)
 
 
 class SlicePart(NamedTuple):
-    """Elements of a tensor that a rank contributes."""
+    """Elements of a flattened tensor that a rank sends to its writer: from `start`, `size` of them."""
 
     rank: int
     start: int
@@ -70,7 +70,7 @@ class SlicePart(NamedTuple):
 
 
 class PlannedTensor(NamedTuple):
-    """Tensor, the ranks that hold its elements, and the rank that writes it."""
+    """Tensor of a checkpoint, the parts that ranks hold, and the rank that writes the whole tensor."""
 
     name: str
     entry: ArraySpec
@@ -79,7 +79,7 @@ class PlannedTensor(NamedTuple):
 
 
 def plan(comm: MPI.Intracomm, held: Sequence[TensorSlice]) -> dict[str, list[PlannedTensor]]:
-    """Assign tensors to writing ranks, by family and with about equal bytes for each rank. Collective.
+    """Assign each tensor to a rank that writes it, with about equal bytes per rank; lists by tensor family. Collective.
 
     CheckpointError if ranks disagree on a tensor, or some of its elements are on no rank or on two.
     """
@@ -108,10 +108,10 @@ def plan(comm: MPI.Intracomm, held: Sequence[TensorSlice]) -> dict[str, list[Pla
 
 
 def natural_key(name: str) -> list[Any]:
-    """Sort key that puts 10 after 9."""
+    """Sort key that orders numbers in names by value: "layer9" before "layer10"."""
     return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
 
 
 def within_family(name: str) -> str:
-    """Tensor name in its family's files."""
+    """Tensor name without its family prefix: "model/w" becomes "w"."""
     return name.partition("/")[2]

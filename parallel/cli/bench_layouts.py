@@ -1,4 +1,4 @@
-"""Time the layouts of data parallelism against each other: one model, one communicator, in turns.
+"""Benchmark of data-parallel layouts against each other: same model and batches, timed in turns.
 
 chorus bench layouts -n 2 --model mlp:medium --micro-batch 8
 
@@ -51,19 +51,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def engine_of(name: str, ranks: MPI.Intracomm, options: argparse.Namespace, task: LearningTask) -> Engine:
-    """Engine of a layout, with a model and a communicator of its own, whose persistent requests are limited."""
+    """Engine that trains a new copy of the model with the layout `name`, on a new communicator over `ranks`."""
     settings = Settings(layout=name, first_bytes=int(options.first_mb * 2**20))
     model = build(options.model, task.inputs, task.outputs)
     return Engine(model, SoftmaxCrossEntropy(), Communicator(ranks), AdamW(rate=1e-4), settings)
 
 
 def training_step(engine: Engine, rank: int) -> Callable[[Batch], float]:
-    """Step function of an engine, which returns the seconds in communication."""
+    """Step function of the benchmark: trains on a batch and returns the seconds spent in communication."""
     return lambda batch: engine.step([batch._replace(number=rank)]).communication
 
 
 def exchange_step(comm: Communicator, length: int) -> Callable[[Batch], float]:
-    """Step function that only adds a vector over the ranks, and returns its seconds."""
+    """Step function of the benchmark that only does an allreduce of a float32 vector and returns its seconds."""
     vector = comm.zeros(length, np.float32)
 
     def exchange(batch: Batch) -> float:
@@ -75,7 +75,7 @@ def exchange_step(comm: Communicator, length: int) -> Callable[[Batch], float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time all contestants and print medians: seconds, speed relative to the first layout, ratio to the bound."""
+    """Time all contestants and print medians: time per step, speed relative to dp-naive, share of the bound reached."""
     options = parse(argv)
     comm, task, source = workload.begin(options)
     with ExitStack() as stack:

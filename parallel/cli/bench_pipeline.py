@@ -1,4 +1,4 @@
-"""Compare the idle time of pipelines with the simulator's: every schedule, with stages that sleep for a known time.
+"""Compare measured with simulated idle time of every pipeline schedule; stages sleep for known times.
 
 chorus bench pipeline -n 4
 chorus bench pipeline -n 2 --schedules 1f1b,zb-h1 --microbatches 16 --milliseconds 5
@@ -36,7 +36,7 @@ MOST_SECONDS = 30e-6  # most seconds of the runner per action
 
 
 class SleepingStage:
-    """Stage that sleeps instead of computing."""
+    """Pipeline stage that sleeps instead of computing: `seconds` for F, B or W each, twice for a whole backward."""
 
     def __init__(self, seconds: float):
         self._seconds, self._array = seconds, np.zeros(BYTES, np.uint8)
@@ -63,7 +63,7 @@ class SleepingStage:
 
 
 def run(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float) -> tuple[float, float, float]:
-    """Execute a plan: seconds from the common start to the last end, and of this stage's computation and waiting."""
+    """Execute a plan with sleeping stages; returns seconds on this rank: in all, computing, waiting for messages."""
     recorder = Profiler()
     runner, actions = ScheduleRunner(comm, recorder), bind_actions(plan, comm.Get_rank())
     stage = SleepingStage(seconds)
@@ -83,14 +83,14 @@ def idle(comm: MPI.Intracomm, plan: PipelinePlan, seconds: float) -> float:
 
 
 def overhead(comm: MPI.Intracomm, plan: PipelinePlan) -> float:
-    """Seconds per action that are neither work nor waiting, on the slowest rank."""
+    """Runner overhead in seconds per action, without computation and waiting, on the slowest rank. Collective."""
     runs = [run(comm, plan, 0.0) for _ in range(TIMES)]
     actions = max(1, len(plan.actions[comm.Get_rank()]))
     return float(comm.allreduce(median((whole - waiting) / actions for whole, _, waiting in runs), MPI.MAX))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; 1 if a value is out of bounds."""
+    """Print measured against simulated idle time by schedule; exit status 1 if a value is out of bounds."""
     parser = launcher.LauncherParser(__doc__)
     add, named = parser.add_argument, names_of("schedule", SCHEDULES)
     add("--schedules", type=named, default=list(SCHEDULES), metavar="NAMES", help="default all")

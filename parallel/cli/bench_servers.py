@@ -35,7 +35,7 @@ GOAL = 0.8  # least ratio to the plain speed
 
 
 def timed(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
-    """Seconds of `work`, after a barrier."""
+    """Run `work` after a barrier; returns its seconds on this rank."""
     comm.Barrier()
     began = MPI.Wtime()
     work()
@@ -43,7 +43,7 @@ def timed(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
 
 
 def plain(comm: MPI.Intracomm, keys: tuple[ServerKey, ...], vector: np.ndarray, source: int, reply: bool) -> None:
-    """Send each key from `source` to the other rank, then perhaps an empty reply."""
+    """Send the vector's keys one by one from `source` to the other rank, which sends an empty answer if `reply`."""
     other, nothing = 1 - comm.Get_rank(), np.empty(0)
     for key in keys:
         if comm.Get_rank() == source:
@@ -55,7 +55,7 @@ def plain(comm: MPI.Intracomm, keys: tuple[ServerKey, ...], vector: np.ndarray, 
 
 
 def timed_round(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector: np.ndarray) -> dict[str, float]:
-    """Seconds of a push and a pull, by the server and plain, on this rank."""
+    """Time a push and a pull, through the parameter server and by plain MPI; returns seconds on this rank by name."""
     server, worker = engine.server, engine.worker
 
     def push() -> None:
@@ -78,7 +78,7 @@ def timed_round(comm: MPI.Intracomm, engine: ParameterServer, step: int, vector:
 
 
 def main() -> int:
-    """Measure; 1 if below the goal."""
+    """Print the speed of push and pull relative to plain MPI; exit status 1 if a ratio is below `GOAL`."""
     parser = launcher.LauncherParser(__doc__)
     parser.add_argument("--mbytes", type=at_least(1, int), default=32, metavar="N", help="MiB of the model, default 32")
     args = parser.parse_args()

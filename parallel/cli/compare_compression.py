@@ -1,4 +1,4 @@
-"""Train one model with every gradient compression and with none, from several seeds, and compare the results.
+"""Train a model with each gradient compression and without, with several seeds each, and compare the test results.
 
 mpiexec -n 4 python scripts/compare_compression.py --seeds 5
 mpiexec -n 2 python scripts/compare_compression.py --data pydoc --model gpt:tiny --steps 400 --ways none,int8,sign
@@ -29,7 +29,7 @@ WAYS = "none,int8,int4,sign,topk:0.01,powersgd:2,qsgd:4,terngrad"  # default of 
 
 
 def ways(text: str) -> list[str]:
-    """Argument type: comma-separated values of `--compress`."""
+    """Argument type of --ways: comma-separated names of gradient compressions, as for `--compress`."""
     for name in (names := text.split(",")):
         try:
             if name not in (NONE, AUTO):
@@ -40,7 +40,7 @@ def ways(text: str) -> list[str]:
 
 
 def final_score(comm: Communicator, settings: Settings) -> dict[str, float]:
-    """Train and test: the loss, and the accuracy in per cent if there are classes. Collective."""
+    """Train with these settings; returns the test loss and, for classifiers, the accuracy in per cent. Collective."""
     with Training(settings, comm) as training:
         for _ in training.run():
             pass
@@ -50,7 +50,7 @@ def final_score(comm: Communicator, settings: Settings) -> dict[str, float]:
 
 
 def cells(ours: np.ndarray, others: np.ndarray) -> str:
-    """Table cells: mean ± standard deviation, and mean difference to `others` in standard deviations of `others`."""
+    """Format scores by seed: mean ± deviation, and mean difference to `others` in standard deviations of `others`."""
     difference, spread = float(np.mean(ours - others)), float(others.std(ddof=1))
     apart = difference / spread if spread else math.copysign(math.inf, difference) if difference else 0.0
     return f"{ours.mean():.4g} ± {ours.std(ddof=1):.2g} | {apart:+.2f}"

@@ -1,4 +1,4 @@
-"""Train one model in every decentralised style and by data parallelism, and compare losses and distances.
+"""Train a model with each decentralised averaging style and with data parallelism; compare losses and distances.
 
 mpiexec -n 4 python scripts/compare_styles.py --plot styles.png
 
@@ -34,7 +34,7 @@ LAST = 20  # steps whose losses make the final loss
 
 
 def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
-    """Train; return the mean loss of each step, distances between replicas by step, and the final score. Collective."""
+    """Train; returns the loss of each step, distances of replicas by step, and the test score. Collective."""
     sums, distances = [], {}
     with Training(settings, comm) as training:
         engine: Any = training.engine
@@ -50,7 +50,7 @@ def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Train with every averaging style; print a table of results and plot them."""
+    """Train with data parallelism and with every averaging style; print a table of results and perhaps plot them."""
     parser = launcher.LauncherParser(__doc__)
     add_recipe(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="losses and distances as a picture")

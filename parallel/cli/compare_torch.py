@@ -1,4 +1,4 @@
-"""Train one model by Chorus and by PyTorch's DistributedDataParallel over gloo; compare gradients and speed.
+"""Train one model with Chorus and with PyTorch's DistributedDataParallel over gloo; compare gradients and speed.
 
 mpiexec -n 2 python scripts/compare_torch.py --model gpt:small
 
@@ -45,7 +45,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class GradientTap(SGD):
-    """Optimizer that keeps the gradient and changes nothing."""
+    """Optimizer that stores the gradients in `spans` and leaves the weights unchanged."""
 
     def update(self, pieces: Any, step: int, scale: float, gather: Any = None) -> None:
         self.spans = [(piece.span, piece.gradient * scale) for piece in pieces]
@@ -61,7 +61,7 @@ def chorus_side(
 def chorus_gradients(
     task: LearningTask, options: argparse.Namespace, comm: Communicator, batch: Batch
 ) -> dict[str, np.ndarray]:
-    """Gradient of the mean loss over all ranks, by parameter name."""
+    """Gradient of the mean loss over all ranks' batches, computed by Chorus, by parameter name. Collective."""
     tap = GradientTap(rate=0.0)
     with chorus_side(task, options, comm, tap)[1] as engine:
         engine.step([batch])
@@ -77,7 +77,7 @@ def norm(gradients: Mapping[str, np.ndarray]) -> float:
 
 
 def gradients_compared(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> tuple[bool, str]:
-    """True if every element is within bounds, and a text with the largest difference and both norms."""
+    """Compare gradients by parameter name: (True if all agree within tolerance, text with the largest difference)."""
     if ours.keys() != theirs.keys():
         raise ValueError(f"parameters of one side only: {sorted(ours.keys() ^ theirs.keys())}")
     apart, tensor = max((float(np.abs(ours[name] - theirs[name]).max(initial=0.0)), name) for name in ours)
@@ -89,7 +89,7 @@ def gradients_compared(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare gradients and speed; 0 if the gradients are equal."""
+    """Compare gradients and training speed with PyTorch; exit status 0 if the gradients agree."""
     options = parse(argv)
     from parallel.benchmark.torch_ddp import TorchTraining  # only now: `parse` refuses to go on without PyTorch
 

@@ -41,7 +41,7 @@ RACE_SECONDS = 0.2  # limit of each measurement
 
 
 class TrainingHistory(NamedTuple):
-    """Results of a training: a row for each step, the last score, and the weights."""
+    """Results of a training: metrics of each step, test score at the end, final weights, seconds."""
 
     title: str
     lines: list[dict[str, Any]]
@@ -51,7 +51,7 @@ class TrainingHistory(NamedTuple):
 
 
 def train(comm: Communicator, epochs: int, name: str, task: str = "digits") -> TrainingHistory:
-    """Train on the ranks of `comm`. The result is the same on all ranks, and on any number of them."""
+    """Train an MLP reproducibly: the result is the same on all ranks, and for any number of them. Collective."""
     settings = {"data": task, "model": "mlp", "epochs": epochs, "reproducible": True}
     with Training(complete(settings), comm) as training, launcher.progress(training.steps, name, "step") as bar:
         lines, began = [], time.perf_counter()
@@ -78,7 +78,7 @@ def ranks_text(size: int) -> str:
 
 
 def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int, task: str) -> tuple[TrainingHistory, bool]:
-    """Train on all ranks, then on rank 0 alone, and compare: (result of all ranks, True if both checks passed)."""
+    """Train on all ranks, then on rank 0 alone; returns the first result, and True if accuracy and weights match."""
     goal = GOALS[task]
     parallel = train(comm, epochs, "all ranks together", task)
     passed = True
@@ -99,7 +99,7 @@ def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int, task: str) -> t
 
 
 def race(plain: MPI.Intracomm, comm: MPI.Intracomm) -> Report:
-    """Measure collectives and the MPI's own at a few sizes, and print both times."""
+    """Time Chorus collectives against the MPI library's at a few sizes; print and return the results. Collective."""
     report = make_report(plain.Get_size(), [], against="native")
     for line in result_table.preamble(report):
         say(line)
@@ -120,7 +120,7 @@ def race(plain: MPI.Intracomm, comm: MPI.Intracomm) -> Report:
 
 
 def race_line(row: dict[str, Any]) -> str:
-    """Row of the table: both times, their ratio, and a bar as long as the ratio."""
+    """Format a row of benchmark results: times of Chorus and MPI, their ratio, and a bar in proportion to it."""
     native, ratio = row["native_us"], row["ratio"]
     theirs = "-" if native is None else f"{native:.1f} us"
     verdict = "" if ratio is None else f"{ratio:5.2f} {'#' * min(12, round(4 * ratio))}"
@@ -130,7 +130,7 @@ def race_line(row: dict[str, Any]) -> str:
 
 
 def draw(trained: TrainingHistory, ranks: int, report: Report | None) -> None:
-    """Draw the learning curve and the race, if matplotlib is installed."""
+    """Plot the learning curve and, if given, the benchmark results into `OUT`; without matplotlib print a hint."""
     try:
         from collectives.benchmark.race_plots import plot_race
         from parallel.benchmark.training_plots import plot_learning
@@ -145,7 +145,7 @@ def draw(trained: TrainingHistory, ranks: int, report: Report | None) -> None:
 
 
 def main() -> int:
-    """Train, race, draw; 0 if the goal is reached, the weights agree, and every result was right."""
+    """Train, time collectives, and plot; exit status 0 if accuracy, equality of weights and all results are right."""
     parser = launcher.LauncherParser(__doc__)
     at_least_one = launcher.at_least(1, int)
     parser.add_argument("--epochs", type=at_least_one, default=15, help="passes over the training set (default 15)")

@@ -1,4 +1,4 @@
-"""Draw the timeline of a pipeline, as text or as a picture, or write its table of actions.
+"""Draw the timeline of a pipeline schedule, as text or picture, or write its table of actions.
 
     chorus draw pipeline --schedule 1f1b --stages 4 --microbatches 8
     chorus draw pipeline --schedule zb-h1 --stages 4 --microbatches 8 -o pipeline.png
@@ -32,7 +32,7 @@ FORMATS = (*PICTURES, ".csv")
 
 
 def output(text: str) -> Path:
-    """Argument type: file name with a known suffix."""
+    """Argument type of --output: file name with a supported suffix."""
     path = Path(text)
     if path.suffix.lower() not in FORMATS:
         raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in {', '.join(FORMATS)}")
@@ -40,7 +40,7 @@ def output(text: str) -> Path:
 
 
 def duration(text: str) -> Fraction:
-    """Argument type: exact number, 0 or more: 2, 0.5 or 1/3."""
+    """Argument type: non-negative exact number, such as 2, 0.5 or 1/3."""
     try:
         number = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
-    """Plan of one schedule by the options; ValueError if there is none."""
+    """Build the plan of schedule `name` (or of a .csv file) from the options; ValueError if that is impossible."""
     defaults = 4, 8
     if name.endswith(".csv"):
         try:
@@ -88,7 +88,7 @@ def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
 
 
 def timeline_of(plan: PipelinePlan, arguments: argparse.Namespace) -> Timeline:
-    """Simulated timeline of a plan; ValueError if it cannot be executed."""
+    """Simulate a plan with the durations among the options; ValueError if it cannot be executed."""
     parts = Fraction(plan.placement.parts, plan.stages)  # parts of the model on a stage
     F, B, W = (each / parts for each in (arguments.forward, arguments.backward, arguments.weights))
     return simulate(lower(plan), ActionTimes(F, B, W, arguments.message))

@@ -1,4 +1,4 @@
-"""Kill a server or a worker of a training at a random moment, many times, and check how the trainings end.
+"""Fault-tolerance test: kill a server or worker of a training at random moments, and check that trainings end well.
 
 python scripts/kill_ranks.py --kill servers --times 20
 python scripts/kill_ranks.py --kill workers --times 20 --consistency ssp:3
@@ -37,7 +37,7 @@ HANGING_SECONDS = 60.0  # seconds after which a training counts as hanging
 
 
 class KilledRun(NamedTuple):
-    """Result of a training: exit status (None if it hung), seconds from its first step on, last line of its metrics.
+    """Result of a training run: exit status (None if it hung), seconds after the first step, last line of metrics.
 
     `reached` is the number of steps in the metrics when a rank was killed; None if none was killed.
     """
@@ -92,7 +92,7 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def run(args: argparse.Namespace, mpiexec: str, victim: int | None = None, moment: float = 0.0) -> KilledRun:
-    """Run a training, and kill a rank `moment` seconds after the first step: collectives of all ranks come before."""
+    """Train in a subprocess, kill rank `victim`, if given, `moment` s after the first step; returns the result."""
     with tempfile.TemporaryDirectory() as folder:
         metrics, output = Path(folder) / "metrics.json", Path(folder) / "output"
         with output.open("wb") as file:
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, mpiexec: str, victim: int | None = None, momen
 
 
 def verdict(killed: KilledRun, usual: list[KilledRun]) -> str:
-    """Differences to undisturbed trainings that are too large; empty if there are none."""
+    """Text of how a run with a killed rank is worse than the `usual` undisturbed ones; empty if within limits."""
     updates = killed.final.get("updates")
     wrong = {
         f"exit status {killed.code}": killed.code != 0,
@@ -131,7 +131,7 @@ def verdict(killed: KilledRun, usual: list[KilledRun]) -> str:
 
 
 def main() -> int:
-    """1 if a training failed."""
+    """Kill ranks in many trainings and print a table; exit status 1 if one of them did not end as required."""
     made = parser()
     args, mpiexec = made.parse_args(), find_mpiexec()
     if mpiexec is None:

@@ -1,4 +1,4 @@
-"""The command `chorus`: finds the program, starts its ranks, runs it.
+"""Entry point of the command `chorus`: finds the subcommand, starts MPI ranks for it, runs it.
 
 Imports no MPI before it has to: a process that has initialised MPI cannot become an mpiexec, and `watchdog` must watch
 while MPI starts.
@@ -32,11 +32,11 @@ ONE_BLAS_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL
 
 
 class UsageError(Exception):
-    """The command line names no program, or one that cannot run so."""
+    """Error in the command line: unknown subcommand, or one that cannot run with this number of ranks."""
 
 
 def find(words: list[str]) -> tuple[str, list[str]]:
-    """Name of the program at the start of the words, and the other words."""
+    """Split command-line words into the name of a program in `PROGRAMS` and its arguments; UsageError if unknown."""
     for length in (2, 1):  # a group and a name, or one word
         name = " ".join(words[:length])
         if name in PROGRAMS:
@@ -52,7 +52,7 @@ def find(words: list[str]) -> tuple[str, list[str]]:
 
 
 def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
-    """Number of ranks that -n gives, None without it, and the other words."""
+    """Take the option -n out of the words: (number of ranks or None, other words)."""
     for position, word in enumerate(words):
         if word == "-n" or (word.startswith("-n") and word[2:].isdigit()):
             text = word[2:] or "".join(words[position + 1 : position + 2])
@@ -63,7 +63,7 @@ def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
 
 
 def rank_of_launcher() -> int | None:
-    """Rank of this process by its launcher's variables; None without a launcher."""
+    """Rank of this process from environment variables of the MPI launcher; None if not started by one."""
     for name in RANK_VARIABLES:
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
@@ -73,7 +73,7 @@ def rank_of_launcher() -> int | None:
 
 
 def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> NoReturn:
-    """Replace this process by an mpiexec of the program, so that signals and output need no forwarding.
+    """Replace this process (exec) by an mpiexec that runs the program `name` with arguments `words` on `ranks` ranks.
 
     The mpiexec is that of MPIEXEC, of this Python's environment, or of PATH.
     """
@@ -89,7 +89,7 @@ def launch(program: CommandEntry, name: str, ranks: int, words: list[str]) -> No
 
 
 def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1) -> NoReturn:
-    """Run the `main` of a module as this process's program, and exit with its status.
+    """Run the `main()` of a module in this process, and exit with the status that it returns.
 
     With `mpi` all ranks, at least `least`, run it, and an exception on one ends all. With `guarded` the watchdog starts
     before MPI.
@@ -109,7 +109,7 @@ def run(module: str, *, mpi: bool = True, guarded: bool = False, least: int = 1)
 
 
 def check_ranks(size: int, least: int) -> None:
-    """UsageError on every rank if -n started, or the program needs, another number of ranks."""
+    """Raise UsageError if `size`, the ranks that MPI has, is not the number given by -n, or below `least`."""
     wanted = int(os.environ.get(EXPECTED, size))
     if size != wanted:
         raise UsageError(
@@ -121,7 +121,7 @@ def check_ranks(size: int, least: int) -> None:
 
 
 def start(words: list[str]) -> None:
-    """Launch or run the program that the words name."""
+    """Run the subcommand that the words name; if it needs ranks and has no launcher yet, under a new mpiexec."""
     ranks, words = take_ranks(words)
     name, rest = find(words)
     program, rank = PROGRAMS[name], rank_of_launcher()
@@ -144,7 +144,7 @@ def start(words: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of `chorus`; 2 for a wrong command line."""
+    """Entry point of `chorus`; exit status 2 for an invalid command line, else that of the subcommand."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), end="")

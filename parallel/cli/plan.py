@@ -1,4 +1,4 @@
-"""Forecast a training without making it: partition, work of a step, and memory of every rank.
+"""Forecast a training without running it: partition of the model, work per step, and memory of every rank.
 
 chorus plan -n 4 --data digits --model mlp
 chorus plan -n 4 --data pydoc --model gpt:small --parallel zero3
@@ -28,7 +28,7 @@ COLUMNS = (*KINDS, "temporaries")
 
 
 def table(needed: list[dict[str, int]]) -> str:
-    """Memory in MB: a row per rank, equal neighbours in one.
+    """Format forecast bytes by rank and kind as a table in MB; consecutive ranks with equal memory share a row.
 
     >>> print(table([{"parameters": 2_000_000}] * 2).splitlines()[1])
     0-1                2.00         0.00         0.00         0.00         0.00         0.00         2.00
@@ -43,7 +43,7 @@ def table(needed: list[dict[str, int]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan; 2 if the settings are wrong."""
+    """Print the forecast of a training; exit status 2 if the settings are invalid."""
     parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
     add_settings(parser)
     args = parser.parse_args(argv)

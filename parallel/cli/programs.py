@@ -1,4 +1,4 @@
-"""Table of the programs that `chorus` starts.
+"""Table of the subcommands of `chorus`.
 
 Imports the standard library only: it is read before MPI starts.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class CommandEntry(NamedTuple):
-    """Program with a command line.
+    """Subcommand of `chorus`: its module, help text, and how it is started.
 
     Attributes
     ----------

@@ -33,7 +33,7 @@ TIMES = ((1, 1, 1), (3, 2, 1))
 
 
 def fault(plan: PipelinePlan, microbatches: int) -> str | None:
-    """First fault of a plan with so many micro-batches in a step, or None."""
+    """Simulate a plan; text of the first error or deviation from the schedule's formulas, None if all is right."""
     parts = Fraction(plan.placement.parts, plan.stages)
     F, B, W = TIMES[microbatches // 2 % len(TIMES)]
     try:
@@ -44,7 +44,7 @@ def fault(plan: PipelinePlan, microbatches: int) -> str | None:
 
 
 def first_fault(name: str, stages: int, most: int) -> tuple[str | None, int]:
-    """First fault of a schedule at up to `most` micro-batches, and the number of plans proved before it."""
+    """Check a schedule at 1 to `most` micro-batches: (first fault or None, number of plans proved before it)."""
     takes = SCHEDULES[name].options
     virtuals, many = VIRTUAL if "virtual" in takes else (None,), STEPS if "steps" in takes else (1,)
     for count, (microbatches, virtual, steps) in enumerate(product(range(1, most + 1), virtuals, many)):
@@ -55,7 +55,7 @@ def first_fault(name: str, stages: int, most: int) -> tuple[str | None, int]:
 
 
 def table(stages: int, microbatches: int) -> str:
-    """Costs of the schedules at one size, if F, B and W take one unit each."""
+    """Table with time, idle share, memory and messages of each schedule, if F, B and W take one time unit each."""
     lines = [f"{'schedule':<15}{'takes':>8}{'idle':>9}{'keeps at most':>15}{'messages':>10}  idle by the formula"]
     for name in SCHEDULES:
         plan = lower(build(name, stages, microbatches))

@@ -1,4 +1,4 @@
-"""Quantise a trained model, and print the loss of accuracy and the bytes, layer by layer.
+"""Quantise a trained model, and print loss of accuracy and bytes, layer by layer.
 
 chorus quantize --checkpoint out/digits --spec int4_g32 --method gptq --calibrate digits --report
 chorus quantize -n 4 --checkpoint out/gpt --spec int8_row --activations int8 -o out/gpt8.safetensors
@@ -91,7 +91,7 @@ def argument_error(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def spec_of(option: str, text: str) -> QuantSpec:
-    """Spec by its name; ValueError names the option."""
+    """Parse the quantisation spec `text`, given to the command-line option `option`; ValueError names the option."""
     try:
         return parse(text)
     except ValueError as error:
@@ -122,7 +122,7 @@ def print_layers(rows: Sequence[LayerErrorRow], specs: Sequence[str]) -> None:
 
 
 def short_name(spec: QuantSpec) -> str:
-    """Name of a spec for `quant.parse`, or its description.
+    """Name of a spec as `quant.parse` accepts it, or the name of its code if it has none.
 
     >>> short_name(parse("int3_g64")), short_name(parse("nf4"))
     ('int3_g64', 'NF4')
@@ -137,7 +137,7 @@ def short_name(spec: QuantSpec) -> str:
 
 
 class QuantizeJob(NamedTuple):
-    """Trained model, options of its quantisation, and this rank's calibration batches."""
+    """Trained model to quantise, specs and command-line options, and this rank's calibration batches (`mine`)."""
 
     comm: Communicator
     args: argparse.Namespace
@@ -161,7 +161,7 @@ def mixture_of(job: QuantizeJob) -> PrecisionMixture:
 
 
 def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:
-    """Test uniform widths and the results of searches between them; draw both."""
+    """Plot test results against bits per weight: uniform widths, and the searched mixtures of widths. Collective."""
     from parallel.benchmark.training_plots import ParetoPoint, plot_pareto
 
     args, trained = job.args, job.trained
@@ -186,7 +186,7 @@ def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:
 
 
 def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
-    """Search a width for each layer: the model, and the specs of its layers."""
+    """Choose a bit width for each layer; returns the quantised model and the spec of each layer. Collective."""
     args, mixed = job.args, mixture_of(job)
     choice = mixed.choose(args.search, mixed.budget(job.spec, args.mixed), job.comm)
     if args.mixed in args.widths:
@@ -200,7 +200,7 @@ def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
 
 
 def quantize(comm: Communicator, args: argparse.Namespace) -> None:
-    """Quantise, test and write; errors of the user are ValueErrors."""
+    """Quantise a checkpoint's model, print test results, and write the model and plots as asked for. Collective."""
     spec = spec_of("--spec", args.spec)
     activations = spec_of("--activations", args.activations) if args.activations else None
     trained = load_model.from_checkpoint(comm, args.checkpoint)
@@ -233,7 +233,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Quantise, or test a quantised model."""
+    """Quantise a trained model (--checkpoint), or test an already quantised one (--load)."""
     made = parser()
     args = made.parse_args(argv)
     if problem := argument_error(made, args):

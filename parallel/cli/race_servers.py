@@ -1,4 +1,4 @@
-"""Train with one slow worker under several consistency rules, and compare seconds, losses and clocks.
+"""Train with one slow worker under several consistency rules of the parameter server; compare time, loss and clocks.
 
 mpiexec -n 5 python scripts/race_servers.py
 mpiexec -n 5 python scripts/race_servers.py --plot out/clocks.png --rules bsp,ssp:0,ssp:3,async
@@ -33,7 +33,7 @@ GOAL = 0.7  # most seconds of an asynchronous rule, relative to bsp
 
 
 class RuleResult(NamedTuple):
-    """Result of a training under one rule, on the first rank; `ticks` are those of the engine, from its first on."""
+    """Result of a training under one rule, valid on rank 0; `ticks` are (seconds, worker, steps made)."""
 
     rule: str
     seconds: float
@@ -43,7 +43,7 @@ class RuleResult(NamedTuple):
 
 
 def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float) -> RuleResult:
-    """Train; every step has a part for each worker."""
+    """Train under a consistency rule; each part of a step takes `delay` s longer, on the last rank `factor` times."""
     task = datasets.load("digits")
     workers = comm.Get_size() - 1
     sampler = Sampler(len(task.train), BATCH * workers, BATCH)
@@ -68,7 +68,7 @@ def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float
 
 
 def main() -> int:
-    """Train under all rules; 1 if one is slower than the goal."""
+    """Train under each rule and print times; exit status 1 if an asynchronous rule is not faster than bsp by `GOAL`."""
     parser = launcher.LauncherParser(__doc__)
     add = parser.add_argument
     add("--rules", default="bsp,ssp:3,async", metavar="RULES", help="default bsp,ssp:3,async")

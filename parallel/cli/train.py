@@ -43,7 +43,7 @@ LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just endin
 
 
 def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:
-    """Checkpoint to continue from, or None. CheckpointError if the folder has those of another training."""
+    """Verified checkpoint that --resume names, or None without --resume; CheckpointError if unusable. Collective."""
     present = collective_call(comm, lambda: all_in(args.checkpoint) if args.checkpoint else [], "--checkpoint", root=0)
     if args.resume is None:
         if present:
@@ -62,7 +62,7 @@ def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:
 
 
 def intact_text(comm: Communicator, present: list[Path], damaged: Path) -> str:
-    """Text that names the newest intact checkpoint, empty if there is none. Collective."""
+    """Hint for an error message: newest intact checkpoint in `present` besides `damaged`; empty if none. Collective."""
     for path in reversed(present):
         if path != damaged:
             with contextlib.suppress(CheckpointError):
@@ -72,7 +72,7 @@ def intact_text(comm: Communicator, present: list[Path], damaged: Path) -> str:
 
 
 def begin(comm: Communicator, args: argparse.Namespace) -> Training:
-    """Training before its first step. Errors are raised on all ranks, before a file is touched."""
+    """Set up a new or resumed training from the options, and print its description. Collective; errors on all ranks."""
     found = resumed(comm, args)
     given = {name: getattr(args, name, None) for name in settings.NAMES}
     given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
@@ -93,14 +93,14 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
 
 
 def limit_threads(comm: Communicator, args: argparse.Namespace, chosen: settings.Settings) -> None:
-    """Set the number of BLAS threads, and `args.threads` to it. Collective."""
+    """Set the number of BLAS threads (--threads, or a default) and store it in `args.threads`. Collective."""
     keep_freed_memory()
     threads = args.threads = args.threads or (1 if chosen.reproducible else resources.cores_per_rank(comm))
     collective_call(comm, lambda: resources.limit_threads(threads), "--threads")
 
 
 def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -> None:
-    """Print data, model, batch, layout and remarks."""
+    """Print a training's data, model, batch size, layout and remarks."""
     chosen, resolved, ranks = plan.settings, plan.resolved, comm.Get_size()
     batch = f"batch {chosen.batch} in micro-batches of {plan.sampler.micro_batch}"
     say(f"{plan.task.name}: {len(plan.task.train)} samples, {len(plan.task.test)} for the test")
@@ -113,7 +113,7 @@ def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -
 
 
 def lock_checkpoints(folder: Path) -> None:
-    """Lock a folder until this process ends; OSError if it is not writable, or locked by another training."""
+    """Lock a checkpoint folder until this process ends; OSError if not writable, or locked by another training."""
     check_folder(folder)
     descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_SECONDS
     while True:
@@ -131,7 +131,7 @@ FILE_CHECKS = {"checkpoint": lock_checkpoints, "json": check_writable, "plot": c
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; 1 after an error, 128 + its number after a signal."""
+    """Train; exit status 1 after an error, 128 + signal number after a signal."""
     parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
     add_settings(parser)
     add_files(parser)

@@ -1,4 +1,4 @@
-"""Command line of `chorus train` and `chorus plan`."""
+"""Command-line options of `chorus train` and `chorus plan`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel.trainer.strategies import STRATEGIES
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `Settings`, and --threads."""
+    """Add all options for training settings (fields of `Settings`), and --threads, to a parser."""
     sizes = "; ".join(f"{name}: {', '.join(family.sizes)}" for name, family in MODELS.items())
 
     add = parser.add_argument_group("model and data").add_argument

@@ -1,4 +1,4 @@
-"""Steps of `chorus train` with their output: progress, metrics, checkpoints, learning curve and trace."""
+"""Training loop of `chorus train`: progress bar, metrics file, checkpoints, learning curve and trace."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxr
 
 
 def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
-    """Train, print and write files; return the exit status. Collective."""
+    """Run a training to its end, with console output and all files; returns the exit status. Collective."""
     run = TrainingRun(comm, args, training)
     return run.steps() or run.finish()
 
 
 class CheckpointWriter:
-    """Checkpoints of this run. A training continues after one that cannot be written.
+    """Checkpoints of a training run; after a failed write, training continues.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class CheckpointWriter:
         self.problem: CheckpointError | None = None
 
     def save(self) -> None:
-        """Write a checkpoint, or warn. Collective."""
+        """Write a checkpoint of this step; after an error, print a warning and keep it in `problem`. Collective."""
         self.tried, self.problem = self._training.done, None
         try:
             self._training.save(self._folder, keep=self._keep)
@@ -86,7 +86,7 @@ class CheckpointWriter:
         self.step = self._training.done
 
     def resume_text(self) -> str:
-        """Text on how to continue the training after its last step."""
+        """Text for the user after an interruption: how to resume, or that nothing was saved."""
         if not self._folder:
             return "no --checkpoint keeps it"
         if not self.problem:
@@ -94,7 +94,7 @@ class CheckpointWriter:
         return self._last_text()
 
     def killed_text(self) -> str:
-        """Message if all ranks are killed, as most launchers do when one of them dies."""
+        """Message to show if this training is killed: from which checkpoint it can be resumed."""
         return f"chorus train: the training was killed, or one of its ranks was: {self._last_text()}"
 
     def _last_text(self) -> str:
@@ -104,7 +104,7 @@ class CheckpointWriter:
 
 
 class TrainingRun:
-    """Loop over the steps, with its output."""
+    """Loop over training steps, with progress bar, metrics, tests, checkpoints and plots."""
 
     def __init__(self, comm: Communicator, args: argparse.Namespace, training: Training):
         self._args, self._training = args, training
@@ -124,7 +124,7 @@ class TrainingRun:
         self._test_text = ""
 
     def steps(self) -> int:
-        """Make the steps; return 0, or the exit status after a signal."""
+        """Run all training steps; returns 0, or 128 + signal number if interrupted by a signal. Collective."""
         args, training, checkpoints = self._args, self._training, self._checkpoints
         tenth = max(1, training.steps // INTERVALS)
         test_every = args.test_every or (training.sampler.steps_per_epoch if training.settings.steps is None else tenth)
@@ -157,7 +157,7 @@ class TrainingRun:
             return 128 + number if number else 0
 
     def _record(self, record: StepRecord, test_every: int) -> None:
-        """Add a step to meter and metrics, with a test after every `test_every` steps."""
+        """Add a step to throughput meter and metrics file; every `test_every` steps also test the model."""
         training, metrics = self._training, self._metrics
         self._meter.add(record.samples, record.seconds, record.report.communication)
         done, line = training.done, record.line()
@@ -171,7 +171,7 @@ class TrainingRun:
             say(f"warning: {self._args.json} has no line of step {done} yet: {metrics.problem}; the training goes on")
 
     def _summary(self, score: EvalScore, speed: Throughput) -> dict[str, Any]:
-        """Last line of the metrics. Collective."""
+        """Summary of the run for the last line of the metrics file. Collective."""
         training, lines = self._training, self._metrics.lines
         return {
             "final": True,
@@ -189,7 +189,7 @@ class TrainingRun:
         }
 
     def finish(self) -> int:
-        """Test, and write all files; return the exit status. Collective."""
+        """Test the trained model, write metrics, plot and trace; returns the exit status. Collective."""
         args, training, comm, metrics = self._args, self._training, self._comm, self._metrics
         checkpoints = self._checkpoints
         with launcher.progress(len(training.task.test), "test", "sample") as bar:
@@ -224,7 +224,7 @@ class TrainingRun:
         plot_learning(self._args.plot, self._metrics.lines, title_of(self._training), machine())
 
     def _memory(self) -> dict[str, int]:
-        """Most bytes of a rank: by its ledger, and of the whole process. Collective."""
+        """Peak bytes, maximum over ranks: by the engine's memory ledger, and of the whole process. Collective."""
         ledger = self._training.engine.ledger
         peaks = {
             "peak_bytes": sum(ledger.allocated.values()) + ledger.work,

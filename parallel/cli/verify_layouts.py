@@ -1,4 +1,4 @@
-"""Check that trainings in all layouts end in the same parameters, bit for bit.
+"""Check that training gives bitwise the same parameters in all layouts.
 
 python scripts/verify_layouts.py
 python scripts/verify_layouts.py --model gpt --ranks 1,2,4 --layouts dp,zero3,pp:1f1b,pp:zb-h1
@@ -45,7 +45,7 @@ VARIANTS = (("--recompute",), ("--bucket-bytes", "16384"))
 
 
 class LayoutRun(NamedTuple):
-    """Row of the table."""
+    """Training run to compare: number of ranks, layout, and additional options of `chorus train`."""
 
     ranks: int
     layout: str
@@ -57,7 +57,7 @@ class LayoutRun(NamedTuple):
 
 
 def table(model: str, ranks: list[int], layouts: list[str]) -> list[LayoutRun]:
-    """Every layout on every number of ranks; recomputation and small buckets on the largest.
+    """Runs to compare: every layout on every number of ranks, with recomputation and small buckets on the largest.
 
     Pipelines have as many stages as ranks, and half as many with two replicas. Accumulation needs no row of its own:
     with fewer ranks than micro-batches each rank has several.
@@ -83,7 +83,7 @@ def _rows(model: str, size: int, name: str) -> list[LayoutRun]:
 
 
 def run(row: LayoutRun, model: str, steps: int, folder: Path, mpiexec: str) -> Path | str:
-    """Train one row: its last checkpoint, or the error."""
+    """Train one row under mpiexec; returns the path of its last checkpoint, or a text that describes the failure."""
     words = f"-m parallel.cli.main train {MODELS[model]} --dropout 0.1 --clip 1 --reproducible --parallel {row.layout}"
     options = ["--steps", str(steps), "--checkpoint", str(folder), "--every", str(steps), *row.options]
     status, output = run_ranks(mpiexec, row.ranks, [*words.split(), *options], LIMIT)
@@ -97,7 +97,7 @@ def run(row: LayoutRun, model: str, steps: int, folder: Path, mpiexec: str) -> P
 
 
 def first_difference(one: Path, other: Path) -> str | None:
-    """First tensor whose bits differ, with the difference; None if all are equal."""
+    """Compare two checkpoints bit by bit: text about the first tensor that differs, or None if all are equal."""
     mine, theirs = tensors_in(one), tensors_in(other)
     for (name, a), (other_name, b) in zip(mine, theirs, strict=True):
         if name != other_name or a.shape != b.shape or a.dtype != b.dtype:
@@ -110,7 +110,7 @@ def first_difference(one: Path, other: Path) -> str | None:
 
 
 def verify(mpiexec: str, model: str, rows: list[LayoutRun], steps: int) -> Iterator[bool]:
-    """Run and print the table of one model; True for each row that equals the first."""
+    """Train all rows and print a table; yields True for each whose checkpoint equals the first row's bit by bit."""
     reference: Path | None = None
     with tempfile.TemporaryDirectory() as folder:
         for number, row in enumerate(rows):
@@ -129,7 +129,7 @@ def verify(mpiexec: str, model: str, rows: list[LayoutRun], steps: int) -> Itera
 
 
 def main() -> int:
-    """Run all tables; 1 if any line differs."""
+    """Verify the layouts of each model; exit status 1 if a run fails or its parameters differ."""
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--model", choices=[*MODELS, "all"], default="all", help="default all")

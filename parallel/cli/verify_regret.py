@@ -1,4 +1,4 @@
-"""Compare the regret of a stale synchronous training with its bound.
+"""Compare the regret of stale synchronous (SSP) training with its theoretical bound.
 
 mpiexec -n 5 python scripts/verify_regret.py
 mpiexec -n 5 python scripts/verify_regret.py --plot out/regret.png
@@ -44,7 +44,7 @@ DESCENTS = 1000  # steps of the search for the best point
 
 
 def losses(weights: np.ndarray, data: ArrayDataset) -> np.ndarray:
-    """Loss of every sample. The last row of the weights is the bias."""
+    """Cross-entropy loss of each sample for a linear classifier; the last row of `weights` is the bias."""
     scores = data.x @ weights[:-1] + weights[-1]
     scores -= scores.max(1, keepdims=True)
     by_sample: np.ndarray = np.log(np.exp(scores).sum(1)) - scores[np.arange(len(data)), data.y]
@@ -52,7 +52,7 @@ def losses(weights: np.ndarray, data: ArrayDataset) -> np.ndarray:
 
 
 def best(data: ArrayDataset, steepest: float) -> np.ndarray:
-    """Point of the ball with the smallest mean loss, by projected gradient descent with Nesterov's momentum."""
+    """Weights of the smallest mean loss in the ball of radius `RADIUS`; `steepest` bounds the gradient's norm."""
     x = np.hstack([data.x, np.ones((len(data), 1))]).astype(np.float64)
     here = before = np.zeros((x.shape[1], int(data.y.max()) + 1))
     rate = 2 / steepest**2
@@ -67,7 +67,7 @@ def best(data: ArrayDataset, steepest: float) -> np.ndarray:
 
 
 def train(comm: Communicator, data: ArrayDataset, staleness: int, sigma: float, steps: int) -> tuple[np.ndarray, float]:
-    """Train; every step has a part for each worker, and the last worker is slow, so that gradients are stale.
+    """Train with a staleness bound; rank 0 gets the loss of every gradient and the largest norm of the weights.
 
     On the first rank, return the loss of every gradient at the weights that it was computed from, and the largest norm
     of the weights.
@@ -92,7 +92,7 @@ def train(comm: Communicator, data: ArrayDataset, staleness: int, sigma: float, 
 
 
 def main() -> int:
-    """Train with each staleness; 1 if a regret is above its bound."""
+    """Train with each staleness bound and print regrets; exit status 1 if one exceeds its bound."""
     parser = launcher.LauncherParser(__doc__)
     add = parser.add_argument
     add("--staleness", type=numbers, default=[0, 1, 3, 8], metavar="S,...", help="default 0,1,3,8")

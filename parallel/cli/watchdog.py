@@ -1,4 +1,4 @@
-"""Watchdog process beside each rank, which ends all ranks when one of its node dies.
+"""Watchdog process of each rank, which ends all ranks of the job when a rank of its node dies.
 
 Open MPI with ``--with-ft ulfm`` keeps ranks alive when others die, which would wait forever until the program handles
 deaths (in `MPI_Init`, in a first collective). The watchdog terminates the launcher's daemon, and with it all ranks.
@@ -23,12 +23,12 @@ _processes: list[subprocess.Popen[bytes]] = []
 
 
 def fault_tolerant() -> bool:
-    """True if this MPI keeps ranks alive when others die (Open MPI's ``mpiexec --with-ft ulfm``)."""
+    """True if MPI keeps ranks alive when other ranks die (Open MPI's ``mpiexec --with-ft ulfm``)."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")  # noqa: SIM112 (its name)
 
 
 def start() -> None:
-    """Until `stop` or the end of this process, let the death of a rank of this node end all ranks."""
+    """Start the watchdog: until `stop`, the death of a rank on this node ends all ranks of the job."""
     count = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
     if fault_tolerant() and count.isdecimal() and not _processes:
         command = [sys.executable, "-I", __file__, str(os.getppid()), str(os.getpid()), count, str(GRACE)]
@@ -37,7 +37,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """End the watchdog: this rank handles the deaths of others."""
+    """Stop the watchdog of this rank; from now on the program handles dead ranks itself."""
     while _processes:
         process = _processes.pop()
         with suppress(BrokenPipeError):
@@ -45,7 +45,7 @@ def stop() -> None:
 
 
 def children(parent: int) -> set[int]:
-    """Living child processes of a process; empty if it has ended."""
+    """Process ids of the living children of a process; empty if it has ended."""
     try:
         return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
     except OSError:
@@ -53,7 +53,7 @@ def children(parent: int) -> set[int]:
 
 
 def watch(launcher: int, rank: int, count: int, grace: float) -> None:
-    """Watch the ranks that a launcher's daemon has started here, until standard input ends."""
+    """Watchdog loop: terminate the process `launcher` when one of its `count` child processes, the ranks, dies."""
     ranks: set[int] = set()
     since = None
     while not select.select([0], [], [], PERIOD)[0]:

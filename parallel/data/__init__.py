@@ -1,1 +1,1 @@
-"""Data sets, samplers and the work queue."""
+"""Data sets, samplers, and a work queue shared by ranks."""

@@ -1,4 +1,4 @@
-"""Learning tasks by name or path: built-in data without downloads, and users' files.
+"""Data sets for training and test, by name or path: built-in ones without downloads, and users' files.
 
 Data depend only on the name, the seed and files on disk, so all ranks have the same without communication.
 """
@@ -24,7 +24,7 @@ HELD_OUT = 10
 
 @dataclass(frozen=True)
 class ArrayDataset:
-    """Samples along the first axis of two arrays; `y` has integer classes (negative: none) or float targets."""
+    """Data set in two arrays, samples along axis 0; `y` has integer classes (negative: none) or float targets."""
 
     x: np.ndarray
     y: np.ndarray
@@ -33,17 +33,17 @@ class ArrayDataset:
         return len(self.x)
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of the samples at these indices."""
+        """(x, y) of the samples at `indices`, as copies."""
         return self.x[indices], self.y[indices]
 
     def flat(self) -> ArrayDataset:
-        """Same samples, each input flattened."""
+        """Same data set with each sample of x flattened to one dimension."""
         return ArrayDataset(self.x.reshape(len(self.x), int(np.prod(self.x.shape[1:]))), self.y)
 
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Windows of `length` bytes of a text, `stride` apart; targets are the inputs shifted by one byte.
+    """Data set of windows of `length` bytes of a text, `stride` apart; targets are the inputs shifted by one byte.
 
     Stride 0 stands for `length`: each byte but the first is a target once per epoch.
     """
@@ -60,7 +60,7 @@ class TokenWindows:
         return max(0, (len(self.text) - self.length - 1) // (self.stride or self.length) + 1)
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x and y, int64, both of shape (windows, length)."""
+        """(x, y) of the windows at `indices`: int64, both of shape (windows, length)."""
         indices = np.asarray(indices, np.int64)
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"windows {indices.min()} to {indices.max()} of a text that has {len(self)}")
@@ -71,7 +71,7 @@ class TokenWindows:
 
 @dataclass(frozen=True)
 class LearningTask:
-    """Training and test data (disjoint) with their shapes.
+    """Training and test data sets (disjoint), kind of targets, and shapes of inputs and outputs.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class LearningTask:
 
 
 def digits(seed: int = 0, length: int = 0) -> LearningTask:
-    """Scikit-learn's 1797 handwritten digits: 8 x 8 images from 0 to 1, ten classes, a fifth for the test."""
+    """Scikit-learn's handwritten digits: 1797 images, 8 x 8 values in [0, 1], ten classes; a fifth is for the test."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -103,14 +103,14 @@ def digits(seed: int = 0, length: int = 0) -> LearningTask:
 
 
 def teacher(seed: int = 0, length: int = 0) -> LearningTask:
-    """Regression on a random two-layer network: 32 inputs, 4 outputs; 4096 samples, 512 for the test."""
+    """Regression on a random two-layer network: 32 inputs, 4 outputs; 4096 training and 512 test samples."""
     x, values = _teach(seed, 4)
     whole = ArrayDataset(x, values.astype(np.float32))
     return LearningTask("teacher", *_cut(whole, 4096), "values", (32,), 4)
 
 
 def teacher_classes(seed: int = 0, length: int = 0) -> LearningTask:
-    """Classification by the largest of 8 outputs of a random two-layer network."""
+    """Classification: the class is the index of the largest of 8 outputs of a random two-layer network."""
     x, values = _teach(seed, 8)
     return _classes("teacher_classes", *_cut(ArrayDataset(x, values.argmax(1).astype(np.int64)), 4096), outputs=8)
 
@@ -127,8 +127,7 @@ LONGEST = 1 << 12
 
 
 def copy(seed: int = 0, length: int = 64) -> LearningTask:
-    """Sequences that repeat their first half, for the test 512 of 4608: length / 2 random bytes, a zero, the same
-    bytes.
+    """Copy task, 4096 training and 512 test sequences: length / 2 random bytes, a zero byte, the same bytes again.
 
     y is x shifted by one, and -1 where it cannot be predicted.
     """
@@ -144,7 +143,7 @@ def copy(seed: int = 0, length: int = 64) -> LearningTask:
 
 
 def pydoc(seed: int = 0, length: int = 128) -> LearningTask:
-    """Documentation of Python's standard library as bytes; a tenth of the modules and topics is for the test.
+    """Text of the Python standard library's documentation, as bytes; a tenth of the modules and topics is the test set.
 
     Repeated paragraphs are kept once, so only short phrases occur in both texts.
     """
@@ -157,7 +156,7 @@ def pydoc(seed: int = 0, length: int = 128) -> LearningTask:
 
 @lru_cache(maxsize=1)
 def library() -> tuple[tuple[str, str], ...]:
-    """(name, text) of every documented module and topic of the standard library: 3 MB from sources in two seconds."""
+    """(name, text) of each documented module and topic of the standard library, read from its sources: 3 MB in 2 s."""
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
@@ -199,7 +198,7 @@ PREFIX = re.compile(r"\s*[rRuU]?")
 
 
 def documentation(source: str) -> Iterator[str]:
-    """Docstrings and comments of a Python source on lines of their own, without indentation.
+    """Docstrings and comments that stand on lines of their own in Python source code, without indentation.
 
     >>> list(documentation("# one\\n# two\\nx = '#'  # three\\ndef f():\\n    '''Four.\\n\\n    Five.'''\\n"))
     ['one\\ntwo', 'Four.\\n\\nFive.']
@@ -215,7 +214,7 @@ def documentation(source: str) -> Iterator[str]:
 
 
 def from_npz(path: Path, seed: int = 0, length: int = 0) -> LearningTask:
-    """Task of a user's arrays `x` and `y`, with `x_test` and `y_test`, or else a tenth for the test.
+    """Data set from a .npz file with arrays `x` and `y`; the test set is `x_test` and `y_test`, else a random tenth.
 
     Floats become float32, integers int64: in x for embeddings, in y classes, one per sample.
     """
@@ -279,7 +278,7 @@ def _pair(path: Path, x: np.ndarray, y: np.ndarray, end: str) -> ArrayDataset:
 
 
 def from_text(path: Path, seed: int = 0, length: int = 128) -> LearningTask:
-    """Task of a user's file as bytes; the last tenth is for the test."""
+    """Data set of windows of the bytes of a user's file; the last tenth of the file is the test set."""
     text = np.frombuffer(path.read_bytes(), np.uint8)
     cut = len(text) - len(text) // HELD_OUT
     return _text(path.name, text[:cut], text[cut:], length)
@@ -295,7 +294,7 @@ TASKS: dict[str, Callable[[int, int], LearningTask]] = {
 
 
 def load(source: str, *, seed: int = 0, length: int = 128) -> LearningTask:
-    """Task by name (a key of `TASKS`), or of a file: arrays for paths that end in .npz, else text.
+    """Load a data set by name (a key of `TASKS`) or path: arrays if it ends in .npz, else text.
 
     `seed` is that of the split and of generated data, `length` that of sequences in tasks that have them.
     """
@@ -308,7 +307,7 @@ def load(source: str, *, seed: int = 0, length: int = 128) -> LearningTask:
 
 
 def _split(whole: ArrayDataset, seed: int, share: int) -> tuple[ArrayDataset, ArrayDataset]:
-    """Random split with 1 / share (never all) for the test."""
+    """Random split into training and test samples; 1 / `share` of them, rounded down, are for the test."""
     order = np.random.default_rng(seed).permutation(len(whole))
     cut = len(whole) - len(whole) // share
     return ArrayDataset(*whole.take(order[:cut])), ArrayDataset(*whole.take(order[cut:]))

@@ -1,4 +1,4 @@
-"""Sampler: one seeded order for all ranks, cut into global batches and micro-batches.
+"""Sampler: the same seeded order of samples on all ranks, cut into global batches and micro-batches.
 
 Neither depends on the number of ranks. A layout assigns micro-batches by number (`contiguous`, `interleaved`), or ranks
 draw them as they become ready (`WorkQueue`).
@@ -21,17 +21,17 @@ Item = TypeVar("Item")
 
 
 class Dataset(Protocol):
-    """Indexed samples in memory."""
+    """Interface of data sets in memory whose samples are taken by index."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(x, y) of the samples at `indices`: new arrays."""
+        """(x, y) of the samples at `indices`, as new arrays."""
 
 
 class Batch(NamedTuple):
-    """Micro-batch: samples along the first axis of x and y, and their numbers in the data set (int64).
+    """Micro-batch: samples along the first axis of x and y, and their indices in the data set (`samples`, int64).
 
     `number` counts the step's micro-batches over all ranks: the position of its gradient in the canonical order.
     """
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
-    """Validated batch of a tuple of four, with inputs and targets as arrays of `xp`; `at` is its index, for errors."""
+    """Convert (number, x, y, samples) to a `Batch` with arrays of `xp`, or ValueError; `at` is its index there."""
     parts = tuple(some) if isinstance(some, tuple | list) else ()
     if len(parts) != len(Batch._fields):
         found = f"a {type(some).__name__} of {len(parts)}" if isinstance(some, tuple | list) else type(some).__name__
@@ -65,7 +65,7 @@ def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
 
 
 class StepBatches(NamedTuple):
-    """Step `number` of an epoch: samples of each micro-batch (int64). The last step and its last part may be short."""
+    """Sample indices (int64) of each micro-batch of step `number` of an epoch; the last one may be smaller."""
 
     epoch: int
     number: int
@@ -73,17 +73,17 @@ class StepBatches(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Number of samples of the global batch."""
+        """Number of samples in the global batch of this step."""
         return sum(len(part) for part in self.parts)
 
     def batches(self, data: Dataset, numbers: Iterable[int]) -> Iterator[Batch]:
-        """Micro-batches of these numbers, made lazily."""
+        """Load the micro-batches `numbers` of this step from the data set, one by one as the iterator advances."""
         for number in numbers:
             yield Batch(number, *data.take(self.parts[number]), self.parts[number])
 
 
 class OnDemandSampler(Sequence[Batch]):
-    """Micro-batches of a step by number, made when taken: for ranks that draw their work."""
+    """Sequence of a step's micro-batches, each loaded when indexed: for ranks that draw work from a queue."""
 
     def __init__(self, step: StepBatches, data: Dataset):
         self._step, self._data = step, data
@@ -98,7 +98,7 @@ class OnDemandSampler(Sequence[Batch]):
 
 
 class Sampler:
-    """Sampler without replacement, ordered by seed and epoch, with a position that can be saved.
+    """Sampler without replacement: order of samples by seed and epoch, with a position for checkpoints.
 
     Equal on all ranks without communication. The order is that of NumPy's `default_rng([seed, epoch])`; one epoch's is
     kept, 8 bytes per sample.
@@ -148,7 +148,7 @@ class Sampler:
         self._order = (-1, np.zeros(0, np.int64))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Sample numbers of an epoch in order: int64, read-only."""
+        """Sample indices of an epoch in the order of use: int64, read-only."""
         kept, order = self._order
         if kept != epoch:
             everything = np.arange(self.count, dtype=np.int64)
@@ -159,7 +159,7 @@ class Sampler:
         return order
 
     def at(self, epoch: int, step: int) -> StepBatches:
-        """One step of any epoch; the position is unchanged."""
+        """Micro-batches of a given step of a given epoch; the sampler's position is unchanged."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step}: an epoch of {self.count} samples has {self.steps_per_epoch} steps")
         start = step * self.global_batch
@@ -168,7 +168,7 @@ class Sampler:
         return StepBatches(epoch, step, tuple(chosen[cut : cut + self.micro_batch] for cut in cuts))
 
     def sizes(self, steps: int) -> list[tuple[int, ...]]:
-        """Samples of each micro-batch, for each distinct step among the first `steps` of an epoch.
+        """Micro-batch sizes of the first of `steps` steps of an epoch and, if they differ, of the last.
 
         >>> Sampler(5, global_batch=4, micro_batch=2).sizes(3), Sampler(5, global_batch=4, micro_batch=2).sizes(1)
         ([(2, 2), (1,)], [(2, 2)])
@@ -178,29 +178,29 @@ class Sampler:
         return [tuple(min(micro, batch - at) for at in range(0, batch, micro)) for batch in dict.fromkeys(batches)]
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[StepBatches]:
-        """Steps of one epoch from `start` on; the position is unchanged."""
+        """Iterate over the steps of an epoch from step `start` on; the sampler's position is unchanged."""
         for step in range(start, self.steps_per_epoch):
             yield self.at(epoch, step)
 
     def ahead(self) -> Iterator[StepBatches]:
-        """Endless steps from the position on; none without samples. Only `done` moves the position."""
+        """Iterate without end over steps from the position on (none without samples); `done` moves the position."""
         epoch, start = self.epoch, self.step
         while self.count:
             yield from self.steps(epoch, start)
             epoch, start = epoch + 1, 0
 
     def done(self, step: StepBatches) -> None:
-        """Move the position behind a finished step."""
+        """Set the sampler's position to the step after `step`, which is finished."""
         self.epoch, self.step = step.epoch, step.number + 1
         if self.step >= self.steps_per_epoch:
             self.epoch, self.step = step.epoch + 1, 0
 
     def position(self) -> dict[str, int]:
-        """Position and the settings it depends on: integers, for a checkpoint."""
+        """Position (epoch, step) and the settings that it depends on, as integers, for a checkpoint."""
         return {"epoch": self.epoch, "step": self.step} | self._fixed()
 
     def load(self, position: dict[str, int]) -> None:
-        """Restore a saved position; the micro-batch may differ, since it does not affect the order.
+        """Restore a position from a checkpoint; the micro-batch size may be another, as it does not affect the order.
 
         ValueError for a position of another count, global batch or seed, or none; the sampler is unchanged.
         """
@@ -223,7 +223,7 @@ class Sampler:
 
 
 def contiguous(count: int, rank: int, size: int) -> range:
-    """Contiguous share of micro-batches 0 .. count-1; shares differ by at most one.
+    """Contiguous share of the micro-batches 0 .. count-1 for a rank; shares differ in size by at most one.
 
     >>> [list(contiguous(5, rank, 3)) for rank in range(3)]
     [[0], [1, 2], [3, 4]]
@@ -232,7 +232,7 @@ def contiguous(count: int, rank: int, size: int) -> range:
 
 
 def interleaved(count: int, rank: int, size: int) -> range:
-    """Share of micro-batches 0 .. count-1 with stride `size`.
+    """Share of the micro-batches 0 .. count-1 for a rank, with stride `size`: rank, rank + size, ...
 
     >>> [list(interleaved(5, rank, 3)) for rank in range(3)]
     [[0, 3], [1, 4], [2]]
@@ -241,7 +241,7 @@ def interleaved(count: int, rank: int, size: int) -> range:
 
 
 def prefetch(source: Iterable[Item], depth: int = 2) -> Iterator[Item]:
-    """Items of `source`, up to `depth` of them made in advance by a thread; depth 0 uses no thread.
+    """Iterate over `source` with up to `depth` items computed ahead in a background thread (0: no thread).
 
     Exceptions of the source are raised here, in place of the item. The thread starts with the first item and ends with
     the iteration: after the last item, an exception, Ctrl-C, or `close` (which Python calls when the iterator is

@@ -1,4 +1,4 @@
-"""Shared counter from which ranks of unequal speed draw work.
+"""Work queue over one-sided MPI: ranks of unequal speed draw numbers from a shared counter.
 
 A draw is one `Fetch_and_op` on a window of rank 0. Between nodes it may complete only when rank 0 next enters MPI,
 which it does with each draw of its own: place rank 0 on a fast node.
@@ -16,7 +16,7 @@ COUNTERS = 2
 
 
 class WorkQueue:
-    """Queue of work numbers, each taken by exactly one rank. Creating and freeing are collective.
+    """Queue of work item numbers, each drawn by exactly one rank. Creating and freeing are collective.
 
     Which rank gets which number depends on timing, and so does the last digit of a sum over the numbers of a rank: for
     repeatable results, put what belongs to a number in order of numbers.
@@ -40,7 +40,7 @@ class WorkQueue:
                 self._add(0, counter, MPI.REPLACE)
 
     def draw(self, count: int) -> Iterator[int]:
-        """Numbers 0 .. count-1 in increasing order, shared by all ranks; `count` is the same on all.
+        """Iterate over the numbers in 0 .. count-1 that this rank draws, ascending; each goes to one rank. Collective.
 
         Collective: ranks wait for each other at the beginning, not at the end. A rank may stop early, and the others
         then draw the rest. RuntimeError from an iterator of an earlier round, or after `close`.
@@ -65,7 +65,7 @@ class WorkQueue:
             yield number
 
     def _add(self, value: int, counter: int, op: MPI.Op) -> int:
-        """Add to a counter atomically; returns the old value."""
+        """Apply `op` (sum or replace) with `value` to a shared counter atomically; returns its old value."""
         given, was = np.array([value], np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op([given, MPI.INT64_T], [was, MPI.INT64_T], 0, counter, op)
         self._window.Flush(0)
@@ -76,7 +76,7 @@ class WorkQueue:
             raise RuntimeError("pool: it has been closed")
 
     def close(self) -> None:
-        """Free the counters. Collective."""
+        """Free the shared counters. Collective."""
         if self._window != MPI.WIN_NULL:
             self._window.Unlock_all()
             self._window.Free()

@@ -1,1 +1,1 @@
-"""Data parallelism: gradient buckets, reducers, DDP, ZeRO, error feedback."""
+"""Data parallelism: gradient buckets and their reduction, DDP, ZeRO, error feedback, sharded optimizer."""

@@ -1,4 +1,4 @@
-"""Data-parallel layouts with all weights on all ranks, and one sum of gradients over the ranks per step.
+"""DDP layouts: all weights on all ranks, and gradients summed over the ranks once per step.
 
 Each layout is a gradient sink; they differ in the exchange of a bucket that is complete in the step's last micro-batch.
 A bucket is complete when the backward has left all units that use it: within a unit a parameter may be handed in any
@@ -25,7 +25,7 @@ MOST_REQUESTS = 24
 
 
 class NaiveDDP:
-    """One bucket and one allreduce after the last backward.
+    """Gradient sink with one bucket, all-reduced (blocking) after the last backward of a step; base of the DDP layouts.
 
     `own` are the spans of the flat vector that this rank updates, with their gradients after `finish`.
     """
@@ -54,17 +54,17 @@ class NaiveDDP:
         return [plan.flat.places]
 
     def part(self) -> Array:
-        """Memory for the received part of a reduce-scatter."""
+        """Allocate the receive buffer of the reduce-scatter; None, as this layout uses allreduce."""
         return None
 
     def spans(self) -> list[Span]:
         return [self._context.flat.span] if self._context.flat.length else []
 
     def ready(self, reducer: PlainReducer) -> None:
-        """Exchange the next bucket, which is complete."""
+        """Start the exchange of a bucket that is complete in the step's last micro-batch; here a no-op."""
 
     def finalize(self) -> None:
-        """Exchange the remaining buckets after the last backward."""
+        """Exchange, after the last backward of a step, all buckets that are not exchanged yet."""
         for reducer in self.reducers:
             self._blocking("allreduce", reducer)
 
@@ -75,7 +75,7 @@ class NaiveDDP:
         return len(assignment[rank])
 
     def begin(self, assignment: Assignment | None, step_scale: StepScale = START) -> None:
-        """Begin a step; `assignment` is None if ranks draw micro-batches: then `assign` follows the last one."""
+        """Begin a step with micro-batches by rank; None if ranks draw them: then `assign` follows the last backward."""
         self._next = 0
         self._remaining = -1 if assignment is None else len(assignment[self._context.plan.rank])
         for reducer in self.reducers:
@@ -103,12 +103,12 @@ class NaiveDDP:
                 self._complete(self.reducers[number])
 
     def end_backward(self) -> None:
-        """Complete the other buckets; missing gradients are zero."""
+        """Complete the buckets that are still open at the end of a backward; gradients that did not come are zero."""
         for number in sorted(self._open):
             self._complete(self.reducers[number])
 
     def bind(self) -> None:
-        """Create persistent requests now, so that starting an exchange is not collective. Collective."""
+        """Create the layout's persistent requests, so that starting an exchange is not collective. Collective."""
 
     def finish(self) -> None:
         self.finalize()
@@ -134,7 +134,7 @@ class NaiveDDP:
 
 
 class BucketedDDP(NaiveDDP):
-    """A blocking allreduce per bucket as soon as it is complete."""
+    """Gradient sink with several buckets: a blocking allreduce of each as soon as it is complete."""
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
@@ -149,7 +149,7 @@ class BucketedDDP(NaiveDDP):
 
 
 class OverlappedDDP(BucketedDDP):
-    """A non-blocking allreduce per bucket, overlapped with the backward; every gradient drives progress."""
+    """Gradient sink with a non-blocking allreduce per bucket, overlapped with backward, which drives progress."""
 
     def __init__(self, context: RunContext):
         super().__init__(context)
@@ -185,7 +185,7 @@ class OverlappedDDP(BucketedDDP):
         self._note_end(reducer.bucket.number)
 
     def _test_active(self) -> None:
-        """Test the active exchanges, oldest first: one test drives all, and they complete in order."""
+        """Test the allreduces in flight, oldest first, until one is incomplete; one test drives them all."""
         for number in list(self._active):
             if not self.reducers[number].test():
                 break

@@ -1,4 +1,4 @@
-"""Compressed sums of gradients with error feedback: the residual of a step is added to the next one."""
+"""Compressed gradient reduction with error feedback: the compression error of a step is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quant.types import Array
 
 
 class ErrorFeedbackReducer(PlainReducer):
-    """Plain sum over a rank's micro-batches, compressed sum over the ranks.
+    """Bucket reducer with a compressed sum over ranks and error feedback; a rank's micro-batches are summed exactly.
 
     `residual` are gradients minus sent values of this rank, over all steps; only the sum over all ranks has a meaning.
     It is kept in units of the step's mean gradient, so neither the number of samples in a step nor the loss scale
@@ -61,7 +61,7 @@ class ErrorFeedbackReducer(PlainReducer):
             self._sent = False
 
     def bind(self) -> None:
-        """No-op: compressors are bound when they are created."""
+        """No-op: compressors bind their requests when created."""
 
     def start(self) -> None:
         self.bucket.complete(gaps=True)
@@ -69,7 +69,7 @@ class ErrorFeedbackReducer(PlainReducer):
         self._waiting = next(self._rounds, [])
 
     def test(self) -> bool:
-        """Progress as far as messages have arrived; True if the exchange is complete."""
+        """Advance the exchange without blocking; True if it is complete."""
         while self._waiting and all([request.Test() for request in self._waiting]):
             self._waiting = next(self._rounds, [])
         return not self._waiting
@@ -85,12 +85,12 @@ class ErrorFeedbackReducer(PlainReducer):
             self.residual /= self._context.comm.Get_size()
 
     def rescale_residual(self, ranks: int) -> None:
-        """Rescale the residual of a checkpoint of so many ranks."""
+        """Rescale a restored residual, the average over `ranks` ranks, to the current number of ranks."""
         if self._feedback:
             self.residual *= ranks / self._context.comm.Get_size()
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices for a checkpoint: the residual after `average_residual`, and the compressor's state."""
+        """Slices of the residual (call `average_residual` before) and of the compressor's state, for a checkpoint."""
         mine = self._context.plan.rank == 0
         for place in self.bucket.places if self._feedback else ():
             start = place.span.start - self.bucket.span.start

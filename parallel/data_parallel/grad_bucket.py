@@ -1,4 +1,4 @@
-"""Gradient buckets: neighbouring parameters whose gradients are exchanged together. Imports no MPI.
+"""Gradient buckets: neighbouring parameters whose gradients are exchanged in one message. Imports no MPI.
 
 A bucket accumulates the gradients of one rank; `parallel.data_parallel.reducers` sums buckets over the ranks.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class GradBucket:
-    """A run of the flat vector, divided among the ranks, and its gradient while a backward accumulates it.
+    """Gradient bucket: a contiguous range of the flat parameter vector, and this rank's gradient of it.
 
     `number` is the position in the order of exchanges; `places` are neighbours, ascending. `parts` are the parts of all
     ranks, in whole blocks, `counts` their elements, and `own` is this rank's. The gradient is accumulated in `vector`.
@@ -42,14 +42,14 @@ class GradBucket:
         return slice(span.start - self.span.start, span.stop - self.span.start)
 
     def use_scratch(self, scratch: Array) -> None:
-        """Set memory for all gradients of a tensor but the first, until they are added; see `PartitionSpec.scratch`.
+        """Set the buffer for second and later gradients of a tensor, until they are added (`PartitionSpec.scratch`).
 
         A longer tensor with one use, whose gradient comes twice nevertheless, gets temporary memory.
         """
         self._scratch = scratch
 
     def reset(self, vector: Array) -> None:
-        """Accumulate into this vector from now on; its contents are ignored."""
+        """Accumulate gradients into `vector` from now on; its old contents are overwritten."""
         self.vector = vector
         self._written.clear()
 
@@ -57,7 +57,7 @@ class GradBucket:
         self._accepts = True
 
     def end_backward(self) -> None:
-        """Refuse gradients: the backward has left the units that use the bucket."""
+        """Reject further gradients: backward has passed all units that use the bucket's parameters."""
         self._accepts = False
 
     def accumulate(self, parameter: Parameter, compute: Callable[[Array], object]) -> None:
@@ -77,7 +77,7 @@ class GradBucket:
         view += more
 
     def complete(self, gaps: bool = False) -> None:
-        """Zero tensors that got no gradient and, with `gaps`, the padding between tensors."""
+        """Zero the gradient of tensors that received none and, with `gaps`, the padding between tensors."""
         for place in self.places:
             start = self._starts[id(place.parameter)]
             if id(place.parameter) not in self._written:
@@ -97,7 +97,7 @@ def buckets_of(cut: Iterable[Sequence[ParamSpan]], plan: PartitionSpec) -> list[
 
 
 def of(table: Mapping[int, T], parameter: Parameter) -> T:
-    """Entry of a table by the parameter's identity; ValueError if no operator of these units holds the parameter."""
+    """Look up a parameter in a table keyed by id(parameter); ValueError if absent: no operator holds the parameter."""
     if id(parameter) not in table:
         name = parameter.name or f"a parameter of shape {parameter.shape}"
         raise ValueError(
@@ -107,6 +107,6 @@ def of(table: Mapping[int, T], parameter: Parameter) -> T:
 
 
 def own_views(vector: Array, buckets: Sequence[GradBucket]) -> list[tuple[Span, Array]]:
-    """This rank's part of each bucket, and its view of a vector that holds one part after another."""
+    """(span, view) of this rank's part of each bucket, where `vector` holds these parts one after another."""
     starts = accumulate((bucket.own.size for bucket in buckets), initial=0)
     return [(bucket.own, vector[start : start + bucket.own.size]) for bucket, start in zip(buckets, starts)]

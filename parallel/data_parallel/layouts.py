@@ -1,4 +1,4 @@
-"""Table of data-parallel layouts: gradient sink, parameter store, assignment of micro-batches."""
+"""Table of data-parallel layouts (DDP, ZeRO): gradient reduction, parameter storage, assignment of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.nn.flat_params import Span, shards
 
 
 class DataParallelLayout(NamedTuple):
-    """A data-parallel layout: gradient sink, and assignment of micro-batches (`share`: micro-batches, rank, ranks).
+    """Data-parallel layout: constructor of its gradient sink; `share(count, rank, ranks)` gives a rank's micro-batches.
 
     With `divided` every rank updates a part of the weights only, with `sharded` it also stores only that. With `drawn`
     ranks may draw micro-batches during the step, since no rank waits for another before its end.
@@ -32,7 +32,7 @@ class DataParallelLayout(NamedTuple):
         return ReplicatedParams(context, [span for span, _ in gradients.own], gradients.buckets if self.divided else ())
 
     def spans(self, context: RunContext, gradients: Any) -> list[list[Span]]:
-        """Spans of each rank, of which it has the sum of gradients; together they make up the vector."""
+        """Spans by rank that divide the flat vector: where a rank adds to the gradient norm and writes checkpoints."""
         ranks = range(context.plan.ranks)
         if self.divided:
             return [[bucket.parts[rank] for bucket in gradients.buckets] for rank in ranks]

@@ -1,4 +1,4 @@
-"""Naive data parallelism: reference implementation for tests of the engines."""
+"""Naive data parallelism: the reference implementation that tests compare the engines with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quant.types import Array
 
 
 class NaiveDataParallel:
-    """The whole model on every rank, and one blocking allreduce of the whole gradient per step, in float32."""
+    """Training with a replica on every rank and one blocking allreduce of the whole gradient per step, in float32."""
 
     def __init__(self, model: Operator, loss: Any, comm: MPI.Intracomm, optimizer: Optimizer, seed: int = 0):
         self.model, self.loss, self.comm, self.optimizer, self.seed = model, loss, comm, optimizer, seed
@@ -29,7 +29,7 @@ class NaiveDataParallel:
         self._whole = OptimizerSpan(self.flat.span, self.weights, self.gradient, state, self.flat.places)
 
     def step(self, batches: Iterable[tuple[Array, Array, Array]]) -> float:
-        """One update from this rank's micro-batches (inputs, targets, sample numbers); the mean loss of all ranks."""
+        """Make one update from this rank's micro-batches (x, y, sample indices); returns the mean loss of all ranks."""
         self.gradient[...] = 0
         sums = np.zeros(2)  # losses, targets
         for x, y, samples in batches:

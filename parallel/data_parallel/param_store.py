@@ -13,7 +13,7 @@ from quant.types import Array
 
 
 class ReplicatedParams:
-    """All weights on every rank, all of the time.
+    """Parameter storage with all weights on every rank.
 
     `spans` are updated by this rank, and `buckets` gathered by `allgather_updates` (none where every rank updates
     everything). `own` are the spans and their weights.
@@ -34,7 +34,7 @@ class ReplicatedParams:
     def reshard(self) -> None: ...
 
     def allgather_updates(self) -> None:
-        """Gather the weights that the ranks have updated. Collective."""
+        """All-gather the weights of the buckets, of which each rank has updated its part. Collective."""
         for bucket in self._buckets:
             with self._context.recorder("communication", "allgather", bucket=bucket.number):
                 run = self.vector[self._context.flat.within(bucket.span)]
@@ -44,7 +44,7 @@ class ReplicatedParams:
 
 
 class ShardedParams:
-    """A part of the weights on every rank; a unit's are gathered before its use, while the unit before it computes.
+    """Sharded parameter storage (ZeRO 3): a unit's weights are gathered on use, prefetched during the unit before.
 
     A bucket has a slot in memory, which it shares with buckets of other units: units with even and odd numbers take
     turns. A bucket that is still in its slot when it is needed again is not gathered again. Parameters of several units
@@ -76,7 +76,7 @@ class ShardedParams:
         self._path, self._at = path, -1
 
     def unshard(self) -> None:
-        """Complete the next unit's weights, and prefetch those of the unit after it."""
+        """Wait for the weights of the next unit on the path, bind its parameters, and prefetch the unit after it."""
         self._at += 1
         here = self._needs(self._at)
         for number in here:
@@ -93,13 +93,13 @@ class ShardedParams:
                 self._fetch(number)
 
     def reshard(self) -> None:
-        """Release the unit's weights: their use is an error from now on."""
+        """Release the current unit's gathered weights: its parameters have no data until they are gathered again."""
         for number in self._needs(self._at):
             for place in self._buckets[number].places:
                 place.parameter.data = None
 
     def allgather_updates(self) -> None:
-        """Invalidate gathered weights, since the ranks have updated theirs."""
+        """Invalidate gathered weights after an update, so that they are gathered again before use."""
         self._held.clear()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class ShardedParams:
 
 
 def resident_slots(users: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Buffer slot per bucket: by unit parity and index; shared buckets get their own."""
+    """Buffer slot of each bucket, by parity of its unit and index in it; buckets of several units get their own."""
     slots: list[tuple[int, ...]] = []
     seen: dict[int, int] = {}
     for number, units in enumerate(users):

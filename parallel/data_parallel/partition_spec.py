@@ -1,4 +1,4 @@
-"""Partition of a model's flat vector, from shapes and settings alone. Imports no MPI and allocates nothing."""
+"""Partition of a model's flat parameter vector, from shapes and settings alone. Imports no MPI, allocates nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel.optim.precision import PRECISIONS, Precision
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """The model and its vector, the ranks, the types of numbers."""
+    """Model as units and flat parameter vector, number of ranks, precision, and bucket sizes."""
 
     units: tuple[Operator, ...]  # items of the model, whose weights are gathered and released together
     flat: FlatParams
@@ -29,7 +29,7 @@ class PartitionSpec:
     compress: Any = None  # `parallel.grad_compression.CompressorFactory` or None
 
     def scratch(self, adds: bool) -> int:
-        """Elements of the longest tensor that gets several gradients before its sum is exchanged.
+        """Elements of the scratch buffer: the longest tensor with several gradients to add before the exchange.
 
         These are the tensors with several uses; if a layout `adds` up micro-batches in place, all of them are.
         """
@@ -37,14 +37,14 @@ class PartitionSpec:
         return max((place.size for place in self.flat.places if adds or place.parameter.uses > 1), default=0)
 
     def buckets(self, most: int | None = None) -> tuple[tuple[ParamSpan, ...], ...]:
-        """Tensors of every bucket; at most `most` + 1 buckets."""
+        """Parameters of each gradient bucket; sizes are raised so that there are at most `most` + 1 buckets."""
         itemsize = self.precision.wide.itemsize
         least = 0 if most is None else -(-self.flat.length * itemsize // most)
         return buckets(self.flat.places, max(self.bucket_bytes, least), self.first_bytes, itemsize)
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:
-        """Numbers of the units that use a parameter, ascending, by its identity."""
+        """Indices of the units that use each parameter, ascending, keyed by id(parameter)."""
         users: dict[int, tuple[int, ...]] = {}
         for number, unit in enumerate(self.units):
             for parameter in unit.parameters():
@@ -53,7 +53,7 @@ class PartitionSpec:
 
 
 def plan_of(model: Operator, ranks: int, rank: int, settings: Settings, compress: Any = None) -> PartitionSpec:
-    """Partition of a model's vector, for the engine and its forecast; names the parameters and sets their dtype."""
+    """Partition of a model's flat parameter vector over ranks; also names its parameters and sets their dtype."""
     flat, precision = FlatParams(model), PRECISIONS[settings.precision]
     for place in flat.places:
         place.parameter.dtype = precision.storage
@@ -72,5 +72,5 @@ def plan_of(model: Operator, ranks: int, rank: int, settings: Settings, compress
 
 
 def units_of(model: Operator) -> tuple[Operator, ...]:
-    """Units of a model: a `Sequential`'s items; any other operator is one unit."""
+    """Split a model into units, gathered and released as a whole: the items of a `Sequential`, else the model."""
     return tuple(model.items) if isinstance(model, Sequential) else (model,)

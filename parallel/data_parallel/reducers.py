@@ -1,4 +1,4 @@
-"""Sums of a bucket's gradients over micro-batches and ranks: plain or in canonical order, whole or sharded.
+"""Bucket reducers: sum gradients over micro-batches and ranks, in MPI's or canonical order, all-reduced or sharded.
 
 Whole reducers sum the micro-batches of a rank and exchange once per step: begin; begin_backward, end_backward for each
 micro-batch; assign; then allreduce or reduce_scatter, or start, test until it is done, finish (to overlap the
@@ -27,7 +27,7 @@ Assignment = Sequence[tuple[int, ...]]
 
 
 class StepScale(NamedTuple):
-    """Number of a step, its targets over all ranks, and its loss scale."""
+    """Scale of a step's gradient sums: step number, number of targets over all ranks, and loss scale."""
 
     step: int
     targets: int
@@ -35,7 +35,7 @@ class StepScale(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """Factor between the mean gradient and the sums."""
+        """Ratio of summed gradients to the mean gradient: targets x loss scale."""
         return self.targets * self.scale
 
 
@@ -43,7 +43,7 @@ START = StepScale(0, 1, 1.0)
 
 
 class PlainReducer:
-    """Sum in one vector per rank; the order of terms between ranks is MPI's.
+    """Bucket reducer that sums a rank's micro-batches in one vector; MPI chooses the order of the sum over ranks.
 
     `vector` is the bucket's gradient. `scratch` is as long as the longest tensor, `part` (for `reduce_scatter`) as long
     as the longest of this rank's parts.
@@ -62,7 +62,7 @@ class PlainReducer:
         self.bucket.reset(self.vector)
 
     def assign(self, assignment: Assignment, step_scale: StepScale = START) -> None:
-        """No-op: the sum does not depend on the micro-batches' numbers."""
+        """No-op: the sum does not depend on which rank has which micro-batch."""
 
     def begin_backward(self, number: int) -> None:
         self.bucket.begin_backward()
@@ -75,14 +75,14 @@ class PlainReducer:
         self.finish()
 
     def reduce_scatter(self) -> None:
-        """Write this rank's part of the sum to its place in the vector; the rest becomes undefined."""
+        """Reduce-scatter the bucket: this rank's part of `vector` becomes the sum over ranks, the rest undefined."""
         self.bucket.complete()
         part = self._part[: self.bucket.own.size]
         self._comm.Reduce_scatter(self.vector, part, self.bucket.counts)
         self.vector[self.bucket.within(self.bucket.own)] = part
 
     def bind(self) -> None:
-        """Create the persistent request of `start` (collective, once)."""
+        """Create the persistent allreduce request that `start` starts (collective, once)."""
         if self._request is None:
             self._request = self._comm.Allreduce_init(MPI.IN_PLACE, self.vector)
 
@@ -92,7 +92,7 @@ class PlainReducer:
         self._request.Start()
 
     def test(self) -> bool:
-        """True if the exchange is complete and `finish` will not wait."""
+        """Progress the started exchange; True if it is complete and `finish` will not wait."""
         return bool(self._request.Test())
 
     def finish(self) -> None:
@@ -105,7 +105,7 @@ class PlainReducer:
 
 
 class CanonicalReducer(PlainReducer):
-    """Sum in canonical order: micro-batches are leaves of the tree, and a part's owner adds the nodes of all ranks."""
+    """Reproducible bucket reducer: sums over micro-batches in a fixed tree order, for any number of ranks."""
 
     def __init__(self, context: RunContext, bucket: GradBucket, vector: Array, scratch: Array, part: Array):
         super().__init__(context, bucket, vector, scratch, part)
@@ -154,7 +154,7 @@ class CanonicalReducer(PlainReducer):
         self._comm.Allgatherv(MPI.IN_PLACE, [self.vector, self.bucket.counts])
 
     def _exchange(self, alltoallv: Callable[[Any, Any], Any]) -> list[Any]:
-        """Send each rank its part of this rank's nodes, the k-th nodes of all ranks in the k-th call."""
+        """Send each rank its part of this rank's partial sums, one all-to-all per tree node; returns their results."""
         size, ranks = self.bucket.own.size, len(self._nodes)
         length = size * sum(map(len, self._nodes))
         if len(self._arriving) < length:
@@ -187,7 +187,7 @@ class CanonicalReducer(PlainReducer):
 
 
 class ShardedPlainReducer:
-    """Sum of this rank's part, in the order of the reduce-scatter.
+    """Bucket reducer that reduce-scatters after every micro-batch and keeps only this rank's part of the sum.
 
     `memory` holds the whole bucket during a backward (other buckets may use it at other times), `own` the sum of this
     rank's part. `scratch` is as long as the longest tensor; `arriving` as the longest of this rank's parts, in
@@ -224,7 +224,7 @@ class ShardedPlainReducer:
 
 
 class ShardedCanonicalReducer(ShardedPlainReducer):
-    """Reduce-scatter of a bucket after every turn, in the canonical order of `TreeSum`."""
+    """Reproducible sharded bucket reducer: all-to-all after every micro-batch, summed in a fixed tree order."""
 
     def __init__(
         self, context: RunContext, bucket: GradBucket, memory: Array, own: Array, scratch: Array, arriving: Array
@@ -238,7 +238,7 @@ class ShardedCanonicalReducer(ShardedPlainReducer):
         self._assignment = assignment
 
     def exchange(self, turn: int) -> None:
-        """Receive the leaves of all ranks that have one in this turn, for this rank's part."""
+        """Exchange the gradients of each rank's micro-batch number `turn`: receive this rank's part from every rank."""
         leaves = [numbers[turn] if turn < len(numbers) else None for numbers in self._assignment]
         self.bucket.end_backward()
         size, here = self._own.size, leaves[self._rank] is not None

@@ -1,4 +1,4 @@
-"""Context of an engine's parts: partition, communicator, allocator, profiler."""
+"""Objects that the parts of a training engine share: partition, communicator, allocator, profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel.runtime.vector_memory import VectorAllocator
 
 @dataclass(frozen=True)
 class RunContext:
-    """Partition, ranks, allocator and profiler that the parts of an engine share."""
+    """Partition, communicator, memory allocator and profiler, passed to all parts of a training engine."""
 
     plan: PartitionSpec
     comm: Communicator

@@ -24,7 +24,7 @@ from quant.types import Array
 
 
 class ParamShard(NamedTuple):
-    """A run of the vector, its gradient sink and parameter store, and the context of the ranks that have it.
+    """Range of the flat parameter vector (all, or a pipeline chunk): gradient sink, storage, context of its ranks.
 
     `spans` are those that each rank adds to norms and writes to checkpoints.
     """
@@ -51,7 +51,7 @@ class ParamShard(NamedTuple):
 
 
 class ShardedOptimizer:
-    """This rank's shards, and their update.
+    """Optimizer for this rank's shards: gradient norm over all ranks, clipping, loss scaling, update.
 
     `spans` are those of every rank; together they make up the vector. `seed` is that of initial values, `clip` the
     limit of the gradient norm.
@@ -79,7 +79,7 @@ class ShardedOptimizer:
         self._chosen = np.array([place[number] for number in numbers_of(self._mine).tolist()], np.int64)
 
     def _pieces_of(self, part: ParamShard, seed: int) -> Iterator[OptimizerSpan]:
-        """Spans of a shard that this rank updates, with initial values."""
+        """Yield the spans of a shard that this rank updates, with initial weights and new optimizer state."""
         memory, wide, flat, own = part.context.memory, part.context.wide, part.context.flat, part.weights.own
         size = sum(span.size for span, _ in own)
         vectors = {name: memory.private("optimizer", size, wide) for name in self._optimizer.states()}
@@ -97,7 +97,7 @@ class ShardedOptimizer:
             yield OptimizerSpan(span, weights, gradient, state, flat.places, None if master is None else stored)
 
     def norm(self, count: int, step: int) -> tuple[float, float, bool]:
-        """Gradient norm, factor for the update, and True if it can be made. Collective.
+        """Gradient norm (global), factor to multiply gradients with in `update`, and True if it is finite. Collective.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class ShardedOptimizer:
         return norm if finite else math.inf, factor * clip, finite
 
     def update(self, updates: int, factor: float) -> None:
-        """Change the weights, after `updates` updates, with the gradient times a factor. Collective."""
+        """Update the weights with gradient x `factor`; `updates` is the number of updates made before. Collective."""
         with self._context.recorder("compute", "update"):
             self._optimizer.update(self.pieces, updates, factor, self._gather)
         self.publish()
@@ -144,7 +144,7 @@ class ShardedOptimizer:
         return self._allgather(of_pieces[self._chosen])
 
     def _allgather(self, mine: np.ndarray) -> np.ndarray:
-        """Values of all blocks, float64, in the order of the vector, from those of each rank's spans. Collective."""
+        """All-gather a float64 value per block from each rank's spans; returns them in the order of the flat vector."""
         with self._context.recorder("communication", "gather block sums"):
             self._context.comm.Allgatherv(np.ascontiguousarray(mine, np.float64), [self._arriving, self._counts])
         return in_order(self._arriving, self._order)
@@ -153,7 +153,7 @@ class ShardedOptimizer:
         yield from tensor_slices(self.pieces, self._mine)
 
     def refresh(self) -> None:
-        """Apply values that were assigned to the slices. Collective."""
+        """Publish master weights that were assigned through `tensor_slices`, as after a restore. Collective."""
         for piece in self.pieces:
             if piece.stored is not None:
                 narrow(piece.weights, piece.stored.dtype, out=piece.stored)
@@ -161,7 +161,7 @@ class ShardedOptimizer:
 
 
 def numbers_of(spans: Iterable[Span]) -> np.ndarray:
-    """Numbers of the spans' blocks, one span after another.
+    """Block indices covered by the spans, one span after another, int64.
 
     >>> numbers_of([Span(512, 1024), Span(0, 256)]).tolist()
     [2, 3, 0]
@@ -171,14 +171,14 @@ def numbers_of(spans: Iterable[Span]) -> np.ndarray:
 
 
 def in_order(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Value of each block, in the order of the vector; the k-th value is that of block ``numbers[k]``."""
+    """Reorder a value per block into the order of the flat vector: ``result[numbers] = values``."""
     whole = np.empty_like(values)
     whole[numbers] = values
     return whole
 
 
 def _runs(held: Sequence[tuple[Span, Array]], wanted: Span) -> Iterator[Array]:
-    """Elements of a span, run by run, from arrays that hold one run each."""
+    """Elements of the span `wanted`, as views of the arrays in `held`, each of which holds the elements of its span."""
     for span, array in sorted(held, key=lambda one: one[0]):
         start, stop = max(span.start, wanted.start), min(span.stop, wanted.stop)
         if start < stop:

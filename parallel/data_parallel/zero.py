@@ -1,4 +1,4 @@
-"""ZeRO: every rank updates a part of the weights, and stores only what it needs for that.
+"""ZeRO stages 1 to 3: each rank updates a part of the weights, and stores optimizer state only for that part.
 
 Stage 1 divides the optimizer state, stage 2 the gradients as well, stage 3 the weights too. (Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.)
@@ -27,7 +27,7 @@ from quant.types import Array
 
 
 class Zero1(NaiveDDP):
-    """Sums of all gradients on every rank; a reduce-scatter at the end of the step (ZeRO stage 1)."""
+    """ZeRO stage 1 gradient sink: full gradients on every rank, reduce-scattered at the end of the step."""
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
@@ -46,7 +46,7 @@ class Zero1(NaiveDDP):
 
 
 class Zero2:
-    """A reduce-scatter of each bucket after each backward, whose memory is then reused (ZeRO stage 2).
+    """ZeRO stage 2 gradient sink: each bucket is reduce-scattered during each backward, and its memory is reused.
 
     `own` is as of `NaiveDDP`.
     """
@@ -79,12 +79,12 @@ class Zero2:
         return plan.buckets()
 
     def weights(self, plan: PartitionSpec) -> list[int]:
-        """Elements of the weight vectors in shared memory."""
+        """Lengths of the weight vectors that the layout stores in shared memory, in elements."""
         return [plan.flat.length]
 
     @staticmethod
     def rounds(assignment: Assignment, rank: int) -> int:
-        """Number of backward passes of a rank: the largest number of micro-batches of any rank."""
+        """Number of backward passes per step, equal on all ranks: the most micro-batches of any rank."""
         return max(map(len, assignment))
 
     def begin(self, assignment: Assignment, step_scale: StepScale = START) -> None:
@@ -106,7 +106,7 @@ class Zero2:
                     reducer.exchange(self._turn)
 
     def end_backward(self) -> None:
-        """No-op: all buckets were exchanged when the backward left their units."""
+        """No-op: each bucket was exchanged when backward left its last unit."""
 
     def finish(self) -> None:
         for reducer in self.reducers:
@@ -116,7 +116,7 @@ class Zero2:
 
 
 class Zero3(Zero2):
-    """As stage 2, with one bucket per unit, whose weights are gathered on use (`param_store.ShardedParams`)."""
+    """ZeRO stage 3 gradient sink: as stage 2, with one bucket per unit, for weights gathered on use."""
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
@@ -129,7 +129,7 @@ class Zero3(Zero2):
 
 
 def slots(users: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Memory slot of each bucket and the size of every slot: buckets that are in use at different times share one.
+    """Assign buckets to shared buffers, each used by one bucket at a time; returns (slot of each bucket, slot sizes).
 
     As a backward goes from the last unit to the first, a bucket is in use from the last to the first of its `users`
     (units, ascending).

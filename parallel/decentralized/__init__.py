@@ -1,1 +1,1 @@
-"""Decentralized training: a replica on every rank, averaged by local SGD, groups, gossip or shared memory."""
+"""Decentralised training: a replica on every rank, averaged by local SGD, groups, gossip or shared memory."""

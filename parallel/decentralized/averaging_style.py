@@ -1,4 +1,4 @@
-"""Interface of averaging styles (exchange after every local step, and global averages), and local SGD."""
+"""Base class of decentralised averaging algorithms ("styles"), and local SGD."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quant.types import Array
 
 
 class ReplicaSums(NamedTuple):
-    """Sums of losses and of targets over the ranks that have exchanged in a step."""
+    """Sum of losses and number of targets over the ranks that exchanged replicas in a step."""
 
     loss: float
     targets: int
 
 
 class AveragingStyle:
-    """Base class of averaging styles of replicas `vector`, which change in place. Construction is collective.
+    """Decentralised averaging algorithm (base class); changes this rank's weights `vector`. Construction is collective.
 
     The number of the `last` step, requested by a rank that wants to end or has failed, is sent with the exchanged
     replicas. It is set far enough ahead to be known to all ranks in time (`reach`), and inf before. `part` is the
@@ -34,37 +34,37 @@ class AveragingStyle:
         self.last = math.inf
 
     def reach(self, step: int) -> int:
-        """Number of steps after which all ranks know a value that one rank has before the exchange of `step`."""
+        """Number of steps until all ranks know a value that one rank sends with the exchange of `step`."""
         raise NotImplementedError
 
     def request_stop(self, step: int) -> None:
         self.last = min(self.last, step + self.reach(step))
 
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
-        """Exchange after the rank's own update of a step; returns the sums over the ranks that exchanged."""
+        """Exchange weights after this rank's update of a step; returns loss sums over the ranks that exchanged."""
         raise NotImplementedError
 
     def drain(self) -> None:
         """Complete all messages in flight. Collective, as are `mean`, `begin`, `finish` and `average_all`."""
 
     def mean(self, out: Array) -> None:
-        """Write the mean of all replicas, which are unchanged. Requires `drain`."""
+        """Write the mean of all replicas to `out`; the replicas are unchanged. Requires `drain`."""
         out[...] = self.part
         self.comm.Allreduce(MPI.IN_PLACE, out)
         out /= self.size
 
     def begin(self) -> None:
-        """Continue from equal replicas."""
+        """Reset internal state when all replicas are equal: at the start, and after global averages."""
 
     def finish(self) -> None:
-        """Reset after the last step, so that training may continue."""
+        """Reset the stop request after the last step, so that training may continue."""
         self.last = math.inf
 
     def close(self) -> None:
-        """Free all resources except memory."""
+        """Free MPI resources; memory is freed by its allocator."""
 
     def abandon(self) -> None:
-        """Free resources without synchronising. Not collective."""
+        """Free resources after a failure without synchronising. Not collective."""
 
     def average_all(self, sums: ReplicaSums) -> ReplicaSums:
         self.drain()
@@ -74,7 +74,7 @@ class AveragingStyle:
         return sums
 
     def exchange_status(self, comm: MPI.Intracomm, sums: ReplicaSums, weight: float = 1.0) -> tuple[float, ReplicaSums]:
-        """Combine weight, last step and loss sums over the ranks of `comm`; returns the sums of weights and losses."""
+        """All-gather weight, `last` and loss sums over `comm`; returns the sums, sets `last` to the minimum."""
         gathered = np.empty((comm.Get_size(), 4))
         comm.Allgather(np.array([weight, self.last, *sums]), gathered)
         self.last = float(gathered[:, 1].min())
@@ -82,7 +82,7 @@ class AveragingStyle:
 
 
 class LocalSGD(AveragingStyle):
-    """Local SGD: one allreduce of the weights in `tau` steps, 2 (p-1)/p n / tau bytes per step and rank.
+    """Local SGD: an allreduce of the weights every `tau` steps, 2 (p-1)/p n / tau bytes per step and rank.
 
     (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; McMahan et al., AISTATS 2017.)
     """

@@ -1,4 +1,4 @@
-"""Stochastic gradient push: every rank passes half of its mass on, at distances that double with every step.
+"""Stochastic gradient push: each step, every rank sends half of its push-sum mass to rank + 2^i, i = 0, 1, ... in turn.
 
 After its own update a rank sends half of x and w to rank + 2^i and adds the message of rank - 2^i; operators then use
 z = x / w (`push_sum`). The exponents i take turns, so information reaches all ranks in ceil(log2 p) steps, and so does
@@ -24,7 +24,7 @@ HEAD = 128  # bytes before the vector in a message: weight and last step, padded
 
 
 def turns(size: int) -> int:
-    """Number of distances: ceil(log2 p).
+    """Number of distances 1, 2, 4, ... that gossip messages cycle through: ceil(log2 p) for p = `size` ranks.
 
     >>> [turns(size) for size in (1, 2, 3, 4, 5)]
     [0, 1, 2, 2, 3]
@@ -33,7 +33,7 @@ def turns(size: int) -> int:
 
 
 def peers(rank: int, size: int, step: int) -> tuple[int, int]:
-    """Destination and source of a rank's messages in a step; itself if there is one rank.
+    """(destination, source) of a rank's gossip messages in a step; the rank itself if it is the only one.
 
     >>> [peers(1, 6, step) for step in range(4)]
     [(2, 0), (3, 5), (5, 3), (2, 0)]
@@ -43,7 +43,7 @@ def peers(rank: int, size: int, step: int) -> tuple[int, int]:
 
 
 def reach(size: int, tau: int) -> int:
-    """Number of steps after which all ranks know a value that one rank has before its send.
+    """Number of steps until gossip with messages up to `tau` steps late has carried a value from one rank to all.
 
     On time every distance follows at once; late messages take up to one round and `tau` steps per distance.
 
@@ -54,7 +54,7 @@ def reach(size: int, tau: int) -> int:
 
 
 class _GossipMessage:
-    """Buffer of a message (weight, last step, vector) and its request."""
+    """Buffer of a gossip message (push-sum weight, stop step, vector) and its MPI request."""
 
     def __init__(self, memory: VectorAllocator, like: Array):
         self.bytes = memory.private("buffers", HEAD + like.nbytes, np.uint8)
@@ -64,7 +64,7 @@ class _GossipMessage:
 
 
 class Gossip(AveragingStyle):
-    """Stochastic gradient push: one message of n bytes out and one in per step.
+    """Stochastic gradient push: each step, a rank sends and receives one message of n bytes, the size of the weights.
 
     Messages may be `tau` steps late; with 0 a rank waits for the message of the same step. The masses of all ranks and
     of the messages in flight add up to the number of ranks.

@@ -23,7 +23,7 @@ from quant.types import Array
 
 
 def default_size(size: int) -> int:
-    """Default group size: the square root of the number of ranks, as in the paper, but at least 2.
+    """Default group size for `size` ranks: their square root, as in the paper, but at least 2.
 
     >>> [default_size(size) for size in (1, 4, 7, 16, 64)]
     [2, 2, 3, 4, 8]
@@ -32,7 +32,7 @@ def default_size(size: int) -> int:
 
 
 def grid(size: int, most: int) -> tuple[int, ...]:
-    """Places per axis: `most` as often as possible, then the remainder; the product exceeds size / 2.
+    """Shape of the grid of ranks: axes of `most` places, then one for the remainder; more than size / 2 places in all.
 
     >>> grid(8, 2), grid(12, 4), grid(7, 2)
     ((2, 2, 2), (4, 3), (2, 2))
@@ -45,7 +45,7 @@ def grid(size: int, most: int) -> tuple[int, ...]:
 
 
 def group(rank: int, size: int, most: int, step: int) -> tuple[int, ...]:
-    """Ranks that average with this one in a step, itself included, ascending.
+    """Ranks that this rank averages with in a step, itself included, ascending.
 
     Any k successive steps use every axis once.
 
@@ -59,7 +59,7 @@ def group(rank: int, size: int, most: int, step: int) -> tuple[int, ...]:
     stride = prod(axes[:axis])
 
     def line(other: int) -> int:
-        """First place of a rank's line along the axis."""
+        """First place of the grid line, along the step's axis, that contains the rank `other`."""
         place = other % places
         return place - place // stride % axes[axis] * stride
 
@@ -67,7 +67,7 @@ def group(rank: int, size: int, most: int, step: int) -> tuple[int, ...]:
 
 
 def share(rank: int, size: int, most: int, step: int) -> float:
-    """Share of its group's mass that a rank has after a step.
+    """Share of its group's push-sum mass that a rank keeps after averaging in a step.
 
     >>> [share(rank, 5, 2, 0) for rank in range(5)]
     [0.25, 0.5, 0.5, 0.5, 0.25]
@@ -80,7 +80,7 @@ def share(rank: int, size: int, most: int, step: int) -> float:
 
 
 class GroupAveraging(AveragingStyle):
-    """Averaging in groups of up to S = `most` ranks per step, about 2 (S-1)/S n bytes, and of all every `tau` steps."""
+    """Averaging in groups of up to S = `most` ranks each step, 2 (S-1)/S n bytes, and of all every `tau` steps."""
 
     def __init__(self, context: RunContext, vector: Array, most: int, tau: int):
         super().__init__(context, vector)

@@ -23,7 +23,7 @@ ENDS = 1 << 48  # added to the counter by a request to end; larger than any numb
 
 
 class SharedWindow(VectorAllocator):
-    """Allocator whose parameters are shared by all ranks; ValueError on all ranks if these are not on one node."""
+    """Allocator that places parameters in a window shared by all ranks; ValueError if they are not all on one node."""
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         super().__init__(comm, device)
@@ -49,7 +49,7 @@ class SharedWindow(VectorAllocator):
 
 
 class Hogwild(AveragingStyle):
-    """Hogwild: nothing is exchanged, as all ranks update the same vector.
+    """Hogwild: all ranks update the same shared weights without locks; no exchange of replicas is needed.
 
     Ranks may be in different steps. The counter in the window holds the largest number of steps of any rank. The first
     request to end adds `ENDS`, which freezes it: all ranks end with the following step.
@@ -91,13 +91,13 @@ class Hogwild(AveragingStyle):
         self._window.Free()
 
     def _publish(self, steps: int) -> None:
-        """Publish this rank's number of steps, and read requests to end."""
+        """Publish this rank's number of steps in the shared counter, and check it for stop requests of other ranks."""
         count = max(self._count(MPI.MAX, steps), steps)
         if count >= ENDS:
             self.last = count % ENDS
 
     def _count(self, op: MPI.Op, value: int) -> int:
-        """Change the counter atomically; returns the previous value."""
+        """Apply `op` with `value` to the shared counter atomically; returns its previous value."""
         operand, previous = np.array([value], np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op([operand, MPI.INT64_T], [previous, MPI.INT64_T], 0, 0, op)
         self._window.Flush(0)

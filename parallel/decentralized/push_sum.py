@@ -1,4 +1,4 @@
-"""Push-sum: weighted replicas whose shares may be passed on in any pattern without changing the total.
+"""Push-sum: replicas with weights, passed on in shares in any communication pattern without changing the total.
 
 A rank holds a vector x and a weight w; operators use the estimate z = x / w. A share of x is passed on together with
 the same share of w. So the sum of all x changes by optimizer steps only, the sum of all w remains the number of ranks,
@@ -15,24 +15,24 @@ from quant.types import Array
 
 
 class PushSumMass:
-    """Mass of a rank: x, w and the estimate z, which operators use and the optimizer changes."""
+    """Push-sum state of a rank: vector x, weight w, and the model's weights z = x / w, which the optimizer updates."""
 
     def __init__(self, z: Array, x: Array):
         self.z, self.x = z, x
         self.begin()
 
     def begin(self) -> None:
-        """Reset to unit weight: x is z."""
+        """Reset the weight to 1, and x to z."""
         self.x[...] = self.z
         self.w = 1.0
 
     def absorb_update(self) -> None:
-        """Apply the optimizer's change of z to x: from w z_before to w z_before + (z - z_before)."""
+        """Add the optimizer's change of z to x: from w z_before to w z_before + (z - z_before)."""
         self.x *= 1 - 1 / self.w
         self.x += self.z
 
     def keep(self, share: float) -> None:
-        """Keep a share; the caller passes on the rest."""
+        """Multiply x and w by `share`, the part that this rank keeps; the caller sends the rest."""
         self.x *= share
         self.w *= share
 

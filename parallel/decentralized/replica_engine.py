@@ -1,4 +1,4 @@
-"""Training engine with a replica on every rank: a single-rank engine, and an averaging style after each step."""
+"""Engine of decentralised training: each rank trains its own replica, then exchanges weights by an averaging style."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OWN = "dp-naive"  # layout of the single-rank engine
 
 
 class ReplicaEngine(BaseEngine):
-    """Training engine with a replica on every rank of a communicator. Construction is collective.
+    """Engine of decentralised training, with a replica on every rank of a communicator. Construction is collective.
 
     A step consists of forward, backward and update with the rank's own microbatches, and of the style's exchange.
     Optimizer state is not exchanged. `evaluate`, `state`, `tensor_slices` and `close` are collective.
@@ -86,7 +86,7 @@ class ReplicaEngine(BaseEngine):
     def forecast(
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
     ) -> MemoryLedger:
-        """Memory forecast: a single-rank `Engine`, and the style's buffers."""
+        """Forecast of this rank's memory: a single-rank `Engine` and the averaging style's buffers."""
         share, alone = LAYOUTS["dp"].share, replace(settings, layout=OWN)
         own = [tuple(step[at] for at in share(len(step), workload.rank, workload.ranks)) for step in workload.steps]
         ledger = Engine.forecast(model, loss, optimizer, workload._replace(rank=0, ranks=1, steps=own), alone)
@@ -99,7 +99,7 @@ class ReplicaEngine(BaseEngine):
         return LAYOUTS["dp"].share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
-        """Update from this rank's microbatches, if any, followed by the style's exchange.
+        """Update the replica with this rank's micro-batches, if any, and exchange weights; returns the step's report.
 
         Loss, count and norm of the report are this rank's own; after an exchange, loss and count cover the ranks that
         exchanged. A request to stop is reported on all ranks after the same step, some steps later.
@@ -134,7 +134,7 @@ class ReplicaEngine(BaseEngine):
         )
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Mean loss of the mean of all replicas, which are unchanged; parameters as of `Engine.evaluate`."""
+        """Evaluate the mean of all replicas, which stay unchanged; as `Engine.evaluate`, with each rank's batches."""
         self._raise_failures()
         found, problem = Evaluation(0.0, 0.0, 0), None
         with self._averaged():
@@ -149,13 +149,13 @@ class ReplicaEngine(BaseEngine):
         return Evaluation(loss, None if measure is None else measured, int(sums[2]))
 
     def consensus(self) -> float:
-        """Root mean square distance of the replicas to their mean."""
+        """Root mean square over ranks of the distance between replica and mean of all replicas. Collective."""
         with self._averaged() as (own, mean):
             squares = float(((own - mean) ** 2).sum(dtype=np.float64))
         return float(np.sqrt(self._comm.allreduce(squares) / self._comm.Get_size()))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """As of `Engine`, after averaging replicas and optimizer states, from which all ranks continue."""
+        """Slices for a checkpoint; first averages replicas and optimizer states, from which all ranks continue."""
         self._raise_failures()
         self.style.average_all(ReplicaSums(0.0, 0))
         for piece in self._engine.pieces:
@@ -171,7 +171,7 @@ class ReplicaEngine(BaseEngine):
         self.style.begin()
 
     def state(self) -> dict[str, Any]:
-        """As of `Engine`: the state of the rank with the most updates, from which all ranks continue."""
+        """Engine state for a checkpoint: that of the rank with the most updates, from which all ranks continue."""
         self._engine.load(max(self._comm.allgather(self._engine.state()), key=lambda state: state["updates"]))
         return self._engine.state()
 
@@ -195,7 +195,7 @@ class ReplicaEngine(BaseEngine):
         self.close()
 
     def _own(self, batches: Sequence[Batch]) -> StepReport:
-        """Step of this rank; after a failure a step without microbatches, so that the exchanges continue."""
+        """Train this rank's replica for a step; after a failure without micro-batches, so that exchanges continue."""
         if self._problem is None:
             try:
                 return self._engine.step(_numbered(batches))
@@ -209,7 +209,7 @@ class ReplicaEngine(BaseEngine):
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[tuple[Array, Array]]:
-        """Context in which the mean replaces this rank's replica; yields (replica, mean)."""
+        """Context in which the mean of all replicas replaces this rank's; yields (replica, mean). Collective."""
         self.style.drain()
         vector = self.style.vector
         self._stash[...] = vector
@@ -228,7 +228,7 @@ def _numbered(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def _cause(problem: Exception | None) -> Exception | None:
-    """Cause of an engine's `StepFailed`, with its type in the message."""
+    """Exception behind an engine's `StepFailed`, as a RuntimeError with its type in the message; None for None."""
     if problem is None:
         return None
     cause = problem.__cause__ if isinstance(problem, StepFailed) and problem.__cause__ else problem

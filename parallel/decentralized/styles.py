@@ -1,4 +1,4 @@
-"""Table of averaging styles: options, limits and constructors."""
+"""Table of decentralised averaging styles: constructors, supported options and precisions, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quant.types import Array
 
 
 class StyleEntry(NamedTuple):
-    """Entry of `STYLES`.
+    """Decentralised averaging style: constructor, buffer bytes, and supported options, precisions and devices.
 
     `options` are the supported fields of `STYLE_FIELDS`: `tau` is the number of steps between averages (local), between
     global averages (group), or that a message may be late (sgp); `group` the number of ranks in a group.
@@ -60,7 +60,7 @@ STYLES = {
 
 
 def refuse(settings: Settings, ranks: int) -> None:
-    """Raise ValueError for settings that a style does not support; the message names the setting."""
+    """Raise ValueError if the averaging style does not support the settings; the message names the setting."""
     name, tau, group, most = settings.layout, settings.tau, settings.group, max(2, ranks)
     if name not in STYLES:
         raise ValueError(f"layout: expected one of {', '.join(STYLES)}, found {name!r}")
