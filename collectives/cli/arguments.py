@@ -1,4 +1,4 @@
-"""Types of command-line arguments, and checks, that several programs share."""
+"""Argument types for argparse, and checks, that several programs share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quant import PerGroup, PerTensor, QuantSpec, parse
 
 
 def words(text: str) -> list[str]:
-    """A comma-separated list without blanks and repetitions."""
+    """Argument type: a comma-separated list of words, without blanks and repetitions."""
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Argument type: a list of names that are `known`, or ``all``."""
+    """Make an argument type: comma-separated names out of `known`, or ``all``; `what` is a name in errors."""
     known = list(known)
 
     def names(text: str) -> list[str]:
@@ -31,7 +31,7 @@ def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def numbers(text: str) -> list[int]:
-    """Numbers as in ``1,2,4``, or a range as in ``0:20``."""
+    """Argument type: integers as in ``1,2,4``, or a range as in ``0:20``, without its end."""
     first, colon, end = text.partition(":")
     try:
         found = list(range(int(first or 0), int(end))) if colon else [int(word) for word in text.split(",")]
@@ -43,7 +43,7 @@ def numbers(text: str) -> list[int]:
 
 
 def rank_counts(text: str) -> list[int]:
-    """Numbers of ranks, as `numbers`, 1 or more each."""
+    """Argument type: numbers of ranks, written as for `numbers`, each 1 or more."""
     found = numbers(text)
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers of ranks from 1 on, found {text!r}")
@@ -51,7 +51,7 @@ def rank_counts(text: str) -> list[int]:
 
 
 def specs(text: str) -> dict[str, QuantSpec]:
-    """Encodings of vectors by name, from names with commas.
+    """Argument type: quantisation specs by name, from comma-separated names.
 
     >>> list(specs("int8_g128,nf4"))
     ['int8_g128', 'nf4']
@@ -66,7 +66,7 @@ def specs(text: str) -> dict[str, QuantSpec]:
 
 
 def shareable(spec: QuantSpec) -> bool:
-    """True if the spec describes integers with one scale shared by all ranks.
+    """True if the spec's codes can be summed with scales shared by all ranks: symmetric integers of 2 bits or more.
 
     >>> shareable(parse("int8")), shareable(parse("nf4")), shareable(parse("int8_g32_zero"))
     (True, False, False)

@@ -94,7 +94,7 @@ def resolve(collective: str, wanted: Iterable[str]) -> list[str]:
 
 
 def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, int]]:
-    """Collective, dtype and bytes of all measurements; sizes that round to the same one occur once."""
+    """Yield (collective, dtype, bytes) of all measurements; sizes that round to the same one occur once."""
     for collective in args.collective:
         for dtype in args.dtype:
             case, width = CASES[collective], DTYPES[dtype].itemsize
@@ -103,7 +103,7 @@ def configurations(args: argparse.Namespace, ranks: int) -> Iterator[tuple[str, 
 
 
 def bench(args: argparse.Namespace) -> Report:
-    """Run all measurements of the command line and print rows as they complete."""
+    """Run all measurements of the command line, print rows as they complete, and return the report."""
     plain = MPI.COMM_WORLD
     comm = Communicator(plain)
     report = make_report(plain.Get_size(), [], against=args.against)

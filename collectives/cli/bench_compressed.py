@@ -1,4 +1,4 @@
-"""Race sums of encoded vectors against plain ones, and measure their errors.
+"""Time allreduces of quantised vectors against plain ones, and measure their errors.
 
 chorus bench compressed -n 4
 chorus bench compressed -n 4 --sizes 1M,16M --specs int8_g128,int4_g32 --ways two_shot,ring
@@ -73,7 +73,7 @@ def _sum(encoded: Any, x: np.ndarray, out: np.ndarray) -> None:
 
 
 def race(comm: Communicator, nbytes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time and check all contestants at one length; return a row for each, the same on all ranks."""
+    """Time and check all implementations on vectors of `nbytes`; return a row for each, the same on all ranks."""
     count = nbytes // 4
     x = np.random.default_rng(comm.Get_rank()).standard_normal(count, np.float32)
     out, total = np.empty_like(x), np.empty_like(x)

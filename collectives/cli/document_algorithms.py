@@ -71,7 +71,7 @@ def pretty(formula: str) -> str:
 
 
 def times(formula: str, unit: str) -> str:
-    """A formula as a factor of `unit`; nothing for zero.
+    """Product of a formula of the catalogue and `unit`, in mathematical notation; empty text for zero.
 
     >>> times("q+p-1", "α"), times("1", "n β"), times("0", "γ")
     ('(q + p−1) α', 'n β', '')
@@ -89,12 +89,12 @@ def cost(entry: Algorithm) -> str:
 
 
 def at_most(entry: Algorithm, formula: str) -> str:
-    """The formula, marked with ≤ if it is an upper limit."""
+    """Formula, marked with ≤ if the catalogue states it as an upper limit for the algorithm."""
     return f"≤ {formula}" if formula and not entry.exact else formula
 
 
 def source(entry: Algorithm) -> str:
-    """Source of an algorithm: the parenthesis with a year in its docstring or in that of its module."""
+    """Literature of an algorithm: the last parenthesis with a year in its docstring or in that of its module."""
     for described in (entry.generate, inspect.getmodule(entry.generate)):
         text = " ".join((inspect.getdoc(described) or "").split())
         found = re.findall(r"\(([^()]*\b(?:19|20)\d\d\b[^()]*)\)", text)
@@ -118,7 +118,7 @@ def bounds(collective: str) -> str:
 
 
 def table(collective: str) -> str:
-    """The algorithms of a collective as a Markdown table without empty columns."""
+    """Markdown table of a collective's algorithms, without empty columns."""
     reduces = MEANINGS[collective].reduces
     v_forms = any(entry.private for entry in CATALOG[collective].values())
     lines = [
@@ -141,7 +141,7 @@ def table(collective: str) -> str:
 
 
 def chapter(collective: str) -> Iterator[str]:
-    """Lines of a collective: methods, meaning, bounds, and every algorithm with its drawing."""
+    """Markdown lines on one collective: methods, meaning, lower bounds, and every algorithm with its drawing."""
     meaning = MEANINGS[collective]
     yield f"## {collective}\n"
     for method in (CASES[form].method for form in (collective, f"{collective}v") if form in CASES):

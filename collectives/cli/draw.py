@@ -39,7 +39,7 @@ TAIL, HEAD = 0.1, 0.62
 
 
 class Arrow(NamedTuple):
-    """Arrow of a drawing, for the messages of a rank to another: round and rank at both ends."""
+    """Arrow of a drawing, for messages from one rank to another: round and rank at both ends."""
 
     leaves: int
     source: int
@@ -49,7 +49,7 @@ class Arrow(NamedTuple):
 
 
 def arrows(schedules: Sequence[Schedule], count: int) -> dict[Arrow, str]:
-    """Every arrow of the picture, with the chunks that it carries."""
+    """Arrows for all messages of the schedules, each with its label: the numbers of the chunks that it carries."""
     carried: dict[Arrow, list[str]] = defaultdict(list)
     for receive, send in sorted(match(schedules, count).items(), key=lambda pair: pair[0]):
         step = schedules[receive.rank][receive.round][receive.step]
@@ -60,7 +60,7 @@ def arrows(schedules: Sequence[Schedule], count: int) -> dict[Arrow, str]:
 
 
 def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int, nodes: Nodes | None) -> None:
-    """Ranks as lines from left to right, rounds as columns, an arrow per message; a ground of one colour per node."""
+    """Draw schedules into a file: ranks as lines, rounds as columns, an arrow per message, a background per node."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,7 +106,7 @@ def _ground(axis: Axes, size: int, rounds: int, nodes: Nodes | None) -> None:
 
 
 def _messages(axis: Axes, messages: dict[Arrow, str], crowd: int) -> None:
-    """The arrows, and beside their heads the chunks: with the sender, where several arrive at once."""
+    """Draw arrows with their labels; with the sender's rank too, where several arrive at once."""
     arriving: dict[tuple[int, int], list[Arrow]] = defaultdict(list)
     for arrow in sorted(messages, key=attrgetter("source")):
         arriving[arrow.target, arrow.arrives].append(arrow)
@@ -124,7 +124,7 @@ def _messages(axis: Axes, messages: dict[Arrow, str], crowd: int) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line, with the node of every rank or None in `nodes`."""
+    """Parse the command line; `nodes` of the result has the node of every rank, or is None."""
     parser = ProgramParser(__doc__)
     add, count = parser.add_argument, at_least(1, int)
     add("--collective", required=True, choices=list(CATALOG), metavar="NAME", help=", ".join(CATALOG))

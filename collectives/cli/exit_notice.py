@@ -1,4 +1,4 @@
-"""Last message of a program that is killed, printed by a process of its own.
+"""Message that is printed if a program is killed, by a separate process that outlives it.
 
 Most launchers kill all ranks when one dies, some by a signal that cannot be caught. The message therefore belongs to a
 shell in a session of its own, which the launcher does not know: it reads the current message from a pipe, and prints it
@@ -19,7 +19,7 @@ while IFS= read -r line; do last=$line; done
 
 
 class ExitNotice:
-    """Context manager that prints a message if this process is killed within it, unless it is not `enabled`.
+    """Context manager that, if `enabled`, has a message printed if this process is killed within it.
 
     The output is `stream`, else standard error, which a launcher that is killed itself may no longer forward.
     """
@@ -33,7 +33,7 @@ class ExitNotice:
                 )
 
     def set_text(self, text: str) -> None:
-        """Replace the message; one line."""
+        """Replace the message, one line; none is printed if it is empty."""
         if self._listener is not None and self._listener.stdin is not None:
             self._listener.stdin.write(text + "\n")
             self._listener.stdin.flush()

@@ -1,4 +1,4 @@
-"""Fuzz our communicators: random sequences of calls, whose results must equal those of the MPI's own, to the bit.
+"""Fuzz Chorus's communicators: random sequences of calls must give the same bits as mpi4py's communicators.
 
     python scripts/fuzz.py --ranks 1,2,3,4 --seeds 0:30
     python scripts/fuzz.py --ranks 3 --seeds 17 --threads 2
@@ -30,14 +30,14 @@ MOST_FAULTS = 5
 
 
 class Fault(NamedTuple):
-    """A seed that failed, and the messages of the ranks and of mpiexec."""
+    """Seed of a sequence that failed, and the messages of the ranks and of mpiexec."""
 
     seed: int
     text: str
 
 
 class Job(NamedTuple):
-    """Parameters shared by all launches with one number of ranks."""
+    """Parameters of the fuzzing launches with one number of ranks."""
 
     mpiexec: str
     ranks: int
@@ -47,7 +47,7 @@ class Job(NamedTuple):
     control: bool = False
 
     def run(self, seeds: list[int], only: Iterable[Step] = ()) -> tuple[int, Fault | None]:
-        """Run seeds in one launch, up to the first fault: calls on all ranks, and the fault.
+        """Run seeds in one launch up to the first fault; return the number of calls on all ranks, and the fault.
 
         `only`: for one seed, the only steps to run; all, if there are none.
         """
@@ -74,7 +74,7 @@ class Job(NamedTuple):
             return calls, Fault(seed, "\n".join(texts))
 
     def shrink(self, seed: int, seconds: float) -> tuple[list[Step], Fault | None]:
-        """Look for a short part of a seed's steps that fails, too, for about so many seconds.
+        """Search, for about `seconds`, for a short part of a seed's steps that still fails; return it and its fault.
 
         Parts are left out, first large ones, then smaller ones, as long as what remains fails.
         """
@@ -96,7 +96,7 @@ class Job(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the seeds on all numbers of ranks; 1 after a fault."""
+    """Run the seeds on all numbers of ranks; return 1 after a fault, else 0."""
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--ranks", type=rank_counts, default=[1, 2, 3, 4], metavar="LIST", help="numbers of ranks (default 1,2,3,4)")

@@ -1,4 +1,6 @@
-"""Bandwidth of CuPy arrays: mpiexec -n 2 python scripts/gpu_bandwidth.py [--sizes 64K:64M] [--direct].
+"""Measure the bandwidth of allreduce and broadcast with CuPy arrays.
+
+    mpiexec -n 2 python scripts/gpu_bandwidth.py [--sizes 64K:64M] [--direct]
 
 Each size is measured for NumPy arrays, for CuPy arrays staged in host memory, and, if the MPI is CUDA-aware or with
 --direct, for CuPy arrays passed to MPI. Times are medians of the slowest rank; results are checked once.
@@ -27,7 +29,7 @@ BUDGET, MOST = 0.5, 100
 
 
 def seconds(world: MPI.Intracomm, call: Callable[[], object]) -> float:
-    """Median over calls of the time that the slowest rank took; equally many calls on all ranks."""
+    """Median seconds of a call on the slowest rank; all ranks make equally many calls."""
 
     def once() -> float:
         world.Barrier()
@@ -40,7 +42,7 @@ def seconds(world: MPI.Intracomm, call: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    """Print the table; 1 if a result was wrong."""
+    """Measure and print the table; return 1 if a result was wrong, else 0."""
     parser = ProgramParser(__doc__)
     parser.add_argument("--sizes", type=parse_sizes, default="64K:64M:4", help="bytes, as in bench_collectives.py")
     parser.add_argument("--direct", action="store_true", help="hand device memory over whatever the MPI says")

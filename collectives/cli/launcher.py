@@ -24,7 +24,7 @@ OPEN_MPI = ("mpiexec", "mpirun", "prterun", "orterun")
 
 
 class ProgramParser(argparse.ArgumentParser):
-    """Argument parser of a program in one process. Its description keeps its line breaks and ends with examples."""
+    """Argument parser of a program in one process; its help text keeps the description's line breaks."""
 
     def __init__(self, description: str | None, **options: Any):
         options.setdefault("prog", os.path.basename(sys.argv[0]))
@@ -47,7 +47,7 @@ class LauncherParser(ProgramParser):
 
 
 def at_least(low: float, kind: type) -> Any:
-    """Argument type: a number of type `kind`, `low` or more."""
+    """Make an argument type: a number of type `kind`, `low` or more."""
 
     def number(text: str) -> Any:
         try:
@@ -95,7 +95,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def print_when(condition: Callable[[], bool]) -> None:
-    """Set the rank on which `say` prints: the one where the condition holds, instead of rank 0."""
+    """Let `say` print on the rank where `condition()` is true, instead of rank 0."""
     global _prints
     _prints = condition
 
@@ -105,7 +105,7 @@ def _prints() -> bool:
 
 
 def _ancestors() -> Iterator[tuple[Path, list[str]]]:
-    """Folder in /proc of each process above this one, and the program names in its first two words."""
+    """Yield each ancestor process: its folder in /proc, and the first two words of its command without folders."""
     pid = os.getppid()
     while pid > 1:
         folder = Path(f"/proc/{pid}")
@@ -116,7 +116,7 @@ def _ancestors() -> Iterator[tuple[Path, list[str]]]:
 
 @cache
 def on_terminal(descriptor: int = 2) -> bool:
-    """True if standard error (or output, 1) ends at a terminal: this process's own, or the launcher's."""
+    """True if standard error (2) or output (1), of this process or of its MPI launcher, is a terminal."""
     with suppress(OSError, IndexError, ValueError):
         for folder, names in _ancestors():
             if any(name.startswith(LAUNCHERS) for name in names):
@@ -141,7 +141,7 @@ def launcher_stream(descriptor: int) -> TextIO | None:
 
 
 def progress(total: int, description: str, unit: str = "it") -> tqdm[Any] | ProgressLines:
-    """Progress on rank 0's standard error: a bar, or, without a terminal, a line every `PLAIN` seconds."""
+    """Progress display on rank 0's standard error: a bar, or, without a terminal, a line every `PLAIN` seconds."""
     root = MPI.COMM_WORLD.Get_rank() == 0
     if root and not on_terminal():
         return ProgressLines(total, description, unit)
@@ -154,7 +154,7 @@ PLAIN = 10.0
 
 
 class ProgressLines(AbstractContextManager["ProgressLines"]):
-    """Progress in whole lines, for a file or a pipe, with the methods of a bar."""
+    """Progress display of whole lines, for a file or a pipe, with the methods of a tqdm bar."""
 
     def __init__(self, total: int, description: str, unit: str, clock: Callable[[], float] = time.monotonic):
         self.n, self._total, self._title, self._clock = 0, total, f"{description}: {unit}", clock

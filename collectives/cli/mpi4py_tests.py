@@ -36,7 +36,7 @@ KINDS = ("excluded", "skipped", "passed", "failed")
 
 
 def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
-    """Read the ranks' files: outcomes of the tests begun on all ranks, and True if all ranks ended all tests.
+    """Read a launch's result files: outcomes by test begun on all ranks, and True if all ranks ended all tests.
 
     A test in which a rank ended or stood has failed.
     """
@@ -54,7 +54,7 @@ def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
 
 
 def run(mpiexec: str, ranks: int, module: str, seconds: float, native: bool = False) -> dict[str, Outcome]:
-    """Run one file on so many ranks: the outcome of every test, and of the launch if that went wrong.
+    """Run one test module of mpi4py on `ranks` ranks; return outcomes by test, and the launch's if that failed.
 
     A test that ends or holds up the ranks costs the launch; the tests after it run in another one.
     """
@@ -81,7 +81,7 @@ def cell(outcomes: dict[str, Outcome], also_natively: set[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the files and print the table; 1 if a test fails that passes natively."""
+    """Run the test files and print the table; return 1 if a test fails that passes on mpi4py's communicators."""
     parser = ProgramParser(__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="test modules of mpi4py (default: all of the table)")
     ranks = "numbers of ranks (default 1,2,3,4)"

@@ -1,4 +1,4 @@
-"""Prove every algorithm in the catalogue for every number of ranks, and show what it costs against the bounds.
+"""Prove every algorithm in the catalogue for every number of ranks, and compare its costs with lower bounds.
 
     chorus prove collectives --max-size 64
 
@@ -31,7 +31,7 @@ SEGMENTS = (1, 2, 3)
 
 
 def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
-    """Roots to prove: all up to 16 ranks; above, 0, 1, the middle, the last and two random ones; three on nodes."""
+    """Roots to prove an algorithm for: all up to 16 ranks, above a sample of six; three if `nodes` are given."""
     if not semantics.MEANINGS[collective].rooted:
         return [0]
     if nodes is not None:
@@ -54,7 +54,7 @@ def placements(size: int) -> list[Nodes | None]:
 
 
 def nodes_alike(nodes: Nodes | None) -> int:
-    """Number of nodes if all have equally many ranks, else 0."""
+    """Number of nodes if all have equally many ranks (1 for None), else 0."""
     if nodes is None:
         return 1
     ranks = Counter(nodes).values()
@@ -66,7 +66,7 @@ Costs: TypeAlias = tuple[Fraction, ...]
 
 
 def costs(vector: int, proof: Proof) -> Costs:
-    """Costs of one schedule; volumes of the busiest rank, in vectors."""
+    """Costs of a proved schedule: rounds; data moved and combined by the busiest rank, in units of `vector` chunks."""
     volume = max(*proof.sent, *proof.received)
     return Fraction(proof.rounds), Fraction(volume, vector), Fraction(max(proof.combined), vector)
 
@@ -100,7 +100,7 @@ class ProvedAlgorithm(NamedTuple):
 
 
 def prove_algorithm(collective: str, name: str, max_size: int) -> ProvedAlgorithm:
-    """Prove an algorithm for all numbers of ranks; ScheduleError at the first fault."""
+    """Prove an algorithm for 1 to `max_size` ranks and check its costs; ScheduleError at the first fault."""
     entry = catalog.find(collective, name)
     ordered = alike = True  # so far, where it must be
     proved, where = 0, ""

@@ -1,4 +1,4 @@
-"""Price every algorithm of a collective at any number of ranks, on paper: no MPI job, no cluster.
+"""Predict the time of every algorithm of a collective at any number of ranks, without MPI or a cluster.
 
     chorus simulate --collective allreduce --ranks 4096 --per-node 8 --bytes 1M
     chorus simulate --collective allreduce --ranks 4096 --per-node 8 --bytes 1M --plot out/scale.png
@@ -39,13 +39,13 @@ def _quantity(text: str, units: dict[str, float], expected: str) -> tuple[float,
 
 
 def seconds(text: str) -> float:
-    """A time such as 5us, 0.2ms or 2e-6 (seconds)."""
+    """Argument type: seconds, from a time such as 5us, 0.2ms or 2e-6 (seconds)."""
     number, unit = _quantity(text, TIMES, "time; write it as 5us, 0.2ms or 2e-6 (seconds)")
     return number * (unit or 1.0)
 
 
 def per_byte(text: str) -> float:
-    """Seconds a byte, from a rate such as 12.5GB/s or 10Gbit/s, or as a number of seconds."""
+    """Argument type: seconds per byte, from a rate such as 12.5GB/s or 10Gbit/s, or a number of seconds."""
     number, unit = _quantity(text, RATES, "rate; write it as 12.5GB/s, 10Gbit/s or 8e-11 (seconds a byte)")
     return 1 / (number * unit) if unit else number
 
@@ -58,7 +58,7 @@ def timing_table(path: str) -> TimingTable:
 
 
 def cost_model(arguments: argparse.Namespace) -> CostPrediction:
-    """Cost model from the options; missing values come from the tuned table, else from the defaults."""
+    """Cost parameters from the options; missing ones come from the tuned table, else from the defaults."""
     path = default_path()
     known = (arguments.table or (read(path) if path.exists() else TimingTable())).costs
     given = arguments.node_alpha, arguments.node_beta, arguments.alpha, arguments.beta, arguments.gamma

@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def recorded(arguments: argparse.Namespace, plain: MPI.Intracomm) -> list[traces.Entry] | None:
-    """Run and record the call: on rank 0 the entries of all ranks, None on others."""
+    """Run and record one collective; return the trace entries of all ranks on rank 0, None on the others."""
     comm = Communicator(plain)
     rank, size = plain.Get_rank(), plain.Get_size()
     nodes = comm.nodes or (0,) * size

@@ -50,9 +50,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def known(path: Path) -> tuple[TimingTable | None, str | None]:
-    """Existing table and a remark about it; a damaged one is replaced.
+    """Read the timing table at `path`, an empty one if missing or damaged; return it and a remark or None.
 
-    None if the file must not be changed: it is of a newer version, or of another machine.
+    The table is None if the file must not be changed: it is of a newer version, or of another machine.
     """
     try:
         return timing_file.read(path), None
@@ -65,7 +65,7 @@ def known(path: Path) -> tuple[TimingTable | None, str | None]:
 
 
 def settings(args: argparse.Namespace) -> Iterator[TunerSetting]:
-    """Every row, short ones first, so that an interrupted launch leaves something of all collectives."""
+    """Settings to measure, small sizes first, so that an interrupted launch covers all collectives."""
     for nbytes in args.sizes:
         for collective in args.collective:
             if collective != "barrier" or nbytes == args.sizes[0]:
@@ -109,7 +109,7 @@ def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Cou
 
 
 def cells(nbytes: int, row: Row) -> str:
-    """A row as text: the winner, the MPI's own time, and the ratio of the two."""
+    """Format one size as a table row: the fastest algorithm and its time, the MPI's own time, and their ratio."""
     if not row:
         return f"{nbytes:<12} no candidate took part"
     best = fastest(row)
@@ -122,7 +122,7 @@ HEADING = f"{'# Size':<12} {'Winner':<28} {'Time(us)':>12} {'Native(us)':>12} {'
 
 
 def main() -> int:
-    """Measure or show; 1 if a result was wrong or the table could not be used."""
+    """Measure, or show the table; return 1 if a result was wrong or the table could not be used, else 0."""
     args = parse()
     plain = MPI.COMM_WORLD
     table, message = plain.bcast(known(args.table) if plain.Get_rank() == 0 else None)

@@ -1,4 +1,4 @@
-"""Errors of sums of encoded vectors, measured for any number of simulated ranks and compared with theory.
+"""Measure the errors of allreduces of quantised vectors on simulated ranks, and compare them with theory.
 
 python scripts/verify_errors.py
 python scripts/verify_errors.py --ranks 2,4,8,16,32,64 --specs int8_g128,int4_g128 --elements 1M
@@ -27,12 +27,12 @@ from collectives.compressed import Codec, FlatAllreduce, QuantCodec, RingAllredu
 
 
 def in_two_shots(ranks: int, eps: float) -> float:
-    """Error law of two shots: every term and the sum are encoded; encoding a single term again loses nothing."""
+    """Theoretical error, in units of `eps`, of a two-shot allreduce, which quantises every input and the sum."""
     return math.sqrt(2) if ranks > 1 else 1.0
 
 
 def around_a_ring(ranks: int, eps: float) -> float:
-    """Error law of the ring: sums of 1, 2 ... p terms are encoded: sqrt((p+1)/2) while p eps^2 is small."""
+    """Theoretical error, in units of `eps`, of a ring allreduce, which quantises the sums of 1, 2 ... p inputs."""
     wrong = 0.0
     for terms in range(1, ranks + 1):
         wrong += eps**2 * (terms + wrong)
@@ -57,7 +57,7 @@ def noise(rank: int, count: int) -> np.ndarray:
 
 
 def once(codec: Codec, x: np.ndarray) -> float:
-    """Relative error of encoding once, eps."""
+    """Relative error (eps) of encoding and decoding `x` once."""
     wire, out = np.empty(codec.nbytes(len(x)), np.uint8), np.empty_like(x)
     codec.encode(x, wire)
     codec.decode(wire, out)
@@ -65,7 +65,7 @@ def once(codec: Codec, x: np.ndarray) -> float:
 
 
 def played_sum(sums: Sequence[Any], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Results of all ranks, and the sum of their inputs."""
+    """Run one allreduce of noise on simulated ranks; return the results of all ranks, and the exact sum."""
     terms = np.array([noise(rank, count) for rank in range(len(sums))])
     total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
     play([each.allreduce(x, x) for each, x in zip(sums, terms)])
@@ -73,13 +73,13 @@ def played_sum(sums: Sequence[Any], count: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def error(way: type[FlatAllreduce], ranks: int, codec: Callable[[int], Codec], count: int) -> float:
-    """Relative error of a sum; the codec is made of a rank's number."""
+    """Relative error of a simulated allreduce by class `way`, on the worst rank; `codec(rank)` makes a codec."""
     found, total = played_sum([way(comm, count, codec(comm.Get_rank())) for comm in played(ranks)], count)
     return float(np.max([relative(one, total) for one in found]))
 
 
 def in_steps(ranks: int, bits: int, group: int, count: int) -> float:
-    """The error of a sum of integers of one scale, as root mean square, in steps of the scale."""
+    """Root-mean-square error of a simulated shared-scale integer allreduce, in quantisation steps."""
     made = [SharedScale(comm, count, bits, group) for comm in played(ranks)]
     found, total = played_sum(made, count)
     peaks = np.max([np.abs(noise(rank, count)) for rank in range(ranks)], axis=0)
@@ -88,7 +88,7 @@ def in_steps(ranks: int, bits: int, group: int, count: int) -> float:
 
 
 def of_integers(ranks: int) -> float:
-    """Error law of shared-scale integers: p errors uniform in -1/2 .. 1/2, which holds from 3 bits on."""
+    """Theoretical value of `in_steps`: p errors uniform in -1/2 .. 1/2 steps, which holds from 3 bits on."""
     return math.sqrt(ranks / 12)
 
 

@@ -1,1 +1,1 @@
-"""Random sequences of collective calls, compared between the MPI and Chorus."""
+"""Fuzzer: random sequences of collective calls, run on mpi4py and on Chorus, whose results are compared."""

@@ -1,4 +1,4 @@
-"""A random call on one rank: arrays with random contents, passed as arguments of various forms."""
+"""Random collective call on one rank: arrays with random contents, passed in various argument forms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAKERS: dict[str, Callable[[MPI.Datatype], MPI.Datatype]] = {
 
 
 class DLPackOnly:
-    """An array that offers nothing but DLPack."""
+    """Wrapper of an array that supports no array protocol but DLPack."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -54,7 +54,7 @@ class DLPackOnly:
 
 
 class DrawnCall:
-    """One rank's arguments of one call, and its request if it may end later than the step that began it.
+    """One rank's arguments of one random call, and its request if it may end later than the step that began it.
 
     A `native` call, the MPI's own, may use all of a receive buffer where ours must not.
     """
@@ -115,7 +115,7 @@ class DrawnCall:
         self._before = [(array, array.copy()) for array in self._ignored]
 
     def result(self) -> list[bytes]:
-        """All memory of the arrays after the call, but what MPI leaves open, which ours must leave as it was."""
+        """Bytes of all arrays after the call; parts that MPI leaves undefined are only checked to be unchanged."""
         kept = [True if self.native else bool((array == before).all()) for array, before in self._before]
         for array, before in self._before:
             array[...] = before
@@ -132,7 +132,7 @@ class DrawnCall:
             self.datatype.Free()
 
     def _spelled(self, array: np.ndarray, count: int) -> Any:
-        """A vector, or blocks of `count` elements each."""
+        """Buffer argument for a vector, or blocks of `count` elements each, in the form that the step's flags name."""
         flags = self.step.flags
         obj: Any = array
         if "DLPack" in flags and self.dtype.char in "ilfd":
@@ -160,7 +160,7 @@ class DrawnCall:
         return [end - length - 1 for end, length in zip(ends, reversed(lengths))][::-1], ends[-1]
 
     def _side(self, kind: str, sends: bool, is_input: bool) -> Any:
-        """A send or receive buffer of one of the `KINDS`, spelled."""
+        """Allocate a send or receive buffer of a kind in `KINDS` and return the argument that describes it."""
         lengths = self._lengths[:, 0].tolist()
         if self.step.method == "Alltoallv":
             lengths = (self._lengths[self.rank] if sends else self._lengths[:, self.rank]).tolist()
@@ -172,7 +172,7 @@ class DrawnCall:
         return self._spelled(self._room(count, is_input), n if kind == "blocks" else count)
 
     def _arrays(self) -> None:
-        """Buffers of all methods but those below, in which a root alone has the larger one; its own is in place."""
+        """Make send and receive arguments, for all methods of `KINDS`; other methods have functions below."""
         sent, received = KINDS[self.step.method]
         rooted, scatters = self.step.method in ROOTED, self.step.method.startswith("Scatter")
         if rooted:

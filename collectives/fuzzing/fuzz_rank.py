@@ -28,7 +28,7 @@ LIBRARY = MPI.Get_library_version()
 
 
 def hangs_natively(step: Step) -> bool:
-    """True for steps by which two threads block each other for ever in the MPI itself (``scripts/fuzz.py --control``).
+    """True for steps with which two threads deadlock in the MPI library itself (``scripts/fuzz.py --control``).
 
     Communicators that two threads create, except under MPICH; under Intel MPI also Python functions as operations: it
     holds a lock while it calls them, for which a thread that has the interpreter's may wait.
@@ -46,7 +46,7 @@ def run(
     begins: Callable[[Step], object] = lambda step: None,
     control: bool = False,
 ) -> tuple[int, str]:
-    """Run the steps of one seed; collective over `world`.
+    """Run one seed's steps on mpi4py's communicators and on ours, and compare the results. Collective.
 
     The threads run one after the other on the MPI's own communicators, and together on ours. `begins` is called with
     each step as it begins, in its thread. `control` puts the MPI's own in the place of ours. Returns the number of our
@@ -111,7 +111,7 @@ def difference(wanted: list[bytes] | None, found: list[bytes] | None) -> str:
 
 
 def main() -> None:
-    """Run the seeds one after the other, until one of them shows a fault."""
+    """Run the seeds of the command line one after the other, until one of them shows a fault."""
     folder, seconds, calls, threads, control, *seeds = sys.argv[1:]
     rank = MPI.COMM_WORLD.Get_rank()
     with open(Path(folder, f"rank-{rank}"), "w") as lines, open(Path(folder, f"stack-{rank}"), "w") as stack:

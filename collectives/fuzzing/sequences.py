@@ -1,4 +1,4 @@
-"""Sequences of steps drawn from a seed. Each step is drawn by itself, so that any part of a sequence is one, too."""
+"""Random sequences of steps, each drawn from (seed, thread, number) alone, so that a part can run without the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMS = ("blocking", "blocking", "blocking", "begun", "begun", "pending", "bound
 
 
 class Step(NamedTuple):
-    """One step of a thread's sequence."""
+    """One step of a thread's sequence: a collective call, or an action on a communicator, operation or request."""
 
     thread: int
     number: int
@@ -73,7 +73,7 @@ SPELLINGS = {
 
 
 def draw(seed: int, thread: int, number: int) -> Step:
-    """Draw one step."""
+    """Draw step `number` of a thread's sequence, the same on all ranks."""
     chance = Random(f"{seed} {thread} {number}")
     comm, pick = chance.randrange(60), chance.randrange(2520)
     kind = chance.choices(["call", *OTHERS], [100 - sum(OTHERS.values()), *OTHERS.values()])[0]

@@ -1,4 +1,4 @@
-"""Run drawn steps on one rank, on the MPI's own communicators or on ours; the results are to be compared."""
+"""Runner of random steps on one rank, on mpi4py's communicators or on ours, that records their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Results = dict[tuple[int, int], list[bytes]]
 
 
 def compose(left: Any, inout: Any, _: MPI.Datatype) -> None:
-    """Compose affine maps ``x -> a x + b`` modulo 2**32, two numbers in one: associative, and does not commute."""
+    """Reduction function that composes affine maps ``x -> a x + b`` modulo 2**32, packed in uint64; not commutative."""
     first, second = np.frombuffer(left, "u8"), np.frombuffer(inout, "u8")
     factor = ((first >> HALF) * (second >> HALF)) & LOW
     second[:] = factor << HALF | (((first >> HALF) * (second & LOW) + (first & LOW)) & LOW)
@@ -37,7 +37,7 @@ FUNCTIONS = {"affine": (compose, False), "add": (add, True)}
 
 
 class Player:
-    """A thread's communicators, operations, and calls under way, and the steps on them.
+    """Runner of one thread's steps, with its communicators, operations, pending calls and recorded results.
 
     Steps may be left out: a step that needs a missing object does without it, in the same way on all ranks. `base` is a
     communicator of this thread's own; ours, or the MPI's, whose calls are all blocking. `begins` is called with each
@@ -58,7 +58,7 @@ class Player:
         self.now: Step | None = None
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Run the steps, end what is under way, and free all but the base."""
+        """Run the steps, complete all pending calls, and free all communicators and operations but the base."""
         for step in steps:
             self.now = step
             self.begins(step)
@@ -93,7 +93,7 @@ class Player:
         return self.ops[place][1]
 
     def _chosen(self, step: Step) -> dict[str, Any]:
-        """Keywords that mpi4py's methods lack."""
+        """Keyword arguments `algorithm` and `segments` of a call on our communicators; empty on mpi4py's."""
         if self.native or "algorithm" not in step.flags or step.method == "Barrier":
             return {}
         name = step.method.lower()
@@ -179,7 +179,7 @@ class Player:
             calls = calls[several:]
 
     def _restart(self, step: Step, _: Any) -> None:
-        """Start kept requests once more, all of them before the first is waited for."""
+        """Restart all kept persistent requests, and then wait for all of them."""
         for call in self.kept:
             self.calls += 1
             call.refill()
@@ -200,7 +200,7 @@ class Player:
         self.kept = [call for call in self.kept if not gone(call)]
 
     def _object(self, step: Step, comm: Any) -> None:
-        """A collective on Python objects."""
+        """Run a collective on Python objects, such as `bcast`, and record its result."""
         rank, size = comm.Get_rank(), comm.Get_size()
         root, mine = step.pick % size, (step.number, rank, "x" * (step.pick % 7))
         self.calls += 1
@@ -226,7 +226,7 @@ class Player:
         self.results[step.thread, step.number] = [received[: len(sent)].tobytes(), repr(found).encode()]
 
     def _made(self, step: Step, comm: Any) -> Any:
-        """A communicator made of another one by a step of `CREATING`."""
+        """Create a communicator from `comm` in the way of the step's kind, one of `CREATING`."""
         rank, size = comm.Get_rank(), comm.Get_size()
         if step.kind == "split":
             color = Random(f"{self.seed} {step.number} {rank}").choice((0, 0, 1, MPI.UNDEFINED))
@@ -245,7 +245,7 @@ class Player:
         return comm.Dup() if step.kind == "dup" else comm.Clone()
 
     def _copy(self, step: Step, comm: Any) -> None:
-        """A copy of the object, if it can be copied, must give the same results."""
+        """Check that a copy of the communicator object, if it can be copied, gives the right results."""
         try:
             twin = copy.copy(comm)
         except (TypeError, ValueError):
@@ -256,7 +256,7 @@ class Player:
             raise AssertionError(f"{step}: {total}")
 
     def _free(self, step: Step, _: Any) -> None:
-        """Free communicators, in an order of this rank's own if several, with calls under way on them or not."""
+        """Free the last one or three communicators, in a random order on each rank, even with calls pending on them."""
         gone = self.comms[1:][-1 if step.kind == "free" else -3 :]
         self._release(lambda call: any(call.comm is comm for comm in gone))
         if step.pick % 2:
@@ -270,7 +270,7 @@ class Player:
     _free_out_of_order = _free
 
     def _free_ops(self, *unused: Any) -> None:
-        """Free all of the user's operations, after the calls that they are in."""
+        """Free all user-defined operations, after completing the calls that use them."""
         if any(call.step.op in FUNCTIONS for call in self.pending):
             self._complete(Step(0, 0, "free op"), None)
         self._release(lambda call: call.step.op in FUNCTIONS)
@@ -281,7 +281,7 @@ class Player:
     _free_op = _free_ops
 
     def _copied_op(self, step: Step, comm: Any) -> None:
-        """A predefined operation in a short-lived object, twice, and then one of the user's, perhaps in its place."""
+        """Reduce with a short-lived copy of MPI.SUM, then with a user-defined operation that may reuse its address."""
         self._free_ops()
         mine, total, found = np.full(3, 3 + comm.Get_rank(), np.uint64), np.empty(3, np.uint64), []
         for turn in range(2):
