@@ -42,12 +42,12 @@ atexit.register(close_all)
 
 
 def _uncached(*_: Any) -> CallKey:
-    """Replacement of `ProgramCache.run_cached` where every call must be validated: debug mode, or freed."""
+    """Stand-in for `ProgramCache.run_cached` in debug mode and after `close`, where every call must be validated."""
     return UNCACHEABLE
 
 
 def _adopting(name: str) -> Callable[..., Any]:
-    """Method as in mpi4py that returns a `Communicator`, or ``MPI.COMM_NULL`` where that returns it."""
+    """Method that calls mpi4py's method `name` and wraps the communicator that it returns in a `Communicator`."""
 
     @wraps(getattr(MPI.Intracomm, name))
     def create(self: Communicator, *arguments: Any, **keywords: Any) -> Any:
@@ -164,7 +164,7 @@ class Communicator(CollectiveMethods):
         return self._planner
 
     def _run(self, call: Call, algorithm: Any, segments: Any, key: CallKey = UNCACHEABLE, *arguments: Any) -> None:
-        """Run a blocking call; `key` and the arguments are those of `ProgramCache.store`."""
+        """Run a blocking collective; `key` and `arguments` are passed to `ProgramCache.store`."""
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "blocking")
         if self._checker is not None:
             planner.cache.check_in_step()
@@ -173,13 +173,13 @@ class Communicator(CollectiveMethods):
         planner.run(call, choice, key, *arguments)
 
     def _begin(self, call: Call, algorithm: str, segments: int | None) -> Request:
-        """Start a non-blocking call."""
+        """Start a non-blocking collective and return its request."""
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "nonblocking")
         gate = None if self._checker is None else self._checker.check("non-blocking", call, choice)
         return planner.begin(call, choice, gate)
 
     def _bind(self, call: Call, algorithm: str, segments: int | None) -> Request:
-        """Create a persistent request."""
+        """Create the persistent request of a collective."""
         planner, choice = self._open_planner(), self._chooser.choose(call, algorithm, segments, "persistent")
         if self._checker is not None:
             planner.transports.consume_tag()
@@ -190,7 +190,7 @@ class Communicator(CollectiveMethods):
         return planner.init(call, choice, memory.shared)
 
     def _report_refusals(self, checker: DesyncChecker) -> None:
-        """Wrap every collective so that invalid arguments on this rank are reported to the other ranks.
+        """Wrap every collective so that invalid arguments on this rank are reported to the other ranks (debug mode).
 
         The wrappers are attributes of this object, so that calls outside debug mode have no extra layer.
         """
@@ -231,7 +231,7 @@ class Communicator(CollectiveMethods):
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
-        """Node of every rank, numbered by first appearance; None if all ranks are on one."""
+        """Node number of every rank, by first appearance; None if all ranks are on one node."""
         return self._open_planner().nodes
 
     def choice(
@@ -243,7 +243,7 @@ class Communicator(CollectiveMethods):
         symmetric: bool = False,
         in_place: bool = False,
     ) -> Selection:
-        """Algorithm that ``algorithm="auto"`` selects for a message size, and the reason.
+        """Algorithm that ``algorithm="auto"`` selects for a message size, with its predicted seconds and their source.
 
         Parameters
         ----------
@@ -321,7 +321,7 @@ class Communicator(CollectiveMethods):
     # -------------------------------------------------------------------------------- new communicators and release
 
     def _adopt(self, comm: Any) -> Any:
-        """`Communicator` on a new communicator, with the same settings; MPI.COMM_NULL unchanged."""
+        """Wrap a new mpi4py communicator in a `Communicator` with this one's settings; keep MPI.COMM_NULL as it is."""
         if comm == MPI.COMM_NULL:
             return comm
         nodes = None
@@ -340,7 +340,7 @@ class Communicator(CollectiveMethods):
         )
 
     def Idup(self, info: MPI.Info | None = None) -> Any:
-        """As in mpi4py; returns an mpi4py communicator, as it is not usable yet, and a request."""
+        """Non-blocking Dup: return a plain mpi4py communicator, usable once the request completes, and the request."""
         return MPI.Intracomm(self).Idup(info)
 
     Clone, Dup, Dup_with_info, Split, Split_type, Create = map(
@@ -348,7 +348,7 @@ class Communicator(CollectiveMethods):
     )
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
-        """As in mpi4py; returns a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
+        """Communicator of a group, as in mpi4py: a `Communicator`, or ``MPI.COMM_NULL`` outside the group."""
         create = partial(MPI.Intracomm(self).Create_group, group, tag)  # collective over the group alone
         return self._adopt(with_progress_thread(create) if active_requests and self._threads else create())
 
@@ -378,20 +378,20 @@ class Communicator(CollectiveMethods):
             self.close()
 
     def Free(self) -> None:
-        """`close`, and free the MPI communicator; raises for MPI's own, such as ``MPI.COMM_WORLD``. Collective."""
+        """`close`, and free the MPI communicator; raise for predefined ones, such as ``MPI.COMM_WORLD``. Collective."""
         if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
             raise InvalidArgument(MPI.ERR_COMM, f"{self.Get_name()} is MPI's own: close() releases Chorus's resources")
         self.close()
         super().Free()
 
     def free(self) -> None:
-        """Free the communicator; for MPI's own, such as ``MPI.COMM_WORLD``, `close` it. Collective."""
+        """`close`, and free the MPI communicator unless it is predefined, such as ``MPI.COMM_WORLD``. Collective."""
         if self in (MPI.COMM_WORLD, MPI.COMM_SELF):
             self.close()
         super().free()
 
     def Disconnect(self) -> None:
-        """`Free` after all communication has completed."""
+        """Wait for all pending communication, then `close` and disconnect. Collective."""
         planner = self._planner
         if planner is not None:
             progress_until(lambda: not planner.active)
@@ -399,7 +399,7 @@ class Communicator(CollectiveMethods):
         self._accompany(super().Disconnect)
 
     def __copy__(self, memo: object = None) -> Self:
-        """This object if the communicator is MPI's own, which mpi4py copies too; raises for all others."""
+        """Return this object if it is predefined, such as ``MPI.COMM_WORLD``, as mpi4py does; else raise NotCopied."""
         if self in (MPI.COMM_WORLD, MPI.COMM_SELF, MPI.COMM_NULL):
             return self
         raise NotCopied(MPI.ERR_COMM, "a Communicator cannot be copied by one rank alone: Dup() makes another one")

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 
 class InvalidInput(MPI.Exception):
-    """Invalid call, raised before anything is sent.
+    """Base of Chorus's errors for invalid calls: an MPI error class and a message.
 
     `error_class` is an MPI error class such as ``MPI.ERR_ROOT``; `message` names the argument, and what was expected
     and found.
@@ -33,15 +33,15 @@ class InvalidInput(MPI.Exception):
 
 
 class InvalidArgument(InvalidInput, ValueError):
-    """Invalid value: a root, a count, a displacement, an operation, a freed request."""
+    """Argument of an invalid value: a root, a count, a displacement, an operation, a freed request."""
 
 
 class InvalidType(InvalidInput, TypeError):
-    """Object of an invalid type: no buffer, no number, no datatype, no operation."""
+    """Argument of an invalid type: no buffer, no number, no datatype, no operation."""
 
 
 class InvalidBuffer(InvalidArgument, BufferError):
-    """Unusable memory: not contiguous, read-only, too small."""
+    """Buffer in unusable memory: not contiguous, read-only, or too small."""
 
 
 class UnknownDatatype(InvalidType, KeyError):
@@ -51,11 +51,11 @@ class UnknownDatatype(InvalidType, KeyError):
 
 
 class InvalidDatatype(InvalidType, ValueError):
-    """Invalid datatype: null, or different from the other buffer's. mpi4py raises ValueError."""
+    """Invalid datatype: null, or different from the other buffer's. A ValueError too, as in mpi4py."""
 
 
 class NotCopied(InvalidType, ValueError):
-    """A communicator that cannot be copied or pickled. mpi4py raises ValueError."""
+    """Attempt to copy or pickle a `Communicator`. A ValueError too, as in mpi4py."""
 
 
 class OutOfMemory(InvalidInput, MemoryError):
@@ -63,14 +63,14 @@ class OutOfMemory(InvalidInput, MemoryError):
 
 
 class Mismatch(InvalidInput, ValueError):
-    """A message that is not the expected one: ranks make different calls, or the same with arguments that differ.
+    """Message of an unexpected size or call: ranks call different collectives, or one with different arguments.
 
     The rank that receives the message raises it, in the middle of its call; other ranks may not notice.
     """
 
 
 def mismatch(rank: int, peer: int, expected: int, found: int) -> Mismatch:
-    """Error of `rank` for a message of `found` bytes from `peer` instead of `expected` bytes."""
+    """`Mismatch` error of `rank` for a message of `found` bytes from `peer` instead of `expected` bytes."""
     what = f"{found} bytes" if found != expected else f"the {found} bytes of another call"
     return Mismatch(
         MPI.ERR_TRUNCATE,
@@ -81,4 +81,4 @@ def mismatch(rank: int, peer: int, expected: int, found: int) -> Mismatch:
 
 
 class RanksDisagree(InvalidInput, RuntimeError):
-    """Call after an aborted one (Ctrl-C, or an operation that raised), whose messages may still arrive."""
+    """Call refused since an earlier one was aborted (Ctrl-C, or an operation raised): its messages may still arrive."""

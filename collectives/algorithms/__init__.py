@@ -1,1 +1,1 @@
-"""Algorithms: generators of rounds, one family per file, without MPI."""
+"""Algorithms of collectives: generators of each rank's sends, receives and reductions by round, without MPI."""

@@ -59,15 +59,15 @@ class Algorithm(NamedTuple):
 
     @property
     def idea(self) -> str:
-        """First line of the generator's docstring, up to the cost."""
+        """One-line description of the algorithm: first line of its generator's docstring, without the cost."""
         return (self.generate.__doc__ or "").strip().splitlines()[0].partition(" Cost: ")[0]
 
     def keeps_order(self, nodes: Nodes | None = None) -> bool:
-        """True if values combine in rank order on this placement."""
+        """True if reductions combine operands in rank order under this placement of ranks on nodes."""
         return self.ordered and (not self.placed or contiguous(nodes))
 
     def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float, segments: int = 1) -> float:
-        """Cost by formula in seconds: alpha, n beta and n gamma times their factors. `segments` counts if it `cuts`."""
+        """Predicted seconds: alpha per message, beta per byte, gamma per reduced byte; `segments` only if it `cuts`."""
         if size == 1:
             return 0.0
         rounds, moved, added = (
@@ -78,7 +78,7 @@ class Algorithm(NamedTuple):
 
 
 class LowerBound(NamedTuple):
-    """Lower bounds of a collective; each holds by itself. Formulas as in `Algorithm`."""
+    """Lower bounds on rounds, volume and reductions of a collective, as formulas; not always reachable together."""
 
     rounds: str
     volume: str
@@ -268,7 +268,7 @@ def _power(number: int) -> int:
 
 @lru_cache(maxsize=4096)
 def evaluate(formula: str, size: int, segments: int = 1, nodes: int = 1) -> Fraction:
-    """Evaluate a formula for p = `size`, k = `segments` and N = `nodes`.
+    """Value of a cost formula such as ``2*(p-1)/p`` for p = `size` ranks, k = `segments` and N = `nodes`.
 
     Names: q = ceil(log2 p), f = floor(log2 p), P = 2^f, odd = (p != P); ones is the number of one bits of p-1, hops
     that in all of 0 .. p-1, folds the sum of min(2^i, p-P) over i < f. There are N nodes of M ranks; qN and qM are
@@ -299,7 +299,7 @@ def _entries(collective: str) -> Mapping[str, Algorithm]:
 
 
 def blocks(collective: str, name: str, size: int) -> int:
-    """Number of blocks of the data before segmentation."""
+    """Number of blocks that an algorithm divides the data into on `size` ranks, before segmentation."""
     return _blocks(collective, find(collective, name), size)
 
 
@@ -311,7 +311,7 @@ def _blocks(collective: str, entry: Algorithm, size: int) -> int:
 def build(
     collective: str, name: str, rank: int, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> Schedule:
-    """The schedule of one rank, pipelined over `segments` of the data; `nodes` is the placement of ranks on nodes."""
+    """Schedule of one rank, pipelined over `segments` of the data; `nodes` is the node of every rank."""
     entry = find(collective, name)
     return _built(collective, entry, rank, size, root, segments, nodes if entry.placed else None)
 
@@ -337,7 +337,7 @@ def _rounds(
 def rounds_of_all(
     collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> Iterator[Rounds]:
-    """Generate the rounds of all ranks one by one, for more schedules than fit in memory."""
+    """Yield the rounds of one rank after another, as generators, for schedules too large for memory all at once."""
     entry = find(collective, name)
     lasting = nodes and HashedTuple(nodes)
     return (_rounds(collective, entry, rank, size, root, segments, lasting) for rank in range(size))
@@ -346,5 +346,5 @@ def rounds_of_all(
 def build_all(
     collective: str, name: str, size: int, root: int = 0, segments: int = 1, nodes: Nodes | None = None
 ) -> list[Schedule]:
-    """Schedules of all ranks."""
+    """Schedules of all ranks in rank order; arguments as in `build`."""
     return [build(collective, name, rank, size, root, segments, nodes) for rank in range(size)]

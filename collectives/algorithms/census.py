@@ -23,14 +23,14 @@ from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Ro
 
 
 class _CensusRound(NamedTuple):
-    """A round: number of ranks summed before it, and whether the sender adds its own term to B."""
+    """One census round: number of ranks in the partial sum before it; True if the sender's own term is sent too."""
 
     counted: int
     own: bool
 
     @property
     def distance(self) -> int:
-        """Distance to the peer."""
+        """Rank distance d of the round: send to rank + d, receive from rank - d, modulo p."""
         return self.counted + self.own
 
 
@@ -61,7 +61,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def ordered_allreduce(rank: int, size: int) -> Rounds:
-    """Census allreduce in rank order: one partial sum of the ranks below down to rank 0, another of the highest ranks.
+    """Census allreduce in rank order: partial sums of lower ranks and of wrapped-around higher ranks are kept apart.
 
     Cost: q alpha + less than 2q n beta, at most 3q n gamma. Keeps rank order; the association differs between ranks,
     so floating-point results may differ in their last bits.

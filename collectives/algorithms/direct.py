@@ -48,7 +48,7 @@ def allgather(rank: int, size: int) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
-    """Each rank sends a block to each rank; then each combines its blocks in rank order.
+    """Each rank sends every other rank its block in one round, and combines the received blocks in rank order.
 
     Cost: (p-1) alpha + (p-1)/p n (beta + gamma). Keeps rank order.
     """

@@ -1,4 +1,4 @@
-"""Dissemination: the number of ranks heard of doubles every round, for any number of ranks."""
+"""Dissemination barrier, for any number of ranks: each round doubles the ranks that a rank knows to have entered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collectives.schedule.steps import NOTHING, Recv, Rounds, Send
 
 
 def barrier(rank: int, size: int) -> Rounds:
-    """Each rank sends an empty message to distance 1, 2, 4 ... and receives one from the same distance below.
+    """In round k each rank sends an empty message to rank + 2^k and receives one from rank - 2^k, modulo p.
 
     Cost: q alpha, q = ceil(log2 p). (Hensgen, Finkel, Manber 1988.)
     """

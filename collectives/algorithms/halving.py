@@ -22,7 +22,7 @@ from collectives.schedule.transforms import reverse
 
 
 class _Halving(NamedTuple):
-    """Halving of a range of blocks: the other rank's place, the blocks that this rank keeps, and those it gives."""
+    """One halving step of a rank: partner's index in the subset, range of blocks that it keeps, range that it gives."""
 
     partner: int
     kept: tuple[int, int]
@@ -30,7 +30,7 @@ class _Halving(NamedTuple):
 
 
 class _PowerOfTwoSubset(NamedTuple):
-    """The power-of-two subset of ranks that takes part, and the number of ranks left over.
+    """The largest power-of-two subset of the ranks, which runs the halving, and the number of ranks left over.
 
     In the first pairs of ranks one represents both: the even one, unless `player` is the other.
     """
@@ -57,12 +57,12 @@ class _PowerOfTwoSubset(NamedTuple):
         return self.player if self.player // 2 == place else 2 * place
 
     def blocks(self, places: tuple[int, int]) -> Chunks:
-        """Blocks of a range of indices and of the left-over ranks beside them, one block per rank."""
+        """Blocks, one per rank, of the subset's indices `places` (start, stop) and the left-over ranks among them."""
         start, stop = places
         return span(start + min(start, self.spare), stop + min(stop, self.spare))
 
     def fold(self, rank: int, everything: Chunks) -> Rounds:
-        """Left-over ranks send their vector to their neighbour; no round if there are none."""
+        """Round in which left-over ranks send their vector to a neighbour, which adds it; none if none is left over."""
         if self.spare:
             other = rank ^ 1
             combine = RecvReduce(other, everything, "right" if other > rank else "left")
@@ -70,13 +70,13 @@ class _PowerOfTwoSubset(NamedTuple):
             yield [mine] if rank < 2 * self.spare else []
 
     def unfold(self, rank: int, everything: Chunks) -> Rounds:
-        """Left-over ranks receive the result from their neighbour; no round if there are none."""
+        """Round in which left-over ranks receive the result from their neighbour; none if none is left over."""
         if self.spare:
             mine = (Recv if self.place(rank) < 0 else Send)(rank ^ 1, everything)
             yield [mine] if rank < 2 * self.spare else []
 
     def halvings(self, rank: int) -> list[_Halving]:
-        """Halvings of the P blocks down to one, by distance P/2, P/4 ... 1."""
+        """Halving steps of a rank, from all P blocks down to one, with partners at distance P/2, P/4 ... 1."""
         place = max(self.place(rank), 0)
         start, stop = 0, self.power
         found = []
@@ -89,14 +89,14 @@ class _PowerOfTwoSubset(NamedTuple):
         return found
 
     def halve(self, rank: int) -> Rounds:
-        """Reduce-scatter of P blocks within the subset."""
+        """Reduce-scatter of the P blocks over the ranks of the subset; left-over ranks have empty rounds."""
         for partner, kept, given in self.halvings(rank):
             peer = self.rank(partner)
             steps: Round = [Send(peer, span(*given)), RecvReduce(peer, span(*kept), "right" if peer > rank else "left")]
             yield steps if self.place(rank) >= 0 else []
 
     def double(self, rank: int, blocks: Callable[[tuple[int, int]], Chunks]) -> Rounds:
-        """Allgather within the subset; `blocks` are those of a range of indices."""
+        """Allgather over the ranks of the subset; `blocks` maps a range (start, stop) of indices to chunks."""
         for partner, kept, given in reversed(self.halvings(rank)):
             peer = self.rank(partner)
             steps: Round = [Send(peer, blocks(kept)), Recv(peer, blocks(given))]

@@ -1,4 +1,4 @@
-"""Hierarchical: within the node, between nodes, within the node; every rank carries one slice over the network.
+"""Hierarchical algorithms: within nodes, between nodes, within nodes; each rank sends one slice over the network.
 
 A rail connects one rank of every node and carries one slice. There are as many rails as ranks on the largest node; on
 smaller nodes a rank serves several rails. The block of a rank belongs to a rail that the rank serves, so data crosses
@@ -28,7 +28,7 @@ from collectives.schedule.transforms import on, reverse
 
 
 class NodeLayout(NamedTuple):
-    """Ranks, nodes and rails."""
+    """Placement of ranks on nodes, and rails: a rail joins one rank of every node and carries one slice of the data."""
 
     members: tuple[tuple[int, ...], ...]  # the ranks of each node
     node: tuple[int, ...]  # the node of every rank
@@ -38,7 +38,7 @@ class NodeLayout(NamedTuple):
     spots: tuple[int, ...]  # of each of `order`: rail * nodes + node
 
     def rails(self, node: int, places: range) -> range:
-        """Rails served by these ranks of a node; consecutive ranks serve consecutive rails."""
+        """Rails served by the ranks at indices `places` within a node; consecutive ranks serve consecutive rails."""
         ranks = len(self.members[node])
         return range(-(-places.start * self.widest // ranks), -(-places.stop * self.widest // ranks))
 
@@ -47,17 +47,17 @@ class NodeLayout(NamedTuple):
         return self.members[node][rail * len(self.members[node]) // self.widest]
 
     def blocks(self, start: int, stop: int) -> Chunks:
-        """Blocks of the ranks between two positions of the order."""
+        """Blocks, numbered as in `order`, whose spot (rail * nodes + node) is in `start` .. `stop` - 1."""
         first, last = bisect_left(self.spots, start), bisect_left(self.spots, stop)
         return (range(first, last),) if first < last else ()
 
     def between(self, rail: int) -> Callable[[Chunks], Chunks]:
-        """Function from nodes to their blocks on the rail."""
+        """Function that maps ranges of nodes to the blocks of a rail on these nodes."""
         base = rail * len(self.members)
         return lambda nodes: tuple(run for part in nodes for run in self.blocks(base + part.start, base + part.stop))
 
     def within(self, node: int) -> Callable[[Chunks], Chunks]:
-        """Function from places on a node to the blocks of all rails that they serve."""
+        """Function that maps ranges of places within a node to all blocks of the rails that these places serve."""
         count = len(self.members)
 
         def blocks(places: Chunks) -> Chunks:
@@ -69,7 +69,7 @@ class NodeLayout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def node_layout(size: int, nodes: Nodes | None) -> NodeLayout:
-    """Node layout of a placement, cached for all ranks."""
+    """`NodeLayout` of `size` ranks placed on `nodes` (None: all on one node), cached for all ranks."""
     node = nodes or (0,) * size
     members: list[list[int]] = [[] for _ in range(max(node) + 1)]
     place = []
@@ -87,12 +87,12 @@ def node_layout(size: int, nodes: Nodes | None) -> NodeLayout:
 
 
 def ceil_log(ranks: int) -> int:
-    """ceil(log2) of a number of ranks."""
+    """ceil(log2(ranks)), for one rank or more."""
     return (ranks - 1).bit_length()
 
 
 def _merged(schedules: Iterable[Rounds]) -> Rounds:
-    """Merge schedules with equal numbers of rounds: one message per peer and round, none if it is empty."""
+    """Merge schedules of one rank round by round: one message per peer and direction, none if it is empty."""
     for rounds in zip(*schedules):
         messages: dict[tuple[type, int], Chunks] = {}
         for step in chain.from_iterable(rounds):
@@ -102,7 +102,7 @@ def _merged(schedules: Iterable[Rounds]) -> Rounds:
 
 
 def _between(rank: int, layout: NodeLayout, rounds: Callable[[int, int], Rounds]) -> Rounds:
-    """Run a schedule of (node, nodes) on every rail that the rank serves."""
+    """Run a collective between nodes on every rail that `rank` serves; `rounds(node, nodes)` is its schedule."""
     node, place = layout.node[rank], layout.place[rank]
     return _merged(
         on(partial(layout.server, rail), rounds(node, len(layout.members)), layout.between(rail))
@@ -111,7 +111,7 @@ def _between(rank: int, layout: NodeLayout, rounds: Callable[[int, int], Rounds]
 
 
 def _allgather(rank: int, layout: NodeLayout) -> Rounds:
-    """Allgather with blocks numbered by rail, so that blocks of a rail are consecutive."""
+    """Hierarchical allgather of blocks that are numbered by rail, as in `NodeLayout.order`, not by rank."""
     node = layout.node[rank]
     members = layout.members[node]
     yield from _between(rank, layout, circulant.allgather)
@@ -120,7 +120,7 @@ def _allgather(rank: int, layout: NodeLayout) -> Rounds:
 
 
 def _scatter(rank: int, layout: NodeLayout, root: int) -> Rounds:
-    """Scatter with blocks numbered as in `_allgather`."""
+    """Hierarchical scatter from `root`, with blocks numbered by rail as in `_allgather`."""
     home = layout.node[root]
     members = layout.members[home]
     if layout.node[rank] == home:
@@ -173,7 +173,7 @@ def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """A scatter over rails and nodes, then the allgather.
+    """The hierarchical scatter, then the hierarchical allgather.
 
     Cost: 2h alpha + 2(p-1)/p n beta, of which 2(N-1)/p n between nodes.
     """
@@ -183,7 +183,7 @@ def broadcast(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The reduce-scatter, then a gather at the root over rails and nodes.
+    """The hierarchical reduce-scatter, then the hierarchical gather at the root.
 
     Cost: 2h alpha + (p-1)/p n (2 beta + gamma), of which 2(N-1)/p n between nodes. Commutative operations only.
     """
@@ -193,7 +193,7 @@ def reduce(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def allreduce(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """The reduce-scatter, then the allgather: within the node, twice between nodes, within the node.
+    """The hierarchical reduce-scatter, then the allgather: within nodes, twice between nodes, within nodes.
 
     Cost: 2h alpha + (p-1)/p n (2 beta + gamma), of which 2(N-1)/p n between nodes. Commutative operations only.
     """

@@ -29,7 +29,7 @@ RootedRounds = Callable[[int, int, int], Rounds]
 
 
 def _whole(chunks: Chunks) -> Chunks:
-    """The whole vector as one chunk."""
+    """Map any chunks to chunk 0, the whole vector."""
     return one(0)
 
 
@@ -38,12 +38,12 @@ def _no_data(chunks: Chunks) -> Chunks:
 
 
 def _rootless(generate: Callable[[int, int], Rounds]) -> RootedRounds:
-    """Wrap a generator without a root in one that ignores the root."""
+    """Turn a generator of (rank, size) into one of (rank, size, root) that ignores the root."""
     return lambda node, nodes, home: generate(node, nodes)
 
 
 class _LeaderGroups(NamedTuple):
-    """A rank's part in two groups: the ranks of its node, and the leaders of all nodes.
+    """Groups that a rank may communicate in: the ranks of its node, and the leaders of all nodes.
 
     The first rank of each node is its leader, except that the root leads its own node.
     """
@@ -65,18 +65,18 @@ class _LeaderGroups(NamedTuple):
         return self.root if self.layout.node[self.root] == node else self.layout.members[node][0]
 
     def among(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """A schedule of (node, nodes, the root's node) run by the leaders while the others wait."""
+        """Run a collective among the leaders, in which ranks are nodes; `chunks` maps its chunks; other ranks wait."""
         rounds = generate(self.node, len(self.layout.members), self.layout.node[self.root])
         return on(self.leader, rounds, chunks) if self.leader(self.node) == self.rank else ([] for _ in rounds)
 
     def within(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """A schedule of (place, places, the leader's place) run within every node, in equally many rounds."""
+        """Run a collective in every node, rooted at its leader, in equally many rounds; `chunks` maps its chunks."""
         place, count = self.layout.place, len(self.members)
         rounds = generate(place[self.rank], count, place[self.leader(self.node)])
         return chain(on(self.members, rounds, chunks), repeat([], ceil_log(self.layout.widest) - ceil_log(count)))
 
     def blocks(self, nodes: Chunks) -> Chunks:
-        """The blocks of all ranks of some nodes."""
+        """Blocks of all ranks of the given nodes."""
         return scattered(rank for node in numbers(nodes) for rank in self.layout.members[node])
 
     def own(self, places: Chunks) -> Chunks:
@@ -84,7 +84,7 @@ class _LeaderGroups(NamedTuple):
         return scattered(self.members[place] for place in numbers(places))
 
     def every(self, chunks: Chunks) -> Chunks:
-        """All blocks."""
+        """Map any chunks to the blocks of all ranks."""
         return span(0, len(self.layout.node))
 
 
@@ -156,7 +156,7 @@ def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Reverse of the allgather: sums go to leaders, slices of them between leaders, and blocks from leaders.
+    """Reverse of the allgather: each leader sums its node; leaders reduce-scatter the sums, then scatter their blocks.
 
     Cost: (qN + 2 qM) alpha + ((p-1)/p + qM) n beta + ((p-M)/p + qM) n gamma. Commutative operations only.
     """

@@ -11,14 +11,14 @@ from collectives.schedule.steps import NOTHING, Recv, RecvReduce, Rounds, Send, 
 
 
 def _others(root: int, size: int) -> list[int]:
-    """All ranks but the root: downwards from it to 0, then upwards from it, the order that keeps rank order."""
+    """All ranks but the root: root - 1 down to 0, then root + 1 up, so that reductions keep rank order."""
     return [*range(root - 1, -1, -1), *range(root + 1, size)]
 
 
 def _in_turn(
     rank: int, root: int, peers: Iterable[int], at_root: Callable[[int], Step], at_peer: Callable[[int], Step]
 ) -> Rounds:
-    """One round per peer, in which only the root and this peer have a step."""
+    """One round per peer: the root has the step `at_root(peer)`, this peer `at_peer(peer)`, all other ranks none."""
     for peer in peers:
         yield [at_root(peer)] if rank == root else [at_peer(peer)] if rank == peer else []
 
@@ -43,7 +43,7 @@ def reduce(rank: int, size: int, root: int) -> Rounds:
 
 
 def scatter(rank: int, size: int, root: int) -> Rounds:
-    """The root sends every rank its block. Cost: (p-1) alpha + (p-1)/p n beta."""
+    """The root sends every rank its block, one after another. Cost: (p-1) alpha + (p-1)/p n beta."""
     peers = _others(root, size)
     return _in_turn(rank, root, peers, lambda peer: Send(peer, one(peer)), lambda peer: Recv(root, one(peer)))
 

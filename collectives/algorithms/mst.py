@@ -20,7 +20,7 @@ from collectives.schedule.transforms import reverse
 
 
 class _RangeSplit(NamedTuple):
-    """Some ranks cut in two: `source` is their root, `target` becomes the root of the half without it."""
+    """Split of a range of ranks with root `source`: `half` is the half without it, `target` the root of that half."""
 
     source: int
     target: int
@@ -28,7 +28,7 @@ class _RangeSplit(NamedTuple):
 
 
 def _halvings(rank: int, size: int, root: int) -> Iterator[_RangeSplit | None]:
-    """The halving around `rank` in each of ceil(log2 p) rounds; None when it is already alone.
+    """Yield, for each of ceil(log2 p) rounds, the split of the range that holds `rank`; None once it is alone.
 
     Of an odd number of ranks the root keeps the larger half, so that a scatter sends the smaller one away.
     """
@@ -54,7 +54,7 @@ def _messages(halving: _RangeSplit | None, rank: int, chunks: Chunks) -> Round:
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
-    """The root sends the vector to the root of the other half; then both halves do the same within.
+    """The root sends the vector to the root of the other half of the ranks; then each half does the same.
 
     Cost: q (alpha + n beta), q = ceil(log2 p).
     """
@@ -63,7 +63,7 @@ def broadcast(rank: int, size: int, root: int) -> Rounds:
 
 
 def scatter(rank: int, size: int, root: int) -> Rounds:
-    """The root sends the other half's blocks to that half's root; then both halves do the same within.
+    """The root sends the blocks of the other half of the ranks to that half's root; then each half does the same.
 
     Cost: q alpha + (p-1)/p n beta.
     """
@@ -72,7 +72,7 @@ def scatter(rank: int, size: int, root: int) -> Rounds:
 
 
 def reduce(rank: int, size: int, root: int) -> Rounds:
-    """Reverse of the broadcast: sums go to the roots of larger and larger halves.
+    """Reverse of the broadcast: roots of halves send their sums to the roots of larger halves, up to the root.
 
     Cost: q (alpha + n beta + n gamma). Keeps rank order.
     """
@@ -80,18 +80,18 @@ def reduce(rank: int, size: int, root: int) -> Rounds:
 
 
 def gather(rank: int, size: int, root: int) -> Rounds:
-    """Reverse of the scatter: blocks go to the roots of larger and larger halves. Cost: q alpha + (p-1)/p n beta."""
+    """Reverse of the scatter: blocks go to roots of larger and larger halves. Cost: q alpha + (p-1)/p n beta."""
     return reverse(scatter(rank, size, root), rank, reducing=False)
 
 
 def allgather(rank: int, size: int) -> Rounds:
-    """All blocks flow up the tree to rank 0, and all of them down again. Cost: 2q alpha + (q + (p-1)/p) n beta."""
+    """Gather up a tree to rank 0, then broadcast of all blocks down it. Cost: 2q alpha + (q + (p-1)/p) n beta."""
     yield from gather(rank, size, 0)
     yield from broadcast(rank, size, 0)
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
-    """Sums flow up the tree to rank 0, and every rank's block of them down again.
+    """Reduce up a tree to rank 0, then scatter of the result down it.
 
     Cost: 2q alpha + (q + (p-1)/p) n beta + q n gamma. Keeps rank order.
     """
@@ -100,7 +100,7 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 
 
 def allreduce(rank: int, size: int) -> Rounds:
-    """Sums flow up the tree to rank 0, and the result down again.
+    """Reduce up a tree to rank 0, then broadcast of the result down it.
 
     Cost: 2q alpha + q n (2 beta + gamma). Keeps rank order.
     """

@@ -1,4 +1,4 @@
-"""Blocks over a circulant graph: a broadcast that delivers a new block per round after q - 1 rounds.
+"""Pipelined broadcast and reduce over a circulant graph: k blocks in k - 1 + q rounds, q = ceil(log2 p).
 
 In every round each rank sends to distance skip[i] and receives from distance -skip[i]; i cycles through the
 q = ceil(log2 p) skips from 1 to ceil(p/2). The block numbers are chosen so that a rank receives q different blocks in q
@@ -23,15 +23,15 @@ from collectives.schedule.transforms import reverse
 
 @lru_cache(maxsize=256)
 def _skips(size: int) -> tuple[int, ...]:
-    """Distances by round: p halved repeatedly, rounded up, down to 1; then p itself and a sentinel."""
+    """Rank distances of a cycle's rounds, ascending: 1 ... ceil(p/4), ceil(p/2); then p and a sentinel."""
     skips = [size]
     while skips[0] > 1:
         skips.insert(0, (skips[0] + 1) // 2)
     return (*skips, 3 * size)
 
 
-def _base(place: int, skips: tuple[int, ...]) -> int:
-    """Index of the smallest skip in the greedy decomposition of `place`: the first block received."""
+def _first_block(place: int, skips: tuple[int, ...]) -> int:
+    """First block received by rank root + `place`: index of the smallest skip in the greedy sum of skips = `place`."""
     last = len(skips) - 2
     for index in range(last - 1, -1, -1):
         if skips[index] == place:
@@ -42,21 +42,21 @@ def _base(place: int, skips: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def _schedule(place: int, size: int) -> tuple[int, ...]:
-    """Block received by a place in rounds 0 .. q-1, plus q per cycle; negative ones are not sent.
+def _receive_schedule(place: int, size: int) -> tuple[int, ...]:
+    """Block that the rank `place` after the root receives in each round of a cycle, plus q per cycle; negative: none.
 
     The place p + r is reached from 0 by skips, always the largest that leads to a place not too far yet; every such
     way ends in a skip that no other way has used, and its number is the block. (Traff 2024, algorithm 5.)
     """
     skips = _skips(size)
     last = len(skips) - 2
-    base, goal = _base(place, skips), size + place
+    base, goal = _first_block(place, skips), size + place
     unused = [index for index in range(last, -1, -1) if index != base]
     blocks: list[int] = []
     limit = 2 * size
 
     def search(here: int, start: int) -> None:
-        """Depth-first search of paths from rank `here` by unused skips with index at most `start`, largest first."""
+        """Append to `blocks` by depth-first search from `here` over unused skips up to index `start`, largest first."""
         nonlocal limit
         for index in [index for index in unused if index <= start]:
             there = here + skips[index]
@@ -74,12 +74,13 @@ def _schedule(place: int, size: int) -> tuple[int, ...]:
     return tuple(base if block == last else block - last for block in blocks)
 
 
-def _arriving(place: int, size: int, blocks: int, time: int) -> int | None:
-    """Block that a rank receives in round `time`, or None; rounds are numbered so that the last cycle is complete.
+def _received_block(place: int, size: int, blocks: int, time: int) -> int | None:
+    """Block that the rank `place` after the root receives in round `time` of a broadcast of `blocks`, or None.
 
-    A cycle uses every skip once. Numbers beyond the last block stand for the last block, received only once.
+    Rounds are numbered so that the last cycle is complete; a cycle uses every skip once. Numbers beyond the last block
+    stand for the last block, received only once.
     """
-    skips, schedule = _skips(size), _schedule(place, size)
+    skips, schedule = _skips(size), _receive_schedule(place, size)
     lap, last = len(skips) - 2, blocks - 1
     late = -last % lap  # rounds by which the first cycle is shorter
 
@@ -94,7 +95,7 @@ def _arriving(place: int, size: int, blocks: int, time: int) -> int | None:
 
 
 def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
-    """Each rank forwards blocks over a fixed cycle of skips and receives a new block each round.
+    """Pipeline over a circulant graph: each rank receives a new block in every round and forwards an earlier one.
 
     Cost: (k-1+q)(alpha + n beta / k) for k blocks, and no fewer rounds are possible. (Traff 2024.)
     """
@@ -106,14 +107,14 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
     for time in range(late, late + segments - 1 + lap):
         skip = skips[time % lap]
         ahead = (place + skip) % size
-        leaves = _arriving(ahead, size, segments, time) if ahead else None
-        comes = _arriving(place, size, segments, time) if place else None
+        leaves = _received_block(ahead, size, segments, time) if ahead else None
+        comes = _received_block(place, size, segments, time) if place else None
         steps: Round = [] if leaves is None else [Send((rank + skip) % size, one(leaves))]
         yield steps if comes is None else [*steps, Recv((rank - skip) % size, one(comes))]
 
 
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:
-    """Reverse of the broadcast: block by block, sums go to the root over the same skips.
+    """Reverse of the broadcast: partial sums go to the root block by block over the same circulant graph.
 
     Cost: (k-1+q)(alpha + n (beta + gamma) / k) for k blocks. Commutative operations only. (Traff 2024.)
     """

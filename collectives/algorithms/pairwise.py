@@ -1,4 +1,4 @@
-"""Alltoall: one partner per round, or blocks forwarded by powers of two.
+"""Alltoall algorithms: pairwise exchange, and Bruck's forwarding of blocks by powers of two.
 
 (Bruck et al. 1997, section 3; Thakur, Rabenseifner, Gropp 2005, section 4.2.)
 """
@@ -19,13 +19,13 @@ def alltoall(rank: int, size: int) -> Rounds:
 
 
 def bruck_alltoall(rank: int, size: int) -> Rounds:
-    """In round k every block with bit 2^k set in its remaining distance moves 2^k ranks on.
+    """In round k every block whose distance from source to destination has bit k set moves on by 2^k ranks.
 
     Cost: q alpha + about q/2 n beta, q = ceil(log2 p). For small blocks.
     """
 
     def moving(holder: int, hop: int) -> list[int]:
-        """Blocks that are at `holder` before the hop and have it before them."""
+        """Blocks (source * size + destination) that rank `holder` sends in the round of distance `hop`."""
         sources = ((distance, (holder - distance % hop) % size) for distance in range(size) if distance & hop)
         return [source * size + (source + distance) % size for distance, source in sources]
 

@@ -31,7 +31,7 @@ def reduce_scatter(rank: int, size: int) -> Rounds:
 
 
 def _around(rank: int, size: int) -> Iterator[tuple[Send, Recv]]:
-    """Forwarding around the ring: rank r sends the chunk that it received in the round before."""
+    """Yield, per round, the send to the right and the receive from the left that pass every chunk around the ring."""
     left, right = (rank - 1) % size, (rank + 1) % size
     for step in range(size - 1):
         yield Send(right, one((rank - step) % size)), Recv(left, one((rank - step - 1) % size))

@@ -39,7 +39,7 @@ def linear_exscan(rank: int, size: int) -> Rounds:
 
 
 def doubling_scan(rank: int, size: int) -> Rounds:
-    """Each rank sends its sum to distance 1, 2, 4 ... above and adds the sum received from below.
+    """In round k each rank sends its partial sum to rank + 2^k and adds the one received from rank - 2^k.
 
     Cost: q (alpha + n beta + n gamma), q = ceil(log2 p). Keeps rank order.
     """
@@ -53,7 +53,7 @@ def doubling_scan(rank: int, size: int) -> Rounds:
 
 
 def doubling_exscan(rank: int, size: int) -> Rounds:
-    """As the scan, with a second sum that leaves out the rank's own term.
+    """As the doubling scan, with a second partial sum that leaves out the rank's own term.
 
     Cost: q (alpha + n beta + 2 n gamma). Keeps rank order.
     """

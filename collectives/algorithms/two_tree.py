@@ -20,8 +20,8 @@ from collectives.schedule.steps import Recv, Round, Rounds, Send, one
 from collectives.schedule.transforms import reverse
 
 
-def _top(start: int, stop: int, places: int, tree: int) -> int:
-    """Root of the subtree whose inner places are numbers `start` .. `stop` - 1; 0 if it is empty.
+def _subtree_root(start: int, stop: int, places: int, tree: int) -> int:
+    """Root of the subtree of inner nodes `start` .. `stop` - 1 of tree 0 or 1, as place relative to the root, or 0.
 
     Places are 1 .. `places`. Inner place i of tree 0 is 2 i + 2, of tree 1 it is 2 i + 1. A subtree without inner
     places is the leaf between its neighbours.
@@ -30,28 +30,28 @@ def _top(start: int, stop: int, places: int, tree: int) -> int:
     return top if 1 <= top <= places else 0
 
 
-def _way(place: int, places: int, tree: int) -> tuple[list[int], list[int]]:
-    """Path of places from the top of a tree down to this one, and its children. Place 0 is the root, above the top."""
+def _path_and_children(place: int, places: int, tree: int) -> tuple[list[int], list[int]]:
+    """Path from the top of tree 0 or 1 down to `place` (rank relative to the root), and the children of `place`."""
     start, stop = 0, (places + tree) // 2
-    if place == 0:
-        return [], [_top(start, stop, places, tree)]
-    way = [_top(start, stop, places, tree)]
+    if place == 0:  # the root, above the top
+        return [], [_subtree_root(start, stop, places, tree)]
+    way = [_subtree_root(start, stop, places, tree)]
     while way[-1] != place:
         middle = (start + stop) // 2
         start, stop = (start, middle) if place < way[-1] else (middle + 1, stop)
-        way.append(_top(start, stop, places, tree))
+        way.append(_subtree_root(start, stop, places, tree))
     return way, [] if start == stop else _children(start, stop, places, tree)
 
 
 def _children(start: int, stop: int, places: int, tree: int) -> list[int]:
     middle = (start + stop) // 2
-    tops = (_top(start, middle, places, tree), _top(middle + 1, stop, places, tree))
+    tops = (_subtree_root(start, middle, places, tree), _subtree_root(middle + 1, stop, places, tree))
     return [top for top in tops if top]
 
 
 @lru_cache(maxsize=8)
 def _turns(places: int) -> tuple[int, ...]:
-    """For each place, the turn (0 or 1) in which its parent in tree 0 sends to it; its parent in tree 1 uses the other.
+    """Turn (round modulo 2) in which each place receives from its parent in tree 0; in tree 1 it is the other turn.
 
     Siblings must get different turns. A place has at most one sibling in each tree, so turns alternate along chains of
     siblings, in one pass over all places.
@@ -68,7 +68,7 @@ def _turns(places: int) -> tuple[int, ...]:
                 apart[children[0]].append(children[1])
                 apart[children[1]].append(children[0])
             parts += [(start, (start + stop) // 2), ((start + stop) // 2 + 1, stop)]
-    tops = [_top(0, (places + tree) // 2, places, tree) for tree in (0, 1)]
+    tops = [_subtree_root(0, (places + tree) // 2, places, tree) for tree in (0, 1)]
     turns = [-1] * (places + 1)
     for first in (*tops, *range(1, places + 1)):  # the root serves both tops, in different trees: turn 0 for both
         if turns[first] >= 0:
@@ -84,22 +84,22 @@ def _turns(places: int) -> tuple[int, ...]:
     return tuple(turns)
 
 
-def _following(time: int, place: int, tree: int, turns: tuple[int, ...]) -> int:
-    """Round in which a place receives the data that its parent received at a time: its next turn."""
+def _arrival_round(time: int, place: int, tree: int, turns: tuple[int, ...]) -> int:
+    """First round after `time` in which it is the turn of `place` to receive from its parent in `tree`."""
     return time + 1 + (time + 1 + turns[place] + tree) % 2
 
 
 @lru_cache(maxsize=8)
-def _last(places: int) -> int:
-    """Round in which the last place receives its first segment of a half."""
+def _last_arrival(places: int) -> int:
+    """Latest round in which any place receives the first segment of either half."""
     turns, last = _turns(places), 0
     for tree in (0, 1):
         parts = [(0, (places + tree) // 2, -1)]
         while parts:
             start, stop, time = parts.pop()
-            top = _top(start, stop, places, tree)
+            top = _subtree_root(start, stop, places, tree)
             if top:
-                time = _following(time, top, tree, turns)
+                time = _arrival_round(time, top, tree, turns)
                 last = max(last, time)
             if start < stop:
                 middle = (start + stop) // 2
@@ -117,19 +117,19 @@ def broadcast(rank: int, size: int, root: int, segments: int) -> Rounds:
     turns = _turns(size - 1)
     rounds: dict[int, Round] = defaultdict(list)
     for tree in (0, 1):
-        way, children = _way((rank - root) % size, size - 1, tree)
+        way, children = _path_and_children((rank - root) % size, size - 1, tree)
         time = -1
         for place in way:
-            time = _following(time, place, tree, turns)
+            time = _arrival_round(time, place, tree, turns)
         for segment in range(segments):
             chunk, later = one(tree * segments + segment), 2 * segment
             if way:
                 parent = way[-2] if len(way) > 1 else 0
                 rounds[time + later].append(Recv((parent + root) % size, chunk))
             for child in children:
-                rounds[_following(time, child, tree, turns) + later].append(Send((child + root) % size, chunk))
+                rounds[_arrival_round(time, child, tree, turns) + later].append(Send((child + root) % size, chunk))
     # The same number of rounds on all ranks, so that the reverse is aligned.
-    yield from (rounds[time] for time in range(_last(size - 1) + 2 * segments - 1))
+    yield from (rounds[time] for time in range(_last_arrival(size - 1) + 2 * segments - 1))
 
 
 def reduce(rank: int, size: int, root: int, segments: int) -> Rounds:

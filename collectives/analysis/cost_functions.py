@@ -18,14 +18,14 @@ import numpy as np
 
 
 class EdgeCost(Protocol):
-    """A function from bytes to seconds; numbers or arrays."""
+    """Protocol of cost functions, which map bytes to seconds, for numbers or arrays."""
 
     def __call__(self, nbytes: Any, both: Any = False) -> Any:
         """Seconds for `nbytes`; `both` is True where a rank sends and receives in the same round."""
 
 
 class LinearCost(NamedTuple):
-    """`alpha` seconds for anything at all, `beta` seconds a byte."""
+    """Cost of `alpha` seconds per message and `beta` seconds per byte."""
 
     alpha: float
     beta: float
@@ -35,7 +35,7 @@ class LinearCost(NamedTuple):
 
 
 class PiecewiseCost(NamedTuple):
-    """Linear between measured lengths and beyond the last; constant below the first."""
+    """Cost interpolated between measured lengths, extrapolated linearly beyond the last, constant below the first."""
 
     lengths: tuple[float, ...]  # bytes, ascending
     seconds: tuple[float, ...]  # of each length
@@ -49,7 +49,7 @@ class PiecewiseCost(NamedTuple):
 
 
 class SharedCardCost(NamedTuple):
-    """One cost where ranks only send or only receive in a round, `alone`, and another where one does both."""
+    """Cost that is `both` where a rank sends and receives in the same round, and `alone` elsewhere."""
 
     alone: EdgeCost
     both: EdgeCost
@@ -59,7 +59,7 @@ class SharedCardCost(NamedTuple):
 
 
 class UniformNetwork(NamedTuple):
-    """Every edge alike: `alpha` seconds a message, `beta` seconds a byte, `gamma` seconds to combine a byte."""
+    """Network with equal edges: `alpha` seconds per message, `beta` per byte, `gamma` to combine a byte."""
 
     alpha: float
     beta: float
@@ -67,7 +67,7 @@ class UniformNetwork(NamedTuple):
 
     @property
     def cards(self) -> None:
-        """None: no card is shared."""
+        """None: no ranks share a network card."""
 
     def message(self, source: Any, target: Any, nbytes: Any, both: Any = False) -> Any:
         return self.alpha + nbytes * self.beta
@@ -77,7 +77,7 @@ class UniformNetwork(NamedTuple):
 
 
 class ClusteredNetwork(NamedTuple):
-    """Ranks on nodes: one cost within a node, another between nodes."""
+    """Network of nodes of ranks: costs of messages within a node, of messages between nodes, and of reductions."""
 
     nodes: tuple[int, ...]  # of every rank
     inside: EdgeCost  # a message within a node

@@ -21,7 +21,7 @@ LEGEND = """\
 
 
 def chunks(what: Chunks, count: int) -> str:
-    """Chunks in brackets, nothing for none; those in the k-th spare copy of `count` chunks have k primes.
+    """Format chunk numbers, such as ``[6-7,0-1]``; chunks of the k-th spare copy of the `count` chunks get k primes.
 
     >>> chunks((range(6, 8), range(0, 2)), 8), chunks((range(9, 11),), 8), chunks((), 8)
     ('[6-7,0-1]', "[1'-2']", '')
@@ -36,7 +36,7 @@ def chunks(what: Chunks, count: int) -> str:
 
 
 def step(it: Step, count: int) -> str:
-    """One step; see `LEGEND`.
+    """Format one step as in `LEGEND`, such as ``→3 [0-4]`` for a send of 5 chunks to rank 3.
 
     >>> from collectives.schedule.steps import one
     >>> step(RecvReduce(1, one(2)), 5), step(RecvReduce(1, one(2), "right"), 5)
@@ -60,7 +60,7 @@ def step(it: Step, count: int) -> str:
 
 
 def table(schedules: Sequence[Schedule], count: int, width: int = 0) -> str:
-    """Rounds downwards, ranks across, every step a line in its cell.
+    """Text table of the ranks' schedules: a row per round, a column per rank, a line per step.
 
     The data has `count` chunks; numbers beyond are spare copies. Ranks that do not fit in `width` columns of text
     follow below; 0 for no limit.
@@ -91,7 +91,7 @@ def _width(column: list[list[str]]) -> int:
 
 
 def _rows(columns: list[list[list[str]]]) -> list[str]:
-    """Lines of text that show the columns next to each other; cells may have several lines."""
+    """Lines of a text table made of columns of cells; a cell is a list of lines."""
     rows = []
     widths = [_width(column) for column in columns]
     for cells in zip(*columns, strict=True):
@@ -105,7 +105,7 @@ def _aligned(texts: Sequence[str], widths: Sequence[int], gap: str) -> str:
 
 
 def meaning(collective: str, size: int, root: int = 0) -> str:
-    """Table of input and required output of every rank: ``b1`` is block b of rank 1, ``b01`` a sum of two.
+    """Text table of each rank's input and required output: ``b1`` is block b of rank 1, ``b01`` the sum of two ranks'.
 
     >>> print(meaning("reduce_scatter", 3))
     rank  before    after

@@ -14,11 +14,11 @@ from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, S
 
 
 class ScheduleError(Exception):
-    """A wrong schedule: the fault, with its rank, round and step."""
+    """Fault in a schedule; the message names rank, round and step."""
 
 
 class ScheduleLocation(NamedTuple):
-    """A step of one rank's schedule."""
+    """Location of a step: rank, index of the round, index in the round."""
 
     rank: int
     round: int
@@ -67,7 +67,7 @@ def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, S
         if not queue:
             raise ScheduleError(f"{spot.of(step)}: deadlock, rank {step.peer} never sends this message")
         source, send = queue.popleft()
-        if send.chunks != step.chunks and _lengths(send.chunks, count) != _lengths(step.chunks, count):
+        if send.chunks != step.chunks and _length_classes(send.chunks, count) != _length_classes(step.chunks, count):
             raise ScheduleError(f"{spot.of(step)}: does not fit {source.of(send)}")
         partners[spot] = source
     for queue in sends.values():
@@ -76,15 +76,15 @@ def match(schedules: Sequence[Schedule], count: int) -> dict[ScheduleLocation, S
     return partners
 
 
-def _lengths(chunks: Chunks, count: int) -> list[int]:
-    """Chunk numbers modulo the number of chunks, which determine the lengths of scratch chunks too."""
+def _length_classes(chunks: Chunks, count: int) -> list[int]:
+    """Chunk numbers modulo `count`, the number of chunks; equal ones have equal lengths, scratch chunks too."""
     return [chunk % count for chunk in numbers(chunks)]
 
 
 def causal_order(
     schedules: Sequence[Schedule], partners: Mapping[ScheduleLocation, ScheduleLocation]
 ) -> Iterator[tuple[str, int, int]]:
-    """("begin" or "end", rank, round) in an order that respects cause: a round ends when all its partners began.
+    """Yield ("begin" or "end", rank, round) of all rounds in causal order: a round ends after its partners began.
 
     ScheduleError if ranks wait for one another in a circle.
     """
@@ -95,7 +95,7 @@ def causal_order(
     current = [0] * len(schedules)
 
     def late(rank: int) -> tuple[int, int] | None:
-        """The first peer that has not reached the round that `rank` waits for, and this round."""
+        """First peer that `rank` still waits for, and the round that this peer must reach; None if there is none."""
         return next((need for need in needs[rank, current[rank]] if current[need[0]] < need[1]), None)
 
     waiting: dict[int, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Proof of schedules: all ranks run in one process with symbols, every chunk the tuple of terms combined into it."""
+"""Proof of schedules: all ranks run in one process with symbols; a chunk's value is the tuple of its terms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Proof(NamedTuple):
 def prove(
     collective: str, schedules: Sequence[Schedule], root: int = 0, parts: int = 1, blocks: int | None = None
 ) -> Proof:
-    """Run all ranks with symbols and check that every rank ends with the values that the collective defines.
+    """Prove by execution with symbols that the ranks' schedules compute `collective`; return properties and volumes.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def prove(
 
 
 class _SymbolicRun:
-    """Symbols, volumes and known ranks of all ranks while their rounds begin and end."""
+    """State of a run with symbols: every rank's chunks, volumes, and the ranks that it depends on."""
 
     def __init__(self, schedules: Sequence[Schedule], inputs: Sequence[Sequence[int]], count: int) -> None:
         size = len(schedules)
@@ -104,7 +104,7 @@ class _SymbolicRun:
         self.in_flight: dict[ScheduleLocation, list[_Symbol]] = {}
 
     def begin(self, rank: int, index: int) -> None:
-        """Send the messages of a round."""
+        """Begin round `index` of a rank: check it for hazards, and read the chunks that it sends."""
         steps = self.schedules[rank][index]
         _check_hazards(rank, index, steps)
         self.begun[rank, index] = self.heard[rank]
@@ -115,7 +115,7 @@ class _SymbolicRun:
                 self.sent[rank] += len(self.in_flight[spot])
 
     def end(self, rank: int, index: int) -> None:
-        """Receive the messages of a round, then do its local work in the order listed."""
+        """End round `index` of a rank: store received chunks, then reduce and copy in the order listed."""
         arrived: dict[ScheduleLocation, list[_Symbol]] = {}
         places = [(ScheduleLocation(rank, index, at), step) for at, step in enumerate(self.schedules[rank][index])]
         for spot, step in places:
@@ -153,7 +153,7 @@ class _SymbolicRun:
 
 
 def _check_hazards(rank: int, index: int, steps: Sequence[Step]) -> None:
-    """Within a round nothing may arrive on a chunk that is being sent or on which another message arrives."""
+    """Raise ScheduleError if a `Recv` of a round overwrites a chunk that the round also sends or receives otherwise."""
     busy: dict[int, int] = {}
     places = [
         (at, step) for kind in (Send, Recv, RecvReduce) for at, step in enumerate(steps) if isinstance(step, kind)

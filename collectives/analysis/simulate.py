@@ -1,4 +1,4 @@
-"""Simulated time of a schedule, message by message.
+"""Simulated completion times of schedules, message by message.
 
 A message costs alpha + bytes * beta on its edge, combining costs bytes * gamma.
 """
@@ -29,7 +29,7 @@ class SimulatedTime(NamedTuple):
 
 
 def price(schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, network: CostFunctions) -> SimulatedTime:
-    """Simulate all ranks: full duplex, one port out and one port in per rank.
+    """Simulate the schedules of all ranks, each with one send port and one receive port; return completion times.
 
     A message starts when both its ranks have reached its round and its two ports are free; of several that could, the
     one that is listed first. What a round combines is combined when its messages have arrived. ScheduleError if the
@@ -56,7 +56,7 @@ def price(schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, net
 
 
 class _ScheduleRun:
-    """State of all ranks while they are simulated."""
+    """State of a simulation: each rank's clock, round and ports, and the queue of messages that are ready to start."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class _ScheduleRun:
         self.ready: list[tuple[float, int, int, ScheduleLocation]] = []  # sends: earliest start, step, rank, place
 
     def begin(self, rank: int) -> None:
-        """Advance to the next round that has messages, and queue those whose other rank has reached their round."""
+        """Advance a rank to its next round with messages; queue those whose other rank has reached their round."""
         clock, current, schedule = self.clock, self.current, self.schedules[rank]
         while current[rank] + 1 < len(schedule):
             current[rank] += 1
@@ -106,7 +106,7 @@ class _ScheduleRun:
                 self.clock[rank] += self.network.combine(self.weigh(chunks), both)
 
     def deliver(self) -> None:
-        """Simulate the first message that is ready; put it back if its ports are busy."""
+        """Simulate the first message of the queue; put it back with a later start if its ports are busy."""
         earliest, place, rank, send = heappop(self.ready)
         receive = self.meets[send]
         start = max(earliest, self.out[rank], self.into[receive.rank])
@@ -137,7 +137,7 @@ def _sharers(
     users: dict[tuple[int, int, bool], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
 
     def cards(send: ScheduleLocation, receive: ScheduleLocation) -> list[tuple[int, int, bool]]:
-        """The cards of both ends: node, round, and whether data comes in."""
+        """Network cards at both ends of a message in its rounds: (node, round, True if data comes in)."""
         return [(nodes[send.rank], send.round, False), (nodes[receive.rank], receive.round, True)]
 
     for send, receive in crossing:
@@ -150,7 +150,7 @@ def _sharers(
 
 
 def _weigher(layout: ChunkLayout, itemsize: int) -> Callable[[Chunks], int]:
-    """A function from chunks to bytes, by running sums so that long ranges cost nothing."""
+    """Function that maps chunks to their bytes, by prefix sums of chunk lengths."""
     count = len(layout.lengths)
     sums = [0, *accumulate(layout.lengths)]
 

@@ -26,8 +26,8 @@ Integers: TypeAlias = NDArray[np.int64]
 Times: TypeAlias = NDArray[np.float64]
 
 
-class _VectorParts(NamedTuple):
-    """Chunks of `length` messages: `owner` is the message of each range of chunks, from `start` to `stop`."""
+class _MessageChunks(NamedTuple):
+    """Ranges of chunks of `length` messages: range i has chunks `start[i]` .. `stop[i]` - 1 of message `owner[i]`."""
 
     length: int
     owner: Integers
@@ -35,7 +35,7 @@ class _VectorParts(NamedTuple):
     stop: Integers
 
     def weigh(self, sums: Integers) -> Integers:
-        """Elements of each message; `sums` are the running sums of the chunks' lengths."""
+        """Number of elements of each message; `sums` are the prefix sums of the chunk lengths."""
         laps = len(sums) - 1
 
         def upto(chunk: Integers) -> Integers:
@@ -48,7 +48,7 @@ class _VectorParts(NamedTuple):
 
 
 class _RoundState(NamedTuple):
-    """One round of all ranks.
+    """Messages and local reductions of all ranks in one round, as arrays.
 
     `adding` has an entry for the first operand that each rank combines, for the second, and so on: the ranks, the
     position among all operands, and which of them arrived while their rank was sending.
@@ -64,14 +64,14 @@ class _RoundState(NamedTuple):
 
 
 class VectorSimulator:
-    """The schedules of all ranks as arrays, to be priced again and again.
+    """Simulator of all ranks' schedules as arrays; `price` runs it for a layout and a network, any number of times.
 
     `schedules` has an iterable of rounds per rank, in order; generators will do. ScheduleError if a
     message has no partner, or rounds cannot be aligned.
     """
 
     def __init__(self, schedules: Iterable[Iterable[Round]]) -> None:
-        sends, receives, sums = _RankColumn(), _RankColumn(), _RankColumn()
+        sends, receives, sums = _StepTable(), _StepTable(), _StepTable()
         self.size = 0
         for rank, schedule in enumerate(schedules):
             self.size += 1
@@ -89,7 +89,7 @@ class VectorSimulator:
         _align(sends.steps, receives.steps, sums.steps)
         sent, self._sent = sends.sorted()
         added_up, self._added = sums.sorted()
-        self._moments = list(_moments(sent, added_up, self.size))
+        self._round_states = list(_round_states(sent, added_up, self.size))
 
     def price(self, layout: ChunkLayout, itemsize: int, network: CostFunctions) -> Times:
         """Completion time of each rank in seconds from a common start; arguments as for `simulate.price`."""
@@ -98,7 +98,7 @@ class VectorSimulator:
         added = itemsize * self._added.weigh(elements)
         nodes = None if network.cards is None else np.asarray(network.cards)
         clock = np.zeros(self.size)
-        for moment in self._moments:
+        for moment in self._round_states:
             source, target = moment.source, moment.target
             loads = weights[moment.messages]
             if nodes is not None:
@@ -115,7 +115,7 @@ class VectorSimulator:
 
 
 def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
-    """Number the rounds anew, so that every message leaves and arrives in rounds of the same number.
+    """Renumber the rounds in place, so that each message is sent and received in rounds of the same number.
 
     A rank's rounds keep their order. Numbers grow until all fit: past their partner's, past those before.
     """
@@ -148,8 +148,8 @@ def _align(sends: Integers, receives: Integers, sums: Integers) -> None:
         steps[:, 0] = number[column]
 
 
-class _RankColumn:
-    """Steps of one kind in the order of appending: four numbers for each, and the ranges of its chunks."""
+class _StepTable:
+    """Table of steps of one kind: four integers per step, its round first, and the ranges of its chunks."""
 
     def __init__(self) -> None:
         self._steps, self._parts = array("q"), array("q")
@@ -163,20 +163,20 @@ class _RankColumn:
 
     @property
     def steps(self) -> Integers:
-        """The numbers, one row for each step, to be changed in place."""
+        """View of the integers as an array of shape (steps, 4), to be changed in place."""
         return np.frombuffer(self._steps, np.int64).reshape(-1, 4)
 
-    def sorted(self) -> tuple[Integers, _VectorParts]:
-        """The steps by their numbers, the first one first, and the ranges by steps in this order."""
+    def sorted(self) -> tuple[Integers, _MessageChunks]:
+        """Steps sorted by their four integers, the round first, and their ranges of chunks in this order."""
         steps = self.steps
         owner, start, stop = np.frombuffer(self._parts, np.int64).reshape(-1, 3).T
         order = np.lexsort(steps.T[::-1])
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        return steps[order], _VectorParts(len(order), places[owner], start, stop)
+        return steps[order], _MessageChunks(len(order), places[owner], start, stop)
 
 
-def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_RoundState]:
+def _round_states(sent: Integers, added: Integers, size: int) -> Iterator[_RoundState]:
     """Yield, per round, the messages of all ranks and the local reductions."""
     last = max((int(column[-1, 0]) for column in (sent, added) if len(column)), default=-1)
     rounds = range(last + 2)
@@ -198,7 +198,7 @@ def _moments(sent: Integers, added: Integers, size: int) -> Iterator[_RoundState
 
 
 def _crowded(source: Integers, target: Integers) -> Integers:
-    """Messages whose sender sends another one in the round, or whose receiver receives another one."""
+    """Indices of the messages whose sender sends, or whose receiver receives, another message in the round."""
     if not len(source):
         return source
     shared = (np.bincount(source)[source] > 1) | (np.bincount(target)[target] > 1)
@@ -206,7 +206,7 @@ def _crowded(source: Integers, target: Integers) -> Integers:
 
 
 def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Integers) -> Integers:
-    """For each message, the number of concurrent messages on its network card (the busier of both ends)."""
+    """Number of concurrent messages on each message's busier network card; `leaves`, `comes`: nodes of its ends."""
     crossing = leaves != comes
     most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
 
@@ -219,7 +219,7 @@ def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Intege
 
 
 def _queue(moment: _RoundState, ready: Times, flights: Times, ends: Times) -> None:
-    """Write to `ends` the times of messages that share ports: one after another, the earliest ready first."""
+    """Serialise messages that share ports, the earliest ready first; write their completion times to `ends`."""
     if not len(moment.crowded):
         return
     columns = (moment.place, moment.source, moment.target, ready, flights)

@@ -15,7 +15,7 @@ Flat collectives yield equally often on all ranks; leaders of nodes (`Hierarchic
 
 
 def run(motion: Motion) -> None:
-    """Complete a collective."""
+    """Run a collective to completion: wait for each list of requests that `motion` yields."""
     for requests in motion:
         wait_all(requests)
 
@@ -37,7 +37,7 @@ def staggered(motions: Iterable[Motion], in_flight: int = 2) -> Motion:
 
 
 class BoundCollective:
-    """Base: created once for vectors of one length, used many times, and closed."""
+    """Base of collectives that are created once for vectors of one length, used many times, and closed."""
 
     def close(self) -> None:
         """Free MPI requests and communicators. Collective."""

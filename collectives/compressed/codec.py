@@ -11,7 +11,7 @@ from quant import PerChannel, PerGroup, QuantizedArray, QuantSpec, quantize, wir
 
 
 class Codec(Protocol):
-    """Encoding of a float32 vector as bytes.
+    """Protocol of codecs, which encode float32 vectors as bytes and decode them.
 
     `block` elements are encoded together: parts of a vector are whole blocks, except for the last one. A codec that
     encodes differently by position also has ``within(start, count)``, the codec of `count` elements from the block
@@ -21,16 +21,16 @@ class Codec(Protocol):
     block: int
 
     def nbytes(self, count: int) -> int:
-        """Encoded bytes of `count` elements; independent of their values."""
+        """Size in bytes of `count` encoded elements, independent of their values."""
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
-        """Write `nbytes` bytes. A block with an element that is not finite decodes to no finite element."""
+        """Encode x into the bytes `wire`; blocks with a non-finite element decode to non-finite elements only."""
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """Decode the bytes."""
+        """Decode the bytes `wire` into the elements `out`."""
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """`out` += the decoded bytes."""
+        """Decode the bytes `wire` and add them to `out`."""
 
 
 def required_codec(codec: Codec) -> Codec:
@@ -41,12 +41,12 @@ def required_codec(codec: Codec) -> Codec:
 
 
 def within(codec: Codec, start: int, count: int) -> Codec:
-    """Codec of a part of the vector: the codec itself unless it depends on the position."""
+    """Codec for `count` elements of a vector from `start` on: the codec itself unless it depends on position."""
     return codec.within(start, count) if hasattr(codec, "within") else codec
 
 
 def encode_part(codec: Codec, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None, scratch: np.ndarray) -> None:
-    """Encode a part of a vector; store the encoding error in `lost`, which may be the part itself."""
+    """Encode `part` into the bytes `wire`, and store the encoding error in `lost` (if not None; may be `part`)."""
     codec.encode(part, wire)
     if lost is not None:
         decoded = scratch[: len(part)]
@@ -55,7 +55,7 @@ def encode_part(codec: Codec, part: np.ndarray, wire: np.ndarray, lost: np.ndarr
 
 
 class QuantCodec:
-    """Quantisation by `quant`; a group that is not finite is decoded as NaN.
+    """Codec that quantises with `quant`; a group with a non-finite element is decoded as NaN.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class QuantCodec:
         self.block = spec.granularity.size if isinstance(spec.granularity, PerGroup) else 1
 
     def reseed(self, seed: int) -> None:
-        """Restart with other random numbers."""
+        """Restart the random numbers of stochastic rounding from `seed`."""
         self._seed, self._encoded = int(seed), 0
 
     def nbytes(self, count: int) -> int:
@@ -97,7 +97,7 @@ class QuantCodec:
         self._as_array(wire, len(out)).dequantize(out)
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """Dequantise and add in one pass."""
+        """Dequantise `wire` and add it to `out` in one pass."""
         self._as_array(wire, len(out)).add_to(out)
 
     def _as_array(self, wire: np.ndarray, count: int) -> QuantizedArray:

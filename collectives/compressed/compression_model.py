@@ -1,4 +1,4 @@
-"""Forecast of plain and compressed sums, from a fitted network and measured kernels.
+"""Predicted times of plain and compressed allreduces, from a fitted network and measured kernels.
 
 Encoding pays where bytes are expensive: over a network, hardly ever within a node, where a core copies about as many
 bytes a second as it encodes.
@@ -31,7 +31,7 @@ SAMPLE = 1 << 18
 
 
 class CompressionForecast(NamedTuple):
-    """Seconds of a plain sum, of a compressed one's messages, and of encoding and decoding."""
+    """Predicted seconds of a plain allreduce, and of a compressed one's messages and its encoding and decoding."""
 
     plain: float
     messages: float
@@ -61,14 +61,14 @@ def _median(run: Callable[[], object]) -> float:
 
 
 def _slowest(comm: Communicator, seconds: list[float]) -> list[float]:
-    """Maximum over ranks: equal on all, so that all decide equally."""
+    """Element-wise maximum of `seconds` over all ranks, equal on all so that all decide equally."""
     found = np.array(seconds)
     comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
     return [float(value) for value in found]
 
 
 def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
-    """Largest number of ranks per core, at least 1, from each rank's node and the cores it may use.
+    """Ranks per core on the most crowded node, at least 1, from each rank's node and the cores it may use.
 
     >>> crowding([0, 0, 0, 1], [{0, 1}, {0, 1}, {0, 1}, {0}])
     1.5
@@ -80,7 +80,7 @@ def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
 
 
 def fitted(comm: Communicator) -> LinearCost:
-    """Measure the cost of sums at two lengths. Collective; takes as long as about 12 MiB of messages."""
+    """Cost of an allreduce by bytes, fitted to times measured at two lengths. Collective; moves about 12 MiB."""
     seconds = []
     for length in LENGTHS:
         x = comm.zeros(length, np.float32)
@@ -94,7 +94,7 @@ def fitted(comm: Communicator) -> LinearCost:
 def forecast(
     comm: Communicator, count: int, codec: Codec, wire: LinearCost | None = None, feedback: bool = False
 ) -> CompressionForecast:
-    """Predict the time of a sum of `count` float32, plain and compressed in two shots. Collective.
+    """Predict the time of an allreduce of `count` float32 elements, plain and compressed (two-shot). Collective.
 
     With several nodes of several ranks, one rank of each node compresses the node's sum (`HierarchicalAllreduce`); sums
     within nodes are measured, and part of the messages.
@@ -125,7 +125,7 @@ def forecast(
 
 
 def _within_nodes(comm: Communicator) -> LinearCost:
-    """Cost of sums within the slowest node."""
+    """Fitted cost of an allreduce within one node, the slowest one. Collective."""
     with comm.Split(comm.nodes[comm.Get_rank()], comm.Get_rank()) as node:  # type: ignore[index]
         found = fitted(node)
     return LinearCost(*_slowest(comm, list(found)))

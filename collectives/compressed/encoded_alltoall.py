@@ -14,7 +14,7 @@ from collectives.compressed.partition import VectorPartition, checked
 
 
 class EncodedAlltoall(BoundCollective):
-    """Rank r's part s goes to rank s, encoded once: error eps. A rank's part for itself is copied unencoded.
+    """All-to-all in which blocks for other ranks are encoded once; a rank's block for itself is copied unencoded.
 
     p-1 messages from and to each rank. Creation is collective.
 
@@ -51,7 +51,7 @@ class EncodedAlltoall(BoundCollective):
         self._exchange = comm.Alltoallv_init(*messages)
 
     def alltoall(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Gather the blocks of all ranks for this rank in `out`, in rank order.
+        """Send block s of x to rank s, and store the blocks received from all ranks in `out`, in rank order.
 
         Parameters
         ----------

@@ -16,7 +16,7 @@ ALIGNED = 8
 
 
 class VectorPartition(NamedTuple):
-    """A vector divided among ranks: elements from `starts`, encoded bytes from `places`.
+    """Partition of a vector among ranks: lengths and starts in elements, sizes and places (offsets) in encoded bytes.
 
     >>> VectorPartition.even(1000, 3, 256, lambda count: count // 4)
     VectorPartition(lengths=(512, 256, 232), starts=(0, 512, 768), sizes=(128, 64, 58), places=(0, 128, 192))
@@ -29,7 +29,7 @@ class VectorPartition(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], nbytes: Callable[[int], int]) -> VectorPartition:
-        """Partition with the given numbers of elements."""
+        """Partition into parts of these lengths in elements; `nbytes` maps a length to its encoded bytes."""
         sizes = [nbytes(length) for length in lengths]
         room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
         starts, places = (tuple(accumulate(each[:-1], initial=0)) for each in (lengths, room))
@@ -37,7 +37,7 @@ class VectorPartition(NamedTuple):
 
     @classmethod
     def even(cls, count: int, ranks: int, block: int, nbytes: Callable[[int], int]) -> VectorPartition:
-        """Partition into whole blocks, as equal as possible."""
+        """Partition of `count` elements into whole blocks of `block` elements, as equal as possible."""
         ends = [min(end * block, count) for end in accumulate(even(-(-count // block), ranks))]
         return cls.of([end - start for start, end in zip([0, *ends], ends)], nbytes)
 
@@ -50,20 +50,20 @@ class VectorPartition(NamedTuple):
         return self.places[-1] + self.sizes[-1]
 
     def of_vector(self, vector: np.ndarray, rank: int) -> np.ndarray:
-        """A rank's part of the elements."""
+        """View of a rank's elements of the vector."""
         return vector[self.starts[rank] : self.starts[rank] + self.lengths[rank]]
 
     def of_wire(self, wire: np.ndarray, rank: int) -> np.ndarray:
-        """A rank's part of the bytes."""
+        """View of a rank's bytes of the encoded vector."""
         return wire[self.places[rank] : self.places[rank] + self.sizes[rank]]
 
     def message(self, wire: np.ndarray) -> list[Any]:
-        """Buffer argument of all parts for a v-collective."""
+        """Buffer argument [wire, sizes, places, MPI.BYTE] of all parts, for mpi4py's v-collectives."""
         return [wire, list(self.sizes), list(self.places), MPI.BYTE]
 
 
 def checked(name: str, lengths: Sequence[int], ranks: int) -> Sequence[int]:
-    """Return lengths of parts; raise ValueError unless there is one for each rank."""
+    """Return the lengths of the ranks' parts; raise ValueError unless there is one for each rank, none negative."""
     if len(lengths) != ranks or min(lengths) < 0:
         raise ValueError(f"{name}: expected the elements of {ranks} ranks' parts, found {list(lengths)}")
     return lengths

@@ -1,4 +1,4 @@
-"""Allreduce in segments, one of which is encoded or decoded while another is in flight; also between nodes only."""
+"""Compressed allreduces by segments, which overlap encoding with messages, and between the leaders of nodes only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = 8
 
 
 class SegmentedAllreduce(BoundCollective):
-    """Two-shot allreduce by segments, two of them in flight.
+    """Two-shot allreduce by segments: one is encoded or decoded while another's messages are in flight.
 
     Groups that share a scale are not cut: with codes rounded to the nearest the digits are those of one segment.
     `segments` are by default as many as give messages of `SEGMENT` bytes.
@@ -52,12 +52,12 @@ class SegmentedAllreduce(BoundCollective):
 
 
 def crowded(comm: Communicator) -> bool:
-    """True with several nodes and several ranks on one: reducing within nodes first then sends least."""
+    """True if there are several nodes, one of them with several ranks: reducing within nodes first then sends least."""
     return 1 < len(set(comm.nodes or ())) < comm.Get_size()
 
 
 class HierarchicalAllreduce(BoundCollective):
-    """Exact sums of nodes in shared memory; their leaders exchange encoded sums, and broadcast within their nodes."""
+    """Allreduce with exact sums within nodes, a compressed allreduce of their leaders, and a broadcast within nodes."""
 
     def __init__(self, comm: Communicator, count: int, codec: Codec) -> None:
         required_codec(codec)
@@ -69,7 +69,7 @@ class HierarchicalAllreduce(BoundCollective):
         self._sum = self._node.empty(count, np.float32)
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Store the sum of all ranks' x in `out`, which may be x; `lost` is nonzero on leaders only."""
+        """Store the sum of all ranks' x in `out`, which may be x; `lost` is the encoding error on leaders, else 0."""
         yield [self._node.Ireduce(x, self._sum, MPI.SUM, 0)]
         if lost is not None:
             lost[...] = 0

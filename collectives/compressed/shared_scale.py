@@ -12,7 +12,7 @@ from collectives.compressed.bound_collective import BoundCollective, Motion
 
 
 class SharedScale(BoundCollective):
-    """Allreduce in which ranks agree on the largest element of each group, and add integers of one scale.
+    """Allreduce of integers: each group is quantised with a scale common to all ranks, from its largest element.
 
     Sums of integers are exact, so the result does not depend on their order. Each term is encoded once, the sum never.
     Messages consist of `integer`, a dtype as wide as the largest sum needs.

@@ -1,4 +1,4 @@
-"""Flat allreduces of encoded vectors: in two shots, and around a ring."""
+"""Compressed allreduces over all ranks, regardless of nodes: two-shot and ring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collectives.runtime.requests import Request
 
 
 class FlatAllreduce(BoundCollective):
-    """Base of flat allreduces: a partitioned vector, encoded sums that all ranks receive as the same bytes.
+    """Base of the two-shot and the ring allreduce of encoded vectors; all ranks get the same bits.
 
     Bound to one length, with all memory allocated. Creation is collective.
 
@@ -60,7 +60,7 @@ class FlatAllreduce(BoundCollective):
         raise NotImplementedError
 
     def allgather(self, part: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Gather the parts of all ranks in `out`, bitwise equal on all ranks, the owner included.
+        """Encode `part`, and gather the decoded parts of all ranks in `out`, with the same bits on all ranks.
 
         Parameters
         ----------
@@ -92,7 +92,7 @@ class FlatAllreduce(BoundCollective):
         self._gathering.Free()
 
     def _encode(self, rank: int, part: np.ndarray, wire: np.ndarray, lost: np.ndarray | None) -> None:
-        """Encode a rank's part; its encoding error goes to that part of `lost`."""
+        """Encode `part`, the part of `rank`, into the bytes `wire`; its encoding error goes to that part of `lost`."""
         encode_part(self._codecs[rank], part, wire, self._part_of(lost, rank), self._scratch)
 
     def _part_of(self, vector: np.ndarray | None, rank: int) -> np.ndarray | None:
@@ -153,7 +153,7 @@ class RingAllreduce(FlatAllreduce):
             self.parts.of_vector(lost, self.rank)[...] = 0
 
     def _hop(self, sent: np.ndarray, right: int, arriving: np.ndarray, left: int) -> Request:
-        """Exchange with the neighbours: an all-to-all sends only messages that have bytes."""
+        """Start sending `sent` to `right` and receiving `arriving` from `left`, by an otherwise empty all-to-all."""
         nothing = [0] * self.size
         to, from_ = nothing.copy(), nothing.copy()
         to[right], from_[left] = len(sent), len(arriving)

@@ -1,1 +1,1 @@
-"""mpi4py's own tests, run on our communicators."""
+"""mpi4py's own tests, run on `collectives.Communicator`."""

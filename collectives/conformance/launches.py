@@ -1,4 +1,4 @@
-"""Launches under mpiexec that end in any case."""
+"""Programs run on several ranks under mpiexec, killed after a time limit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def find_mpiexec() -> str | None:
-    """The one named by MPIEXEC, that of this Python's environment, or that of PATH."""
+    """Path of mpiexec: from the variable MPIEXEC, else beside this Python, else on PATH; None if there is none."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=places)
 
 
 def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """Run Python on all ranks: exit status, None after `limit` seconds, and the last lines printed."""
+    """Run Python with `arguments` on all ranks; return exit status (None after `limit` s) and last lines printed."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
     command = [mpiexec, "-n", str(ranks), sys.executable, *arguments]
     with tempfile.TemporaryFile("w+") as output:
@@ -45,7 +45,7 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], limit: float) 
 
 
 class Launch(NamedTuple):
-    """A module run on all ranks, each of which writes lines of JSON to ``rank-N`` and stacks to ``stack-N``."""
+    """Launch of a module on all ranks, which write JSON lines to ``rank-N`` and stacks to ``stack-N`` in `folder`."""
 
     mpiexec: str
     ranks: int
@@ -53,7 +53,7 @@ class Launch(NamedTuple):
     folder: Path
 
     def run(self, options: list[str], limit: float) -> tuple[int | None, str]:
-        """Run the module with these options (see `run_ranks`)."""
+        """Run the module with these options; return exit status and last lines printed, as `run_ranks` does."""
         return run_ranks(self.mpiexec, self.ranks, ["-m", self.module, str(self.folder), *options], limit)
 
     def _written(self, name: str) -> str:

@@ -46,7 +46,7 @@ EXCLUDED_ARRAYS = "FakeGPUArray"
 
 
 def reason(name: str) -> str | None:
-    """Reason for which a case is left out; None if it is not.
+    """Reason for which a test case (``module.class.method``) is not run; None if it is run.
 
     >>> reason("test_comm.TestCommWorld.testSize") is None
     True
@@ -55,7 +55,7 @@ def reason(name: str) -> str | None:
 
 
 def fetched() -> Path:
-    """Folder with mpi4py's tests; downloaded with pip the first time and stored in the user's cache."""
+    """Folder of mpi4py's tests, downloaded with pip the first time and stored in the user's cache directory."""
     release = version("mpi4py")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus"
     tests = cache / f"mpi4py-{release}" / "test"

@@ -24,7 +24,7 @@ Case = unittest.TestCase
 
 
 class Results(unittest.TestResult):
-    """Outcomes, written line by line, so that those before a crash or a hang are known."""
+    """Test results that are written to a file at once, so that those before a crash or a hang are known."""
 
     def __init__(self, lines: TextIO, stack: TextIO, seconds: float) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def flatten(suite: unittest.TestSuite) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Run the module; outcomes go to the files."""
+    """Run the test module on this rank; write outcomes and stacks to the rank's files."""
     folder, tests, module, seconds, *options = sys.argv[1:]
     sys.path.insert(0, tests)
     for library in ("cupy", "numba"):  # as mpi4py's own runner does it: no arrays of libraries that need a GPU

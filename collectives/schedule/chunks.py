@@ -10,7 +10,7 @@ from collectives.schedule.steps import Chunks
 
 
 def even(elements: int, parts: int, grain: int = 1) -> tuple[int, ...]:
-    """Lengths of `parts` consecutive pieces of `elements`, equal up to one grain, the longer ones first.
+    """Lengths of `parts` nearly equal pieces of `elements`, in multiples of `grain`, the longer ones first.
 
     All pieces but the last non-empty one are multiples of `grain` elements, so that large pieces start on cache lines.
     With fewer than `parts * grain` elements the grain is ignored.
@@ -35,7 +35,7 @@ class ChunkLayout(NamedTuple):
 
     @classmethod
     def packed(cls, lengths: Sequence[int]) -> ChunkLayout:
-        """Layout of contiguous chunks."""
+        """Layout of chunks of these lengths, stored contiguously."""
         return cls(tuple(lengths), tuple(accumulate(lengths[:-1], initial=0)) if lengths else ())
 
     def length(self, chunks: Chunks) -> int:
@@ -45,7 +45,7 @@ class ChunkLayout(NamedTuple):
 
 
 class MemorySpan(NamedTuple):
-    """A range of elements in one of the numbered memories of a program."""
+    """Range of elements, `start` .. `stop` - 1, in one of the numbered buffers of a program."""
 
     memory: int
     start: int
@@ -53,7 +53,7 @@ class MemorySpan(NamedTuple):
 
 
 def joined(places: Iterable[MemorySpan]) -> list[MemorySpan]:
-    """Merge adjacent spans and drop empty ones; the order is kept."""
+    """Merge adjacent spans and drop empty ones, in order."""
     runs: list[MemorySpan] = []
     for place in places:
         if place.start == place.stop:
@@ -66,7 +66,7 @@ def joined(places: Iterable[MemorySpan]) -> list[MemorySpan]:
 
 
 def aligned(*columns: Iterable[MemorySpan]) -> Iterator[tuple[MemorySpan, ...]]:
-    """Split columns of equal total length into rows of spans of equal length."""
+    """Split lists of spans of equal total length into pieces of equal length; yield rows with one piece per list."""
     stacks = [joined(column)[::-1] for column in columns]
     while stacks[0]:
         length = min(stack[-1].stop - stack[-1].start for stack in stacks)
@@ -80,7 +80,7 @@ def aligned(*columns: Iterable[MemorySpan]) -> Iterator[tuple[MemorySpan, ...]]:
 
 
 def split(rows: Iterable[tuple[MemorySpan, ...]], lengths: Iterable[int]) -> Iterator[list[tuple[MemorySpan, ...]]]:
-    """Split the rows into groups of the given lengths."""
+    """Cut rows of equally long spans into consecutive groups of the given total lengths in elements."""
     queue = list(rows)[::-1]
     for length in lengths:
         portion = []

@@ -34,7 +34,7 @@ class Meaning(NamedTuple):
     pairs: bool = False  # a block per pair of ranks, instead of one per rank
 
     def blocks(self, size: int) -> int:
-        """Number of blocks of the data. An algorithm may cut a vector in another number."""
+        """Default number of blocks of the data on `size` ranks; an algorithm may cut a vector differently."""
         return size * size if self.pairs else size
 
 
@@ -94,7 +94,7 @@ MEANINGS: dict[str, Meaning] = {
 
 
 def vector(collective: str, size: int, blocks: int) -> int:
-    """Largest number of blocks that one rank holds: the size n of cost formulas and of reported sizes."""
+    """Number of blocks that make up n in cost formulas and reported sizes: the most that one rank holds."""
     meaning = MEANINGS[collective]
     held = [len(list(meaning.before(0, size, 0, blocks))), len(meaning.after(0, size, 0, blocks))]
     return max(1, *held)
@@ -103,7 +103,7 @@ def vector(collective: str, size: int, blocks: int) -> int:
 def before(
     collective: str, rank: int, size: int, root: int = 0, parts: int = 1, blocks: int | None = None
 ) -> list[int]:
-    """Input chunks of `rank` when every block is cut in `parts` chunks.
+    """Numbers of the input chunks of `rank`, when every block is cut in `parts` chunks.
 
     `blocks` is the number of blocks of a vector; for other collectives `Meaning.blocks` gives it.
     """
@@ -115,7 +115,7 @@ def before(
 def after(
     collective: str, rank: int, size: int, root: int = 0, parts: int = 1, blocks: int | None = None
 ) -> dict[int, Value]:
-    """Required value of each output chunk of `rank`, terms in rank order. Arguments as in `before`."""
+    """Required output of `rank`, chunk number -> terms to be combined, in rank order. Arguments as in `before`."""
     meaning = MEANINGS[collective]
     wanted = meaning.after(rank, size, root, blocks or meaning.blocks(size))
     return {

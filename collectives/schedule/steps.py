@@ -72,7 +72,7 @@ NOTHING: Chunks = ()
 
 
 def one(chunk: int) -> Chunks:
-    """A single chunk."""
+    """Chunks that consist of `chunk` alone."""
     return (range(chunk, chunk + 1),)
 
 
@@ -89,7 +89,7 @@ def cyclic(start: int, count: int, size: int) -> Chunks:
 
 
 def scattered(chunks: Iterable[int]) -> Chunks:
-    """Chunk numbers in the given order, with consecutive ones merged into ranges."""
+    """Chunks with these numbers in this order; consecutive numbers are merged into ranges."""
     ranges: list[range] = []
     for chunk in chunks:
         if ranges and ranges[-1].stop == chunk:

@@ -10,7 +10,7 @@ Nodes: TypeAlias = tuple[int, ...]
 
 
 def numbered(nodes: Iterable[Hashable]) -> Nodes | None:
-    """Number the nodes of ranks given by name; None if there is only one node.
+    """Node number of every rank from the ranks' node names; None if there is only one node.
 
     >>> numbered(["b", "a", "b"]), numbered([7, 7])
     ((0, 1, 0), None)
@@ -30,7 +30,7 @@ def regular(size: int, per_node: int) -> Nodes:
 
 
 class HashedTuple(tuple[int, ...]):
-    """A placement with a cached hash: the key of many lookups, with tens of thousands of entries."""
+    """Tuple with a cached hash, for placements of tens of thousands of ranks that are keys of caches."""
 
     def __hash__(self) -> int:
         known = self.__dict__

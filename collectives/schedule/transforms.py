@@ -68,17 +68,17 @@ def on(
 
 
 def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) -> Rounds:
-    """Pipeline the schedule over `segments` of its data, which has `count` chunks before segmentation.
+    """Pipeline a rank's schedule over `segments` of its data, each starting one round after the one before.
 
-    Rounds must be aligned over the ranks: a waiting rank has empty rounds. Each segment starts a round after the one
-    before.
+    The data has `count` chunks before segmentation. Rounds must be aligned over the ranks: a waiting rank has empty
+    rounds.
 
     Segments of a vector are contiguous in memory: chunk c of segment s is ``s * count + c``. Blocks lie at places of
     their own and are cut one by one: chunk c of segment s is ``c * segments + s``.
     """
 
     def of_vector(chunks: Chunks, segment: int) -> Chunks:
-        laps = [(lap, part) for chunk in chunks for lap, part in _laps(chunk, count)]
+        laps = [(lap, part) for chunk in chunks for lap, part in _split_by_copy(chunk, count)]
         starts = [(lap * segments + segment) * count for lap, _ in laps]
         return tuple(range(start + part.start, start + part.stop) for start, (_, part) in zip(starts, laps))
 
@@ -95,8 +95,8 @@ def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) 
         ]
 
 
-def _laps(chunks: range, count: int) -> Iterator[tuple[int, range]]:
-    """Split a range of chunks by copies of the vector: (copy, its chunks); copy 0 is the data itself."""
+def _split_by_copy(chunks: range, count: int) -> Iterator[tuple[int, range]]:
+    """Split a range of chunk numbers by copies of the vector: (copy, range in it); copy 0 is the data itself."""
     for lap in range(chunks.start // count, -(-chunks.stop // count)):
         first = lap * count
         yield lap, range(max(chunks.start - first, 0), min(chunks.stop - first, count))

@@ -9,13 +9,13 @@ from collectives.schedule.topology import Nodes
 
 
 class Costs(NamedTuple):
-    """Costs of edges within a node (`shared`) and between nodes: seconds a message, a byte and a reduced byte."""
+    """Costs of messages and reductions within a node (`shared`) and between nodes (`network`), in seconds."""
 
     shared: UniformNetwork = UniformNetwork(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 25e9)
     network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9)
 
     def with_shared_buffers(self, in_place: bool) -> Costs:
-        """Costs of a call whose buffers are in shared memory.
+        """Costs adjusted for a call whose buffers are in shared memory and, if `in_place`, used in place.
 
         Mailboxes carry addresses only, so a byte is copied once, not twice. But a reduction then reads from another
         core's cache, and in place, where the same elements are sent and reduced, it must receive into scratch first.
@@ -36,7 +36,7 @@ def uniform_network(nodes: Nodes | None, costs: Costs) -> UniformNetwork | None:
 
 
 def network(nodes: Nodes | None, costs: Costs) -> CostFunctions:
-    """Cost functions of every edge under a placement, without contention for network cards, as in the formulas."""
+    """Cost functions of messages and reductions under a placement, without contention for network cards."""
     uniform = uniform_network(nodes, costs)
     if uniform is not None:
         return uniform

@@ -40,7 +40,7 @@ _V_FORMS = {"scatterv": "scatter", "gatherv": "gather", "allgatherv": "allgather
 
 
 class Selection(NamedTuple):
-    """Choice of ``algorithm="auto"``: its predicted `seconds`, and their `source`, ``"measured"`` or ``"model"``."""
+    """Algorithm that ``"auto"`` selects, its predicted `seconds`, and their `source`, ``"measured"`` or ``"model"``."""
 
     algorithm: str
     segments: int
@@ -75,7 +75,7 @@ class Selector:
         self._chosen: dict[CallTraits, AlgorithmChoice] = {}
 
     def choose(self, traits: CallTraits) -> AlgorithmChoice:
-        """Algorithm of `decide` for the size class of the call, from a cache."""
+        """Algorithm and segments that `decide` selects for the size class of the call, from a cache."""
         nbytes = size_class(traits.nbytes)
         if nbytes != traits.nbytes:
             traits = traits._replace(nbytes=nbytes)
@@ -85,7 +85,7 @@ class Selector:
         return choice
 
     def decide(self, traits: CallTraits) -> Selection:
-        """Fastest algorithm that can do the call and gives all ranks the same bits."""
+        """Fastest algorithm, by measured times or else the model, that can do the call with equal bits on all ranks."""
         if traits.local_counts:
             traits = traits._replace(nbytes=TYPICAL_BLOCK * self.size)
         elif traits.shared and traits.nbytes >= RENDEZVOUS_BYTES and not forwards_data(traits.collective, self.size):
@@ -93,7 +93,7 @@ class Selector:
         return self._from_table(traits) or self._from_model(traits, self.costs)
 
     def _from_table(self, traits: CallTraits) -> Selection | None:
-        """Fastest suitable algorithm in the first series of the table that has one."""
+        """Fastest suitable algorithm in the best matching rows of the timing table; None if there is none."""
         if self.table is None:
             return None
         series = self.table.rows(traits.collective, traits.form, traits.v_form, self.size, self.nodes)
@@ -121,7 +121,7 @@ class Selector:
         return entry.alike and _fits(entry, traits.ordered, self.nodes)
 
     def _from_model(self, traits: CallTraits, costs: Costs) -> Selection:
-        """Cheapest suitable algorithm of the cost model.
+        """Fastest suitable algorithm and segment count by the cost model.
 
         The catalogue's formulas count where all edges cost the same. Elsewhere algorithms that use the topology are
         simulated, and all others are priced as if every message took the slower wire.
@@ -151,12 +151,12 @@ class Selector:
 
 
 def catalog_name(collective: str) -> str:
-    """Name in the catalogue, in which a collective and its v-form are one entry."""
+    """Name of a collective in the catalogue, which has no v-forms: ``scatter`` for ``scatterv``."""
     return _V_FORMS.get(collective, collective)
 
 
 def has_local_counts(collective: str) -> bool:
-    """True if ranks know only their own block's length."""
+    """True for scatterv, gatherv and alltoallv, where ranks know only their own block's length."""
     return collective in ("scatterv", "gatherv", "alltoallv")
 
 
@@ -199,7 +199,7 @@ def size_class(nbytes: int) -> int:
 
 
 def check(collective: str, algorithm: str, ordered: bool = False, nodes: Nodes | None = None) -> None:
-    """Raise InvalidArgument for an algorithm that is unknown or cannot do the call."""
+    """Raise InvalidArgument for an algorithm that is unknown or, if `ordered`, does not keep rank order."""
     try:
         entry = catalog.find(collective, algorithm)
     except ValueError as error:
@@ -215,7 +215,7 @@ def _fits(entry: catalog.Algorithm, ordered: bool, nodes: Nodes | None) -> bool:
 
 
 def _fewest_rounds(able: dict[str, catalog.Algorithm], size: int) -> str:
-    """Algorithm of least volume, as bytes are unknown, with the fewest rounds; an exchange of counts doubles them."""
+    """Name of the algorithm with the fewest rounds among those of least volume; exchanging counts doubles rounds."""
     volumes = {name: catalog.evaluate(entry.volume, size) for name, entry in able.items()}
     least = min(volumes.values())
     rounds = {
@@ -227,7 +227,7 @@ def _fewest_rounds(able: dict[str, catalog.Algorithm], size: int) -> str:
 
 
 def sample(nodes: Nodes, most: int) -> Nodes:
-    """Part of a cluster of at most `most` ranks: whole nodes if they are not too large, and at least two nodes."""
+    """Placement of at most `most` ranks of a cluster: whole nodes if not too large, and at least two nodes."""
     if len(nodes) <= most:
         return nodes
     per_node = min(max(map(nodes.count, set(nodes))), most // 2)
@@ -240,7 +240,7 @@ def sample(nodes: Nodes, most: int) -> Nodes:
 
 
 def best_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) -> tuple[int, float]:
-    """Number of segments, doubled for as long as that is faster, and its seconds."""
+    """Number of segments, doubled as long as `seconds(segments)` falls, and its seconds."""
     segments, best = 1, seconds(1)
     while 2 * segments <= most:
         faster = seconds(2 * segments)
@@ -251,7 +251,7 @@ def best_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) ->
 
 
 def formula(collective: str, name: str, size: int, nbytes: int, segments: int, wire: UniformNetwork) -> float:
-    """Seconds by the catalogue's formulas, for an algorithm that does not use the topology.
+    """Predicted seconds by the catalogue's formulas, for an algorithm that does not use the topology.
 
     `nbytes` are those of the whole vector, or of all blocks together; `wire` is the cost of every edge. Formulas of an
     algorithm that cuts the data itself count segments. In all others segments follow one another through the busiest

@@ -29,11 +29,11 @@ FORMAT, VERSION = "chorus tuning", 1
 
 
 class TableError(ValueError):
-    """A file without a usable table; the message names the file and the reason."""
+    """Error for a file without a usable timing table; the message names the file and the reason."""
 
 
 class DamagedTable(TableError):
-    """A file that is unusable on every machine, and so may be overwritten."""
+    """Error for a timing file that is unusable on every machine, and so may be overwritten."""
 
 
 def mpi_name() -> str:
@@ -53,14 +53,14 @@ def machine() -> str:
 
 
 def default_path() -> Path:
-    """Default path of the table of this user, machine type and MPI."""
+    """Default path of the timing table of this user, machine type and MPI."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = re.sub(r"[^a-z0-9.]+", "-", f"{mpi_name()} {machine()}".lower()).strip("-")
     return Path(home) / "chorus" / f"tuning-{name}.json"
 
 
 def to_json(table: TimingTable) -> dict[str, Any]:
-    """Content of the file."""
+    """Content of a timing table's file, as JSON objects."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -111,7 +111,7 @@ def _positive(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(path: str | os.PathLike[str]) -> TimingTable:
-    """Table in a file; raises OSError or TableError if there is none that can be used here."""
+    """Read the timing table in a file; raise OSError or TableError if there is none that can be used here."""
     try:
         return from_json(json.loads(Path(path).read_bytes()))
     except TableError as error:
@@ -135,7 +135,7 @@ def write(path: str | os.PathLike[str], table: TimingTable) -> None:
 
 
 def broadcast_table(comm: MPI.Intracomm, tuning: Any) -> TimingTable | None:
-    """Table of rank 0, broadcast to all ranks. Collective.
+    """Timing table of rank 0, broadcast to all ranks. Collective.
 
     `tuning` of rank 0: True for the user's default table, None or False for none, a path, or a table. Rank 0 warns of
     a file that cannot be used, and of a path without a file.
@@ -158,7 +158,7 @@ def _read_or_warn(tuning: bool | str | os.PathLike[str] | TimingTable | None) ->
 
 
 def _user_stack_level() -> int:
-    """Stack level of the user's line that created the communicator."""
+    """`stacklevel` of a warning that names the innermost line outside of `collectives`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("collectives."):
         level, frame = level + 1, frame.f_back

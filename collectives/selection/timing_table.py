@@ -37,7 +37,7 @@ class AlgorithmChoice(NamedTuple):
 
 
 def parse(label: str) -> AlgorithmChoice:
-    """Choice from its text.
+    """Parse an algorithm and its number of segments, such as ``chain x16``.
 
     >>> parse("chain x16"), str(AlgorithmChoice("ring"))
     (AlgorithmChoice(algorithm='chain', segments=16), 'ring')
@@ -54,7 +54,7 @@ Rows: TypeAlias = Mapping[int, Row]
 
 
 class TimingKey(NamedTuple):
-    """Key of a series of rows; `placement` as returned by `shape`."""
+    """Key of a series of measured times; `placement` as returned by `shape`."""
 
     collective: str
     form: str
@@ -63,7 +63,7 @@ class TimingKey(NamedTuple):
 
 
 class TimingTable(NamedTuple):
-    """Fitted costs of a machine's wires, and rows of measured times."""
+    """Costs fitted to a machine's memory and network, and measured times of collectives."""
 
     costs: Costs = BUILT_IN
     entries: Mapping[TimingKey, Rows] = {}
@@ -71,7 +71,7 @@ class TimingTable(NamedTuple):
     def rows(
         self, collective: str, form: str, v_form: bool, ranks: int, nodes: Nodes | None
     ) -> Iterator[tuple[Rows, bool]]:
-        """Rows that apply to a call, best first; True with those of exactly its form.
+        """Yield the measured rows that apply to a call, best first, each with True if they are of exactly its form.
 
         The same form comes before blocking calls, and a v-form before equal blocks. Rows that are not exact compare
         our algorithms only: their native times do not hold for the call.
@@ -91,13 +91,15 @@ class TimingTable(NamedTuple):
         near = {
             max(key.ranks / ranks, ranks / key.ranks): rows
             for key, rows in self.entries.items()
-            if key[:2] == (collective, form) and key.ranks > 1 and _kind(key.placement) == _kind(placement)
+            if key[:2] == (collective, form)
+            and key.ranks > 1
+            and _placement_class(key.placement) == _placement_class(placement)
         }
         closest = min(near, default=math.inf)
         return near[closest] if closest <= MAX_RANKS_RATIO else None
 
     def merged(self, other: TimingTable) -> TimingTable:
-        """Both tables; the other's rows replace those of the same key and size."""
+        """Union of both tables; rows of `other` replace those of the same key and size, its costs replace all."""
         entries = dict(self.entries)
         for key, rows in other.entries.items():
             entries[key] = dict(sorted({**entries.get(key, {}), **rows}.items()))
@@ -118,13 +120,13 @@ def shape(nodes: Nodes | None, ranks: int) -> str:
     return text if list(nodes) == sorted(nodes) else f"{text} scattered"
 
 
-def _kind(placement: str) -> str:
-    """Comparable property of placements of different sizes: one node, or equally filled nodes."""
+def _placement_class(placement: str) -> str:
+    """Class of a placement, comparable between numbers of ranks: one node, nodes of k ranks each, or itself."""
     return "one node" if placement.isdigit() else re.sub(r"^\d+x(?=\d+$)", "x", placement)
 
 
 def interpolate(rows: Rows, nbytes: int) -> dict[AlgorithmChoice, float]:
-    """Seconds at a size, on straight log-log lines between measured sizes; empty too far outside of these."""
+    """Seconds of each algorithm at a size, interpolated on log-log scales; {} if too far outside the measured sizes."""
     sizes = list(rows)
     at = bisect_left(sizes, nbytes)
     if at < len(sizes) and sizes[at] == nbytes:
