@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def _require(package: str) -> None:
-    """Raise ImportError if a file of the user or another distribution hides a package of this distribution."""
+    """Raise ImportError if importing `package` would find another file than the package next to this one."""
     root, spec = Path(__file__).resolve().parents[1], find_spec(package)
     found = Path(spec.origin).resolve() if spec and spec.origin else None
     if found != root / package / "__init__.py":

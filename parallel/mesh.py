@@ -1,4 +1,4 @@
-"""Mesh of ranks: axes with names, so that each kind of parallelism has its own neighbours.
+"""Mesh of ranks with named axes, one for each kind of parallelism, such as ``dp=2,pp=4``.
 
 >>> mesh = Mesh.parse("pp=2,dp=3")
 >>> mesh.coordinates(4)
@@ -20,13 +20,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Mesh:
-    """Number of ranks along each axis, the slowest axis first."""
+    """Mesh of ranks: the number of ranks along each named axis; the last axis varies fastest, as in an array."""
 
     sizes: dict[str, int]
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Mesh that prints as `text`, as in ``"dp=2,pp=4"``; ValueError if there is none."""
+        """Parse a mesh from text such as ``"dp=2,pp=4"``; ValueError if it is malformed."""
         sizes: dict[str, int] = {}
         for word in text.split(","):
             name, _, size = (part.strip() for part in word.partition("="))
@@ -44,17 +44,17 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Total number of ranks."""
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank, by axis; ValueError if the mesh has no such rank."""
+        """Coordinates of a rank by axis name; ValueError if the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank: expected 0 to {self.size - 1}, found {rank}")
         return dict(zip(self.sizes, map(int, np.unravel_index(rank, tuple(self.sizes.values())))))
 
     def lines(self, name: str) -> list[list[int]]:
-        """Ranks that differ along one axis only, ordered by that coordinate: all such lines."""
+        """Groups of ranks that differ only in their coordinate on axis `name`; each group is ordered by that."""
         ranks = np.arange(self.size).reshape(*self.sizes.values())
         last = np.moveaxis(ranks, list(self.sizes).index(name), -1)
         lines: list[list[int]] = last.reshape(-1, self.sizes[name]).tolist()

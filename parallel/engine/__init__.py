@@ -1,1 +1,1 @@
-"""Training engines: settings, the step that all engines share, memory ledger, the data-parallel engine."""
+"""Training engines: settings, common training step, memory ledger (bytes per rank), data-parallel engine."""

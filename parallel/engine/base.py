@@ -1,4 +1,4 @@
-"""Training step of all synchronous engines: exchange step headers, forward and backward, sum, update."""
+"""Training step of all synchronous engines: exchange step headers, forward, backward, sum gradients, update."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quant.types import Array
 
 
 class PassResult(NamedTuple):
-    """Result of the passes of a step or an evaluation on this rank: losses, and the sum of the measure."""
+    """Results on this rank of the forward (and backward) passes of a step or evaluation: losses, error, metric sum."""
 
     losses: Losses
     problem: Exception | None
@@ -40,7 +40,7 @@ class PassResult(NamedTuple):
 
 
 class BaseEngine:
-    """Base class of all engines: properties that a training loop uses; `remarks` are for the log."""
+    """Base class of all training engines: the interface that a training loop uses; `remarks` are lines for the log."""
 
     settings: Settings
     remarks: Sequence[str] = ()
@@ -48,15 +48,15 @@ class BaseEngine:
     _recorder: Profiler
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices of parameters and optimizer state that this rank holds, in a fixed order."""
+        """Yield this rank's slices of the parameters and the optimizer state, in a fixed order."""
         raise NotImplementedError
 
     def save(self, write: Callable[[MPI.Intracomm, Iterator[TensorSlice]], Any]) -> Any:
-        """Have a checkpoint written by ``write(ranks that hold state, slices of this rank)``. Collective."""
+        """Call ``write(comm of the ranks that hold state, slices of this rank)``; return its result. Collective."""
         return write(self._comm, self.tensor_slices())
 
     def quiesce(self) -> None:
-        """Wait until all ranks have made as many steps: a no-op where they make them together."""
+        """Wait until all ranks have finished the same number of steps; a no-op for engines with synchronous steps."""
 
     @property
     def is_reporter(self) -> bool:
@@ -64,7 +64,7 @@ class BaseEngine:
 
     @property
     def events(self) -> list[ProfilerEvent]:
-        """Profiler events since the list was last cleared; empty without `trace`."""
+        """Profiler events since the list was last cleared; empty unless `settings.trace`."""
         return self._recorder.events
 
     def __enter__(self) -> Self:
@@ -72,7 +72,7 @@ class BaseEngine:
 
 
 class TrainEngine(BaseEngine):
-    """Base class of engines whose ranks make their steps together.
+    """Base class of engines with synchronous steps: all ranks take part in each step.
 
     `context` is of the whole vector and all ranks, `parts` are this rank's shards. `spans` are those that each rank
     adds to norms and writes to checkpoints; together they make up the vector. `teams` are ranks that have the same
@@ -105,25 +105,25 @@ class TrainEngine(BaseEngine):
     # ------------------------------------------------------------------------------------------ methods of each engine
 
     def _foresee(self, mine: list[Batch]) -> None:
-        """Raise an error for micro-batches that cannot be trained, before ranks synchronise."""
+        """Raise an error if this rank's micro-batches `mine` are invalid for the model; called before communication."""
 
     def _passes(self, mine: list[Batch], assignment: Assignment, step_scale: StepScale) -> PassResult:
-        """Forward and backward passes, and the sum of gradients."""
+        """Run forward and backward on this rank's micro-batches `mine` and sum gradients over the ranks."""
         raise NotImplementedError
 
     def _scores(self, mine: list[Batch], assignment: Assignment, measure: Measure | None) -> PassResult:
-        """Forward passes without dropout."""
+        """Run forward passes in evaluation mode (no dropout) on this rank's micro-batches `mine`."""
         raise NotImplementedError
 
     @property
     def _clock(self) -> int:
-        """Step count used by the learning-rate schedule."""
+        """Step count used by the learning-rate schedule: number of updates made."""
         return self.updates
 
     # ------------------------------------------------------------------------------------------ training
 
     def step(self, batches: Iterable[Batch], *, stop: bool = False) -> StepReport:
-        """One update from the micro-batches of all ranks.
+        """Run one training step: forward, backward and one update from the micro-batches of all ranks. Collective.
 
         `batches`, or tuples like them, are this rank's, perhaps none; `share` gives their numbers. With `stop` on any
         rank this step is the last one, for example after Ctrl-C; the reports of all ranks have it.
@@ -141,13 +141,13 @@ class TrainEngine(BaseEngine):
         return self._step(lambda scale: self._assigned(batches, stop, scale))
 
     def _assigned(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
-        """Number of targets, stop flag and passes, for micro-batches that are known before the step."""
+        """Synchronise and run the passes of given micro-batches; return (number of targets, stop flag, result)."""
         mine, problem = self._checked(batches)
         assignment, count, stop = self._sync.begin(mine, stop, problem)
         return count, stop, self._passes(mine, assignment, StepScale(self.steps, count, scale))
 
     def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
-        """One step; `run(scale)` does forward and backward."""
+        """Run one step; ``run(loss scale)`` does forward and backward and returns (number of targets, stop, result)."""
         began, spent = time.perf_counter(), self._recorder.seconds["communication"]
         scale, rate = self.scaling.value, rate_at(self._optimizer.rate, self._clock)
         with np.errstate(over="ignore", invalid="ignore"):  # found below, on all ranks together
@@ -173,7 +173,7 @@ class TrainEngine(BaseEngine):
                 raise consistency_check.ParameterMismatch(text) from problem
 
     def _update(self, count: int) -> tuple[float | None, bool]:
-        """Update the weights; returns the gradient norm, and False if it was not finite and nothing was changed."""
+        """Update the weights; return (gradient norm, False if the norm is not finite and the update was skipped)."""
         norm, factor, finite = self._sharded.norm(count, self.steps)
         if finite:
             self._sharded.update(self.updates, factor)
@@ -181,7 +181,7 @@ class TrainEngine(BaseEngine):
         return norm, finite
 
     def evaluate(self, batches: Sequence[Batch], measure: Measure | None = None) -> Evaluation:
-        """Mean loss without training over all ranks' batches, and mean of `measure`, a function of scores and targets.
+        """Mean loss, and mean of the metric `measure(scores, targets)`, over all ranks' batches, without training.
 
         `measure` is summed over all batches, such as the number of correct predictions; this rank may have no batches.
         """
@@ -205,7 +205,7 @@ class TrainEngine(BaseEngine):
         return mine, problem
 
     def _is_new(self, kind: tuple[Any, ...]) -> bool:
-        """True on the first call with this kind of step; marks the kind as known."""
+        """True on the first call with this key (such as batch shapes), which is then remembered."""
         known = kind in self._known_kinds
         self._known_kinds.add(kind)
         return not known
@@ -224,15 +224,15 @@ class TrainEngine(BaseEngine):
         return self._sharded.tensor_slices()
 
     def refresh(self) -> None:
-        """Apply values that were assigned to the slices of all ranks. Collective."""
+        """Make values take effect that were written into `tensor_slices`, as when loading a checkpoint. Collective."""
         self._sharded.refresh()
 
     def state(self) -> dict[str, Any]:
-        """State besides the slices, equal on all ranks: steps, updates, loss scale."""
+        """State to save besides the tensor slices, equal on all ranks: steps, updates, loss scale."""
         return {"steps": self.steps, "updates": self.updates, "scaling": self.scaling.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a `state`; raises ValueError, with nothing changed, if it is invalid."""
+        """Restore the counters and loss scale that `state` returned; ValueError, with nothing changed, if invalid."""
         values = expect_mapping(state, "state")
         steps, updates = expect_integer(values, "steps"), expect_integer(values, "updates")
         if updates > steps:
@@ -241,7 +241,7 @@ class TrainEngine(BaseEngine):
         self.steps, self.updates = steps, updates
 
     def close(self) -> None:
-        """Free requests and memory; the engine cannot be used afterwards."""
+        """Free the engine's MPI requests and memory; it cannot be used afterwards."""
         for part in self._parts:
             part.close()
 
@@ -260,11 +260,11 @@ def check(comm: Any, settings: Settings) -> None:
 
 
 def facts_of(flat: FlatParams, optimizer: Optimizer) -> list[tuple[str, Any]]:
-    """Model and optimizer description that must be equal on all ranks, for `consistency_check.check_equal`."""
+    """Names and values that describe model and optimizer, to compare between ranks by `consistency_check`."""
     tensors = [(f"parameter {place.parameter.name}", place.parameter.shape) for place in flat.places]
     return [*tensors, *((f"optimizer's {what}", value) for what, value in optimizer.describe().items())]
 
 
 def type_of(array: Array, dtype: np.dtype) -> np.dtype:
-    """Dtype of a batch's array; integers are not cast."""
+    """Dtype to cast a batch's array to: `dtype`, but integers and bools keep their own."""
     return array.dtype if array.dtype.kind in "iub" else dtype

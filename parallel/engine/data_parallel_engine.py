@@ -1,4 +1,4 @@
-"""Data-parallel engine: forward and backward unit by unit, gradients summed over the ranks, the update."""
+"""Data-parallel engine (DDP, ZeRO): forward and backward unit by unit, gradient sum over the ranks, update."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from parallel.runtime.vector_memory import VectorAllocator
 
 
 class Engine(TrainEngine):
-    """A model in training, spread over the ranks of a communicator. Construction is collective.
+    """Data-parallel training engine (DDP or ZeRO, by `settings.layout`) on a communicator. Construction is collective.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Engine(TrainEngine):
     def forecast(
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings = DEFAULTS
     ) -> MemoryLedger:
-        """Memory ledger of a rank after the steps of a workload, computed before there is an engine.
+        """Predict peak memory of one rank for the steps of `workload`, without building an engine.
 
         In `settings`, ``compress="auto"`` must have been replaced by the choice of the ranks.
         """
@@ -115,11 +115,11 @@ class Engine(TrainEngine):
         return ledger
 
     def share(self, micro_batches: int) -> range:
-        """Numbers of this rank's micro-batches, of so many in the step."""
+        """Numbers of the micro-batches that this rank must process, of `micro_batches` in the step over all ranks."""
         return self._layout.share(micro_batches, self._comm.Get_rank(), self._comm.Get_size())
 
     def step(self, batches: Iterable[Batch], *, stop: bool = False, drawn: bool = False) -> StepReport:
-        """One step, of given micro-batches or of those that ranks draw during the step; see `TrainEngine.step`.
+        """Run one step as `TrainEngine.step`; if `drawn`, `batches` is an iterator over a queue shared by all ranks.
 
         With `drawn`, equal on all ranks, each takes the next micro-batch when the previous one is done, so that they
         share them dynamically (`WorkQueue`), and the assignment is exchanged afterwards. ValueError for layouts that
@@ -133,7 +133,7 @@ class Engine(TrainEngine):
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices of state; residuals are averaged first, so that any number of ranks can resume. Collective."""
+        """As `TrainEngine`, then compression residuals, averaged so that any number of ranks can resume. Collective."""
         yield from super().tensor_slices()
         for reducer in self._compressed():
             reducer.average_residual()
@@ -149,7 +149,7 @@ class Engine(TrainEngine):
         self._residual_ranks = ranks
 
     def refresh(self) -> None:
-        """Apply assigned values; residuals are rescaled to this number of ranks."""
+        """As `TrainEngine`; compression residuals are first rescaled from the saved to the present number of ranks."""
         for reducer in self._compressed():
             reducer.rescale_residual(self._residual_ranks)
         self._residual_ranks = self._comm.Get_size()
@@ -159,7 +159,7 @@ class Engine(TrainEngine):
         return self._gradients.reducers if self._plan.compress is not None else []
 
     def _step(self, run: Callable[[float], tuple[int, bool, PassResult]]) -> StepReport:
-        """One step; without an update the residuals of compression are restored."""
+        """Run one step as `TrainEngine`; if it makes no update, restore the compression residuals from before it."""
         updates = self.updates
         try:
             return super()._step(run)
@@ -188,7 +188,7 @@ class Engine(TrainEngine):
         return PassResult(losses, problem)
 
     def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
-        """Passes of micro-batches that are drawn one by one; ranks exchange the assignment afterwards.
+        """Run passes of micro-batches taken one by one from a shared queue; then exchange which rank had which.
 
         A rank that has failed draws no more, and the others get the rest; its error is exchanged at the end.
         """
@@ -275,7 +275,7 @@ def compressor_of(compress: str) -> CompressorFactory | None:
 
 
 def check_compression(settings: Settings) -> None:
-    """Raise ValueError for a compression that is unknown, or that the other settings do not allow."""
+    """Raise ValueError if `settings.compress` is unknown or incompatible with the other settings."""
     compress, layout = settings.compress, settings.layout
     if compress == NONE:
         return

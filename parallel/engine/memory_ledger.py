@@ -27,7 +27,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 class Workload(NamedTuple):
-    """Sizes of the steps of a training, and the rank that makes them.
+    """Input of a memory forecast: micro-batch sizes of each kind of step, number of ranks, and the rank in question.
 
     `shapes` gives inputs and targets of a micro-batch of so many samples; `steps` are the samples of each micro-batch,
     for every kind of step. If ranks draw micro-batches (`drawn`), any rank may have any of them. Reproducible gradients
@@ -42,7 +42,7 @@ class Workload(NamedTuple):
 
 
 class MemoryLedger:
-    """Peak bytes by kind; `work` are those of temporaries within a unit, by the operators' outlines."""
+    """Allocated and predicted peak bytes by kind on one rank; `work`: predicted peak of the operators' temporaries."""
 
     def __init__(self, allocated: Counter[str] | None = None):
         self.allocated: Counter[str] = Counter() if allocated is None else allocated
@@ -51,7 +51,7 @@ class MemoryLedger:
 
     @property
     def predicted(self) -> Counter[str]:
-        """Predicted bytes of the steps that were entered; without activations before the first."""
+        """Predicted peak bytes by kind over all steps given to `expect` (no activations before the first step)."""
         return sum(self._most.values(), Counter())
 
     @property
@@ -59,7 +59,7 @@ class MemoryLedger:
         return self.predicted + Counter(temporaries=self.work)
 
     def expect(self, predicted: Counter[str], work: int = 0, part: Hashable = None) -> None:
-        """Enter a kind of step: bytes by kind (memory is kept, so the maximum of each kind counts) and of temporaries.
+        """Add the prediction for a step, bytes by kind and of temporaries (`work`); the ledger keeps each maximum.
 
         `part` names a part with memory of its own: two parts may need most in different steps.
         """
@@ -68,7 +68,7 @@ class MemoryLedger:
 
 
 def predict(plan: PartitionSpec, layout: str, states: int, assignment: Assignment) -> Counter[str]:
-    """Bytes of everything but activations, for a key of `FORMULAS` and the number of the optimizer's state vectors.
+    """Predicted bytes by kind, except activations, for a layout and an optimizer with `states` vectors per parameter.
 
     The assignment of micro-batches counts in reproducible training only.
     """
@@ -76,7 +76,7 @@ def predict(plan: PartitionSpec, layout: str, states: int, assignment: Assignmen
 
 
 def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Assignment) -> Counter[str]:
-    """As `predict` for a part of the vector, without the block sums, which are of all of it."""
+    """As `predict`, for one part of the parameter vector, without the gradient-norm buffer that all parts share."""
     wide, master = plan.precision.wide.itemsize, plan.precision.master
     bytes_, own = FORMULAS[layout](plan, assignment)
     bytes_["optimizer"] = own * wide * (states + master)
@@ -84,7 +84,7 @@ def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Assi
 
 
 def predict_activations(plan: PartitionSpec, loss: Any, x: ArraySpec, y: ArraySpec) -> tuple[Counter[str], int]:
-    """Bytes alive between forward and backward of a micro-batch, and peak bytes of temporaries."""
+    """Predicted bytes of activations saved between forward and backward of a micro-batch; peak bytes of temporaries."""
     model = Sequential(plan.units).outline(x)
     end = loss.outline(model.y, y)
     kept = nbytes_of((model.y, y, model.saved, end.saved))
@@ -114,7 +114,7 @@ def _whole_gradients(
 def _sharded_gradients(
     cut: Callable[[PartitionSpec], Any], resident: bool, plan: PartitionSpec, assignment: Assignment
 ) -> tuple[Counter[str], int]:
-    """Bytes of layouts with a shard of gradients and the buckets in use; ZeRO-3 also shards the weights."""
+    """Predicted bytes by kind, and elements updated by the rank, for ZeRO-2, or ZeRO-3 if `resident`."""
     storage, wide = plan.precision.storage.itemsize, plan.precision.wide.itemsize
     buckets = buckets_of(cut(plan), plan)
     users, own = users_of(buckets, plan), sum(bucket.own.size for bucket in buckets)
@@ -146,7 +146,7 @@ FORMULAS: dict[str, Callable[[PartitionSpec, Assignment], tuple[Counter[str], in
 
 
 def on_paper(parameters: float, ranks: int, stage: int) -> float:
-    """Bytes of model and optimizer on each rank with ZeRO's stage 0 to 3 (Rajbhandari et al. 2020, figure 1).
+    """Theoretical bytes per rank of weights, gradients and Adam state in ZeRO stage 0 to 3 (Rajbhandari et al. 2020).
 
     Adam takes 16 bytes per parameter: half weights and gradients, and float32 master weights and moments.
 

@@ -27,7 +27,7 @@ QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore", "divide": "ignor
 
 
 def guarded(method: Callable[..., Result]) -> Callable[..., Result | None]:
-    """Make a method a no-op without a micro-batch or after an error; an error goes to `problem`."""
+    """Decorate a method of `MicrobatchPass`: no-op without a batch or after an error; errors are kept in `problem`."""
 
     @wraps(method)
     def call(self: MicrobatchPass, *args: Any) -> Result | None:
@@ -44,7 +44,7 @@ def guarded(method: Callable[..., Result]) -> Callable[..., Result | None]:
 
 
 class MicrobatchPass:
-    """Pass of a micro-batch, or of none.
+    """State and methods of one micro-batch's forward and backward pass; all are no-ops without a micro-batch.
 
     `x` and `y` are inputs and targets, or the outputs of the units before, or None. `saved` are the values of the
     units' forward passes, each released by its backward; `total` is the sum of losses, `measured` that of
@@ -73,21 +73,21 @@ class MicrobatchPass:
             self.measured = float(measure(self._x, self._y))
 
     def give(self) -> Array:
-        """Output of the units, for the next stage."""
+        """Return the output of the last unit, to send to the next pipeline stage, and release it here."""
         y, self._x = self._x, None
         return y
 
     def take(self, dy: Array) -> None:
-        """Set the gradient of the output, from the next stage."""
+        """Set the gradient of the output, received from the next pipeline stage."""
         self._dy = None if self.problem else dy
 
     def give_back(self) -> Array:
-        """Gradient of the inputs, for the previous stage."""
+        """Return the gradient of the inputs, to send to the previous pipeline stage, and release it here."""
         dx, self._dy = self._dy, None
         return dx
 
     def nbytes(self, output: Array = None) -> int:
-        """Bytes alive between forward and backward, with the output `output` that was given away."""
+        """Bytes of arrays held between forward and backward, plus those of `output`, which `give` returned."""
         return nbytes_of((self._x, self._y, self.saved, self._saved_loss, output))
 
     @guarded

@@ -1,4 +1,4 @@
-"""Settings: the one configuration of a training, its engine and its memory forecast."""
+"""Settings: configuration of a training run, its engine and its memory forecast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POOL_MICROBATCHES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Configuration that every engine takes: ``Engine(model, loss, comm, optimizer, settings)``.
+    """Configuration of a training run, which every engine takes: ``Engine(model, loss, comm, optimizer, settings)``.
 
     Built from keywords, from a mapping (`complete`, which adds recipes) or from the command line of ``chorus train``.
     None leaves a value open. Engines ignore fields of other layouts; `parallel.trainer.strategies` refuses them.
@@ -125,7 +125,7 @@ class Settings:
                 raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name):g}")
 
     def micro(self, ranks: int) -> int:
-        """Samples per micro-batch on so many ranks.
+        """Samples per micro-batch on `ranks` ranks, from `micro_batch`, `accumulate` or `microbatches`, or by default.
 
         >>> Settings(batch=64).micro(4), Settings(batch=64, accumulate=3).micro(4)
         (16, 6)
@@ -144,7 +144,7 @@ class Settings:
         return -(-self.batch // parts)
 
     def shared(self) -> dict[str, Any]:
-        """Values that must be equal on all ranks."""
+        """Settings by name that must be equal on all ranks: all except those of a single run, such as `device`."""
         return {name: getattr(self, name) for name in NAMES if name not in RUN_FIELDS}
 
 
@@ -180,7 +180,7 @@ DEFAULTS = Settings()
 
 
 def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from given values (None counts as not given), then those of a checkpoint, then the recipe.
+    """Settings from `given` values (None: not given), else `previous` (a checkpoint's), else defaults for the model.
 
     Raises ValueError if a value is out of range, or given without use: `momentum` without sgd, `length` without a text.
 
@@ -223,7 +223,7 @@ def _refuse_unused(settings: Settings, given: set[str]) -> None:
 
 
 def _over(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in defaults, but no alternative of a given value."""
+    """Merge: `values`, and those of `below` that they neither set nor exclude (`steps` excludes `epochs`)."""
     dropped = {name for some in ALTERNATIVES for name in some if any(one in values for one in some)}
     return {name: value for name, value in below.items() if name not in dropped} | dict(values)
 

@@ -1,4 +1,4 @@
-"""Two synchronisations per step: assignment of micro-batches, then the sum of losses or the errors."""
+"""Synchronisation of ranks, twice per step: exchange micro-batch numbers, then sum losses or exchange errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Losses = list[tuple[int, float]]
 
 
 def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Exception | None]:
-    """Batches, or tuples like them, in the order of their numbers and on the device; or none and the error."""
+    """Convert and check micro-batches: (batches on the device, sorted by number; None), or ([], error)."""
     try:
         mine = [batch_of(some, at, xp) for at, some in enumerate(batches)]
         for batch in mine:
@@ -34,7 +34,7 @@ def checked(batches: Iterable[Any], xp: ModuleType) -> tuple[list[Batch], Except
 
 
 class StepSync:
-    """Synchronisation of all ranks at the begin and the end of a step.
+    """Communication between all ranks at the beginning and the end of a step.
 
     `teams` are the ranks that have the same micro-batches, in the order in which micro-batches are assigned.
     """
@@ -48,7 +48,7 @@ class StepSync:
     def begin(
         self, mine: Sequence[Batch], stop: bool, problem: Exception | None
     ) -> tuple[list[tuple[int, ...]], int, bool]:
-        """Assignment of micro-batches to teams, number of targets, and True if any rank wants to stop.
+        """Synchronise: (micro-batch numbers of each team, number of targets of all ranks, True if any rank set `stop`).
 
         Raises
         ------
@@ -96,7 +96,7 @@ class StepSync:
     def losses(
         self, losses: Losses, problem: Exception | None, step: int, left: str = consistency_check.NOTHING
     ) -> float:
-        """Sum of all losses, equal for any assignment with `reproducible`; raises the errors of all ranks."""
+        """Sum of the losses of all ranks; raises StepFailed on all ranks if any has an error or a non-finite loss."""
         odd = [number for number, loss in losses if not math.isfinite(loss)]
         if problem is None and odd:
             numbers = ", ".join(map(str, odd))

@@ -1,4 +1,4 @@
-"""Gradient compression: table of compressors.
+"""Gradient compression: table of compressors by name, and the parser of ``--compress``.
 
     factory = parse("topk:0.01")             # value of --compress
     compressor = factory(comm, bucket, seed)
@@ -26,18 +26,18 @@ from parallel.grad_compression.topk import TopK
 
 
 class Compressor(Protocol):
-    """Compressor of one bucket's gradients."""
+    """Interface of gradient compressors: approximate allreduce of the gradients of one bucket."""
 
     feedback: bool  # True if the residual must be added to the next step's gradient
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: Any, step: int) -> Motion:
-        """Write the approximate sum of all ranks' `x` to `out` (may be `x`), and this rank's residual to `lost`.
+        """Write the approximate sum of all ranks' `x` to `out` (may be `x`), this rank's compression error to `lost`.
 
         The residuals of all ranks add up to the error of the sum. `lost` may be None without `feedback`.
         """
 
     def state(self) -> dict[str, np.ndarray]:
-        """Further state by name, equal on all ranks: writable views."""
+        """Arrays to save in a checkpoint, by name, equal on all ranks: writable views."""
 
     def close(self) -> None:
         """Free all resources. Collective."""
@@ -51,7 +51,7 @@ AUTO = "auto"
 
 
 class CompressorFactory(NamedTuple):
-    """Callable (comm, bucket, seed) -> Compressor, collective; `feedback` as of its compressors."""
+    """Collective callable (comm, bucket, seed) -> Compressor; `feedback`: its compressors need error feedback."""
 
     make: Callable[[Communicator, GradBucket, int], Compressor]
     feedback: bool
@@ -61,7 +61,7 @@ class CompressorFactory(NamedTuple):
 
 
 class CompressorEntry(NamedTuple):
-    """Entry of `COMPRESSORS`; ``make(number, comm, bucket, seed)`` makes a compressor."""
+    """Entry of the table `COMPRESSORS`: a constructor, and the numeric parameter that it takes (``topk:0.01``)."""
 
     make: Callable[[float, Communicator, GradBucket, int], Compressor]
     default: float | None = None  # number if none is given; None for compressors without a number
@@ -100,7 +100,7 @@ COMPRESSORS: dict[str, CompressorEntry] = {
 
 
 def parse(text: str) -> CompressorFactory:
-    """Compressor factory of ``name`` or ``name:number``.
+    """Compressor factory for the value of ``--compress``: ``name`` or ``name:number``, such as ``topk:0.01``.
 
     Raises
     ------

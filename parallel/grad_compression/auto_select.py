@@ -1,4 +1,4 @@
-"""Choice of the fastest compressor, or none, by all ranks from measurements."""
+"""Choice of the fastest compressor, or of none, from communication measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTHS = {"int8": 8, "int4": 4}
 
 
 def choose(comm: Communicator, count: int) -> tuple[str, str]:
-    """Fastest candidate for `count` float32, or "none" if plain sums are faster; and the reason. Collective.
+    """(Name of the fastest compressor for `count` float32, or "none" if plain sums are faster; the reason). Collective.
 
     Nothing is measured within a node, where reading a neighbour's memory is faster than encoding.
     """

@@ -1,4 +1,4 @@
-"""Low-rank gradients: P = M Q and Q = M' P are summed in place of M, one power iteration per training step.
+"""PowerSGD low-rank gradient compression: factors P = M Q and Q = M' P are allreduced instead of the gradient M.
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2.
@@ -18,7 +18,7 @@ from parallel.nn.kernels import key_of
 
 
 class _Matrix(NamedTuple):
-    """Matrix at offset `start` of the bucket, and its factors, which are views of the summed vectors."""
+    """Gradient matrix at offset `start` of the bucket, and its two factors, views of the vectors that are summed."""
 
     name: str
     start: int
@@ -28,12 +28,12 @@ class _Matrix(NamedTuple):
     right: np.ndarray
 
     def of(self, vector: np.ndarray) -> np.ndarray:
-        """View of the matrix in a vector of the bucket."""
+        """View of this matrix, of shape (rows, columns), in a vector as long as the bucket."""
         return vector[self.start : self.start + self.rows * self.columns].reshape(self.rows, self.columns)
 
 
 class PowerSGD:
-    """Two allreduces: all left factors, then all right factors of `rank` columns.
+    """PowerSGD compressor of a bucket: one allreduce of all left factors, one of all right ones, of `rank` columns.
 
     A tensor is a matrix of its first axis by all others. It is summed uncompressed, with the left factors, if two
     factors are not smaller. `seed` determines the first right factors.
@@ -65,7 +65,7 @@ class PowerSGD:
             at, right = at + rows * rank, right + columns * rank
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
-        """As `Compressor.exchange`; the residual is this rank's matrix less its share of the summed one."""
+        """As `Compressor.exchange`; the residual is this rank's gradient less the approximate sum / number of ranks."""
         before = self._rights.copy()
         np.copyto(lost, x)
         for there, here in self._uncompressed:
@@ -89,7 +89,7 @@ class PowerSGD:
             self._rights[...] = before
 
     def state(self) -> dict[str, np.ndarray]:
-        """Right factors, which the next power iteration starts from."""
+        """Right factors by name, from which the next step's power iteration starts."""
         return {f"powersgd/{matrix.name}": matrix.right for matrix in self._matrices}
 
     def close(self) -> None: ...

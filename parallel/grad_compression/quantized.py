@@ -1,4 +1,4 @@
-"""Few-bit gradients, with one scale per block of the flat vector.
+"""Gradient compression by quantisation to few bits, with one scale per block: int8, int4, QSGD, TernGrad.
 
 int8 and int4 round to nearest, with error feedback. QSGD and TernGrad round stochastically, which is unbiased and
 needs none (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017;
@@ -21,7 +21,7 @@ SCALES = 2.0**-149, float(np.finfo(np.float32).max)
 
 
 class CodecCompressor:
-    """Encoded allreduce of `count` elements in two shots, segment by segment.
+    """Compressor by a codec: allreduce of `count` elements as encoded reduce-scatter and allgather, in segments.
 
     With several ranks on several nodes, the ranks of a node are summed first, as they share its link.
     """
@@ -45,7 +45,7 @@ def nearest(bits: int, comm: Communicator, bucket: GradBucket) -> CodecCompresso
 
 
 class DitheredQuantizer(CodecCompressor):
-    """Stochastic rounding to `bits` bits: 2^(bits-1) - 1 positive and as many negative levels.
+    """Compressor with unbiased stochastic rounding to `bits` bits (QSGD, TernGrad): 2^bits - 1 levels around 0.
 
     Levels reach up to the block's norm if `euclidean` (QSGD), else to its largest element (TernGrad).
     """
@@ -64,6 +64,6 @@ class DitheredQuantizer(CodecCompressor):
         self._name, self._seed = f"{bucket.number} {comm.Get_rank()}", seed
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None, step: int) -> Motion:
-        """As `Compressor.exchange`, with random numbers that differ between steps and ranks."""
+        """As `Compressor.exchange`; random numbers of the rounding differ between steps and ranks."""
         self._codec.reseed(key_of(self._seed, step, self._name)[0])
         yield from super().exchange(x, out, lost, step)

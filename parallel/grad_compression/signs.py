@@ -1,4 +1,4 @@
-"""One bit per element, its sign, and the mean magnitude of every block.
+"""Sign compression of gradients: one bit per element, and the mean absolute value of every block.
 
 Converges with error feedback (Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 Schemes", ICML 2019). With encoded sums and feedback at both ends it is the exchange of 1-bit Adam (Tang et al., ICML
@@ -16,7 +16,7 @@ from parallel.nn.flat_params import BLOCK
 
 
 class SignCompressor:
-    """Codec for sign(x) * mean(abs(x)) over each block: 1 + 32/256 bits per element. Zero counts as positive.
+    """Codec that turns x into sign(x) * mean(abs(x) in its block): 1 + 32/256 bits per element. Zero is positive.
 
     Blocks are those of the flat vector, so no two tensors share a scale. `real` is the number of elements of each block
     that belong to a tensor, all by default; the mean is over these.
@@ -28,15 +28,15 @@ class SignCompressor:
         self._real = real
 
     def within(self, start: int, count: int) -> SignCompressor:
-        """Compressor of a part: see `collectives.compressed.Codec`."""
+        """Codec for the `count` elements from `start` on, as in `collectives.compressed.Codec`."""
         return self if self._real is None else SignCompressor(self._real[start // BLOCK : -(-(start + count) // BLOCK)])
 
     def nbytes(self, count: int) -> int:
-        """Bytes of scales and bits."""
+        """Encoded size in bytes of `count` elements: scales and sign bits."""
         return 4 * -(-count // BLOCK) + -(-count // 8)
 
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
-        """Encode; a block that is not finite gets a scale that is not finite."""
+        """Encode `x` into the bytes `wire`; a block with a non-finite element gets a non-finite scale."""
         scales, bits = self._parts(wire, len(x))
         whole = len(x) // BLOCK
         np.abs(x[: whole * BLOCK]).reshape(whole, BLOCK).mean(axis=1, out=scales[:whole])
@@ -53,7 +53,7 @@ class SignCompressor:
         np.copysign(each, np.float32(0.5) - np.unpackbits(bits, count=len(out)), out=out)
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """Add the decoded values to `out`."""
+        """Decode the bytes `wire` and add the values to `out`."""
         decoded = np.empty_like(out)
         self.decode(wire, decoded)
         out += decoded
@@ -64,7 +64,7 @@ class SignCompressor:
 
 
 def signs(comm: Communicator, bucket: GradBucket) -> CodecCompressor:
-    """Sign compressor of a bucket; only the last block of a tensor may be padded."""
+    """Sign compressor of a gradient bucket; padding at the end of tensors is left out of the mean of a block."""
     real = np.full(bucket.span.size // BLOCK, BLOCK)
     for place in bucket.places:
         last = (place.span.stop - bucket.span.start) // BLOCK - 1

@@ -1,4 +1,4 @@
-"""The largest elements with their indices; the residual keeps the others.
+"""Top-k gradient compression: send the largest elements with their indices; the residual keeps the others.
 
 Lin et al., "Deep Gradient Compression", ICLR 2018; without its momentum correction, as momentum is the optimizer's.
 """
@@ -15,7 +15,7 @@ from collectives.compressed import Motion
 
 
 class TopK:
-    """Sum of every rank's k = `share` * `count` largest elements, at least 1: one allgather of 8 k bytes per rank."""
+    """Compressor that sums each rank's k = `share` * `count` (at least 1) largest elements: allgather of 8 k bytes."""
 
     feedback = True
 
@@ -24,7 +24,7 @@ class TopK:
         self._gathered = comm.empty((comm.Get_size(), 2, self._k), np.int32)  # indices, then the bits of the values
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
-        """As `Compressor.exchange`; elements that are not finite count as largest."""
+        """As `Compressor.exchange`; NaN and infinite elements count as the largest, so that they are always sent."""
         mine = self._gathered[self._comm.Get_rank()]
         chosen = np.argpartition(np.abs(x), len(x) - self._k)[len(x) - self._k :] if self._k else mine[0]
         chosen.sort()

@@ -11,7 +11,7 @@ from quant.types import Array
 
 
 class Activation(Operator):
-    """Elementwise function of the kernels `kernel`, `<kernel>_backward` and `biased_<kernel>`; saves x or y."""
+    """Base class of elementwise activations, computed by kernels `kernel`, `<kernel>_backward`, `biased_<kernel>`."""
 
     kernel: str
     vectors: int
@@ -19,7 +19,7 @@ class Activation(Operator):
     saves_result = False
 
     def biased(self, z: Array, bias: Array) -> tuple[Array, Any]:
-        """`forward` of z + bias in one pass that overwrites z: (y, saved)."""
+        """Fused bias and activation: (y, values for `backward`) with y = f(z + bias); z is overwritten."""
         y = getattr(kernels, f"biased_{self.kernel}")(z, bias)
         return y, y if self.saves_result else z
 
@@ -38,13 +38,13 @@ class Activation(Operator):
 
 
 class ReLU(Activation):
-    """y = max(x, 0); saves its result."""
+    """ReLU activation, y = max(x, 0); saves y for the backward pass."""
 
     kernel, vectors, saves_result = "relu", 2, True
 
 
 class GELU(Activation):
-    """y = x Phi(x) (Hendrycks and Gimpel, 2016); with `tanh`, the approximation of GPT-2."""
+    """GELU activation, y = x Phi(x) (Hendrycks and Gimpel, 2016); with `tanh`, the approximation used by GPT-2."""
 
     vectors = 8
 
@@ -53,6 +53,6 @@ class GELU(Activation):
 
 
 class SiLU(Activation):
-    """y = x / (1 + exp(-x)), also called swish (Elfwing, Uchibe and Doya, 2017)."""
+    """SiLU or swish activation, y = x / (1 + exp(-x)) (Elfwing, Uchibe and Doya, 2017)."""
 
     kernel, vectors = "silu", 4

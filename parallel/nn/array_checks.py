@@ -1,4 +1,4 @@
-"""Checks of operators' inputs, results and gradients, and their error messages."""
+"""Checks of the shapes and dtypes of operators' inputs, results and gradients; array sizes for memory outlines."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from quant.types import Array
 
 
 def label(operator: Any) -> str:
-    """Class and name, for messages."""
+    """Class and name of an operator, for error messages."""
     return f"{type(operator).__name__} {getattr(operator, 'name', '')}".strip()
 
 
 def expect(holds: bool, operator: Any, expected: str, x: Any) -> None:
-    """Raise a ValueError with the operator, the expectation and the array found, unless `holds`."""
+    """Raise a ValueError unless `holds`; the message names the operator, what was expected, and x's shape and dtype."""
     if not holds:
         raise ValueError(f"{label(operator)}: expected {expected}, found shape {tuple(x.shape)} of {x.dtype}")
 
 
 def expect_last(operator: Any, x: Any, size: int) -> None:
-    """Require at least two axes, the last of `size` elements."""
+    """Raise a ValueError unless `x` has at least two axes, the last of length `size`."""
     expect(len(x.shape) >= 2 and x.shape[-1] == size, operator, f"an array of shape (batch, ..., {size})", x)
 
 
 def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
-    """Require all `numbers` to be below `limit`."""
+    """Raise a ValueError unless all elements of the array `numbers` are below `limit`; `what` names them."""
     if numbers.size and (largest := int(numbers.max())) >= limit:
         raise ValueError(f"{label(operator)}: {what} {largest} is not below {limit}")
 
 
 def type_after(unit: Operator, x: Array) -> np.dtype | None:
-    """Required dtype of a unit's result: that of its input, or of its parameters for integer input; None for any."""
+    """Dtype required of a unit's result: that of its input `x`, or for integer `x` of its parameters; None for any."""
     integers = x.dtype.kind in "iub"
     dtype: np.dtype | None = next((p.dtype for p in unit.parameters()), None) if integers else x.dtype
     return dtype
 
 
 def expect_type(operator: Any, what: str, found: Any, dtype: np.dtype | None) -> None:
-    """Raise a TypeError if a result or gradient has another dtype; integers are accepted."""
+    """Raise a TypeError if the array `found` has not this dtype; integer arrays, and None for any, are accepted."""
     if dtype is None or found.dtype == dtype or found.dtype.kind in "iub":
         return
     raise TypeError(f"{label(operator)}: expected a {what} of {dtype}, found one of {found.dtype}")
 
 
 def named(error: Exception, loss: Any = None) -> Exception:
-    """The exception with a note on the innermost operator (or the loss) in whose method it was raised."""
+    """Add a note to an exception that names the innermost operator (or loss) whose method raised it; return it."""
     place, trace = "", error.__traceback__
     while trace is not None:
         inner = trace.tb_frame.f_locals.get("self")
@@ -63,11 +63,11 @@ def named(error: Exception, loss: Any = None) -> Exception:
 
 
 class GradientNotWritten(TypeError):
-    """A gradient was returned instead of written into the given array."""
+    """Raised when an operator's gradient function returns the gradient instead of writing it into the given array."""
 
 
 def checked(operator: Operator, sink: GradientSink) -> GradientSink:
-    """Sink that raises `GradientNotWritten` if ``compute(out)`` returns numbers outside of `out`.
+    """Wrap a gradient sink so that it raises `GradientNotWritten` if ``compute(out)`` returns a result outside `out`.
 
     The error names the operator at or below `operator` that holds the parameter.
     """
@@ -87,14 +87,14 @@ def checked(operator: Operator, sink: GradientSink) -> GradientSink:
 
 
 def holders_of(operator: Operator, parameter: Parameter) -> str:
-    """Class and name of the operators that hold a parameter; of the root if none does."""
+    """Class and name, as text, of the operators at or below `operator` that hold `parameter`; else of `operator`."""
     operators = [operator, *(value for _, value in operator.walk() if isinstance(value, Operator))]
     held = [one for one in operators if any(value is parameter for _, value in one.members())]
     return " or ".join(dict.fromkeys(label(one) for one in held or [operator]))
 
 
 def _strays(returned: Any, out: Array) -> bool:
-    """True if a function's result holds numbers outside of `out`."""
+    """True if `returned`, perhaps a nested tuple, holds numbers or arrays that are not in the memory of `out`."""
     if isinstance(returned, list | tuple):
         return any(_strays(item, out) for item in returned)
     if isinstance(returned, type(out)):
@@ -104,15 +104,15 @@ def _strays(returned: Any, out: Array) -> bool:
 
 
 def elements(x: ArraySpec) -> int:
-    """Number of elements of an array like this."""
+    """Number of elements of an array of this shape."""
     return x.nbytes // x.dtype.itemsize
 
 
 def widened(*specs: ArraySpec) -> int:
-    """Bytes of float32 copies of arrays in half types; 0 for wide ones."""
+    """Total bytes of float32 copies of those arrays that are float16 or bfloat16 (0 for the others)."""
     return sum(4 * elements(spec) for spec in specs if spec.dtype.itemsize == 2)
 
 
 def stored(*specs: ArraySpec) -> int:
-    """Bytes of float32 results of arrays in half types, and of the temporaries that round them."""
+    """Bytes of temporaries to compute the float16 or bfloat16 arrays among these in float32 and round them."""
     return sum(9 * elements(spec) for spec in specs if spec.dtype.itemsize == 2)

@@ -18,10 +18,10 @@ QUERIES = 64
 
 
 class CausalAttention(Operator):
-    """y = softmax(q k^T / sqrt(head width)) v over the keys up to the query's position, for each head.
+    """Causal multi-head attention from packed q, k, v: softmax(q k^T / sqrt(head width)) v, each head; no parameters.
 
     The input has queries, keys and values side by side, and in each the `heads` side by side (Vaswani et al.,
-    "Attention Is All You Need", 2017). No parameters.
+    "Attention Is All You Need", 2017).
     """
 
     def __init__(self, heads: int):
@@ -32,11 +32,11 @@ class CausalAttention(Operator):
         expect(fits, self, f"an array of shape (batch, length, multiple of 3 times {self.heads} heads)", x)
 
     def _heads(self, x: Array, parts: int) -> Array:
-        """View of shape (batch, length, parts * width) as (parts, batch, heads, length, head width)."""
+        """View of `x`, of shape (batch, length, parts * width), as (parts, batch, heads, length, head width)."""
         return x.reshape(*x.shape[:2], parts, self.heads, x.shape[2] // (parts * self.heads)).transpose(2, 0, 3, 1, 4)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Attention block by block; saves x and the probabilities."""
+        """Attention, one block of queries after the other; saves x and the attention probabilities."""
         self._expect(x)
         xp = kernels.array_namespace(x)
         q, k, v = self._heads(x, 3)
@@ -51,7 +51,7 @@ class CausalAttention(Operator):
         return y, (x, tuple(probabilities))
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        """Gradients from the last block, which attends to all keys, to the first."""
+        """Gradient of x, by blocks of queries from the last, which attends to all keys, to the first."""
         x, probabilities = saved
         xp = kernels.array_namespace(x)
         q, k, v = self._heads(x, 3)
@@ -73,7 +73,7 @@ class CausalAttention(Operator):
         return kernels.narrow(gradient, x.dtype)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """4 width flops per attended pair of query and key, in whole blocks."""
+        """Outline; counts 4 * width flops per pair of query and key that is computed (whole blocks of queries)."""
         self._expect(x)
         batch, length, width = x.shape[0], x.shape[1], x.shape[2] // 3
         blocks = list(_blocks(length))
@@ -87,7 +87,7 @@ class CausalAttention(Operator):
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of each block of queries."""
+    """Yield (start, stop) of each block of at most `QUERIES` query positions."""
     for first in range(0, length, QUERIES):
         yield first, min(first + QUERIES, length)
 
@@ -97,7 +97,7 @@ def _scale(q: Array) -> float:
 
 
 def self_attention(width: int, heads: int, *, init: Init | None = None, init_out: Init | None = None) -> Sequential:
-    """Projection to queries, keys and values, causal attention, output projection; `width` is a multiple of `heads`.
+    """Self-attention layer: projection to q, k, v, causal attention, output projection; `heads` divides `width`.
 
     Maps shape (batch, length, width) to the same shape. `init` and `init_out` are the initial weights of the
     projections.

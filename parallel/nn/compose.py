@@ -10,17 +10,17 @@ from quant.types import Array
 
 
 class Sequential(Operator):
-    """Operators applied in order. As a model, its items are the *units* in which parameters are gathered and freed."""
+    """Operators applied in order. Of a whole model, the items are the *units* whose weights are gathered and freed."""
 
     def __init__(self, items: Iterable[Operator]):
         self.items = list(items)
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Items, named by their numbers alone."""
+        """Yield (number as text, item): parameter names have "3.weight", without the attribute name."""
         yield from ((str(number), item) for number, item in enumerate(self.items))
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Apply the items in order; an item may be fused with the next."""
+        """Apply the items in order, some fused with the next (`onward`); saved values are a tuple, one per item."""
         saved: list[Any] = []
         while (at := len(saved)) < len(self.items):
             after = self.items[at + 1] if at + 1 < len(self.items) else None
@@ -34,7 +34,7 @@ class Sequential(Operator):
         return dy
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Sums over the items; the largest temporaries of any item."""
+        """Outline of all items: saved arrays of all, sum of flops, largest temporaries of any item."""
         outlines = []
         for item in self.items:
             outlines.append(item.outline(x))
@@ -45,7 +45,7 @@ class Sequential(Operator):
 
 
 class Residual(Operator):
-    """y = x + inner(x)."""
+    """Residual (skip) connection, y = x + inner(x)."""
 
     def __init__(self, inner: Operator):
         self.inner = inner
@@ -58,7 +58,7 @@ class Residual(Operator):
         return self.inner.backward(dy, saved, grads) + dy
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """dy stays allocated during the inner backward pass."""
+        """Outline of the inner operator, plus temporary memory for dy, which stays allocated in its backward pass."""
         inner = self.inner.outline(x)
         return inner._replace(y=ArraySpec(*inner.y), work=inner.work + x.nbytes)
 
@@ -70,7 +70,7 @@ class Recompute(Operator):
         self.inner = inner
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Members of the inner operator: parameter names are the same with and without the wrapper."""
+        """Members of the inner operator, so that parameter names are the same with and without the wrapper."""
         yield from self.inner.members()
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
@@ -80,6 +80,6 @@ class Recompute(Operator):
         return self.inner.backward(dy, self.inner.forward(*saved)[1], grads)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Arrays saved by the inner operator count as temporaries."""
+        """Outline in which only x is saved; arrays saved by the inner operator count as temporaries."""
         inner = self.inner.outline(x)
         return OperatorOutline(inner.y, (x,), inner.flops, inner.work + nbytes_of(inner.saved))

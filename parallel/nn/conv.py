@@ -63,7 +63,7 @@ class Conv2d(Operator):
         self.bias = Parameter((outputs,), constant(0.0), decay=False) if bias else None
 
     def _over(self, x: Any) -> tuple[int, int]:
-        """Window positions, after a check of the array."""
+        """Check the shape of `x`; return the number of window positions (down, across)."""
         fits = len(x.shape) == 4 and x.shape[1] == self.inputs
         expect(fits, self, f"an array of shape (batch, {self.inputs}, height, width)", x)
         over = kernels.positions(x.shape, self.window, self.stride, self.padding)
@@ -74,7 +74,7 @@ class Conv2d(Operator):
         return kernels.im2col(x, self.window, self.stride, self.padding)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """One matrix product; saves x only, im2col is repeated in the backward pass."""
+        """Convolution as im2col and one matrix product; saves x only, so the backward pass repeats im2col."""
         over, xp = self._over(x), kernels.array_namespace(x)
         y = kernels.matmul(self.weight.data.reshape(self.outputs, -1), self._columns(x))
         if self.bias is not None:
@@ -94,7 +94,7 @@ class Conv2d(Operator):
         return dx
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """2 flops per element of each kernel and position; the columns are temporaries."""
+        """Outline; counts 2 flops per kernel element and window position, and im2col's columns as temporaries."""
         over = self._over(x)
         fan, places = self.inputs * math.prod(self.window), x.shape[0] * math.prod(over)
         y, columns = ArraySpec((x.shape[0], self.outputs, *over), x.dtype), ArraySpec((fan, places), x.dtype)
@@ -104,7 +104,7 @@ class Conv2d(Operator):
 
 
 class _Pool2d(Operator):
-    """Pooling over windows; `window` is int or (rows, columns), `stride` defaults to its rows."""
+    """Base class of pooling; `window` is int or (rows, columns), `stride` defaults to the rows of the window."""
 
     def __init__(self, window: int | tuple[int, int], stride: int | None = None):
         self.window = _pair(window)
@@ -118,13 +118,13 @@ class _Pool2d(Operator):
 
 
 class MaxPool2d(_Pool2d):
-    """Largest element of each window; incomplete windows at the right and lower edge are dropped.
+    """Max pooling: largest element of each window; incomplete windows at the right and lower edge are dropped.
 
     `window` is int or (rows, columns); `stride` defaults to its rows.
     """
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Saves the index of the maximum per window (one byte) and the shape."""
+        """Max pooling; saves the index of each window's maximum (one byte up to 256 elements) and x's shape."""
         self._over(x)
         y, which = kernels.max_pool(x, self.window, self.stride)
         return y, (which, x.shape)
@@ -141,7 +141,7 @@ class MaxPool2d(_Pool2d):
 
 
 class AvgPool2d(_Pool2d):
-    """Mean of each window; windows are those of `MaxPool2d`."""
+    """Average pooling: mean of each window; window and stride as for `MaxPool2d`."""
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         self._over(x)

@@ -1,4 +1,4 @@
-"""Dropout that depends only on seed, step and sample."""
+"""Dropout with masks that depend only on seed, step, layer and sample, not on ranks or batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quant.types import Array
 
 
 class Dropout(Operator):
-    """In training y = x / (1 - rate), with each element set to 0 with probability `rate` (0 <= rate < 1); else y = x.
+    """Dropout: in training, y is x / (1 - rate) with elements set to 0 with probability `rate`; otherwise y = x.
 
     Counter-based random numbers: the mask depends only on the run's seed and step, the operator's name, the sample's
     number and the element.
@@ -24,7 +24,7 @@ class Dropout(Operator):
         self.rate = rate
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Saves a mask of one byte per element in training."""
+        """Apply dropout to x; in training, saves the mask, of one byte per element."""
         if not run.training or not self.rate:
             return x, None
         expected = f"a batch of {len(run.samples)}, as many as the run has numbers of samples"

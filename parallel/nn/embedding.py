@@ -1,4 +1,4 @@
-"""Token and position embeddings, and the output projection, optionally tied."""
+"""Token and position embeddings, and the output projection tied to the token embedding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quant.types import Array
 
 
 class Embedding(Operator):
-    """Rows of a table, selected by token ids.
+    """Token embedding: rows of a trainable table, selected by token ids.
 
     `weight`, of shape (vocabulary, width), starts with `init`, by default normal with deviation 0.02.
     """
@@ -21,7 +21,7 @@ class Embedding(Operator):
         self.weight = Parameter((vocabulary, width), init or normal(0.02))
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """x: integers in [0, vocabulary), any shape; y has one more axis."""
+        """Look up token ids x, integers in [0, vocabulary) of any shape; y has shape (*x.shape, width)."""
         expect(x.dtype.kind in "iu", self, "an array of integers", x)
         expect_range(self, x, self.vocabulary, "token")
         if x.size and int(x.min()) < 0:
@@ -29,18 +29,18 @@ class Embedding(Operator):
         return self.weight.data[x], x
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        """Sum of each token's gradients; dx is None."""
+        """Pass the table's gradient (sum of dy per token id) to `grads`; return None, as token ids have no gradient."""
         tokens, upper = saved.reshape(-1), dy.reshape(-1, self.width)
         grads(self.weight, lambda out: kernels.embedding_gradient(upper, tokens, out))
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """The result has the table's dtype (float32 before it has values)."""
+        """Outline; the result has the dtype of the table (float32 before it has values)."""
         y = ArraySpec((*x.shape, self.width), self.weight.dtype)
         return OperatorOutline(y, x, 0, y.nbytes + widened(y))
 
 
 class Unembedding(Operator):
-    """y = x W^T with the table W of an embedding: scores of all tokens (Press and Wolf, 2017)."""
+    """Tied output projection to token scores, y = x W^T, with the table W of `embedding` (Press and Wolf, 2017)."""
 
     def __init__(self, embedding: Embedding):
         self.weight = embedding.weight
@@ -67,7 +67,7 @@ class Unembedding(Operator):
 
 
 class PositionEmbedding(Operator):
-    """y = x + a learned vector for each position, of sequences up to `context`.
+    """Learned position embedding: y = x + weight[position], for sequences of up to `context` positions.
 
     `weight`, of shape (context, width), starts with `init`, by default normal with deviation 0.02.
     """
@@ -85,7 +85,7 @@ class PositionEmbedding(Operator):
         return x + self.weight.data[: x.shape[1]], ()
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        """Sum over the batch per position; 0 for unused positions."""
+        """Return dy as dx; the table's gradient is the sum of dy over the batch, 0 for unused positions."""
 
         def gradient(out: Array) -> None:
             length = dy.shape[1]

@@ -1,4 +1,4 @@
-"""Flat parameter vector: all parameters one after another, each at the start of a block.
+"""Flat parameter vector: all parameters one after another, each starting at a block of 256 elements.
 
 The vector is the same for every layout. Shards, buckets and units are spans of whole blocks, and no block holds two
 tensors, so sums per block have the same bits however the vector is divided.
@@ -18,7 +18,7 @@ BLOCK = 256
 
 
 class Span(NamedTuple):
-    """Elements `start` to `stop` of the vector, both multiples of BLOCK."""
+    """Range of elements, `start` up to but excluding `stop`, of the flat vector; both are multiples of BLOCK."""
 
     start: int
     stop: int
@@ -28,30 +28,30 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     def intersection(self, other: Span) -> Span:
-        """Common elements; an empty span if there are none."""
+        """Overlap of this span and `other`; an empty span if they do not overlap."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
 
 class ParamSpan(NamedTuple):
-    """Parameter, its span of the vector, and its offset."""
+    """Parameter and its span of the flat vector, padded to whole blocks."""
 
     parameter: Parameter
     span: Span
 
     @property
     def size(self) -> int:
-        """Elements of the tensor, without padding."""
+        """Number of elements of the parameter, without padding."""
         return self.parameter.size
 
     @property
     def unpadded(self) -> Span:
-        """Elements of the vector that the tensor fills."""
+        """Span of the flat vector that the parameter itself fills, without padding."""
         return Span(self.span.start, self.span.start + self.size)
 
 
 class FlatParams:
-    """Flat vector of a model's parameters, which are named here.
+    """Layout of a model's parameters in one flat vector (positions only, no values); names the parameters.
 
     Attributes
     ----------
@@ -77,32 +77,32 @@ class FlatParams:
 
     @property
     def length(self) -> int:
-        """Elements, with padding."""
+        """Number of elements of the flat vector, with padding."""
         return self.span.size
 
     def part(self, places: Iterable[ParamSpan]) -> FlatParams:
-        """Neighbouring parameters as a vector of their own, with unchanged spans."""
+        """Layout of only some neighbouring parameters, with their spans of the whole vector unchanged."""
         part = object.__new__(FlatParams)
         part._hold(places)
         return part
 
     def within(self, span: Span) -> slice:
-        """Slice of a span in an array that holds this vector."""
+        """Slice that selects a span in an array holding exactly this vector."""
         return slice(span.start - self.span.start, span.stop - self.span.start)
 
     def bind(self, vector: Any, places: Iterable[ParamSpan] | None = None, start: int | None = None) -> None:
-        """Make parameters' values views of `vector`, which holds the flat vector from element `start` on."""
+        """Set parameters' `data` to views of `vector`, which holds the flat vector's elements from `start` on."""
         start = self.span.start if start is None else start
         for parameter, span in self.places if places is None else places:
             parameter.data = self.view(vector, parameter, span.start - start)
 
     @staticmethod
     def view(vector: Any, parameter: Parameter, start: int) -> Any:
-        """Elements of a vector from `start` on, in the parameter's shape."""
+        """View of the elements of `vector` from `start` on, in the parameter's shape."""
         return vector[start : start + parameter.size].reshape(parameter.shape)
 
     def initialise(self, vector: Any, seed: int, span: Span | None = None) -> None:
-        """Write initial values of a span (default: all) into `vector`, which has the span's length."""
+        """Write the parameters' initial values for a span (default: all) into `vector`, of the span's length."""
         span = self.span if span is None else span
         vector[...] = 0
         for place in self.places:
@@ -113,7 +113,7 @@ class FlatParams:
 
 
 def shards(span: Span, ranks: int) -> tuple[Span, ...]:
-    """Equal parts of a span in whole blocks, one per rank; some may be empty.
+    """Split a span into one shard per rank, of whole blocks and as equal as possible; some may be empty.
 
     >>> shards(Span(256, 1024), 2)
     (Span(start=256, stop=768), Span(start=768, stop=1024))
@@ -126,7 +126,7 @@ def shards(span: Span, ranks: int) -> tuple[Span, ...]:
 def buckets(
     places: Sequence[ParamSpan], nbytes: int, first: int, itemsize: int = 4
 ) -> tuple[tuple[ParamSpan, ...], ...]:
-    """Neighbouring parameters joined into buckets, in reverse order: as a backward pass completes them.
+    """Group neighbouring parameters into gradient buckets of `nbytes`, last first, as a backward pass completes them.
 
     A bucket is closed when it has `nbytes` (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2), the first one
     when it has `first` bytes: a small one lets communication begin early. A smaller remainder joins the last bucket, as

@@ -1,4 +1,4 @@
-"""Gradient check by finite differences in float64."""
+"""Check of operators' and losses' gradients by finite differences in float64."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DIRECTIONS, ELEMENTS = 3, 5
 
 
 class GradientMismatch(AssertionError):
-    """Violation of the contract of `parallel.nn.operator`, described by the message."""
+    """Raised when an operator's gradient is wrong, or it breaks another rule of `parallel.nn.operator`."""
 
 
 def check(operator: Operator, x: np.ndarray) -> float:
-    """Check an operator's gradients at the point `x`, with random parameters, and its other obligations.
+    """Check an operator's gradients at input `x` by finite differences, its purity and outline; return the error.
 
     Gradients of sum(y r), with r random, are compared with central differences along random directions and by single
     elements. `forward` must be repeatable, neither pass may write into x, dy or saved values, `outline` must predict
@@ -70,7 +70,7 @@ def check(operator: Operator, x: np.ndarray) -> float:
 
 
 def check_loss(loss: Loss, y: np.ndarray, targets: np.ndarray) -> float:
-    """Check a loss like `check`: the gradient of half its sum with respect to y. Returns the largest difference."""
+    """Check a loss's gradient with respect to y by finite differences; return the largest relative difference."""
     y = np.array(y)
     sum_, saved = loss.forward(y, targets)
     if not isinstance(sum_, float):
@@ -85,7 +85,7 @@ def check_loss(loss: Loss, y: np.ndarray, targets: np.ndarray) -> float:
 def _contract(
     operator: Operator, x: np.ndarray, run: PassMode, random: np.random.Generator
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Run forward and backward pass and check their contract; return dy and gradients by name."""
+    """Run forward and backward, check all but the gradients' values; return random dy and gradients by name."""
     given = _copies((x, [parameter.data for parameter in operator.parameters()]))
     outline = operator.outline(ArraySpec(x.shape, x.dtype))
     y, saved = operator.forward(x, run)
@@ -132,7 +132,7 @@ def _compare(
     random: np.random.Generator,
     elements: int = ELEMENTS,
 ) -> float:
-    """Compare a gradient with differences of `value` at `point`, which is modified and restored."""
+    """Compare `gradient` with finite differences of `value()` by `point`, restored after; return the largest error."""
     if not point.size:
         return 0.0
     worst, original = 0.0, point.copy()

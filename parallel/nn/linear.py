@@ -1,4 +1,4 @@
-"""Linear map and reshaping."""
+"""Linear layer and flattening."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quant.types import Array
 
 
 class Linear(Operator):
-    """y = x W + b over the last axis.
+    """Linear layer y = x W + b over the last axis of x.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Linear(Operator):
         return y.reshape(*x.shape[:-1], self.outputs), x
 
     def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
-        """Fuses the bias with an activation after it."""
+        """Forward pass, fused with the operator `after` if that is an activation: bias and activation in one pass."""
         own = type(self).forward is Linear.forward  # not overridden
         if self.bias is None or not isinstance(after, Activation) or not own:
             return super().onward(x, run, after)
@@ -76,14 +76,14 @@ class Linear(Operator):
 
 
 class Flatten(Operator):
-    """Join all axes but the first."""
+    """Reshape x to (batch, all other axes joined)."""
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         expect(x.ndim >= 1, self, "at least one axis", x)
         return x.reshape(len(x), math.prod(x.shape[1:])), x.shape
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        """None if no earlier operator has parameters."""
+        """Reshape dy to the shape of x; None if dy is None (no earlier operator has parameters)."""
         return None if dy is None else dy.reshape(saved)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:

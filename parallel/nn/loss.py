@@ -1,4 +1,4 @@
-"""Losses: sums over a micro-batch, divided once by the global count."""
+"""Losses: each returns the sum over a micro-batch; engines divide by the number of targets of all ranks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from quant.types import Array
 
 
 class Loss(Protocol):
-    """Interface of losses. A loss has no parameters and no name in the model."""
+    """Interface of losses: the sum of losses over a micro-batch, and its gradient. No parameters, no name."""
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
-        """(sum of losses, saved)."""
+        """Return (sum of losses over the micro-batch, values that `backward` needs)."""
 
     def backward(self, scale: float, saved: Any) -> Array:
-        """Gradient of `scale` times the sum with respect to y."""
+        """Gradient with respect to y of `scale` times the sum of losses."""
 
     def count(self, targets: Array) -> int:
-        """Number of terms of the sum."""
+        """Number of targets that count, by which the sum of losses is divided to get the mean."""
 
     def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
-        """Saved arrays and temporaries; the outline's `y` is not an array."""
+        """Outline for arrays like these: saved arrays and bytes of temporaries; its `y` is a scalar."""
 
 
 _NOTHING = ArraySpec((), np.dtype(np.float64))
 
 
 class SoftmaxCrossEntropy:
-    """-log softmax(scores)[target], over all non-negative targets.
+    """Cross-entropy loss: sum of -log softmax(scores)[target] over all targets that are not negative.
 
     Scores have shape (..., classes) and targets, integers, the same without the last axis.
     """
@@ -53,7 +53,7 @@ class SoftmaxCrossEntropy:
         return int((targets >= 0).sum())
 
     def correct(self, y: Array, targets: Array) -> int:
-        """Number of counted targets with the highest score."""
+        """Number of correct predictions: non-negative targets that have the highest score."""
         return int(((y.argmax(axis=-1) == targets) & (targets >= 0)).sum())
 
     def outline(self, y: ArraySpec, targets: ArraySpec) -> OperatorOutline:
@@ -62,7 +62,7 @@ class SoftmaxCrossEntropy:
 
 
 class MSE:
-    """Squared error (y - target)^2, summed over all elements."""
+    """Squared-error loss: sum of (y - target)^2 over all elements (engines divide by their number)."""
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
         expect(y.shape == targets.shape, self, f"targets of shape {y.shape}", targets)

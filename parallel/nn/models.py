@@ -1,4 +1,4 @@
-"""Models: perceptron, small convolutional net, decoder-only transformer.
+"""Models: multilayer perceptron, small convolutional network, decoder-only transformer.
 
 A model is a `Sequential`; its items are the units in which parameters are gathered, freed and recomputed.
 """
@@ -22,7 +22,7 @@ from parallel.nn.operator import Operator, normal
 
 
 def mlp(widths: Sequence[int], *, dropout: float = 0.0, recompute: bool = False) -> Sequential:
-    """Multilayer perceptron with ReLU, a unit per linear map; samples are flattened first.
+    """Multilayer perceptron with ReLU and layers of these widths, each linear layer one unit; flattens samples first.
 
     `widths` are the elements of a sample, of each hidden layer, and the classes: at least two. `dropout` follows each
     ReLU; with `recompute`, hidden layers are computed again in the backward pass. Weights start normal, with variance
@@ -47,10 +47,10 @@ def convnet(
     dropout: float = 0.0,
     recompute: bool = False,
 ) -> Sequential:
-    """3 x 3 convolutions with ReLU and pooling to half the height and width, a unit each, then a linear map.
+    """Convolutional network: for each of `channels` a 3 x 3 convolution, ReLU, 2 x 2 max pooling; then a linear layer.
 
     `shape` is that of a sample, (channels, height, width); `channels` are those after each convolution. `dropout`
-    precedes the linear map; with `recompute`, the convolutions' units are computed again in the backward pass.
+    precedes the linear layer; with `recompute`, the convolutions' units are computed again in the backward pass.
     """
     units: list[Operator] = []
     before, height, width = shape
@@ -67,7 +67,7 @@ def convnet(
 def transformer(
     vocabulary: int, context: int, layers: int, heads: int, width: int, *, dropout: float = 0.0, recompute: bool = False
 ) -> Sequential:
-    """Decoder in the style of GPT-2: pre-norm, GELU, learned positions, tied output embedding.
+    """Decoder-only transformer like GPT-2: pre-norm, GELU, learned positions, tied output embedding.
 
     Maps tokens from 0 to below `vocabulary`, of shape (batch, length up to `context`), to scores (batch, length,
     vocabulary). Units: the embedding, each of `layers` blocks, the head. `width`, the numbers per position, is a
@@ -106,14 +106,14 @@ def _dropouts(rate: float) -> list[Operator]:
 
 
 class ModelFamily(NamedTuple):
-    """Dimensions of a family's models by size, and the axes of a sample; without axes it takes any shape."""
+    """Model family: dimensions of each size, and names of a sample's axes (none: samples of any shape)."""
 
     dimensions: dict[str, tuple[int, ...]]
     axes: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Names of the sizes."""
+        """Names of the available sizes, such as ``"tiny"``."""
         return tuple(self.dimensions)
 
 

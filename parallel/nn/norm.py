@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm."""
+"""Normalisation layers: LayerNorm and RMSNorm."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from quant.types import Array
 
 
 class LayerNorm(Operator):
-    """y = (x - mean) / sqrt(variance + eps) gain + bias over the last axis, of size `width` (Ba, Kiros and Hinton,
-    2016).
+    """Layer normalisation over the last axis, of size `width`: (x - mean) / sqrt(variance + eps) gain + bias.
+
+    Ba, Kiros and Hinton, 2016.
     """
 
     bias: Parameter | None
@@ -23,7 +24,7 @@ class LayerNorm(Operator):
         self.bias = Parameter((width,), constant(0.0), decay=False)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Saves x, and the mean and rstd (1 / standard deviation) of every row in the compute dtype."""
+        """Normalise x; saves x, and the mean and rstd (1 / standard deviation) of every row in the compute dtype."""
         expect_last(self, x, self.width)
         bias = None if self.bias is None else self.bias.data
         y, mean, rstd = kernels.layer_norm(x.reshape(-1, self.width), self.gain.data, bias, self.eps)
@@ -39,7 +40,7 @@ class LayerNorm(Operator):
         return dx.reshape(x.shape)
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """The temporaries are those of the backward pass."""
+        """Outline; the temporaries are those of the backward pass."""
         expect_last(self, x, self.width)
         wide = kernels.wide(x.dtype)
         mean, rstd = (ArraySpec((elements(x) // max(self.width, 1),), wide) for _ in range(2))
@@ -48,7 +49,7 @@ class LayerNorm(Operator):
 
 
 class RMSNorm(LayerNorm):
-    """y = x / sqrt(mean of x^2 + eps) gain over the last axis, of size `width` (Zhang and Sennrich, 2019)."""
+    """RMS normalisation over the last axis (`width`): x / sqrt(mean of x^2 + eps) gain (Zhang, Sennrich, 2019)."""
 
     def __init__(self, width: int, eps: float = 1e-5):
         super().__init__(width, eps)

@@ -1,4 +1,4 @@
-"""Interface of operators: parameters, forward pass, backward pass, and the outline of both.
+"""Interface of operators (layers): parameters, forward and backward pass, outline (predicted sizes and flops).
 
 `forward` returns its result and everything `backward` needs (there is no tape), so any number of micro-batches may be
 active at once, and recomputation is a small wrapper. `backward` passes each parameter's gradient to a *sink*, as a
@@ -24,12 +24,12 @@ Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
 class ParameterNotGathered(RuntimeError):
-    """A parameter was used without values on this rank."""
+    """Raised when a parameter is used whose values are not in this rank's memory."""
 
 
 @dataclass(eq=False)
 class Parameter:
-    """Trainable tensor: shape, initial values, and its values while they are in memory.
+    """Trainable tensor: shape, initialiser, and values (`data`), which sharded layouts keep only while in use.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Parameter:
 
     @property
     def data(self) -> Array:
-        """The values, an array of `shape`."""
+        """Values, an array of `shape`; ParameterNotGathered if they are not in memory."""
         if self._data is None:
             if not self.name:
                 raise ParameterNotGathered(
@@ -85,24 +85,24 @@ class Parameter:
         self.dtype = self.dtype if values is None else values.dtype
 
     def first(self, seed: int) -> np.ndarray:
-        """Initial values for a seed: float64, independent of the order of calls."""
+        """Initial values, float64 of `shape`; they depend only on `seed` and the parameter's name."""
         values = self.init(np.random.default_rng([seed, crc32(self.name.encode())]), self.shape)
         return np.asarray(values, np.float64).reshape(self.shape)
 
 
 def normal(deviation: float) -> Init:
-    """Initialiser: normal distribution around zero."""
+    """Initialiser: normal distribution with mean 0 and this standard deviation."""
     return lambda random, shape: random.normal(0.0, deviation, shape)
 
 
 def constant(value: float) -> Init:
-    """Initialiser: constant."""
+    """Initialiser: all elements equal to `value`."""
     return lambda random, shape: np.full(shape, value)
 
 
 @dataclass(frozen=True)
 class PassMode:
-    """Kind of a pass through the model.
+    """Mode of a forward pass: training or evaluation, and the keys of its random numbers.
 
     `training` enables dropout. Random operators are keyed by `seed`, `step`, the operator's name and the sample's
     number in the data set (`samples`, one per sample of the batch), so results do not depend on rank, micro-batch or
@@ -116,7 +116,7 @@ class PassMode:
 
 
 class GradientSink(Protocol):
-    """Receiver of parameters' gradients.
+    """Interface of a gradient sink: callable (parameter, compute), where ``compute(array)`` writes the gradient.
 
     `compute` overwrites the given array (of the parameter's shape) with the gradient of one use of the parameter in one
     micro-batch; returning it instead is an error (`parallel.nn.array_checks`). The sink calls it once, now or later.
@@ -127,7 +127,7 @@ class GradientSink(Protocol):
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype in place of an array. One spec object stands for one array: identity counts."""
+    """Shape and dtype of an array, without values. The same object used twice stands for one array, counted once."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -138,7 +138,7 @@ class ArraySpec(NamedTuple):
 
 
 class OperatorOutline(NamedTuple):
-    """Result spec, saved activations, flops and temporary memory of an operator, inferred from its input's shape.
+    """Predicted result shape, saved activations, flops and temporary memory of an operator, from its input's shape.
 
     Attributes
     ----------
@@ -159,7 +159,7 @@ class OperatorOutline(NamedTuple):
 
 
 class Operator:
-    """Layer. Parameters and operators in its attributes, or in lists that are attributes, belong to it.
+    """Base class of layers. Parameters and operators in attributes, or in lists that are attributes, belong to it.
 
     Subclasses implement `forward`, `backward` and `outline`. Arrays have the storage dtype (float32, float64, or a half
     type); operators compute wider where needed.
@@ -168,11 +168,11 @@ class Operator:
     name: str = ""
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """(y, saved): the result, and the values that `backward` needs. Modifies neither x nor the operator."""
+        """Return (result y, values `saved` for `backward`). Must modify neither x nor the operator."""
         raise NotImplementedError
 
     def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
-        """`forward` with `saved` in a tuple, or the fused forward pass of this and the next operator: a tuple of two.
+        """Forward pass, perhaps fused with the next operator `after`: (y, tuple of one or, if fused, two saved values).
 
         Saved values equal those of separate passes.
         """
@@ -180,18 +180,18 @@ class Operator:
         return y, (saved,)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        """Gradient dx from dy; passes parameters' gradients to `grads`.
+        """Return the gradient dx of the input, from dy of the result; pass parameters' gradients to `grads`.
 
         Must not modify dy or saved values: `grads` may compute from them later.
         """
         raise NotImplementedError
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Result and costs of `forward` for an array like `x`."""
+        """Predicted result, saved arrays, flops and temporary bytes for an input of the shape and dtype of `x`."""
         raise NotImplementedError
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Parameters and operators held directly, by name, in order of attributes."""
+        """Yield (name, value) of the parameters and operators held directly, in order of attributes."""
         for name, value in vars(self).items():
             if isinstance(value, Parameter | Operator):
                 yield name, value
@@ -201,7 +201,7 @@ class Operator:
                         yield f"{name}.{number}", item
 
     def walk(self, path: str = "") -> Iterator[tuple[str, Parameter | Operator]]:
-        """All members of the tree with paths; shared ones appear repeatedly."""
+        """Yield (path, value) of all parameters and operators of the tree, at any depth; shared ones repeatedly."""
         for name, value in self.members():
             here = f"{path}.{name}" if path else name
             yield here, value
@@ -209,13 +209,13 @@ class Operator:
                 yield from value.walk(here)
 
     def parameters(self) -> list[Parameter]:
-        """All parameters of the tree, once each, in order of first occurrence."""
+        """All parameters of this operator and those below it, once each, in order of first occurrence."""
         found = {id(value): value for _, value in self.walk() if isinstance(value, Parameter)}
         return list(found.values())
 
 
 def name_all(model: Operator) -> list[Parameter]:
-    """Name every operator and parameter by its first path in the tree, count uses, and return the parameters.
+    """Set `name` of every operator and parameter to its first path in the model, count uses; return the parameters.
 
     ValueError if an operator holds others, or parameters, outside of the tree, as in a dictionary.
     """
@@ -237,7 +237,7 @@ DEPTH = 3
 
 
 def _expect_in_tree(model: Operator) -> None:
-    """Raise ValueError for an operator or parameter that an attribute holds outside of the tree."""
+    """Raise ValueError if an attribute holds an operator or parameter where `walk` does not find it, as in a dict."""
     there = [(path, value) for path, value in model.walk() if isinstance(value, Operator)]
     known = {id(value) for _, value in model.walk()} | {id(model)}
     for path, operator in [("", model), *there]:
@@ -251,7 +251,7 @@ def _expect_in_tree(model: Operator) -> None:
 
 
 def _nested(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
-    """Operators and parameters in a dictionary or set, or in nested containers."""
+    """Yield operators and parameters inside `value` if it is a dict, a set or a nested container."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ():
         if isinstance(item, Parameter | Operator):
             if depth or not isinstance(value, list | tuple):
@@ -261,7 +261,7 @@ def _nested(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
 
 
 def arrays_of(saved: Any) -> dict[int, Any]:
-    """Distinct arrays (or specs) in nested tuples, by identity; views count as their base."""
+    """Distinct arrays (or specs) in nested tuples, as {id: array}; a view counts as the array that it views."""
     if isinstance(saved, ArraySpec):
         return {id(saved): saved}
     if isinstance(saved, list | tuple):
@@ -274,5 +274,5 @@ def arrays_of(saved: Any) -> dict[int, Any]:
 
 
 def nbytes_of(saved: Any) -> int:
-    """Bytes of all distinct arrays (or specs) in nested tuples."""
+    """Total bytes of all distinct arrays (or specs) in nested tuples."""
     return sum(value.nbytes for value in arrays_of(saved).values())

@@ -1,4 +1,4 @@
-"""Kernels of operators, each in the fastest form available for its arrays.
+"""Compute kernels of operators, dispatched to the fastest version for the arrays: numba, fused CuPy, or reference.
 
 `reference_*` modules define the results. `compiled_kernels` (numba) has the same names, for C-contiguous host arrays of
 float32 (indices and flags: int64, uint8, bool); `fused` has elementwise chains as single CuPy kernels.
@@ -30,7 +30,7 @@ TWINS = (
 
 @cache
 def _compiled() -> Mapping[str, Any]:
-    """Compiled functions by name; empty without numba."""
+    """Numba-compiled kernels by name; empty without numba."""
     try:
         return vars(import_module("parallel.nn.kernels.compiled_kernels"))
     except ImportError:
@@ -38,14 +38,14 @@ def _compiled() -> Mapping[str, Any]:
 
 
 def _suits(value: Any) -> bool:
-    """True if compiled kernels accept this argument."""
+    """True if numba-compiled kernels accept this argument: a scalar, or a C-contiguous host array of a right dtype."""
     if not hasattr(value, "dtype"):
         return True
     return type(value) is np.ndarray and value.dtype in COMPILED_TYPES and value.flags.c_contiguous
 
 
 def _fastest(name: str) -> Callable[..., Any]:
-    """Dispatcher to the compiled or fused kernel of this name where the arguments allow it."""
+    """Function that calls the compiled or fused kernel `name` if the arguments allow it, else the reference kernel."""
     kernel, on_device = getattr(reference_kernels, name), fused.FUSED.get(name)
 
     @wraps(kernel)

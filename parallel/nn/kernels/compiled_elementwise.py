@@ -1,4 +1,4 @@
-"""Compiled elementwise kernels: activations, bias, dropout."""
+"""Elementwise kernels compiled by numba: activations, bias, dropout."""
 
 # mypy: ignore-errors
 # numba infers other types than Python annotations could express.
@@ -20,7 +20,7 @@ loop = compiler(scalar, nogil=True, error_model="numpy", fastmath={"contract", "
 
 
 def mapped(function: Callable[..., None]) -> Callable[..., np.ndarray]:
-    """Elementwise kernel of arrays of one shape, with `out`."""
+    """Decorate a loop over 1-D arrays: compile it to an elementwise kernel of arrays of any one shape, with `out`."""
     compiled, plain = loop(function), getattr(reference_kernels, function.__name__)
 
     @wraps(plain)
@@ -104,7 +104,7 @@ def biased_relu(z, bias):
 
 
 def biased(function: Callable[..., None]) -> Callable[..., np.ndarray]:
-    """Compile a kernel that adds the bias to z in place and returns the activation of the sum."""
+    """Decorate a loop over rows: compile it to a kernel that adds the bias to z in place and returns f(z + bias)."""
     compiled, plain = loop(function), getattr(reference_kernels, function.__name__)
 
     @wraps(plain)
@@ -119,7 +119,7 @@ def biased(function: Callable[..., None]) -> Callable[..., np.ndarray]:
 
 
 def _adds(z, bias):
-    """True if the arrays can be added row by row."""
+    """True if the compiled kernels apply: float32, and `bias` has the length of the last axis of `z`."""
     return z.size and z.dtype == bias.dtype == F and bias.shape == z.shape[-1:]
 
 

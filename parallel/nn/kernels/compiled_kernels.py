@@ -55,7 +55,7 @@ def sum_rows(x, out=None):
 
 @loop
 def _layer_norm(x, gain, bias, eps, y, mean, rstd):
-    """Without bias and mean (None), what depends on them is not compiled."""
+    """LayerNorm of the rows of x into y, mean and rstd; RMSNorm if bias and mean are None (compiled separately)."""
     rows, width = x.shape
     for i in range(rows):
         row, into = x[i], y[i]
@@ -86,7 +86,7 @@ def layer_norm(x, gain, bias, eps):
 
 @loop
 def _layer_norm_backward(dy, x, gain, mean, rstd, dx, dgain, dbias):
-    """Without mean and dbias (None), what depends on them is not compiled."""
+    """Gradients of LayerNorm into dx, dgain, dbias; of RMSNorm if mean and dbias are None (compiled separately)."""
     rows, width = x.shape
     gains, biases = np.empty(width, np.float32), np.empty(width, np.float32)
     dgain[:] = ZERO
@@ -135,20 +135,20 @@ _ALL = np.int32(31)
 
 @njit(forceinline=True)
 def _ordered(value):
-    """Integer in the order of float32; unlike maxima of floats, those of integers vectorise."""
+    """Map a float32 to an int32 of the same ordering: maxima of integers vectorise, those of floats do not."""
     bits = np.float32(value).view(np.int32)
     return np.int32(bits ^ ((bits >> _ALL) & _UNSIGNED))
 
 
 @njit(forceinline=True)
 def _number(ordered):
-    """Inverse of `_ordered`."""
+    """Float32 that `_ordered` maps to this integer."""
     return np.int32(ordered ^ ((ordered >> _ALL) & _UNSIGNED)).view(np.float32)
 
 
 @loop
 def _largest(row, count, scale):
-    """Largest of the first elements of a row times scale; arbitrary if some are NaN."""
+    """Maximum of the first `count` elements of a row, times `scale`; arbitrary if any is NaN."""
     top = np.int32(-0x7FFFFFFF)
     for j in range(count):
         top = max(top, _ordered(row[j] * scale))

@@ -1,4 +1,4 @@
-"""Elementwise chains as single CuPy kernels, generated from the reference kernels.
+"""Elementwise kernels for CuPy, each fused into a single GPU kernel, generated from the reference kernels.
 
 `cupy.fuse` traces a function with stand-ins for its arrays and makes a kernel of it, cached per dtypes, so formulas
 exist once. For CuPy arrays of float16, float32 and float64.
@@ -22,7 +22,7 @@ TYPES = frozenset((FLOAT16, FLOAT32, FLOAT64))
 
 
 def suits(x: Any) -> bool:
-    """True if CuPy can fuse operations on this array."""
+    """True if `x` is a CuPy array of float16, float32 or float64, which the fused kernels accept."""
     return not isinstance(x, np.ndarray | np.generic) and x.dtype in TYPES
 
 
@@ -33,7 +33,7 @@ def _one_kernel(chain: Callable[..., None], name: str) -> Callable[..., None]:
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """Make one fused kernel of an elementwise float32/float64 function, for arrays of any storage dtype."""
+    """Fuse an elementwise float32/float64 function into one GPU kernel, for arrays of any storage dtype."""
 
     def chain(y: Array, *arguments: Any) -> None:
         y[...] = compute(*map(widen, arguments))
@@ -47,7 +47,7 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _biased(compute: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    """Make a kernel that adds the bias to z in place and returns the activation of the sum."""
+    """Fused GPU kernel from an activation f: it adds the bias to z in place and returns f(z + bias)."""
 
     def chain(y: Array, z: Array, bias: Array) -> None:
         z += bias

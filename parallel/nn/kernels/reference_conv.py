@@ -11,14 +11,14 @@ from quant.types import Array
 
 
 def _padded(x: Array, padding: int, fill: Any = 0) -> Array:
-    """x with `padding` rows and columns of `fill` around each image."""
+    """Copy of x with `padding` rows and columns of `fill` added around each image; x itself without padding."""
     if not padding:
         return x
     return array_namespace(x).pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=fill)
 
 
 def _places(window: tuple[int, int], stride: int, over: tuple[int, int]) -> list[tuple[slice, slice]]:
-    """For each window element, in row-major order: (rows, columns) slices of the padded image that it covers."""
+    """Per window element, row-major: (rows, columns) slices of the padded image that it covers over all positions."""
     return [
         (slice(i, i + stride * (over[0] - 1) + 1, stride), slice(j, j + stride * (over[1] - 1) + 1, stride))
         for i in range(window[0])
@@ -27,7 +27,7 @@ def _places(window: tuple[int, int], stride: int, over: tuple[int, int]) -> list
 
 
 def positions(shape: tuple[int, ...], window: tuple[int, int], stride: int, padding: int) -> tuple[int, int]:
-    """Window positions down and across images of shape (..., height, width).
+    """Number of window positions (down, across) for images of shape (..., height, width).
 
     >>> positions((8, 9), (3, 3), 1, 1)
     (8, 9)
@@ -37,9 +37,9 @@ def positions(shape: tuple[int, ...], window: tuple[int, int], stride: int, padd
 
 
 def im2col(x: Array, window: tuple[int, int], stride: int, padding: int) -> Array:
-    """Window positions as columns: shape (channels * rows * columns, batch * positions), positions by rows.
+    """Unfold: each window position of x as a column; shape (channels * window elements, batch * positions).
 
-    x has shape (batch, channels, height, width), `window` is (rows, columns).
+    x has shape (batch, channels, height, width), `window` is (rows, columns). Positions are in row-major order.
     """
     xp = array_namespace(x)
     batch, channels = x.shape[:2]
@@ -52,7 +52,7 @@ def im2col(x: Array, window: tuple[int, int], stride: int, padding: int) -> Arra
 
 
 def col2im(columns: Array, shape: tuple[int, ...], window: tuple[int, int], stride: int, padding: int) -> Array:
-    """Adjoint of `im2col`: sums of columns into an image of shape (batch, channels, height, width)."""
+    """Fold, the adjoint of `im2col`: add columns into images of `shape` (batch, channels, height, width)."""
     xp = array_namespace(columns)
     batch, channels, height, width = shape
     over = positions(shape, window, stride, padding)
@@ -65,7 +65,7 @@ def col2im(columns: Array, shape: tuple[int, ...], window: tuple[int, int], stri
 
 
 def max_pool(x: Array, window: tuple[int, int], stride: int) -> tuple[Array, Array]:
-    """(y, which): largest element per window position, and its index in the window; NaN wins, ties go to the first.
+    """Max pooling: (y, index of each maximum within its window); NaN counts as largest, ties go to the first.
 
     x has shape (batch, channels, height, width), `window` is (rows, columns); `which` is uint8, or wider for large
     windows.
@@ -84,7 +84,7 @@ def max_pool(x: Array, window: tuple[int, int], stride: int) -> tuple[Array, Arr
 
 
 def max_pool_backward(dy: Array, which: Array, shape: tuple[int, ...], window: tuple[int, int], stride: int) -> Array:
-    """Gradient of shape `shape` from dy and the indices of `max_pool`."""
+    """Gradient of max pooling, of x's `shape`, from dy and the indices `which` that `max_pool` returned."""
     upper = widen(dy)
     dx = array_namespace(dy).zeros(shape, upper.dtype)
     for number, (rows, cols) in enumerate(_places(window, stride, dy.shape[2:])):
@@ -93,7 +93,7 @@ def max_pool_backward(dy: Array, which: Array, shape: tuple[int, ...], window: t
 
 
 def avg_pool(x: Array, window: tuple[int, int], stride: int) -> Array:
-    """Mean of the elements of each window position; x (batch, channels, height, width)."""
+    """Average pooling: mean of each window of x, of shape (batch, channels, height, width)."""
     over = positions(x.shape, window, stride, 0)
     wider = widen(x)
     y = array_namespace(x).zeros((*x.shape[:2], *over), wider.dtype)
@@ -104,7 +104,7 @@ def avg_pool(x: Array, window: tuple[int, int], stride: int) -> Array:
 
 
 def avg_pool_backward(dy: Array, shape: tuple[int, ...], window: tuple[int, int], stride: int) -> Array:
-    """Gradient of shape `shape`: dy divided equally among the elements of each window."""
+    """Gradient of average pooling, of x's `shape`: dy divided equally among the elements of each window."""
     upper = widen(dy) * (1 / (window[0] * window[1]))
     dx = array_namespace(dy).zeros(shape, upper.dtype)
     for rows, cols in _places(window, stride, dy.shape[2:]):

@@ -19,7 +19,7 @@ RUN = 1 << 14
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """Run an elementwise float32/float64 function on arrays of any storage dtype; `out` may alias an input.
+    """Decorate an elementwise float32/float64 function: it then takes any storage dtype, and `out` (may be an input).
 
     Arguments that are floats come last."""
 
@@ -45,19 +45,19 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
 
 @_elementwise
 def relu(x: Array) -> Array:
-    """max(x, 0); NaN stays NaN."""
+    """ReLU: max(x, 0); NaN stays NaN."""
     return array_namespace(x).maximum(x, 0)
 
 
 @_elementwise
 def relu_backward(dy: Array, y: Array) -> Array:
-    """dy where the *result* y of `relu` is positive, else 0."""
+    """Gradient of ReLU: dy where the *result* y of `relu` is positive, else 0."""
     return dy * (y > 0)
 
 
 @_elementwise
 def gelu(x: Array) -> Array:
-    """x Phi(x), with the normal distribution Phi(x) = (1 + erf(x / sqrt 2)) / 2 (Hendrycks and Gimpel, 2016)."""
+    """GELU: x Phi(x), with the normal distribution Phi(x) = (1 + erf(x / sqrt 2)) / 2 (Hendrycks and Gimpel, 2016)."""
     y = erf(x * math.sqrt(0.5))
     y += 1
     y *= 0.5  # before x, which may be as large as numbers are
@@ -67,7 +67,7 @@ def gelu(x: Array) -> Array:
 
 @_elementwise
 def gelu_backward(dy: Array, x: Array) -> Array:
-    """dy (Phi(x) + x phi(x)), with the normal density phi."""
+    """Gradient of GELU: dy (Phi(x) + x phi(x)), with the normal distribution Phi and its density phi."""
     xp = array_namespace(x)
     density = xp.exp(x * x * -0.5)
     density *= x
@@ -81,7 +81,7 @@ def gelu_backward(dy: Array, x: Array) -> Array:
 
 
 def _logistic(x: Array) -> Array:
-    """1 / (1 + exp(-x)) from exp(-|x|): no overflow, and small results keep their digits."""
+    """Logistic function 1 / (1 + exp(-x)), computed from exp(-|x|): no overflow, and small results stay accurate."""
     xp = array_namespace(x)
     e = xp.exp(-xp.absolute(x))
     y = xp.where(x < 0, e, x.dtype.type(1))
@@ -95,7 +95,7 @@ _CUBIC, _TWICE_SLOPE, _FAR = 0.044715, 2 * math.sqrt(2 / math.pi), 16.0
 
 @_elementwise
 def gelu_tanh(x: Array) -> Array:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2: the approximation of GPT-2.
+    """GELU by tanh, as in GPT-2: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
 
     As x logistic(2 u), which (1 + tanh(u)) / 2 is.
     """
@@ -104,7 +104,7 @@ def gelu_tanh(x: Array) -> Array:
 
 @_elementwise
 def gelu_tanh_backward(dy: Array, x: Array) -> Array:
-    """dy times the derivative of `gelu_tanh` at x."""
+    """Gradient: dy times the derivative of `gelu_tanh` at x."""
     near = array_namespace(x).clip(x, -_FAR, _FAR)  # farther out, it is 0 or 1
     square = near * near
     s = _logistic(_TWICE_SLOPE * near * (1 + _CUBIC * square))
@@ -113,25 +113,25 @@ def gelu_tanh_backward(dy: Array, x: Array) -> Array:
 
 @_elementwise
 def silu(x: Array) -> Array:
-    """x / (1 + exp(-x)), also called swish."""
+    """SiLU or swish: x / (1 + exp(-x))."""
     return x * _logistic(x)
 
 
 @_elementwise
 def silu_backward(dy: Array, x: Array) -> Array:
-    """dy times the derivative of `silu` at x."""
+    """Gradient: dy times the derivative of `silu` at x."""
     s = _logistic(x)
     return dy * s * (1 + x * (1 - s))
 
 
 def biased_relu(z: Array, bias: Array) -> Array:
-    """`relu` of z + bias, in the memory of z: shapes (n, m), (m,)."""
+    """ReLU of z + bias, written to z, which is returned; shapes (n, m) and (m,)."""
     z += bias
     return relu(z, out=z)
 
 
 def _biased(activation: Callable[..., Array]) -> Callable[[Array, Array], Array]:
-    """Make a kernel that adds the bias to z in place and returns the activation of the sum."""
+    """Kernel from an activation f: it adds the bias to z in place and returns f(z + bias)."""
 
     def kernel(z: Array, bias: Array) -> Array:
         z += bias
@@ -145,7 +145,7 @@ biased_gelu, biased_gelu_tanh, biased_silu = map(_biased, (gelu, gelu_tanh, silu
 
 @_elementwise
 def masked(x: Array, keep: Array, scale: float) -> Array:
-    """x times `scale` where the bool array `keep` is set, else 0: dropout, forward and backward."""
+    """Apply a dropout mask (forward or backward): x * `scale` where the bool array `keep` is True, else 0."""
     return x * keep * scale
 
 
@@ -154,7 +154,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 
 
 def key_of(seed: int, step: int, name: str) -> tuple[int, int]:
-    """Two 32-bit words derived from seed, step and name.
+    """Key of a counter-based random generator: two 32-bit words, a hash of seed, step and name.
 
     >>> key_of(0, 1, "2.dropout") == key_of(0, 1, "2.dropout")
     True
@@ -164,7 +164,7 @@ def key_of(seed: int, step: int, name: str) -> tuple[int, int]:
 
 
 def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:
-    """Ten rounds of Philox4x32: four 32-bit words from a counter of four (uint64 arrays, broadcast) and a key of two.
+    """Philox4x32-10 random numbers: four arrays of 32-bit words (as uint64) from a counter of four and a key of two.
 
     Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
     """
@@ -178,7 +178,7 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
 
 
 def keep(samples: Array, elements: int, rate: float, key: tuple[int, int]) -> Array:
-    """Dropout mask of shape (batch, elements), bool: each element is dropped with probability `rate`.
+    """Random dropout mask, bool of shape (len(samples), elements): False with probability `rate`.
 
     Element e < 2^34 of the sample with number s (int64) depends only on s, e, `rate`, rounded to a multiple of 2^-32,
     and `key`.

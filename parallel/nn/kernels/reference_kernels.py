@@ -1,4 +1,4 @@
-"""Reference kernels of operators and losses, which compiled kernels are compared with.
+"""Reference kernels of operators and losses in NumPy or CuPy, with which tests compare the compiled kernels.
 
 One code for NumPy and CuPy. Arrays have any strides and any size; results are new C-contiguous arrays unless there is
 an `out`. Arguments are modified only where documented. Results have the storage dtype of the first array; statistics,
@@ -34,14 +34,14 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def affine(x: Array, weight: Array, bias: Array) -> Array:
-    """x weight + bias: shapes (n, k), (k, m), (m,)."""
+    """Affine map x @ weight + bias; shapes (n, k), (k, m), (m,)."""
     y = matmul(x, weight)
     y += bias
     return y
 
 
 def sum_rows(x: Array, out: Array | None = None) -> Array:
-    """Sum over the first axis in the compute dtype: the gradient of a bias."""
+    """Sum over the first axis (the gradient of a bias), in float32, or float64 for float64."""
     return x.sum(axis=0, dtype=wide(x.dtype), out=out)
 
 
@@ -49,10 +49,10 @@ def sum_rows(x: Array, out: Array | None = None) -> Array:
 
 
 def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[Array, Array | None, Array]:
-    """(y, mean, rstd): y = (x - mean) rstd gain + bias, rstd = 1 / sqrt(variance + eps) (Ba, Kiros, Hinton 2016).
+    """LayerNorm of rows: (y, mean, rstd), y = (x - mean) rstd gain + bias, rstd = 1 / sqrt(variance + eps).
 
-    Without bias, nor mean (None): y = x rstd gain, rstd = 1 / sqrt(mean of x^2 + eps) (Zhang and Sennrich, 2019).
-    Shapes: x (n, m), gain and bias (m,); mean and rstd (n,), wide.
+    Ba, Kiros, Hinton 2016. If bias is None, RMSNorm: y = x rstd gain, rstd = 1 / sqrt(mean of x^2 + eps), mean None
+    (Zhang and Sennrich, 2019). Shapes: x (n, m), gain and bias (m,); mean and rstd (n,), wide.
     """
     centred = widen(x)
     mean = None if bias is None else centred.mean(axis=-1)
@@ -69,7 +69,7 @@ def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[A
 def layer_norm_backward(
     dy: Array, x: Array, gain: Array, mean: Array | None, rstd: Array
 ) -> tuple[Array, Array, Array | None]:
-    """(dx, dgain, dbias): dx like x of shape (n, m); dgain and dbias (m,), wide; dbias is None without a mean."""
+    """Gradients of `layer_norm`: (dx of shape (n, m), dgain and dbias of shape (m,)); dbias is None if mean is."""
     upper, unit = widen(dy), widen(x)
     unit = (unit if mean is None else unit - mean[:, None]) * rstd[:, None]
     inner = upper * widen(gain)
@@ -83,7 +83,7 @@ def layer_norm_backward(
 
 
 def causal_softmax(scores: Array, scale: float, first: int) -> Array:
-    """Probabilities of scores times `scale`, in place: query `first` + i attends to keys up to its position.
+    """Causal softmax of scores * `scale` over the keys, in place: query i attends to keys 0 to `first` + i.
 
     `scores` has shape (..., queries, keys), wide.
     """
@@ -99,7 +99,7 @@ def causal_softmax(scores: Array, scale: float, first: int) -> Array:
 
 
 def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
-    """Gradient of scores p (dp - sum of dp p) scale, in place of dp; p and dp have shape (..., queries, keys)."""
+    """Gradient of softmax(scores * scale), scale p (dp - sum(dp p)), written to dp; p, dp: (..., queries, keys)."""
     dp -= (dp * p).sum(axis=-1, keepdims=True)
     dp *= p
     dp *= scale
@@ -110,7 +110,7 @@ def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
 
 
 def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
-    """(total, log_sum): sum over rows of -log softmax(scores)[target], float; negative targets do not count.
+    """Cross entropy: (sum over rows of -log softmax(scores)[target], log_sum); rows with negative targets are ignored.
 
     Shapes: scores (n, classes), targets (n,); log_sum (n,), log of the sum of exponentials, wide.
     """
@@ -123,7 +123,7 @@ def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
 
 
 def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, log_sum: Array) -> Array:
-    """scale (softmax(scores) - 1 at the target), like scores; 0 in rows that do not count."""
+    """Gradient of `scale` * cross entropy by scores: scale (softmax - one-hot target); 0 in rows with targets < 0."""
     xp = array_namespace(scores)
     dscores, rows = xp.exp(widen(scores) - log_sum[:, None]), xp.arange(len(targets))
     dscores[rows, xp.maximum(targets, 0)] -= 1
@@ -132,13 +132,13 @@ def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, 
 
 
 def squared_error(y: Array, targets: Array) -> float:
-    """Sum of (y - targets)^2 in float64."""
+    """Sum of squared errors (y - targets)^2, added in float64."""
     difference = widen(y) - widen(targets)
     return float((difference * difference).sum(dtype=np.float64))
 
 
 def squared_error_backward(scale: float, y: Array, targets: Array) -> Array:
-    """2 scale (y - targets)."""
+    """Gradient of `scale` * `squared_error` by y: 2 scale (y - targets)."""
     difference = widen(y) - widen(targets)
     difference *= 2 * scale
     return narrow(difference, y.dtype)
@@ -148,7 +148,7 @@ def squared_error_backward(scale: float, y: Array, targets: Array) -> Array:
 
 
 def embedding_gradient(dy: Array, tokens: Array, out: Array) -> Array:
-    """Write to row t of `out` (vocabulary, width) the sum of the rows of dy (n, width) whose token is t, in order."""
+    """Gradient of an embedding table: write to row t of `out` the sum of the rows of dy (n, width) whose token is t."""
     xp = array_namespace(dy)
     out[...] = 0
     if not tokens.size:

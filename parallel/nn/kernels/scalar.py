@@ -1,4 +1,4 @@
-"""exp, logistic function and normal distribution of one float32, without calls or branches, so that loops vectorise.
+"""Scalar float32 functions for numba (exp, logistic, normal distribution) without branches, so that loops vectorise.
 
 Products and sums may be fused. NaN stays NaN. Needs numba.
 """
@@ -30,7 +30,7 @@ _BIAS, _MANTISSA = np.int32(127), np.int32(23)
 
 @inlined
 def exp_down(x):
-    """exp(x) for x below 88, to 2 units in the last place; 0 below -87.
+    """Exponential exp(x) for x below 88, accurate to 2 units in the last place; 0 for x below -87.
 
     exp(n ln 2 + r) = 2^n exp(r): method and coefficients of expf in the Cephes library (S. Moshier, netlib.org/cephes).
     """
@@ -51,7 +51,7 @@ def exp_down(x):
 
 @inlined
 def logistic(x):
-    """1 / (1 + exp(-x)), from the exponential of -|x|, which cannot overflow."""
+    """Logistic function 1 / (1 + exp(-x)), computed from exp(-|x|), which cannot overflow."""
     e = exp_down(-abs(x))
     return (e if x < ZERO else ONE) / (ONE + e)
 
@@ -64,7 +64,7 @@ _ROOT_HALF, _DENSITY_AT_0 = F(math.sqrt(0.5)), F(1 / math.sqrt(2 * math.pi))
 
 @inlined
 def normal(x):
-    """(Phi(x), phi(x)): the normal distribution and its density, both from one exponential.
+    """Normal distribution and its density at x, (Phi(x), phi(x)), both from one exponential.
 
     erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.42 z) and z = |x| / sqrt 2: the form of formula 7.1.26 of Abramowitz
     and Stegun, "Handbook of Mathematical Functions" (1964), with eight coefficients, a minimax fit for z up to 9.4

@@ -1,4 +1,4 @@
-"""Storage dtypes and compute dtypes.
+"""Storage dtypes (float64, float32, bfloat16, float16), compute dtypes (float64, float32), and casts.
 
 Values are stored in float64, float32 or a half type (bfloat16, float16) and computed with in float64 or float32. Half
 types are widened to float32 and rounded to nearest even when results are stored.
@@ -21,7 +21,7 @@ HALVES = (BFLOAT16, FLOAT16)
 
 
 def array_namespace(x: Array) -> ModuleType:
-    """NumPy, or CuPy for arrays of its own. TypeError for anything else."""
+    """Module of an array: NumPy, or CuPy for CuPy arrays; TypeError for anything else."""
     if isinstance(x, np.ndarray | np.generic):
         return np
     cupy = sys.modules.get("cupy")
@@ -36,7 +36,7 @@ def wide(dtype: np.dtype) -> np.dtype:
 
 
 def widen(x: Array) -> Array:
-    """Values of `x` in the compute dtype; `x` itself if it is wide."""
+    """Cast `x` to its compute dtype: float32 if it is float16 or bfloat16; otherwise return `x` itself."""
     if x.dtype == BFLOAT16:
         xp = array_namespace(x)
         bits = x.view(xp.uint16).astype(xp.uint32)
@@ -46,7 +46,7 @@ def widen(x: Array) -> Array:
 
 
 def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
-    """Wide values rounded to `dtype` (nearest even), or to the dtype of `out`; `x` itself if it has that dtype."""
+    """Round float32/float64 `x` to `dtype` (nearest even), or into `out`; `x` itself if it has that dtype already."""
     dtype = dtype if out is None else out.dtype
     if dtype == BFLOAT16 and x.dtype == FLOAT32:
         x = _to_bfloat16(x)
@@ -59,7 +59,7 @@ def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
 
 
 def _to_bfloat16(x: Array) -> Array:
-    """Upper half of each float32, rounded to nearest even; NaN stays NaN."""
+    """Cast float32 to bfloat16, rounding to nearest even; NaN stays NaN."""
     xp = array_namespace(x)
     bits = x.view(xp.uint32) if x.flags.c_contiguous else x.copy().view(xp.uint32)
     rounded = bits >> 16
