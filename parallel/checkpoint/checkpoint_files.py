@@ -116,7 +116,7 @@ def _expect_shared(folder: Path) -> None:
 
 
 def _file_names(family: str, tensors: Sequence[PlannedTensor]) -> dict[int, str]:
-    """Checkpoint file name of each rank that writes tensors of this family, by rank."""
+    """Safetensors file name, by rank, for each rank that writes tensors of a family ("model", "optimizer", ...)."""
     writers = sorted({tensor.writer for tensor in tensors})
     count = len(writers)
     return {writer: f"{family}-{at:05d}-of-{count:05d}.safetensors" for at, writer in enumerate(writers, 1)}

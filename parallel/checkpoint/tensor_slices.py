@@ -62,7 +62,7 @@ def _divided(span: Span, mine: Sequence[Span]) -> Iterator[tuple[int, int, bool]
 
 
 class SlicePart(NamedTuple):
-    """Elements of a flattened tensor that a rank sends to its writer: from `start`, `size` of them."""
+    """Part of a flattened tensor that `rank` holds and sends to the writer: `size` elements from `start` on."""
 
     rank: int
     start: int

@@ -78,7 +78,7 @@ def ranks_text(size: int) -> str:
 
 
 def learn(plain: MPI.Intracomm, comm: Communicator, epochs: int, task: str) -> tuple[TrainingHistory, bool]:
-    """Train on all ranks, then on rank 0 alone; returns the first result, and True if accuracy and weights match."""
+    """Train on all ranks, then on rank 0 alone; returns the first result, and True if accurate and bitwise equal."""
     goal = GOALS[task]
     parallel = train(comm, epochs, "all ranks together", task)
     passed = True

@@ -33,7 +33,7 @@ TIMES = ((1, 1, 1), (3, 2, 1))
 
 
 def fault(plan: PipelinePlan, microbatches: int) -> str | None:
-    """Simulate a plan; text of the first error or deviation from the schedule's formulas, None if all is right."""
+    """Simulate a plan; returns the first error or deviation from the schedule's formulas as text, None if correct."""
     parts = Fraction(plan.placement.parts, plan.stages)
     F, B, W = TIMES[microbatches // 2 % len(TIMES)]
     try:

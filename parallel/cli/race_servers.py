@@ -43,7 +43,7 @@ class RuleResult(NamedTuple):
 
 
 def train(comm: Communicator, rule: str, steps: int, delay: float, factor: float) -> RuleResult:
-    """Train under a consistency rule; each part of a step takes `delay` s longer, on the last rank `factor` times."""
+    """Train under a consistency rule; each part takes `delay` s longer, and the last rank is `factor` times slower."""
     task = datasets.load("digits")
     workers = comm.Get_size() - 1
     sampler = Sampler(len(task.train), BATCH * workers, BATCH)

@@ -55,7 +55,7 @@ def train(comm: Communicator, args: argparse.Namespace, training: Training) -> i
 
 
 class CheckpointWriter:
-    """Checkpoints of a training run; after a failed write, training continues.
+    """Writer of a training run's checkpoints; after a failed write, training continues.
 
     Attributes
     ----------

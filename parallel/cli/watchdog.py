@@ -28,7 +28,7 @@ def fault_tolerant() -> bool:
 
 
 def start() -> None:
-    """Start the watchdog: until `stop`, the death of a rank on this node ends all ranks of the job."""
+    """Start the watchdog if MPI is fault-tolerant: until `stop`, the death of a rank on this node ends all ranks."""
     count = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
     if fault_tolerant() and count.isdecimal() and not _processes:
         command = [sys.executable, "-I", __file__, str(os.getppid()), str(os.getpid()), count, str(GRACE)]

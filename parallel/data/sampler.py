@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
-    """Convert (number, x, y, samples) to a `Batch` with arrays of `xp`, or ValueError; `at` is its index there."""
+    """Convert (number, x, y, samples) to a `Batch` with arrays of `xp`; `at` is its index for error messages."""
     parts = tuple(some) if isinstance(some, tuple | list) else ()
     if len(parts) != len(Batch._fields):
         found = f"a {type(some).__name__} of {len(parts)}" if isinstance(some, tuple | list) else type(some).__name__
@@ -168,7 +168,8 @@ class Sampler:
         return StepBatches(epoch, step, tuple(chosen[cut : cut + self.micro_batch] for cut in cuts))
 
     def sizes(self, steps: int) -> list[tuple[int, ...]]:
-        """Micro-batch sizes of the first of `steps` steps of an epoch and, if they differ, of the last.
+        """Micro-batch sizes (samples) of each distinct step among an epoch's first `steps`: the first, and a shorter
+        last.
 
         >>> Sampler(5, global_batch=4, micro_batch=2).sizes(3), Sampler(5, global_batch=4, micro_batch=2).sizes(1)
         ([(2, 2), (1,)], [(2, 2)])

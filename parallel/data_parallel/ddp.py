@@ -25,7 +25,7 @@ MOST_REQUESTS = 24
 
 
 class NaiveDDP:
-    """Gradient sink with one bucket, all-reduced (blocking) after the last backward of a step; base of the DDP layouts.
+    """Gradient sink with one bucket, all-reduced (blocking) after the last backward of a step. Base of other layouts.
 
     `own` are the spans of the flat vector that this rank updates, with their gradients after `finish`.
     """
@@ -75,7 +75,7 @@ class NaiveDDP:
         return len(assignment[rank])
 
     def begin(self, assignment: Assignment | None, step_scale: StepScale = START) -> None:
-        """Begin a step with micro-batches by rank; None if ranks draw them: then `assign` follows the last backward."""
+        """Begin a step; `assignment` lists micro-batches by rank, None if ranks draw them (`assign` then follows)."""
         self._next = 0
         self._remaining = -1 if assignment is None else len(assignment[self._context.plan.rank])
         for reducer in self.reducers:

@@ -32,7 +32,7 @@ class DataParallelLayout(NamedTuple):
         return ReplicatedParams(context, [span for span, _ in gradients.own], gradients.buckets if self.divided else ())
 
     def spans(self, context: RunContext, gradients: Any) -> list[list[Span]]:
-        """Spans by rank that divide the flat vector: where a rank adds to the gradient norm and writes checkpoints."""
+        """Spans of the flat vector by rank, together all of it: each rank's part of gradient norms and checkpoints."""
         ranks = range(context.plan.ranks)
         if self.divided:
             return [[bucket.parts[rank] for bucket in gradients.buckets] for rank in ranks]

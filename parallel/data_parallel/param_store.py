@@ -34,7 +34,7 @@ class ReplicatedParams:
     def reshard(self) -> None: ...
 
     def allgather_updates(self) -> None:
-        """All-gather the weights of the buckets, of which each rank has updated its part. Collective."""
+        """All-gather the weights of each bucket, of which every rank has updated its own part. Collective."""
         for bucket in self._buckets:
             with self._context.recorder("communication", "allgather", bucket=bucket.number):
                 run = self.vector[self._context.flat.within(bucket.span)]
@@ -122,7 +122,7 @@ class ShardedParams:
 
 
 def resident_slots(users: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Buffer slot of each bucket, by parity of its unit and index in it; buckets of several units get their own."""
+    """Buffer slot of each bucket: (parity of its unit, index in the unit); buckets of several units get their own."""
     slots: list[tuple[int, ...]] = []
     seen: dict[int, int] = {}
     for number, units in enumerate(users):

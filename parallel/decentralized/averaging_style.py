@@ -64,7 +64,7 @@ class AveragingStyle:
         """Free MPI resources; memory is freed by its allocator."""
 
     def abandon(self) -> None:
-        """Free resources after a failure without synchronising. Not collective."""
+        """Free resources after a failure, without synchronising with other ranks. Not collective."""
 
     def average_all(self, sums: ReplicaSums) -> ReplicaSums:
         self.drain()
@@ -82,9 +82,10 @@ class AveragingStyle:
 
 
 class LocalSGD(AveragingStyle):
-    """Local SGD: an allreduce of the weights every `tau` steps, 2 (p-1)/p n / tau bytes per step and rank.
+    """Local SGD: the weights are averaged over all ranks by an allreduce every `tau` steps.
 
-    (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; McMahan et al., AISTATS 2017.)
+    For n bytes of weights on p ranks, 2 (p-1)/p n / tau bytes per step and rank. (Stich, "Local SGD Converges Fast and
+    Communicates Little", ICLR 2019; McMahan et al., AISTATS 2017.)
     """
 
     def __init__(self, context: RunContext, vector: Array, tau: int):

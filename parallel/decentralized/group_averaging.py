@@ -80,7 +80,10 @@ def share(rank: int, size: int, most: int, step: int) -> float:
 
 
 class GroupAveraging(AveragingStyle):
-    """Averaging in groups of up to S = `most` ranks each step, 2 (S-1)/S n bytes, and of all every `tau` steps."""
+    """Averaging of weights in groups of up to `most` ranks after each step, and over all ranks every `tau` steps.
+
+    A group of S ranks moves about 2 (S-1)/S n bytes per rank, for n bytes of weights.
+    """
 
     def __init__(self, context: RunContext, vector: Array, most: int, tau: int):
         super().__init__(context, vector)

@@ -134,7 +134,7 @@ class ReplicaEngine(BaseEngine):
         )
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Evaluate the mean of all replicas, which stay unchanged; as `Engine.evaluate`, with each rank's batches."""
+        """Evaluate the mean of all replicas on all ranks' batches, as `Engine.evaluate`; the replicas are unchanged."""
         self._raise_failures()
         found, problem = Evaluation(0.0, 0.0, 0), None
         with self._averaged():
