@@ -73,16 +73,16 @@ class QuantizedArray:
 
     @property
     def groups(self) -> int:
-        """Number of groups that share a scale."""
+        """Number of groups; the elements of a group share a scale."""
         return self.layout.blocks.groups
 
     def to_wire(self) -> Array:
-        """The buffer, not copied."""
+        """Buffer with codes, scales and zero points, to be sent: uint8, shape (nbytes,), not copied."""
         return self.buffer
 
     @classmethod
     def from_wire(cls, buffer: Array, spec: QuantSpec, shape: int | tuple[int, ...]) -> QuantizedArray:
-        """Array of a received buffer, which is kept, not copied."""
+        """Quantised array of this spec and shape in a received buffer, which is kept, not copied."""
         return cls(spec, shape, buffer)
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class QuantizedArray:
 
     @property
     def _group_shape(self) -> tuple[int, int]:
-        """Shape of an array of one value per group."""
+        """(rows, groups per row): shape of arrays with one value per group."""
         return self.layout.blocks.rows, self.layout.blocks.per_row
 
     def _part(self, name: str) -> tuple[BufferPart, Array]:
@@ -106,7 +106,7 @@ class QuantizedArray:
         return self._part(name)[1]
 
     def items(self, name: str) -> Array:
-        """Items of a part, one per entry: unpacked if packed, else a view."""
+        """Items of a part of the buffer, one per array entry: unpacked to uint8 if packed, else a view."""
         part, raw = self._part(name)
         if part.bits >= 8:
             return raw
@@ -115,7 +115,7 @@ class QuantizedArray:
         return items
 
     def put(self, name: str, items: Array) -> None:
-        """Set the items of a part."""
+        """Store `items` as the part of this name in the buffer, packed if they have fewer than 8 bits."""
         part, raw = self._part(name)
         if part.bits < 8:
             kernels.pack(items.reshape(-1), part.bits, raw)
@@ -134,7 +134,7 @@ class QuantizedArray:
         return outer.reshape(self._group_shape)
 
     def levels(self) -> Array:
-        """Table of values before scaling: float32, shape (2^bits,), or for kmeans (rows, groups, 2^bits).
+        """Table of the value of every code before scaling: float32, (2^bits,), or for kmeans (rows, groups, 2^bits).
 
         ValueError for linear codes.
         """
@@ -166,7 +166,7 @@ class QuantizedArray:
     # -------------------------------------------------------------------------------------- decoding
 
     def dequantize(self, out: Array = None, dtype: Any = np.float32) -> Array:
-        """Decoded values.
+        """Decode to floating-point numbers: a new array of `dtype`, or `out`.
 
         Parameters
         ----------
@@ -178,7 +178,7 @@ class QuantizedArray:
         return self._decode(out, dtype, add=False)
 
     def add_to(self, out: Array) -> Array:
-        """Add the decoded values to `out` in place; computed in float32 if `out` is no wider."""
+        """Add the decoded values to `out` in place, in float32, and return `out`."""
         return self._decode(out, None, add=True)
 
     def _decode(self, out: Array, dtype: Any, add: bool) -> Array:
@@ -210,7 +210,7 @@ class QuantizedArray:
     # -------------------------------------------------------------------------------------- by groups
 
     def slice(self, start: int, stop: int) -> QuantizedArray:
-        """Groups `start` to `stop` (exclusive), in row order, as a vector of its own (copied).
+        """Quantised vector of the groups `start` to `stop` (exclusive), counted in row order; a copy.
 
         Groups have the length of the first, so that only the last may be shorter; the same holds for groups of scales
         that share a parent's scale. ValueError for lengths that differ in any other way.
@@ -250,7 +250,7 @@ class QuantizedArray:
 
 
 def _common_size(blocks: GroupBlocking, first: int, last: int) -> int | None:
-    """Group size that gives the elements `first` to `last` (exclusive), as a vector, the groups that they already have.
+    """Group size with which elements `first` to `last` (exclusive), cut out as a vector, keep their groups.
 
     None if there is none: all groups but the last must have one length, and the last must not be longer.
     """
@@ -262,12 +262,12 @@ def _common_size(blocks: GroupBlocking, first: int, last: int) -> int | None:
 
 
 def _aligned(numbers: Array) -> Array:
-    """Aligned copy if needed: a received buffer may begin at any address."""
+    """`numbers`, or an aligned copy if they are not aligned: a received buffer may begin at any address."""
     return np.require(numbers, requirements="A") if isinstance(numbers, np.ndarray) else numbers
 
 
 def _has_rows(out: Array, spec: QuantSpec) -> bool:
-    """True if `out` is the matrix of rows in memory: in order, float32, C-contiguous."""
+    """True if `out`, reshaped, is the matrix of group rows: float32, C-contiguous, with its axes in this order."""
     kind = spec.granularity
     in_order = (
         isinstance(kind, PerTensor)

@@ -19,7 +19,7 @@ LARGEST_LEVEL = np.float32(2**16)
 
 
 class Minifloat(NamedTuple):
-    """Format of a sign, `exponent` bits and `mantissa` bits; `dtype` is that of NumPy or ml_dtypes.
+    """Floating-point format: a sign, `exponent` bits, `mantissa` bits; `dtype` is that of NumPy or ml_dtypes.
 
     `lowest` is log2 of the smallest normal number, `largest` the largest finite number.
     """
@@ -72,7 +72,7 @@ TABLES = {"nf4": np.array([float(level) for level in _NF4.split()], np.float32)}
 
 @cache
 def values(code: str) -> np.ndarray:
-    """Value of each code before scaling: float32, with NaN and infinities if the format has them."""
+    """Table of the value of every code of a format such as e4m3 or nf4: float32; it may have NaN and infinities."""
     if code in TABLES:
         return TABLES[code]
     kind = MINIFLOATS[code]

@@ -20,7 +20,7 @@ STORED: dict[int, np.dtype[Any]] = {32: np.dtype(np.float32), 16: np.dtype(np.ui
 
 
 class BufferPart(NamedTuple):
-    """`items` items of `bits` bits each, from byte `start` on."""
+    """Part of the buffer: `items` items of `bits` bits each, beginning at byte `start`."""
 
     name: str
     bits: int
@@ -89,7 +89,7 @@ def layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
 
 
 def wire_nbytes(spec: QuantSpec, shape: int | tuple[int, ...]) -> int:
-    """Bytes of a quantised array of this shape, or of a vector of this many elements.
+    """Buffer size in bytes of an array quantised by `spec`; `shape` is its shape, or the length of a vector.
 
     >>> from quant.spec.presets import grouped
     >>> wire_nbytes(grouped(8, 128), 1000)

@@ -1,4 +1,4 @@
-"""Quantisation of an array: range of every group, scale, stored scale, codes."""
+"""Quantisation of an array: ranges of groups, scales, their rounding to a storage format, codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quantize(
     nonfinite: str = "raise",
     out: QuantizedArray | None = None,
 ) -> QuantizedArray:
-    """Quantise an array.
+    """Quantise an array by a spec; returns its codes, scales and zero points.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def quantize(
 def _quantize_groups(
     x: Array, rows: Array, out: QuantizedArray, scales: Array, zeros: Array, nonfinite: str, key: Any
 ) -> None:
-    """Quantise step by step: ranges of groups, scales, stored scales and zero points, codes."""
+    """Quantise `rows` into `out` step by step: ranges of groups, scales, stored scales and zero points, codes."""
     xp, spec = array_namespace(rows), out.spec
     low, high = _range(rows, spec, out.layout.blocks.size)
     finite = xp.isfinite(low) & xp.isfinite(high)
@@ -99,7 +99,7 @@ def _quantize_groups(
 
 
 def _output(x: Array, spec: QuantSpec, out: QuantizedArray | None) -> QuantizedArray:
-    """`out`, checked, or a new array for x."""
+    """`out` after a check of its spec and shape, or a new quantised array for x, not yet filled."""
     if out is None:
         buffer = array_namespace(x).empty(layout(spec, tuple(x.shape)).nbytes, np.uint8)
         return QuantizedArray(spec, x.shape, buffer)
@@ -118,7 +118,7 @@ def _array(x: Any) -> Array:
 
 
 def _floats(x: Array) -> Array:
-    """`x` as C-contiguous float32."""
+    """`x` as float32, C-contiguous if it was float32 already. TypeError unless it is of a floating-point dtype."""
     xp = array_namespace(x)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
         raise TypeError(f"x: expected floating-point numbers, found {x.dtype}")
@@ -129,7 +129,7 @@ def _floats(x: Array) -> Array:
 
 
 def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
-    """Key of the random numbers of stochastic rounding."""
+    """Random-number key of stochastic rounding, two 32-bit integers from the seed; None for other roundings."""
     if spec.rounding != "stochastic":
         return None
     if seed is None:
@@ -139,7 +139,7 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
 
 
 def _fused(rows: Array, out: QuantizedArray) -> bool:
-    """Quantise symmetric linear specs with a fused kernel; False if there is none or it gives up."""
+    """Quantise by a fused kernel (symmetric linear specs only); False if there is none for the spec or it gives up."""
     spec, form = out.spec, out.spec.scales.format
     usual = spec.linear and spec.symmetric and spec.signed and not spec.scales.parent
     if not usual or form not in ("fp32", "fp16", "bf16") or spec.rounding == "stochastic":
@@ -152,7 +152,7 @@ def _fused(rows: Array, out: QuantizedArray) -> bool:
 
 
 def _range(rows: Array, spec: QuantSpec, size: int) -> tuple[Array, Array]:
-    """(smallest, largest) element of each group; of symmetric codes, the second is what their scale follows from."""
+    """(low, high) of each group: smallest and largest element; for symmetric specs, high determines the scale."""
     if spec.symmetric and spec.signed:
         size_of_group = (kernels.peak if spec.q_range == "peak" else kernels.absmax)(rows, size)
         return size_of_group, size_of_group
@@ -180,7 +180,7 @@ def _nonfinite_message(x: Array, spec: QuantSpec, nonfinite: str) -> str:
 
 
 def _given(name: str, numbers: Array, out: QuantizedArray) -> Array:
-    """Values from the caller, one per group."""
+    """Scales or zero points from the caller as float32 of shape (rows, groups). ValueError for a wrong number."""
     blocks, numbers = out.layout.blocks, array_namespace(out.buffer).asarray(numbers).astype(np.float32)
     if numbers.size != blocks.groups:
         raise ValueError(f"{name}: expected {blocks.groups} numbers, one per group, found {numbers.size}")
@@ -188,7 +188,7 @@ def _given(name: str, numbers: Array, out: QuantizedArray) -> Array:
 
 
 def _store_zeros(out: QuantizedArray, scales: Array, low: Array, zeros: Array | None) -> Array | None:
-    """Store zero points (given, or of scales and ranges) and return them as stored; None for symmetric specs."""
+    """Store zero points, given or computed, in `out`, and return them as stored; None for symmetric specs."""
     xp, spec = array_namespace(scales), out.spec
     if spec.symmetric:
         return None
@@ -203,7 +203,7 @@ def _store_zeros(out: QuantizedArray, scales: Array, low: Array, zeros: Array | 
 
 
 def _store_scales(out: QuantizedArray, levels: tuple[Array, ...], finite: Array) -> None:
-    """Write the scales of all levels; groups that are not finite get the format's NaN."""
+    """Store the scales of all levels in `out`; groups that are not finite get the format's NaN."""
     xp, form = array_namespace(finite), out.spec.scales.format
     for number, raw in enumerate(levels):
         raw = raw.reshape(-1)
@@ -213,7 +213,7 @@ def _store_scales(out: QuantizedArray, levels: tuple[Array, ...], finite: Array)
 
 
 def _divisors(spec: QuantSpec, ideal: Array, stored: Array) -> tuple[Array, bool]:
-    """Divisors of each group's elements: the stored scales; or factors and True: inverses of the ideal scales."""
+    """(stored scales, False) if elements are divided by these; (inverse unrounded scales, True) if multiplied."""
     xp = array_namespace(ideal)
     if spec.divisor == "stored":
         return xp.where(stored == 0, np.float32(1), stored), False

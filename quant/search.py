@@ -75,12 +75,13 @@ class SearchTable:
 
 
 def dynamic(table: SearchTable, budget: float, cells: int = CELLS) -> Choice:
-    """Dynamic programming over layers: best(l, c) = min over options of best(l - 1, c - cost) + loss.
+    """Choice of least loss within the budget, by dynamic programming over layers and costs.
 
-    Whole costs are counted exactly, in units of their greatest common divisor, if the budget has at most `cells` units:
-    then the result is optimal. Otherwise a unit is budget / `cells` and costs are rounded up: the result is within the
-    budget, and no worse than the optimum within a budget that is smaller by one unit for each layer. ValueError if
-    nothing is within the budget. Cost: layers times options times cells.
+    best(l, c) = min over options of best(l - 1, c - cost) + loss. Whole costs are counted exactly, in units of their
+    greatest common divisor, if the budget has at most `cells` units: then the result is optimal. Otherwise a unit is
+    budget / `cells` and costs are rounded up: the result is within the budget, and no worse than the optimum within a
+    budget that is smaller by one unit for each layer. ValueError if nothing is within the budget. Cost: layers times
+    options times cells.
     """
     cheapest, available = table.cheapest(budget), np.isfinite(table.costs)
     if np.where(available, table.costs, 0).max(axis=1).sum() <= budget:  # every choice fits
@@ -105,7 +106,7 @@ def dynamic(table: SearchTable, budget: float, cells: int = CELLS) -> Choice:
 
 
 def _in_units(costs: np.ndarray, budget: float, cells: int) -> tuple[np.ndarray, int]:
-    """Costs and budget in integer units."""
+    """(costs, budget) in whole units: exact for integer costs and at most `cells` units, else costs are rounded up."""
     finite = costs[np.isfinite(costs)]
     if (finite == np.rint(finite)).all() and finite.max() < 2**53:
         unit = float(math.gcd(*(int(cost) for cost in finite))) or 1.0
@@ -117,12 +118,13 @@ def _in_units(costs: np.ndarray, budget: float, cells: int) -> tuple[np.ndarray,
 
 
 def milp(table: SearchTable, budget: float) -> Choice:
-    """Branch and bound by HiGHS (scipy): x[l, o] in {0, 1}, one option per layer, costs bounded.
+    """Choice of least loss within the budget, by integer programming with HiGHS (scipy).
 
-    HiGHS has tolerances, by which a cost may exceed the budget. Such a choice is cut off, with all that cost no less in
-    any layer, and the search continues, up to `CUTS` times, and once more within a budget smaller by `MARGIN`. The
-    result is within the budget and no worse than `dynamic`: the optimum, to HiGHS's accuracy, or after more than `CUTS`
-    cuts no worse than the optimum within the smaller budget. ValueError if nothing is within the budget.
+    Variables x[l, o] in {0, 1}, one option per layer. HiGHS has tolerances, by which a cost may exceed the budget. Such
+    a choice is cut off, with all that cost no less in any layer, and the search continues, up to `CUTS` times, and once
+    more within a budget smaller by `MARGIN`. The result is within the budget and no worse than `dynamic`: the optimum,
+    to HiGHS's accuracy, or after more than `CUTS` cuts no worse than the optimum within the smaller budget. ValueError
+    if nothing is within the budget.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint

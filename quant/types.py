@@ -1,4 +1,4 @@
-"""The array type of all packages."""
+"""Type alias `Array` of all packages: an array of NumPy or CuPy."""
 
 from typing import Any, TypeAlias
 

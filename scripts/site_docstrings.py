@@ -11,7 +11,7 @@ DOCTEST = re.compile(r"^ *>>> .*(?:\n(?! *$).*)*", re.MULTILINE)
 
 
 class DoctestBlocks(Extension):
-    """Fences doctests, so that Markdown does not take lists of numbers for links."""
+    """Griffe extension that puts doctests into code blocks, so that Markdown sees no links in lists of numbers."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if obj.docstring is not None:

@@ -29,7 +29,7 @@ def folders() -> Iterator[Path]:
 
 
 def api_page(folder: Path) -> str:
-    """Page of one folder: the package's docstring, then its modules."""
+    """Markdown of a package's API page: directives for its docstring, then for its modules."""
     package = ".".join(folder.relative_to(ROOT).parts)
     modules = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")]
     names = [package, *(f"{package}.{name}" for name in modules)]

@@ -45,13 +45,13 @@ class QuantContestant(NamedTuple):
 
 
 def size_of(text: str) -> int:
-    """Argument type: bytes, with an optional K, M or G."""
+    """Parse a number of bytes with an optional suffix K, M or G (powers of 1024): an argparse type."""
     unit = UNITS.get(text[-1:].upper(), 1)
     return int(text[:-1] if unit > 1 else text) * unit
 
 
 def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantContestant]:
-    """Quantise, dequantise, and dequantise and add, with either kind of kernel."""
+    """Benchmark entries of a spec: quantise, dequantise, dequantise and add, each with numba and with NumPy kernels."""
     with kernels.forms():
         expected = quantize(x, spec, seed=1)
         numbers = expected.dequantize()
@@ -70,7 +70,7 @@ def chorus_side(name: str, spec: QuantSpec, x: np.ndarray) -> Iterator[QuantCont
 
 
 def peers(x: np.ndarray) -> list[QuantContestant]:
-    """gguf's quantiser, if it is installed."""
+    """Benchmark entries of gguf's Q8_0 and Q4_0 quantisers; none if gguf is not installed."""
     try:
         import gguf
     except ImportError:
@@ -107,7 +107,7 @@ def race(contestants: list[QuantContestant], turns: int) -> dict[str, list[float
 
 
 def main() -> None:
-    """Print a line per contestant."""
+    """Run the benchmark and print a line of speeds per contestant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=size_of, default=size_of("64M"), help="bytes of the float32 array (default 64M)")
     parser.add_argument("--specs", default=",".join(SPECS), help=f"with commas (default {','.join(SPECS)})")

@@ -17,7 +17,7 @@ BLOCKS = {"Q4_0": Q4_0, "Q8_0": Q8_0}
 
 
 def to_blocks(q: QuantizedArray) -> Array:
-    """The array in ggml's blocks: uint8, shape (..., bytes per row). ValueError for other specs, or partial blocks.
+    """Convert a Q4_0 or Q8_0 array to ggml blocks: uint8, shape (..., bytes per row). ValueError if not possible.
 
     >>> from quant import quantize
     >>> to_blocks(quantize(np.ones((2, 64), np.float32), Q4_0)).shape
@@ -34,7 +34,7 @@ def to_blocks(q: QuantizedArray) -> Array:
 
 
 def from_blocks(blocks: Array, kind: str) -> QuantizedArray:
-    """Array of ggml's blocks: uint8, shape (..., bytes per row); `kind` is Q4_0 or Q8_0."""
+    """Convert ggml blocks (uint8, shape (..., bytes per row)) to a quantised array; `kind` is Q4_0 or Q8_0."""
     if kind not in BLOCKS:
         raise ValueError(f"kind: expected {' or '.join(BLOCKS)}, found {kind!r}")
     spec = BLOCKS[kind]

@@ -89,12 +89,12 @@ def _array(meaning: Any, buffer: np.ndarray | None) -> QuantizedArray:
 
 
 def about(path: str | Path) -> Any:
-    """Metadata written by `save`, or None. Raises as `load`."""
+    """Metadata that `save` wrote as `about`, or None. Raises as `load`."""
     return _read(path, ABOUT)[0]
 
 
 def _read(path: str | Path, key: str, tensors: bool = False) -> tuple[Any, dict[str, np.ndarray]]:
-    """Header entry under `key`, and with `tensors` all tensors."""
+    """(header entry `key` parsed as JSON, tensors by name); the tensors are read only with `tensors`."""
     library = _safetensors()
     try:
         with library.safe_open(str(path), framework="np") as file:

@@ -1,4 +1,4 @@
-"""Quantisation kernels, each in the fastest form available for its arrays.
+"""Quantisation kernels, each run by the fastest implementation available for its arrays.
 
 `reference_codecs` defines the results. Other modules have tables of faster forms with the same bits: `compiled_codecs`
 for host arrays (numba), `device_codecs` for CuPy arrays.
@@ -24,7 +24,7 @@ _forms = ["compiled", "device"]
 
 @cache
 def _module(name: str) -> Mapping[str, Any]:
-    """Kernels of a form; empty if its dependency is missing."""
+    """Kernels by name of an implementation, `compiled` or `device`; empty if its dependency is missing."""
     try:
         return cast(Mapping[str, Any], import_module(f"quant.kernels.{name}_codecs").KERNELS)
     except ImportError:
@@ -33,7 +33,10 @@ def _module(name: str) -> Mapping[str, Any]:
 
 @contextmanager
 def forms(*names: str) -> Iterator[None]:
-    """Use only these faster forms within a `with` block (for tests and benchmarks); no names: the reference."""
+    """Allow only these of the faster implementations (`compiled`, `device`) within a `with` block.
+
+    For tests and benchmarks; without names all kernels are the reference.
+    """
     before = _forms[:]
     _forms[:] = names
     try:
@@ -43,7 +46,7 @@ def forms(*names: str) -> Iterator[None]:
 
 
 def _fastest(kernel: Kernel) -> Kernel:
-    """Dispatcher of a kernel by the type of its first argument."""
+    """Wrap a reference kernel: calls with NumPy or CuPy arrays go to the faster implementation for these, if any."""
     name = kernel.__name__
 
     @wraps(kernel)

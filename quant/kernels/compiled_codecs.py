@@ -42,13 +42,13 @@ inlined = njit(error_model="numpy", forceinline=True)
 
 
 def kernel(function):
-    """Register a form of the reference kernel of this name."""
+    """Register a function as the compiled version of the reference kernel of its name (decorator)."""
     KERNELS[function.__name__] = wraps(getattr(reference_codecs, function.__name__))(function)
     return KERNELS[function.__name__]
 
 
 def _cut(rows, size, *per_group):
-    """The matrix, as one row if no group is short, and arrays of one entry per group in its shape."""
+    """Reshape a matrix to one row if no group is short, and arrays with one entry per group to match."""
     cut = rows.reshape(1, -1) if rows.shape[1] % size == 0 else rows
     shape = cut.shape[0], -(-cut.shape[1] // size)
     return cut, *(values.reshape(*shape, *values.shape[2:]) for values in per_group)
@@ -59,13 +59,13 @@ def _cut(rows, size, *per_group):
 
 @inlined
 def _ordered(bits):
-    """Map float bits to integers in the order of the floats, and back."""
+    """Map float32 bits, as int32, to integers in the order of the floats; applied again, it maps back."""
     return bits ^ ((bits >> ALL) & MAGNITUDE)
 
 
 @inlined
 def _largest(bits):
-    """Bits of the largest |r|."""
+    """Bits of the largest magnitude among float32 values that are given by their bits (int32)."""
     most = I(0)
     for i in range(bits.size):
         most = max(most, bits[i] & MAGNITUDE)
@@ -74,7 +74,7 @@ def _largest(bits):
 
 @inlined
 def _farthest(bits):
-    """Bits of the element of largest magnitude, the first of equal ones."""
+    """Bits of the float32 value of largest magnitude, with its sign; the first of equal ones."""
     least = largest = _ordered(bits[0])
     for i in range(bits.size):
         here = _ordered(bits[i])
@@ -101,7 +101,7 @@ def _range_finder(signed):
 
 
 def _per_group(rows, size, *shape):
-    """Array for a value per group."""
+    """Uninitialised float32 array for one value per group: shape (*shape, rows, groups per row)."""
     return np.empty((*shape, rows.shape[0], -(-rows.shape[1] // size)), np.float32)
 
 
@@ -161,7 +161,7 @@ def _mixed(word):
 
 @inlined
 def _uniform(number, key0, key1):
-    """Same as `reference_codecs.uniform`."""
+    """Random number in [0, 1) of one element, as `reference_codecs.uniform` gives it."""
     low, high = U(number & np.uint64(0xFFFFFFFF)), U(number >> np.uint64(32))
     word = _mixed(U(_mixed(U(low ^ key0)) + U(high * U(0x9E3779B9)) + key1))
     return F(I(word >> U(8))) * F(2**-24)
@@ -174,7 +174,7 @@ def _scaled(r, by, multiply):
 
 @inlined
 def _code(t, zero, limits, number, keys, rounding, shift):
-    """Code of a scaled element t as a byte; `rounding` and `shift` are constants after inlining."""
+    """Linear code, as a byte, of an element t in units of its scale; `rounding` and `shift`: compile-time constants."""
     low, high, bias = limits
     if shift == BEFORE:
         t = F(t + zero)
@@ -205,7 +205,7 @@ def _limits(code):
 
 @inlined
 def _encode_group(rows, out, span, by, zero, limits, keys, kind):
-    """Codes of a group, as bytes or packed as blocks of nibbles; `kind` is constant after inlining."""
+    """Write the linear codes of a group to `out`, a byte each or packed in nibbles; `kind`: compile-time constants."""
     row, first, last = span
     nibbles, rounding, multiply, shift = kind
     if nibbles:
@@ -226,7 +226,7 @@ def _encode_group(rows, out, span, by, zero, limits, keys, kind):
 
 
 def _packs_nibbles(bits, size, rows):
-    """True for 4-bit codes in groups of whole blocks, which are packed directly."""
+    """True if 4-bit codes can be packed as they are encoded: all groups are whole blocks of 32."""
     return bits == 4 and size % BLOCK == 0 and rows.shape[1] % size == 0
 
 
@@ -260,7 +260,7 @@ def encode_linear(rows, size, by, multiply, zeros, code, out):
 
 @inlined
 def _half(scale, keep):
-    """(bits, value) of a non-negative scale rounded to fp16; with `keep`, the smallest number instead of 0."""
+    """(bits, value) of a non-negative scale rounded to fp16; with `keep`, none but 0 becomes 0."""
     exponent = I(max(I(F(scale).view(np.int32) >> I(23)), I(113)))
     unit = I(I(exponent - I(10)) << I(23)).view(np.float32)
     n = np.rint(F(scale / unit))
@@ -270,7 +270,7 @@ def _half(scale, keep):
 
 @inlined
 def _bfloat(scale, keep):
-    """(bits, value) of a non-negative scale rounded to bf16, as `_half`."""
+    """(bits, value) of a non-negative scale rounded to bf16; with `keep`, none but 0 becomes 0."""
     bits = I(F(scale).view(np.int32))
     raw = I(I(bits + I(I(0x7FFF) + I(I(bits >> I(16)) & I(1)))) >> I(16))
     raw = I(1) if keep and raw == I(0) and scale > ZERO else raw
@@ -279,7 +279,7 @@ def _bfloat(scale, keep):
 
 @cache
 def _fused_quantizer(form, nibbles, rounding, inverse, peak):
-    """Quantiser of batches of groups that stay in the cache: largest elements, then scales, then codes."""
+    """Compile a one-pass quantiser: largest elements, scales and codes of a batch of groups while it is in cache."""
     half, brain = form == "fp16", form == "bf16"
     infinite_bits = 0x7C00 if half else (0x7F80 if brain else 0x7F800000)
     sign = 31 if form == "fp32" else 15
@@ -339,7 +339,7 @@ def quantize_linear(rows, size, rule, code, scales, out):
 
 @cache
 def _overflow_check(shifted):
-    """Check of all groups: True if a scale times `reach`, |zero point| added, rounds to infinity or is NaN."""
+    """Compile a test of all groups: True if |scale| (`reach` + |zero point|) rounds to infinity or is NaN."""
 
     def may_overflow(scales, zeros, reach):
         most = I(0)
@@ -354,7 +354,7 @@ def _overflow_check(shifted):
 
 @inlined
 def _product(q, scale, clamp):
-    """q S; with `clamp`, a constant after inlining, the largest number where it would round to infinity."""
+    """q times scale in float32; with `clamp`, the largest finite number instead of infinity."""
     r = F(q * scale)
     if clamp:
         r = GREATEST if r > GREATEST else (-GREATEST if r < -GREATEST else r)
@@ -455,7 +455,7 @@ def encode_float(rows, size, by, multiply, code, key, out):
 
 @inlined
 def _above(t, limit):
-    """Number of the 2^bits - 1 limits below t, by bisection."""
+    """Number of the 2^bits - 1 ascending limits that lie below t, by bisection."""
     above, half = 0, (limit.size + 1) // 2
     while half:
         above += half if t > limit[above + half - 1] else 0
@@ -465,7 +465,7 @@ def _above(t, limit):
 
 @cache
 def _table_encoder(multiply, sixteen):
-    """Encoder by levels: for 16 levels, 15 vector comparisons are faster than a search per element."""
+    """Compile an encoder that finds each element's level: by 15 vector comparisons for 16 levels, else by bisection."""
 
     def encode(rows, size, by, limits, out):
         count, length = rows.shape
@@ -500,7 +500,7 @@ def encode_table(rows, size, by, multiply, thresholds, out):
 
 
 def _cut_tables(rows, size, per_group, tables):
-    """As `_cut`, with one table for all groups, of shape (1, 1, k), or one for each, of shape (rows, groups, k)."""
+    """Reshape a matrix and per-group values as `_cut` does, and level tables to (1, 1, k) or (rows, groups, k)."""
     if tables.ndim == 1:
         return *_cut(rows, size, per_group), np.ascontiguousarray(tables).reshape(1, 1, -1)
     return _cut(rows, size, per_group, np.ascontiguousarray(tables))

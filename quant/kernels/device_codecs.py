@@ -40,7 +40,7 @@ __device__ float uniform(unsigned long long number, unsigned int key0, unsigned 
 
 
 def kernel(function: Any) -> Any:
-    """Register a form of the reference kernel of this name."""
+    """Register a function as the CuPy version of the reference kernel of its name (decorator)."""
     KERNELS[function.__name__] = wraps(getattr(reference_codecs, function.__name__))(function)
     return KERNELS[function.__name__]
 

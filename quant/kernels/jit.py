@@ -29,7 +29,7 @@ from numba.core.serialize import dumps
 
 
 class KernelCache(FunctionCache):
-    """Cache of one function's compiled versions, one file each."""
+    """On-disk cache of one function's compiled versions, one file each."""
 
     def __init__(self, function: Callable[..., Any], others: bytes):
         super().__init__(function)
@@ -43,7 +43,7 @@ class KernelCache(FunctionCache):
         return hashlib.sha256(self._sources + code).digest()
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Compile result on disk, or None."""
+        """Load the compile result for a signature from disk; None if there is none or it is outdated."""
         context.refresh()
         try:
             with open(self._path(signature, context.codegen()), "rb") as file:
@@ -53,7 +53,7 @@ class KernelCache(FunctionCache):
         return self._impl.rebuild(context, pickle.loads(code)) if digest == self._digest(code) else None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Write a compile result if the cache folder is writable."""
+        """Write a compile result to disk; do nothing if that is not possible."""
         if not self._impl.check_cachable(result):
             return
         code, path = dumps(self._impl.reduce(result)), self._path(signature, result.codegen)

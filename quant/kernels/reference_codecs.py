@@ -22,7 +22,7 @@ from quant.types import Array
 
 
 class Tile(NamedTuple):
-    """Part of a matrix: rows and columns, the groups of a row, and the elements of a group in it."""
+    """Part of a matrix that is processed at once: its rows, columns and groups, and elements per group in it."""
 
     rows: slice
     columns: slice
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 class LinearCode(NamedTuple):
-    """Integer code of an element: clip(round(r / S) + Z) + bias, in `bits` bits.
+    """Parameters of an integer code: element r becomes clip(round(r / S) + Z) + bias, in `bits` bits.
 
     q is from `low` to `high`; codes without a bias are int8 if `signed`; `key` is that of the random numbers of
     stochastic rounding.
@@ -51,7 +51,7 @@ class LinearCode(NamedTuple):
 
 
 class ScaleRule(NamedTuple):
-    """Scale of a group in `quantize_linear`: its largest |r| divided by `steps`, stored as fp32, fp16 or bf16.
+    """Rule for a group's scale in `quantize_linear`: largest |r| divided by `steps`, stored as fp32, fp16 or bf16.
 
     With `inverse`, codes are r times the inverse of the unrounded scale, instead of r divided by the stored scale. With
     `peak`, the scale has the sign of the element of largest magnitude, relative to the sign of `steps`.
@@ -74,7 +74,7 @@ unchecked = np.errstate(over="ignore", invalid="ignore")
 
 
 def array_namespace(x: Array) -> ModuleType:
-    """NumPy, or CuPy for arrays of its own. TypeError for anything else."""
+    """Module `numpy` or `cupy`, from which the array x is. TypeError for anything else."""
     if isinstance(x, np.ndarray | np.generic):
         return np
     cupy = sys.modules.get("cupy")
@@ -84,7 +84,7 @@ def array_namespace(x: Array) -> ModuleType:
 
 
 def _tiles(shape: tuple[int, int], size: int, most: int) -> Iterator[Tile]:
-    """Tiles of the matrix: whole groups, or pieces of a group that is larger than a tile."""
+    """Cut a matrix into tiles of at most `most` elements: whole groups of `size`, or pieces of longer groups."""
     count, length = shape
     whole = length - length % size
     for first, last, width in ((0, whole, size), (whole, length, length - whole)):
@@ -102,20 +102,20 @@ def _tiles(shape: tuple[int, int], size: int, most: int) -> Iterator[Tile]:
 
 
 def _cut(rows: Array, size: int) -> tuple[Array, Iterator[Tile]]:
-    """The matrix (as one row if no group is short) and its tiles; a single tile on a device."""
+    """(matrix as one row if no group is short, else as it is; its tiles), with a single tile on a device."""
     if rows.shape[1] % size == 0:
         rows = rows.reshape(1, -1)
     return rows, _tiles(rows.shape, size, TILE if isinstance(rows, np.ndarray) else max(rows.size, size))
 
 
 def _groups(rows: Array, tile: Tile) -> Array:
-    """Elements of a tile, as (rows, groups, elements of a group)."""
+    """View of the elements of a tile: shape (rows, groups, elements per group)."""
     part, width = rows[tile.rows, tile.columns], tile.width
     return part.reshape(part.shape[0], part.shape[1] // width, width)
 
 
 def _scratch(rows: Array, size: int, dtype: Any = np.float32) -> Any:
-    """Allocator of temporaries of a tile: shape -> array, always in the same memory, which stays in the cache."""
+    """Function that returns a temporary array of a shape for a tile, each time in the same memory, so in cache."""
     xp = array_namespace(rows)
     space = xp.empty(min(rows.size, TILE) if xp is np else rows.size, dtype)
 
@@ -126,7 +126,7 @@ def _scratch(rows: Array, size: int, dtype: Any = np.float32) -> Any:
 
 
 def _per_group(rows: Array, size: int) -> tuple[int, int]:
-    """Shape of an array of one value per group."""
+    """(rows, groups per row): shape of arrays with one value per group of `size` elements."""
     return rows.shape[0], -(-rows.shape[1] // size)
 
 
@@ -134,7 +134,7 @@ def _per_group(rows: Array, size: int) -> tuple[int, int]:
 
 
 def absmax(rows: Array, size: int) -> Array:
-    """Largest |r| of every group: float32, shape (rows, groups); not finite if an element is not.
+    """Largest magnitude in every group: float32, shape (rows, groups); not finite if an element is not.
 
     Bits of |r| as integers have the order of |r|, with NaN above all, so a NaN is never lost.
     """
@@ -151,7 +151,7 @@ def absmax(rows: Array, size: int) -> Array:
 
 
 def minmax(rows: Array, size: int) -> tuple[Array, Array]:
-    """Smallest and largest element of every group; one of them is not finite if an element is not."""
+    """(smallest, largest) element of every group: shape (rows, groups); one is not finite if an element is not."""
     xp, shape = array_namespace(rows), _per_group(rows, size)
     cut, tiles = _cut(rows, size)
     low = xp.full(_per_group(cut, size), np.inf, xp.float32)
@@ -164,7 +164,7 @@ def minmax(rows: Array, size: int) -> tuple[Array, Array]:
 
 
 def peak(rows: Array, size: int) -> Array:
-    """Element of largest magnitude of every group, with its sign; the first of equal ones."""
+    """Element of largest magnitude of every group, with its sign: shape (rows, groups); the first of equal ones."""
     xp = array_namespace(rows)
     cut, tiles = _cut(rows, size)
     found = cut[:, ::size].copy()
@@ -180,7 +180,7 @@ def peak(rows: Array, size: int) -> Array:
 
 
 def uniform(first: int, shape: tuple[int, ...], stride: int, key: tuple[int, int], xp: ModuleType = np) -> Array:
-    """Random numbers in [0, 1) from element numbers and a key: float32 with 24 random bits.
+    """Pseudo-random numbers in [0, 1), functions of element number and key: float32 with 24 random bits.
 
     Two rounds of the finaliser of MurmurHash3 (A. Appleby, public domain), one for either half of the number. The first
     element has number `first`; each row adds `stride`.
@@ -199,7 +199,10 @@ def _mixed(word: Array) -> Array:
 
 
 def _rounded(t: Array, rounding: str, bias: float, drawn: Array | None) -> Array:
-    """t rounded in place; `half_up` adds the bias first, as ggml does, so that the sum rounds the same way."""
+    """Round t to integers by a mode of `ROUNDINGS`, mostly in place, and return it.
+
+    `half_up` adds the bias first, as ggml does, so that the sum rounds the same way.
+    """
     xp = array_namespace(t)
     match rounding:
         case "nearest_even":
@@ -219,7 +222,7 @@ def _rounded(t: Array, rounding: str, bias: float, drawn: Array | None) -> Array
 
 
 def _drawn(cut: Array, tile: Tile, key: tuple[int, int] | None) -> Array | None:
-    """Random numbers of a tile for stochastic rounding, or None."""
+    """Random numbers for stochastic rounding of a tile's elements; None without a key."""
     if key is None:
         return None
     part = cut[tile.rows, tile.columns]
@@ -229,7 +232,7 @@ def _drawn(cut: Array, tile: Tile, key: tuple[int, int] | None) -> Array | None:
 
 
 def _in_units(rows: Array, size: int, by: Array, multiply: bool) -> Iterator[tuple[Tile, Array]]:
-    """Tiles of a matrix, and their elements in units of their scale, in memory that the next tile overwrites."""
+    """Yield each tile and its elements divided by `by` (with `multiply`, times it); the next tile overwrites them."""
     xp = array_namespace(rows)
     cut, tiles = _cut(rows, size)
     by, scratch = by.reshape(_per_group(cut, size)), _scratch(cut, size)
@@ -245,7 +248,7 @@ def _in_units(rows: Array, size: int, by: Array, multiply: bool) -> Iterator[tup
 def encode_linear(
     rows: Array, size: int, by: Array, multiply: bool, zeros: Array | None, code: LinearCode, out: Array
 ) -> None:
-    """Packed codes of finite elements: clip(round(r / S) + Z) + bias into `out`.
+    """Write packed linear codes of finite elements r to `out`: clip(round(r / S) + Z) + bias.
 
     `by` has the divisor of each group's elements, or with `multiply` their factor: finite, and not 0 as a divisor. Z is
     added after rounding if all `zeros` are integers, else before.
@@ -276,7 +279,7 @@ def encode_linear(
 def encode_float(
     rows: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
 ) -> None:
-    """Codes of the small float nearest to r / S, ties to even, a byte each; values beyond the largest saturate.
+    """Write codes of the small floats nearest to r / S to `out`, a byte each; ties to even, large values saturate.
 
     `code` is a key of `MINIFLOATS`; other parameters as for `encode_linear`.
     """
@@ -288,7 +291,7 @@ def encode_float(
 
 
 def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
-    """Bits of float32 values in a small format: int32, rounded to nearest even, or up with the probabilities `drawn`.
+    """Bits (int32) of float32 values rounded to a small float: to nearest even, or stochastically by `drawn` in [0, 1).
 
     In units of the last place of its exponent, a number is an integer n. Exponents follow each other so that the bits
     are (exponent 2^mantissa) + n, even if n carries into the next exponent.
@@ -325,7 +328,7 @@ def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: 
 
 
 def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, scales: Array, out: Array) -> bool:
-    """Ranges, scales and codes in one pass; False if there is no fused kernel, or a scale is not finite in its format.
+    """Write scales and codes in one pass; False if there is no such kernel, or a scale overflows its format.
 
     The reference has none: the result is that of `absmax`, `quant.scaling.scales` and `encode_linear`. Elements need
     not be finite; rounding is not stochastic. `scales` has shape (rows * groups,): float32, or uint16 for halves.
@@ -337,7 +340,7 @@ def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, s
 def decode_linear(
     packed: Array, size: int, scales: Array, zeros: Array | None, code: LinearCode, out: Array, add: bool
 ) -> None:
-    """S (q - Z) of packed codes into `out`, a matrix of rows, or with `add` added to it."""
+    """Decode packed linear codes q to `out`, a matrix of rows: S (q - Z), or with `add` added to `out`."""
     bits, bias = code.bits, code.bias
     xp = array_namespace(packed)
     target, tiles = _cut(out, size)
@@ -367,7 +370,7 @@ def decode_linear(
 
 @unchecked
 def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Array, add: bool) -> None:
-    """S levels[q] of codes in bytes into `out`, or with `add` added to it.
+    """Decode codes q, a byte each, to `out` by a table: S levels[q], or with `add` added to `out`.
 
     `levels` has shape (k,), or (rows, groups, k) for levels per group.
     """
@@ -388,7 +391,7 @@ def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Arr
 
 
 def _may_overflow(scales: Array, reach: np.float32, zeros: Array = 0.0) -> bool:
-    """True if scales times values up to `reach` + |zeros| may round to infinity; on a device always, not to wait."""
+    """True if scales times values up to `reach` + |zeros| may round to infinity; on a device always (no wait)."""
     return not isinstance(scales, np.ndarray) or not bool((abs(scales) * (reach + abs(zeros)) <= GREATEST).all())
 
 
@@ -413,7 +416,7 @@ def pack(codes: Array, bits: int, out: Array) -> None:
 
 
 def unpack(packed: Array, bits: int, out: Array) -> None:
-    """Unpack the codes of `pack` into `out`: array of uint8, shape (n,)."""
+    """Unpack codes that `pack` packed, one per byte, into `out`: uint8, shape (n,)."""
     xp = array_namespace(packed)
     for words, planes in _blocks(out, bits, packed):
         shift = 0
@@ -430,7 +433,7 @@ def unpack(packed: Array, bits: int, out: Array) -> None:
 
 
 def _blocks(codes: Array, bits: int, packed: Array) -> Iterator[tuple[Array, Array]]:
-    """Views of whole blocks in tiles: 8 words of codes per block, and the bytes of its planes."""
+    """Yield batches of whole 32-code blocks: views of the codes, 8 words of uint32 each, and of their packed bytes."""
     xp, blocks = array_namespace(codes), len(codes) // BLOCK
     step = TILE // BLOCK if xp is np else max(blocks, 1)
     for first in range(0, blocks, step):
@@ -440,5 +443,5 @@ def _blocks(codes: Array, bits: int, packed: Array) -> Iterator[tuple[Array, Arr
 
 
 def _every_byte(power: int) -> np.uint32:
-    """Word whose bytes each have the lowest `power` bits set."""
+    """uint32 word whose bytes each have the lowest `power` bits set."""
     return np.uint32((2**power - 1) * 0x01010101)

@@ -50,7 +50,7 @@ class Histogram(Ranges):
 
     @property
     def total(self) -> int:
-        """Number of elements."""
+        """Number of elements observed."""
         return int(self.counts.sum())
 
     def edges(self) -> np.ndarray:
@@ -59,7 +59,7 @@ class Histogram(Ranges):
         return np.arange(-half, half + 1) * self.width
 
     def observe(self, x: Array) -> None:
-        """Add a batch. ValueError for NaN and infinity."""
+        """Count the elements of a batch of any shape. ValueError for NaN and infinity."""
         low, high = (float(bound[0]) for bound in batch_range(x, PerTensor()))
         exponent = max(self.exponent, self._needed(low, high))
         self.counts, self.exponent = self._counts_at(exponent), exponent
@@ -74,7 +74,7 @@ class Histogram(Ranges):
             self.counts += found if xp is np else found.get()
 
     def _needed(self, low: float, high: float) -> int:
-        """Smallest exponent at which both values have bins."""
+        """Smallest log2 of the bin width with which both values have a bin."""
         half, exponent = len(self.counts) // 2, LEAST
         largest = max(-low, high)
         if largest > 0:
@@ -84,7 +84,7 @@ class Histogram(Ranges):
         return exponent
 
     def _counts_at(self, exponent: int) -> np.ndarray:
-        """Counts in bins of width 2^exponent, at least the current width."""
+        """Counts in bins of width 2^exponent, merged from the current bins, which are not wider: shape (bins,)."""
         half, shift = len(self.counts) // 2, exponent - self.exponent
         if not shift:
             return self.counts
@@ -92,7 +92,7 @@ class Histogram(Ranges):
         return np.bincount(places + half, self.counts, len(self.counts)).astype(np.int64)
 
     def allreduce(self, comm: Any) -> Histogram:
-        """New histogram of all ranks' data, the same on all ranks; `comm` has mpi4py's interface."""
+        """New histogram of the elements of all ranks, the same on all ranks; `comm` has mpi4py's interface."""
         mine = np.array([len(self.counts), self.exponent, -self.low, self.high])
         bins, exponents, lows, highs = allgather(comm, mine).T
         if any(bins != len(self.counts)):
@@ -110,7 +110,10 @@ class Histogram(Ranges):
 
 
 class Percentile(Histogram):
-    """Range between percentiles, accurate to a bin: (100 - percentile) / 2 per cent of elements lie beyond each end."""
+    """Observer of the range between percentiles: (100 - percentile) / 2 per cent of elements lie beyond each end.
+
+    Accurate to the width of a bin.
+    """
 
     def __init__(self, percentile: float = 99.9, bins: int = 2048):
         if not 0 < percentile <= 100:
@@ -128,7 +131,7 @@ class Percentile(Histogram):
 
 
 class _LeastLoss(Histogram):
-    """Range with the least loss for codes of `bits` bits, among `CANDIDATES` equally spaced fractions of the whole."""
+    """Base of observers that choose the range of least loss for `bits` bits, of `CANDIDATES` fractions of the whole."""
 
     def __init__(self, bits: int = 8, symmetric: bool = True, bins: int = 2048):
         if not 2 <= bits <= 8:
@@ -137,7 +140,7 @@ class _LeastLoss(Histogram):
         self.bits, self.symmetric = bits, symmetric
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lowest, highest) value to be covered; ties go to the wider range."""
+        """(lowest, highest) value of the range of least loss: float32, shape (1,) each; of equal ones the widest."""
         low, high = (float(bound[0]) for bound in super().range())
         low, high = min(low, 0.0), max(high, 0.0)
         if self.symmetric:
@@ -151,18 +154,18 @@ class _LeastLoss(Histogram):
         return np.array([best * low], np.float32), np.array([best * high], np.float32)
 
     def _codes(self, values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
-        """Code of each value, from 0, and the step, for codes that cover this range."""
+        """(code of each value, from 0, and the step) of uniform quantisation of the range from `low` to `high`."""
         steps = 2**self.bits - 1 - self.symmetric
         step = (high - low) / steps or 1.0
         return np.clip(np.rint((values - low) / step), 0, steps), step
 
     def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
-        """Loss of codes that cover this range; `values` are the middles of the bins that are not empty."""
+        """Loss of codes that cover `low` to `high`; `values` and `counts` are the middles and counts of bins in use."""
         raise NotImplementedError
 
 
 class MeanSquare(_LeastLoss):
-    """Range with the least mean squared error of rounding and clipping."""
+    """Observer that chooses the range with the least mean squared error of rounding and clipping."""
 
     def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
         codes, step = self._codes(values, low, high)
@@ -172,7 +175,7 @@ class MeanSquare(_LeastLoss):
 
 
 class Entropy(_LeastLoss):
-    """Range with the least Kullback-Leibler divergence between the distribution and its quantised form."""
+    """Observer that chooses the range of least Kullback-Leibler divergence between the distribution and its codes'."""
 
     def _loss(self, values: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
         inside = (values >= low) & (values <= high)

@@ -18,7 +18,7 @@ TENSOR = PerTensor()
 
 
 class Ranges:
-    """Base of all observers: scale and zero point from a range."""
+    """Base of all observers: computes scales and zero points from the range that a subclass observes."""
 
     granularity: Granularity = TENSOR
 
@@ -26,11 +26,11 @@ class Ranges:
         """Set the global index of the next batch, for observers that depend on order."""
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lowest, highest) value to be covered: float32, one of each per tensor or channel."""
+        """(lowest, highest) value that codes are to cover: float32, one of each per tensor or channel."""
         raise NotImplementedError
 
     def parameters(self, spec: QuantSpec) -> dict[str, np.ndarray]:
-        """Arguments `scales` and `zeros` for `quantize`. ValueError if nothing was observed.
+        """Keyword arguments `scales` and `zeros` for `quantize`, from the range. ValueError if nothing was observed.
 
         >>> from quant import INT8, quantize
         >>> observer = MinMax()
@@ -57,7 +57,7 @@ def _positive(scale: np.ndarray) -> np.ndarray:
 
 
 class MinMax(Ranges):
-    """Smallest and largest element of all batches, per tensor or per channel."""
+    """Observer of the smallest and largest element of all batches, per tensor or per channel."""
 
     def __init__(self, granularity: Granularity = TENSOR):
         if not isinstance(granularity, PerTensor | PerChannel):
@@ -66,7 +66,7 @@ class MinMax(Ranges):
         self.low, self.high = np.empty((2, 0), np.float32)  # no channels before the first batch
 
     def observe(self, x: Array) -> None:
-        """Add a batch. ValueError for NaN, infinity, or a changed number of channels."""
+        """Extend the range by a batch. ValueError for NaN, infinity, or a changed number of channels."""
         low, high = batch_range(x, self.granularity)
         if not len(self.low):
             self.low, self.high = low, high
@@ -76,7 +76,7 @@ class MinMax(Ranges):
             raise ValueError(f"x: expected {len(self.low)} channels, as before, found {len(low)}")
 
     def allreduce(self, comm: Any) -> MinMax:
-        """New observer of all ranks' data, the same on all ranks; `comm` has mpi4py's interface."""
+        """New observer with the range of all ranks' batches, the same on all ranks; `comm` has mpi4py's interface."""
         counts = allgather(comm, np.array([len(self.low)], np.int64))[:, 0]
         channels = int(counts.max())
         if any(counts[counts > 0] != channels):
@@ -97,7 +97,7 @@ class MinMax(Ranges):
 
 
 class Ema(Ranges):
-    """Exponential moving average of the batches' ranges: new = a current + (1 - a) old, 0 < a <= 1.
+    """Observer of the moving average of the batches' ranges: new = a current + (1 - a) old, 0 < a <= 1.
 
     Either every rank observes its part of each batch, and the n-th batch of all ranks is one batch; or `begin` sets the
     global index before each batch, and ranks need not see all of them. The average depends on the order of batches, so
@@ -116,25 +116,25 @@ class Ema(Ranges):
         self._batch = batch
 
     def observe(self, x: Array) -> None:
-        """Add a batch, or a part of the batch set by `begin`. ValueError for NaN and infinity."""
+        """Record the range of a batch, or of a part of the batch set by `begin`. ValueError for NaN and infinity."""
         low, high = batch_range(x, TENSOR)
         number = len(self.batches) if self._batch is None else self._batch
         self.batches = self._padded(number + 1)
         self.batches[number] = np.minimum(self.batches[number], [low[0], -high[0]])
 
     def allreduce(self, comm: Any) -> Ema:
-        """New observer, the same on all ranks, whose n-th batch joins the n-th batches of all ranks."""
+        """New observer, the same on all ranks, whose n-th batch consists of the n-th batches of all ranks."""
         batches = int(allgather(comm, np.array([len(self.batches)], np.int64)).max())
         merged = Ema(self.a)
         merged.batches = allgather(comm, self._padded(batches).reshape(-1)).min(axis=0).reshape(batches, 2)
         return merged
 
     def _padded(self, batches: int) -> np.ndarray:
-        """Copy of `batches` with at least so many rows."""
+        """Copy of `self.batches` with at least `batches` rows; the new ones are marked as not observed (infinite)."""
         return np.pad(self.batches, ((0, max(batches - len(self.batches), 0)), (0, 0)), constant_values=np.inf)
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lowest, highest), averaged from the first batch on."""
+        """(lowest, highest) value, averaged over the observed batches in order: float32, shape (1,) each."""
         observed = self.batches[np.isfinite(self.batches[:, 0])]
         if not len(observed):
             raise ValueError("no range: nothing was observed yet")
@@ -145,7 +145,7 @@ class Ema(Ranges):
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:
-    """(lowest, highest) element of a batch, per channel: float32 on the host. ValueError for NaN and infinity."""
+    """(lowest, highest) element of a batch, per tensor or channel: float32 on the host. ValueError if not finite."""
     blocks = blocking(granularity, tuple(x.shape))
     if not blocks.elements:
         raise ValueError("a batch without elements has no range")

@@ -15,10 +15,11 @@ from quant.spec.quant_spec import QuantSpec
 def awq(
     w: np.ndarray, moments: np.ndarray, sizes: np.ndarray, spec: QuantSpec, candidates: int = 20
 ) -> tuple[QuantizedArray, np.ndarray]:
-    """Codes of w s, and the scaling s: w is about codes / s.
+    """Quantise a weight matrix w times the best scaling s of its inputs; returns (quantised w s, s).
 
-    s = (mean|x|)^alpha, normalised to a geometric mean of its largest and smallest value of 1, with the alpha among
-    `candidates` values from 0 (plain rounding) to below 1 whose w x is nearest to the exact one.
+    w is about its values / s. s = (mean|x|)^alpha, normalised to a geometric mean of its largest and smallest value of
+    1, with the alpha among `candidates` values from 0 (plain rounding) to below 1 whose w x is nearest to the exact
+    one.
 
     `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs), `sizes` the mean |x| of each input;
     s is float32 of shape (inputs,).

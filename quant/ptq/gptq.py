@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0.01) -> QuantizedArray:
-    """Codes that approximate w x (rather than w) for the observed inputs x.
+    """Quantise a weight matrix so that its product w x (rather than w) is approximated for the observed inputs x.
 
     `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs) or a multiple of it, to whose diagonal
     the share `damping` of its mean is added. Scales have one level and are `PerTensor()`, `PerChannel(0)` or
@@ -58,7 +58,7 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
 
 
 def _inverse_root(moments: np.ndarray, damping: float, w: np.ndarray) -> np.ndarray:
-    """U with U^T U the inverse of the damped moments; inputs that are always 0 get weights of 0."""
+    """Upper triangular U with U^T U the inverse of the damped moments; zeroes weights of inputs that are always 0."""
     h = np.array(moments, np.float64)
     never = np.diag(h) == 0
     w[:, never] = 0

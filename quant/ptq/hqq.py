@@ -17,7 +17,7 @@ from quant.spec.quant_spec import QuantSpec
 def hqq(
     w: np.ndarray, spec: QuantSpec, norm: float = 0.7, beta: float = 10.0, growth: float = 1.01, steps: int = 20
 ) -> QuantizedArray:
-    """Codes with the usual scales and optimised zero points.
+    """Quantise weights with the usual scales, and zero points that minimise an outlier-robust error.
 
     Minimises sum |w - S (q - Z)|^norm over Z, 0 < norm < 1: smaller norms weigh outliers less. The loss is split into a
     sparse error e and a quadratic term weighted with beta; both are solved for in turn while beta grows, in at most

@@ -1,4 +1,4 @@
-"""Exact products of small integers by float32 matrix products: no partial sum over a block of K exceeds 2^24."""
+"""Exact products of int8 matrices in float32: cut along k, so that no partial sum exceeds 2^24."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def integer_matmul(a: Array, b: Array) -> Array:
 
 
 def product(x: QuantizedArray, w: QuantizedArray) -> Array:
-    """x @ w^T by their codes, with weight scales that may change along k.
+    """x @ w^T of quantised matrices, computed from their integer codes: float32, shape (m, n).
 
     The sum of a group is one of integers, exact; groups are scaled and added in float32, in their order.
 
@@ -81,7 +81,7 @@ def exact(x: QuantSpec, w: QuantSpec) -> bool:
 
 
 def _by_rows(spec: QuantSpec) -> bool:
-    """True if scales change at most from row to row."""
+    """True if all elements in a row of a matrix share a scale."""
     return spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def smoothing(largest: np.ndarray, w: np.ndarray, alpha: float = 0.5) -> np.ndarray:
-    """Divisor s of each input's activations, by which the weights' columns are multiplied.
+    """Factor s of each input: activations are to be divided by s, and the columns of w multiplied by s.
 
     s = max|x|^alpha / max|w|^(1 - alpha): alpha = 1 equalises activations, 0 equalises weights.
 

@@ -22,7 +22,7 @@ def thresholds(levels: Array) -> Array:
 
 
 def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
-    """Optimal k levels (least sum of squared distances), ascending: float64; the last repeat if values are fewer.
+    """Optimal k levels (least sum of squared distances): float64, ascending; with fewer values the last repeats.
 
     The best clusters of sorted values are intervals. With D[j][i] the least cost of the first i values in j intervals,
     the best start of the last interval does not move left as i grows, so D[j] follows from D[j-1] by divide and conquer
@@ -39,7 +39,7 @@ def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
     prefix = [np.concatenate([[0.0], np.cumsum(mass * (points - middle) ** power)]) for power in range(3)]
 
     def cost(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Cost of the values `first` to `last` (exclusive) as one cluster."""
+        """Sum of squared distances to the mean of the sorted points `first` to `last` (exclusive)."""
         count, total, squares = (sums[last] - sums[first] for sums in prefix)
         costs: np.ndarray = np.maximum(squares - total * total / count, 0)
         return costs
@@ -63,7 +63,7 @@ def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def _next_row(least: np.ndarray, cost: Any, clusters: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Costs with one more cluster, for every number of values from `clusters` on, and the start of the last cluster."""
+    """(least cost of the first i points in `clusters` clusters, start of the last one), for all i up to n."""
     row, start = np.full(n + 1, np.inf), np.zeros(n + 1, int)
     spans = [(clusters, n, clusters - 1, n - 1)]  # ends low..high, whose best starts are in first..last
     while spans:
@@ -106,7 +106,7 @@ def kmeans_lloyd(values: np.ndarray, k: int, iterations: int = 100) -> np.ndarra
 
 
 def fit(values: np.ndarray, k: int) -> np.ndarray:
-    """k levels of these values: optimal for up to `EXACT` values."""
+    """Fit k levels to the values: optimal for up to `EXACT` values, by Lloyd's iterations for more."""
     return kmeans_exact(values, k) if len(values) <= EXACT else kmeans_lloyd(values, k)
 
 

@@ -22,7 +22,7 @@ TINY = np.float32(2**-149)
 
 
 class StoredScales(NamedTuple):
-    """Raw items of each level as stored, innermost first, and the scales: float32, shape (rows, groups)."""
+    """Rounded scales: items of each level as stored, innermost first, and values (float32, shape (rows, groups))."""
 
     levels: tuple[Array, ...]
     scales: Array
@@ -52,7 +52,7 @@ def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
 
 
 def steps(spec: QuantSpec) -> float:
-    """Length of a symmetric linear code's range in steps S, from 0."""
+    """Divisor n of a symmetric linear code: a group's scale is its largest magnitude / n; negative for q_range peak."""
     if not spec.signed:
         return spec.q_max
     most = 2.0 ** (spec.bits - 1)
@@ -67,7 +67,7 @@ def _two_to(exponent: Array) -> Array:
 
 
 def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
-    """(S, low) of groups with these smallest and largest elements.
+    """(scale, lower end of the range) of asymmetric groups with these smallest and largest elements.
 
     An integer zero point extends the range to 0, so that 0 is represented exactly and Z is a code; groups of equal
     elements are always extended.
@@ -84,7 +84,7 @@ def affine(spec: QuantSpec, low: Array, high: Array) -> tuple[Array, Array]:
 
 
 def zero_point(spec: QuantSpec, scale: Array, low: Array) -> Array:
-    """Z = q_min - low / S with the stored S; q_min if S is 0."""
+    """Zero points Z = q_min - low / S for stored scales S; rounded and clipped if the spec stores integers."""
     xp = array_namespace(scale)
     with np.errstate(over="ignore"):
         zero = float(spec.q_min) - low / xp.where(scale == 0, np.float32(1), scale)
@@ -111,7 +111,7 @@ def _store(scale: Array, kind: Scales, parent_levels: tuple[GroupBlocking, ...],
 
 
 def joined(gamma: Array, numbers: Array) -> Array:
-    """Scales of two levels as one, at most the largest number: they may be rounded up beyond it."""
+    """Product of parent scales `gamma` and the scales below them, limited to the largest finite float32."""
     with np.errstate(over="ignore"):
         return array_namespace(gamma).clip(gamma * numbers, -GREATEST, GREATEST)
 
@@ -123,7 +123,7 @@ def spread(of_groups: Array, blocks: GroupBlocking) -> Array:
 
 
 def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
-    """(raw items, float32 values) of scales in a format; with `keep`, no nonzero scale becomes 0."""
+    """Round scales to a format: (items as stored, float32 values); with `keep`, no nonzero scale becomes 0."""
     xp = array_namespace(scale)
     if form == "fp32":
         return scale, scale
@@ -163,7 +163,7 @@ def halves(numbers: Array, form: str) -> Array:
 
 
 def numbers_of(raw: Array, form: str) -> Array:
-    """Raw items of a format as float32."""
+    """Values of stored items of a format such as fp16 or e8m0, as float32."""
     xp = array_namespace(raw)
     if form == "fp32":
         return raw

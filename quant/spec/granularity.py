@@ -22,12 +22,12 @@ def whole_number(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class PerTensor:
-    """One group of all elements."""
+    """Granularity: all elements are one group, with one scale."""
 
 
 @dataclass(frozen=True)
 class PerChannel:
-    """One group per index along `axis`."""
+    """Granularity: one group, with one scale, per index along `axis`."""
 
     axis: int = 0
 
@@ -37,7 +37,7 @@ class PerChannel:
 
 @dataclass(frozen=True)
 class PerGroup:
-    """Groups of `size` neighbours along `axis`; the last group of each row may be shorter."""
+    """Granularity: groups of `size` neighbours along `axis`; the last of each row may be shorter."""
 
     size: int
     axis: int = -1
@@ -53,7 +53,7 @@ Granularity = PerTensor | PerChannel | PerGroup
 
 
 class GroupBlocking(NamedTuple):
-    """Matrix of `rows` x `length`, each row in groups of `size`.
+    """Division of a matrix of `rows` x `length` elements into groups: each row is cut every `size` elements.
 
     >>> blocking(PerGroup(32), (3, 100))
     GroupBlocking(rows=3, length=100, size=32)
@@ -83,7 +83,7 @@ class GroupBlocking(NamedTuple):
         return row * self.length + place * self.size
 
     def group_of(self, element: int) -> int:
-        """Index of the group that holds an element."""
+        """Index of the group that holds the element with this index, both in row order."""
         row, place = divmod(element, self.length)
         return row * self.per_row + place // self.size
 
@@ -95,7 +95,7 @@ def _axis(granularity: PerChannel | PerGroup, ndim: int) -> int:
 
 
 def blocking(granularity: Granularity, shape: tuple[int, ...]) -> GroupBlocking:
-    """Rows and groups of an array of this shape. ValueError if the array has no such axis."""
+    """Division of an array of this shape into rows and groups. ValueError if the array has no such axis."""
     n = math.prod(shape)
     match granularity:
         case PerTensor():
@@ -110,14 +110,14 @@ def blocking(granularity: Granularity, shape: tuple[int, ...]) -> GroupBlocking:
 
 
 def to_rows(x: Array, granularity: Granularity) -> Array:
-    """Matrix of rows, C-contiguous: `x` itself if it is laid out like that, else a copy."""
+    """Arrange an array as the C-contiguous matrix whose rows are cut into groups; without a copy if possible."""
     blocks, order = blocking(granularity, x.shape), _row_order(granularity, x.ndim)
     rows = (x.transpose(*order) if order else x).reshape(blocks.rows, blocks.length)
     return rows if rows.flags.c_contiguous else rows.copy()
 
 
 def from_rows(rows: Array, granularity: Granularity, shape: tuple[int, ...]) -> Array:
-    """Array of this shape from its matrix of rows; a view if possible."""
+    """Arrange a matrix from `to_rows` as an array of this shape again; a view if possible."""
     order = _row_order(granularity, len(shape))
     if not order:
         return rows.reshape(shape)
@@ -126,7 +126,7 @@ def from_rows(rows: Array, granularity: Granularity, shape: tuple[int, ...]) -> 
 
 
 def _row_order(granularity: Granularity, ndim: int) -> list[int] | None:
-    """Order of axes with the axis of channels first, or the axis of groups last; None if it is that of the array."""
+    """Axis order for `to_rows`: axis of channels first, or of groups last; None if the array has this order."""
     if isinstance(granularity, PerTensor):
         return None
     axis = _axis(granularity, ndim)

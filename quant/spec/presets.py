@@ -49,7 +49,7 @@ PRESETS = {
 
 
 def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantSpec:
-    """Linear codes in groups along the last axis: the usual choice for weights and communication.
+    """Spec of linear codes in groups along the last axis: the usual choice for weights and communication.
 
     >>> grouped(8, 128).bits_per_element
     8.125

@@ -37,7 +37,7 @@ def _granularity(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Scales:
-    """Format of scales, optionally quantised in turn by larger parent scales.
+    """Storage format of scales, which may themselves be quantised, with larger parent scales.
 
     Scales form an array of shape (rows, groups). With a parent, S = gamma S_q: S_q in this format, one gamma per group
     of `granularity` among the scales. Parents may have parents.
@@ -72,13 +72,13 @@ class Scales:
 
     @property
     def levels(self) -> tuple[Scales, ...]:
-        """This level, its parent, and so on."""
+        """Tuple of this `Scales`, its parent, the parent's parent, and so on."""
         return (self, *(self.parent.levels if self.parent else ()))
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """Quantisation of numbers: r = S (q - Z), or r = S table[q].
+    """Quantisation scheme: a code q stands for r = S (q - Z), or r = S table[q]; S is a scale, Z a zero point.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ class QuantSpec:
             raise ValueError(fault)
 
     def _linear_fault(self, scales: Scales) -> str | None:
-        """Error of a combination of fields, for linear codes."""
+        """Error message if fields of a spec of linear codes contradict each other, else None."""
         peak = self.q_range == "peak"
         if self.symmetric and self.signed and not peak and self.q_max == 0:
             return "one bit with a sign has the codes -1 and 0 alone: take q_range='peak' or signed=False"
@@ -157,7 +157,7 @@ class QuantSpec:
         return None
 
     def _table_fault(self, scales: Scales) -> str | None:
-        """Error of a combination of fields, for codes that are not linear."""
+        """Error message if fields of a spec of other than linear codes contradict each other, else None."""
         width = MINIFLOATS[self.code].bits if self.minifloat else 4 if self.code in TABLES else self.bits
         roundings = ("nearest_even", "stochastic") if self.minifloat else ("nearest_even",)
         if self.bits != width:
@@ -172,12 +172,12 @@ class QuantSpec:
 
     @property
     def scales(self) -> Scales:
-        """Format of the scales as `Scales`."""
+        """Field `scale` as a `Scales`, also if it is the name of a format."""
         return Scales(self.scale) if isinstance(self.scale, str) else self.scale
 
     @property
     def linear(self) -> bool:
-        """True if r = S (q - Z)."""
+        """True for linear codes: r = S (q - Z)."""
         return self.code == "linear"
 
     @property
@@ -187,12 +187,12 @@ class QuantSpec:
 
     @property
     def q_max(self) -> int:
-        """Largest q."""
+        """Largest integer code q."""
         return (1 << (self.bits - self.signed)) - 1
 
     @property
     def q_min(self) -> int:
-        """Smallest q."""
+        """Smallest integer code q."""
         if not self.signed:
             return 0
         return -self.q_max if self.symmetric and self.q_range == "restricted" else -(2 ** (self.bits - 1))
@@ -213,7 +213,7 @@ class QuantSpec:
 
     @property
     def _group_bits(self) -> int:
-        """Bits of a group besides its codes."""
+        """Bits of a group's scale (or kmeans levels) and zero point."""
         if self.code == "kmeans":
             return self.scales.bits << self.bits
         zero = 0 if self.symmetric else self.bits if self.zero == "integer" else SCALE_BITS[self.zero]
@@ -229,7 +229,7 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> QuantSpec:
-        """Spec of the values of `to_dict`. ValueError if the values are invalid.
+        """Create a spec from the values of `to_dict`. ValueError if they are invalid.
 
         >>> spec = QuantSpec(4, granularity=PerGroup(16), scale=Scales("e4m3", parent=Scales("fp32")))
         >>> QuantSpec.from_dict(spec.to_dict()) == spec
@@ -257,12 +257,12 @@ def _from_json(value: Any) -> Any:
 
 
 def _share(granularity: Granularity) -> float:
-    """Groups per element of a long array."""
+    """Groups per element of a long array: 1 / size, or 0 if their number does not grow with it."""
     return 1 / granularity.size if isinstance(granularity, PerGroup) else 0.0
 
 
 def _parents_bits(scales: Scales) -> float:
-    """Bits of all parents per scale."""
+    """Bits of all parent scales, per scale."""
     if scales.parent is None:
         return 0.0
     return _share(scales.granularity) * (scales.parent.bits + _parents_bits(scales.parent))
