@@ -42,7 +42,7 @@ They time messages one way, one way and combined, both ways, both ways and combi
 
 
 class CalibratedCosts(NamedTuple):
-    """Cost functions measured in this run: messages between ranks, and copies within a rank (its own block)."""
+    """Cost functions measured in this run: of messages between ranks, and of copying a rank's own block."""
 
     network: ClusteredNetwork
     copy: EdgeCost
@@ -76,7 +76,7 @@ def calibrate(
     place = nodes[:rank].count(node)
 
     def curves(pair: tuple[int, int]) -> tuple[EdgeCost, EdgeCost]:
-        """Least costs over all pairs of ranks (two that pass equal `pair`): of a message, and of its reduction."""
+        """Least costs of a message and of its reduction over all pairs; the two ranks of a pair pass equal `pair`."""
         color = sorted(set(plain.allgather(pair))).index(pair)
         two, mine = comm.Split(color, rank), MPI.Intracomm(plain.Split(color, rank))
         sweeps = []  # several, so that a disturbance of the machine affects one of them only

@@ -129,7 +129,7 @@ class CaseBuffers:
         self.case, self._shift = case, 0
 
         def array(values: NDArray[np.int32] | None, length: int = 0) -> NDArray[Any] | None:
-            """Allocate an array that begins with `values`, or return None without; collective for symmetric memory."""
+            """Allocate an array that begins with `values`; None if they are None. Collective for symmetric memory."""
             length = 0 if values is None else length or len(values)
             symmetric = memory == "symmetric"
             made = comm.empty(comm.allreduce(length, MPI.MAX), dtype)[:length] if symmetric else np.empty(length, dtype)

@@ -107,7 +107,7 @@ def measure_costs(plain: MPI.Intracomm, comm: Communicator, seconds: float, know
 
 
 class TunerSetting(NamedTuple):
-    """Collective, form of call, dtype and bytes that the tuner times together: one row of the timing table."""
+    """Setting that the tuner measures: collective, form of call, dtype and bytes."""
 
     collective: str
     form: str

@@ -18,7 +18,7 @@ def words(text: str) -> list[str]:
 
 
 def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Make an argument type: comma-separated names out of `known`, or ``all``; `what` is a name in errors."""
+    """Make an argument type: comma-separated names out of `known`, or ``all``; `what` describes them in errors."""
     known = list(known)
 
     def names(text: str) -> list[str]:

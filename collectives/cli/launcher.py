@@ -127,7 +127,7 @@ def on_terminal(descriptor: int = 2) -> bool:
 
 
 def launcher_stream(descriptor: int) -> TextIO | None:
-    """Standard output (1) or error (2) of Open MPI's launcher, opened for writing.
+    """Standard output (1) or error (2) of Open MPI's launcher, opened for writing; None if not accessible.
 
     The launcher forwards nothing that a rank prints after the signal that ends the launcher, so open the stream before.
     None under other MPIs, on other hosts than the launcher's, and if it cannot be opened (a socket).

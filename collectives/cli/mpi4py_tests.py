@@ -36,7 +36,7 @@ KINDS = ("excluded", "skipped", "passed", "failed")
 
 
 def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
-    """Read a launch's result files: outcomes by test begun on all ranks, and True if all ranks ended all tests.
+    """Read a launch's result files: outcomes of tests begun on all ranks, and True if all ranks ended all tests.
 
     A test in which a rank ended or stood has failed.
     """

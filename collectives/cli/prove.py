@@ -1,4 +1,4 @@
-"""Prove every algorithm in the catalogue for every number of ranks, and compare its costs with lower bounds.
+"""Prove every algorithm in the catalogue correct for all numbers of ranks up to a limit, and show its costs.
 
     chorus prove collectives --max-size 64
 
@@ -43,7 +43,7 @@ def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
 
 
 def placements(size: int) -> list[Nodes | None]:
-    """Rank-to-node maps to prove: one node; blocks of k ranks per node; ranks dealt over k nodes; some random maps."""
+    """Rank-to-node maps to prove: one node; blocks of k ranks; ranks dealt round-robin over k nodes; random maps."""
     drawn = random.Random(size)
     widths = [width for width in (1, 2, 3, 4, 5, 8) if width < size]
     found = [numbered(rank // width for rank in range(size)) for width in widths if size <= 16 or width in (3, 8)]
@@ -83,7 +83,7 @@ def check_costs(collective: str, name: str, size: int, done: Costs, segments: in
 
 
 class ProvedAlgorithm(NamedTuple):
-    """Result for one algorithm: number of proved schedules, and costs at the largest number of ranks."""
+    """Result of proving one algorithm: number of proved schedules, and costs at the largest number of ranks."""
 
     collective: str
     name: str

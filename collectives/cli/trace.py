@@ -1,4 +1,4 @@
-"""Record one call over all ranks as a trace that ui.perfetto.dev and chrome://tracing open.
+"""Record one collective call on all ranks as a trace that ui.perfetto.dev and chrome://tracing open.
 
     mpiexec -n 4 python scripts/trace.py --collective allreduce --algorithm ring --bytes 1M -o out/trace.json
 

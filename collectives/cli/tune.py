@@ -1,4 +1,4 @@
-"""Measure which algorithm is the fastest here, for every collective and size, and store the times for `auto`.
+"""Measure which algorithm is fastest on this machine, per collective and size, and store the times for `auto`.
 
 chorus tune -n 2
 chorus tune -n 4 --collective allreduce,broadcast --sizes 8:16M:4

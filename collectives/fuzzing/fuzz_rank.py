@@ -46,11 +46,11 @@ def run(
     begins: Callable[[Step], object] = lambda step: None,
     control: bool = False,
 ) -> tuple[int, str]:
-    """Run one seed's steps on mpi4py's communicators and on ours, and compare the results. Collective.
+    """Run one seed's steps on mpi4py's communicators and on ours; return our number of calls, and the first fault.
 
-    The threads run one after the other on the MPI's own communicators, and together on ours. `begins` is called with
-    each step as it begins, in its thread. `control` puts the MPI's own in the place of ours. Returns the number of our
-    calls on this rank, and the first difference or the traceback of our first error, empty if there is none.
+    Collective over `world`. The threads run one after the other on the MPI's own communicators, and together on ours.
+    `begins` is called with each step as it begins, in its thread. `control` puts the MPI's own in the place of ours.
+    The fault is the first difference or the traceback of our first error on this rank, empty if there is none.
     """
     if any(step.thread for step in steps):
         steps = [step for step in steps if not hangs_natively(step)]

@@ -281,7 +281,7 @@ class Player:
     _free_op = _free_ops
 
     def _copied_op(self, step: Step, comm: Any) -> None:
-        """Reduce with a short-lived copy of MPI.SUM, then with a user-defined operation that may reuse its address."""
+        """Reduce with a short-lived copy of MPI.SUM, then with a user-defined operation that may reuse its handle."""
         self._free_ops()
         mine, total, found = np.full(3, 3 + comm.Get_rank(), np.uint64), np.empty(3, np.uint64), []
         for turn in range(2):

@@ -35,7 +35,7 @@ class CrossMemoryAttach:
         self._addresses = ctypes.addressof(self._here), ctypes.addressof(self._there)
 
     def read(self, into: int, origin: int, nbytes: int) -> None:
-        """Copy `nbytes` from `origin` in the process to `into` in this one; OSError if the kernel refuses."""
+        """Copy `nbytes` from address `origin` of that process to address `into` of this one; OSError if refused."""
         call, here, there, (at_here, at_there) = self._call, self._here, self._there, self._addresses
         while nbytes > 0:  # the kernel copies at most 2 GiB at a time
             here.base, here.length = into, nbytes
@@ -47,7 +47,7 @@ class CrossMemoryAttach:
             into, origin, nbytes = into + done, origin + done, nbytes - done
 
     def able(self, into: int, origin: int, nbytes: int) -> bool:
-        """Try a read; True if the kernel permits it."""
+        """Try such a `read`; True if the kernel permits it."""
         with suppress(OSError):
             if self._call is not None:
                 self.read(into, origin, nbytes)

@@ -69,7 +69,7 @@ class SplitExchange(NamedTuple):
 
 
 class FusedExchange:
-    """Fused function for a program that is one eager send, one receive, or both, and nothing else.
+    """Fused exchange for a bound collective that is one eager send, one receive, or both, and nothing else.
 
     `alone`: no other messages use the channel between the two ranks. `compiles`: it is run often enough.
     """
@@ -80,7 +80,7 @@ class FusedExchange:
     def bind_arrays(
         self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
     ) -> Callable[[np.ndarray, np.ndarray], None] | None:
-        """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`; or None.
+        """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`; None if not supported.
 
         None unless all of `source` is sent and all of `target` written, the memory that the program is bound to.
         """

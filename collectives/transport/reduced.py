@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 
 def reduced(comm: MPI.Intracomm, number: int, op: MPI.Op = MPI.SUM) -> int:
-    """Reduce an integer of every rank. Collective."""
+    """Allreduce one integer per rank with `op` and return the result. Collective."""
     mine, result = np.array([number], np.int64), np.zeros(1, np.int64)
     comm.Allreduce(mine, result, op)
     return int(result[0])

@@ -199,7 +199,7 @@ class Receive:
         return self.edge.theirs[self.flags[number & MASK]] >= number * KIND
 
     def take(self) -> None:
-        """Wait for the message, which is the next of its edge, and receive it.
+        """Wait for this message, the next one from its peer, and receive it.
 
         Raises `Mismatch` if another call sent it, or its length is not the expected one.
         """

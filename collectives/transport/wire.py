@@ -43,9 +43,9 @@ class Wire(Protocol):
         """Pairs of functions (wait, test) that together complete all the messages."""
 
     def split_size(self, peer: int, nbytes: int) -> int | None:
-        """Part size in bytes of a message of `nbytes` between ranks that share memory; 0 for one part.
+        """Bytes per part of a message of `nbytes` to `peer`; 0 for a single part, None without shared memory.
 
-        None if they share no memory. Incoming parts are reduced by `combine`, directly from the sender's memory.
+        Incoming parts are reduced by `combine`, directly from the sender's memory.
         """
         return None
 
