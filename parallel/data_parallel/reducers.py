@@ -238,7 +238,7 @@ class ShardedCanonicalReducer(ShardedPlainReducer):
         self._assignment = assignment
 
     def exchange(self, turn: int) -> None:
-        """Exchange the gradients of each rank's micro-batch number `turn`: receive this rank's part from every rank."""
+        """Exchange the gradients of every rank's `turn`-th micro-batch: receive this rank's part of each."""
         leaves = [numbers[turn] if turn < len(numbers) else None for numbers in self._assignment]
         self.bucket.end_backward()
         size, here = self._own.size, leaves[self._rank] is not None
