@@ -57,7 +57,7 @@ def _adopting(name: str) -> Callable[..., Any]:
 
 
 class Communicator(CollectiveMethods):
-    """Intracommunicator whose collectives on arrays are Chorus's; all else is inherited from mpi4py. Collective.
+    """Intracommunicator with Chorus's collectives on arrays, all else inherited from mpi4py. Creation is collective.
 
     It shares ranks and point-to-point messages with `comm`; messages of its collectives are separate.
 

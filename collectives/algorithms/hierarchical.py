@@ -102,7 +102,7 @@ def _merged(schedules: Iterable[Rounds]) -> Rounds:
 
 
 def _between(rank: int, layout: NodeLayout, rounds: Callable[[int, int], Rounds]) -> Rounds:
-    """Run a collective between nodes on every rail that `rank` serves; `rounds(node, nodes)` is its schedule."""
+    """Rounds of `rank` in collectives between nodes on the rails it serves; `rounds(node, nodes)` generates one."""
     node, place = layout.node[rank], layout.place[rank]
     return _merged(
         on(partial(layout.server, rail), rounds(node, len(layout.members)), layout.between(rail))
@@ -139,7 +139,7 @@ def _by_rank(layout: NodeLayout, rounds: Rounds) -> Rounds:
 
 
 def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Every rank gathers the blocks of its rail from the other nodes; then an allgather within the node.
+    """Each rank gathers blocks from its counterparts on the other nodes; then an allgather within each node.
 
     Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
     """
@@ -148,7 +148,7 @@ def allgather(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
-    """Reverse of the allgather: the ranks of a node sum one slice each, then sum slices over the nodes.
+    """Reverse of the allgather: a reduce-scatter within each node, then one among counterparts on all nodes.
 
     Cost: h alpha + (p-1)/p n (beta + gamma), of which (N-1)/p n between nodes. Commutative operations only.
     """
@@ -156,7 +156,7 @@ def reduce_scatter(rank: int, size: int, nodes: Nodes | None) -> Rounds:
 
 
 def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """The root scatters blocks by rail within its node; every rail scatters its blocks over the nodes.
+    """The root scatters slices over its node; each rank of it scatters its slice over counterparts on other nodes.
 
     Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
     """
@@ -165,7 +165,7 @@ def scatter(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
 
 
 def gather(rank: int, size: int, root: int, nodes: Nodes | None) -> Rounds:
-    """Reverse of the scatter: blocks are gathered on every rail, then at the root within its node.
+    """Reverse of the scatter: the root's node gathers from its counterparts on other nodes; then the root gathers.
 
     Cost: h alpha + (p-1)/p n beta, of which (N-1)/p n between nodes.
     """

@@ -31,7 +31,7 @@ def _skips(size: int) -> tuple[int, ...]:
 
 
 def _first_block(place: int, skips: tuple[int, ...]) -> int:
-    """First block received by rank root + `place`: index of the smallest skip in the greedy sum of skips = `place`."""
+    """First block that rank root + `place` gets: index of the smallest skip of `place` split greedily into skips."""
     last = len(skips) - 2
     for index in range(last - 1, -1, -1):
         if skips[index] == place:
@@ -43,7 +43,7 @@ def _first_block(place: int, skips: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def _receive_schedule(place: int, size: int) -> tuple[int, ...]:
-    """Block that the rank `place` after the root receives in each round of a cycle, plus q per cycle; negative: none.
+    """Block that rank root + `place` receives in each of the q rounds of a cycle, q more every cycle; none if negative.
 
     The place p + r is reached from 0 by skips, always the largest that leads to a place not too far yet; every such
     way ends in a skip that no other way has used, and its number is the block. (Traff 2024, algorithm 5.)
@@ -75,7 +75,7 @@ def _receive_schedule(place: int, size: int) -> tuple[int, ...]:
 
 
 def _received_block(place: int, size: int, blocks: int, time: int) -> int | None:
-    """Block that the rank `place` after the root receives in round `time` of a broadcast of `blocks`, or None.
+    """Block that rank root + `place` receives in round `time` of a broadcast of `blocks` blocks, or None.
 
     Rounds are numbered so that the last cycle is complete; a cycle uses every skip once. Numbers beyond the last block
     stand for the last block, received only once.

@@ -21,7 +21,7 @@ from collectives.schedule.transforms import reverse
 
 
 def _subtree_root(start: int, stop: int, places: int, tree: int) -> int:
-    """Root of the subtree of inner nodes `start` .. `stop` - 1 of tree 0 or 1, as place relative to the root, or 0.
+    """Top of the subtree of inner nodes `start` .. `stop` - 1 of tree 0 or 1: its rank relative to the root; 0 if none.
 
     Places are 1 .. `places`. Inner place i of tree 0 is 2 i + 2, of tree 1 it is 2 i + 1. A subtree without inner
     places is the leaf between its neighbours.

@@ -21,7 +21,7 @@ def run(motion: Motion) -> None:
 
 
 def staggered(motions: Iterable[Motion], in_flight: int = 2) -> Motion:
-    """Interleave independent collectives: one computes while the messages of others are in flight.
+    """Interleave collectives so that one computes while messages of others are in flight; yield requests to wait for.
 
     The order of progress is fixed and does not depend on time, so all ranks start their messages in the same order.
     At most `in_flight` collectives have messages in flight at a time.

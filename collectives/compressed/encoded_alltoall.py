@@ -51,7 +51,7 @@ class EncodedAlltoall(BoundCollective):
         self._exchange = comm.Alltoallv_init(*messages)
 
     def alltoall(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Send block s of x to rank s, and store the blocks received from all ranks in `out`, in rank order.
+        """Send block s of x to rank s, store blocks received in `out` in rank order; yield requests to wait for.
 
         Parameters
         ----------

@@ -36,7 +36,7 @@ class SegmentedAllreduce(BoundCollective):
         self.segments = [TwoShotAllreduce(comm, length, within(codec, start, length)) for start, length in cuts]
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Store the sum of all ranks' x in `out`, which may be x; `lost` as of `FlatAllreduce.allreduce`."""
+        """Sum all ranks' x into `out`, which may be x; `lost` as in `FlatAllreduce`; yield requests to wait for."""
 
         def part(vector: np.ndarray, number: int) -> np.ndarray:
             return self._cuts.of_vector(vector, number)
@@ -69,7 +69,7 @@ class HierarchicalAllreduce(BoundCollective):
         self._sum = self._node.empty(count, np.float32)
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Store the sum of all ranks' x in `out`, which may be x; `lost` is the encoding error on leaders, else 0."""
+        """Sum all ranks' x into `out`, which may be x; `lost` is 0 except on leaders; yield requests to wait for."""
         yield [self._node.Ireduce(x, self._sum, MPI.SUM, 0)]
         if lost is not None:
             lost[...] = 0

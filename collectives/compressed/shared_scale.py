@@ -42,7 +42,7 @@ class SharedScale(BoundCollective):
         self._codes = comm.empty(count, self.integer)
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Store the sum of all ranks' x in `out` and the encoding error of x in `lost`; either may be x."""
+        """Sum all ranks' x into `out`, x's encoding error in `lost` (either may be x); yield requests to wait for."""
         whole, tail = divmod(self.count, self.group)
         np.abs(x[: whole * self.group].reshape(whole, self.group)).max(axis=1, out=self._peaks[:whole], initial=0)
         if tail:

@@ -46,7 +46,7 @@ class FlatAllreduce(BoundCollective):
         self._scratch = np.empty(max(self.parts.lengths), np.float32)
 
     def reduce_scatter(self, x: np.ndarray, total: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Store this rank's part of the sum of all ranks' x in `total`.
+        """Sum this rank's part of all ranks' x into `total`; yield requests to wait for.
 
         Parameters
         ----------
@@ -60,7 +60,7 @@ class FlatAllreduce(BoundCollective):
         raise NotImplementedError
 
     def allgather(self, part: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Encode `part`, and gather the decoded parts of all ranks in `out`, with the same bits on all ranks.
+        """Encode `part`, gather the decoded parts of all ranks in `out`, bitwise equal; yield requests to wait for.
 
         Parameters
         ----------
@@ -80,7 +80,7 @@ class FlatAllreduce(BoundCollective):
             lost -= self.parts.of_vector(out, self.rank)
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Store the sum of all ranks' x in `out`, which may be x: `reduce_scatter`, then `allgather`.
+        """Sum all ranks' x into `out`, which may be x; yield requests to wait for.
 
         This rank's part of `lost` includes the encoding error of the sum (error feedback at both ends, as in Tang et
         al., "DoubleSqueeze", ICML 2019).

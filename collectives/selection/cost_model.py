@@ -9,7 +9,7 @@ from collectives.schedule.topology import Nodes
 
 
 class Costs(NamedTuple):
-    """Costs of messages and reductions within a node (`shared`) and between nodes (`network`), in seconds."""
+    """Costs in seconds per message, byte and reduced byte, within a node (`shared`) and between nodes (`network`)."""
 
     shared: UniformNetwork = UniformNetwork(alpha=6e-6, beta=1 / 8.8e9, gamma=1 / 25e9)
     network: UniformNetwork = UniformNetwork(alpha=2e-5, beta=1 / 3e9, gamma=1 / 20e9)

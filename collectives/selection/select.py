@@ -240,7 +240,7 @@ def sample(nodes: Nodes, most: int) -> Nodes:
 
 
 def best_segments(seconds: Callable[[int], float], most: int = MOST_SEGMENTS) -> tuple[int, float]:
-    """Number of segments, doubled as long as `seconds(segments)` falls, and its seconds."""
+    """Best number of segments (1, 2, 4 ... while `seconds(segments)` falls), and its seconds."""
     segments, best = 1, seconds(1)
     while 2 * segments <= most:
         faster = seconds(2 * segments)
