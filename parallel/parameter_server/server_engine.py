@@ -137,7 +137,7 @@ class ParameterServer(BaseEngine):
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
         """Take part in the next step; the report is of the whole step on rank 0, of own micro-batches on others.
 
-        `batches` are all microbatches of the step, by number, equal on all workers; not used on servers. `stop`
+        `batches` are all micro-batches of the step, by number, equal on all workers; not used on servers. `stop`
         requests the end; all ranks end after the same step, whose report has `stop` set.
 
         Raises

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as lists of actions, simulated before and executed by one runner per stage."""
+"""Pipeline parallelism: schedules as lists of actions, first simulated, then executed by one runner per stage."""

@@ -1,7 +1,7 @@
-"""Asynchronous pipelines: stages update while microbatches are in flight and keep older weight versions.
+"""Asynchronous pipelines: stages update while micro-batches are in flight and keep older weight versions.
 
-The backward of a microbatch uses the weights of its forward (Narayanan et al., "PipeDream", SOSP 2019, section 3.3);
-the plan determines the version. No microbatch is in flight at the end of a step, so only the newest version remains.
+The backward of a micro-batch uses the weights of its forward (Narayanan et al., "PipeDream", SOSP 2019, section 3.3);
+the plan determines the version. No micro-batch is in flight at the end of a step, so only the newest version remains.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from quant.types import Array
 
 
 class WeightVersions:
-    """Versions of a stage's weights: the newest in place, older ones while they are needed.
+    """Versions of a stage's weights: the newest in place, and copies of older ones while micro-batches need them.
 
-    `wanted` is the version used by each microbatch, in the order of their backwards; `pools` have vectors of each part.
+    `wanted` is the version that each micro-batch uses, in the order of backwards; `pools` have vectors of each part.
     """
 
     def __init__(self, parts: Sequence[ParamShard], pools: Sequence[VectorPool], wanted: Sequence[int]):
@@ -49,14 +49,14 @@ class WeightVersions:
             part.context.flat.bind(older[at] if older else part.weights.vector)
 
     def over(self) -> None:
-        """Finish a microbatch; frees versions that are no longer needed."""
+        """Finish the next micro-batch's backward; frees versions that are no longer needed."""
         self._over += 1
         for version in set(self._older) - set(self._wanted[self._over :]):
             for pool, vector in zip(self._pools, self._older.pop(version)):
                 pool.give(vector)
 
     def next(self) -> None:
-        """Begin a new version; copies the newest if it is still needed."""
+        """Begin a new version; first copies the newest if micro-batches in flight need it."""
         if self.newest in self._wanted[self._over :]:
             older = self._older[self.newest] = [pool.take() for pool in self._pools]
             for vector, part in zip(older, self._parts):
@@ -65,9 +65,9 @@ class WeightVersions:
 
 
 class WeightStashing(StageTrainer):
-    """Stage work with updates between forwards and backwards.
+    """Computations of a stage that updates its weights between backwards and stashes older versions (PipeDream).
 
-    `intervals` are the microbatches of each update. `begin` and `apply` are called with these before the first and
+    `intervals` are the micro-batches of each update. `begin` and `apply` are called with these before the first and
     after the last gradient of an update.
     """
 
@@ -98,7 +98,7 @@ class WeightStashing(StageTrainer):
         return dx
 
     def update(self, chunk: int, number: int) -> None:
-        """Begin the next version; updates it unless something has failed."""
+        """Begin the next weight version and apply update `number` to it, unless something has failed."""
         for _, part in self._chunks[chunk].shares:
             part.gradients.finish()
         self._versions.next()
@@ -127,7 +127,7 @@ class AsynchronousPipeline(Pipeline):
 
     @cached_property
     def _own(self) -> Optimizer:
-        """Optimizer whose rate goes by steps, as a step has many updates."""
+        """Optimizer with the learning rate of the current step for all of its updates."""
         return replace(self._optimizer, rate=lambda update: self._rate)
 
     @cached_property
@@ -137,7 +137,7 @@ class AsynchronousPipeline(Pipeline):
 
     @staticmethod
     def _build(schedule: str, stages: int, microbatches: int, virtual: int | None) -> PipelinePlan:
-        """Plan with updates every `stages` microbatches if these divide the step, else one update per step."""
+        """Plan of a training step: several steps of the schedule, of `stages` micro-batches each if these divide it."""
         each = microbatches if microbatches % stages else stages
         return build(schedule, stages, each, virtual=virtual, steps=microbatches // each)
 
@@ -196,7 +196,7 @@ class AsynchronousPipeline(Pipeline):
         return PassResult(work.losses, work.problem)
 
     def _gather(self, of_pieces: np.ndarray) -> np.ndarray:
-        """Values of all blocks, of which this rank has its own."""
+        """Vector over the blocks of all parameters: this rank's values `of_pieces` in their places, zeros elsewhere."""
         whole = np.zeros(self.flat.length // BLOCK)
         whole[numbers_of(piece.span for piece in self._sharded.pieces)] = of_pieces
         return whole

@@ -1,4 +1,4 @@
-"""Pipeline settings: schedule, mesh, microbatches and cuts; fills in values that were left open."""
+"""Pipeline settings: schedule, mesh, micro-batches and cuts; fills in values that were left open."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Take = Callable[[int], tuple[Array, Array]]
 
 
 def schedule_of(settings: Settings) -> str:
-    """Name of the schedule, ``1f1b`` by default; a CSV file is added to the table of schedules under its path.
+    """Name of the schedule in ``settings.layout``, by default ``1f1b``; a CSV file is added to the table `SCHEDULES`.
 
     Raises ValueError if the schedule is unknown or the file is not a table of actions, OSError if it cannot be read.
     """
@@ -47,7 +47,7 @@ def schedule_of(settings: Settings) -> str:
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:
-    """Mesh of the settings, by default ``pp`` (`stages` or all ranks) by ``dp``; ValueError if it needs other ranks."""
+    """Mesh of the settings, by default ``pp`` (`stages` or all ranks) x ``dp``; ValueError if not of size `ranks`."""
     if settings.mesh is None:
         stages = settings.stages or ranks
         if ranks % stages:
@@ -67,7 +67,7 @@ def workers(settings: Settings, ranks: int) -> int:
 
 
 def microbatches(settings: Settings, ranks: int) -> int:
-    """Microbatches of a step in each pipeline; ValueError if they cannot be divided equally."""
+    """Number of micro-batches of a step in each pipeline; ValueError if they cannot be divided equally."""
     if settings.microbatches is not None and settings.micro_batch is None:
         return settings.microbatches
     pipelines = workers(settings, ranks)
@@ -92,7 +92,7 @@ def check(settings: Settings, ranks: int) -> None:
 
 
 def cuts_of(text: str | None) -> tuple[int, ...] | None:
-    """Numbers of ``"0,2,5"``; None for None."""
+    """Parse cuts (first unit of each part, then the number of units) such as ``"0,2,5"``; None for None."""
     if text is None:
         return None
     words = text.split(",")
@@ -104,7 +104,7 @@ def cuts_of(text: str | None) -> tuple[int, ...] | None:
 def resolve(
     settings: Settings, comm: Communicator, model: Operator, loss: Any, optimizer: Optimizer, take: Take
 ) -> Settings:
-    """Fill in open settings: cuts, and with ``auto`` also schedule, microbatches and chunks. Collective.
+    """Settings with cuts, and with ``auto`` also schedule, micro-batches and chunks, found by measurement. Collective.
 
     Times are measured on rank 0, so that all ranks cut alike. Raises ValueError on all ranks, if the model has too few
     units or the memory limit is too low.

@@ -1,11 +1,11 @@
-"""Division of a pipelined model's parameter vector into groups, and canonical leaves of shared gradients.
+"""Division of a pipelined model's parameter vector into groups, and the canonical summation order of their gradients.
 
 A *group* is a contiguous run of parameters used by the same parts of the model: usually one part; an embedding tied to
 the output belongs to the first and the last. All ranks with one of these parts sum the group's gradients and update it,
 as in data parallelism.
 
-In canonical order the gradient of a tied parameter from one microbatch is the sum over its uses, which are the leaves
-of the tree: with k parts, microbatch n has leaves k n to k n + k - 1, the last part's (first in a backward) leftmost.
+In canonical order the gradient of a tied parameter from one micro-batch is the sum over its uses, which are the leaves
+of the tree: with k parts, micro-batch n has leaves k n to k n + k - 1, the last part's (first in a backward) leftmost.
 With two parts of one use each this is bitwise the sum that a single rank computes.
 """
 
@@ -25,7 +25,7 @@ from parallel.pipeline.schedule.stage_placement import StagePlacement
 
 @dataclass(frozen=True)
 class SharedParamGroup:
-    """Contiguous run of parameters with the same users; `number` in order of the vector.
+    """Contiguous run of parameters that the same parts of the model use; `number` in order of the parameter vector.
 
     `parts` are the parts of the model that use them, ascending.
     """
@@ -35,11 +35,11 @@ class SharedParamGroup:
     parts: tuple[int, ...]
 
     def leaf(self, number: int, part: int) -> int:
-        """Canonical leaf of a part's gradient from microbatch `number`."""
+        """Leaf number, in the tree of the gradient sum, for the gradient from `part` and micro-batch `number`."""
         return (number + 1) * len(self.parts) - 1 - self.parts.index(part)
 
     def leaves(self, placement: StagePlacement, stage: int, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Leaves that a stage adds, for the microbatches of its pipeline, ascending."""
+        """Leaf numbers, ascending, of the gradients from a stage and its pipeline's micro-batches `numbers`."""
         return tuple(
             sorted(
                 self.leaf(number, part)
@@ -51,7 +51,7 @@ class SharedParamGroup:
 
 
 def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, ...]:
-    """Cuts as a tuple, by default into nearly equal parts: (0, 3, 5, 7) for 7 units and 3 parts.
+    """Cuts of units into parts as a tuple, by default nearly equal: (0, 3, 5, 7) for 7 units and 3 parts.
 
     ValueError if they do not divide the units into this number of non-empty parts.
     """
@@ -66,7 +66,7 @@ def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, .
 def divide(
     flat: FlatParams, units: Sequence[Operator], cuts: Sequence[int], *, reproducible: bool
 ) -> list[SharedParamGroup]:
-    """Divide the vector into groups; sets `uses` of every parameter to its uses in one part.
+    """Divide a parameter vector into groups by the parts that use them; sets `uses` of parameters to those in one part.
 
     Raises ValueError if `reproducible` and a parameter with several parts has more than two uses: the order would
     matter.

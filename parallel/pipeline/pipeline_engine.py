@@ -38,7 +38,7 @@ from parallel.runtime.vector_memory import VectorAllocator
 
 
 class Pipeline(TrainEngine):
-    """Training engine with the model's parts on stages, and replicas of stages. Construction is collective.
+    """Training engine with the model's parts on pipeline stages, which may have replicas. Construction is collective.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class Pipeline(TrainEngine):
     def forecast(
         cls, model: Operator, loss: Any, optimizer: Optimizer, workload: Workload, settings: Settings
     ) -> MemoryLedger:
-        """Memory forecast, as of `parallel.engine.data_parallel_engine.Engine`."""
+        """Forecast of a rank's memory in a workload, as `parallel.engine.data_parallel_engine.Engine.forecast`."""
         mesh, states, ledger = config.mesh_of(settings, workload.ranks), len(optimizer.states()), MemoryLedger()
         plan = cls._scheduled(None, mesh, settings)
         whole = plan_of(model, workload.ranks, workload.rank, settings)
@@ -151,7 +151,7 @@ class Pipeline(TrainEngine):
         self._line.Free()
 
     def _share(self, context: RunContext, group: SharedParamGroup, division: Division) -> ParamShard:
-        """This rank's shard of a group. Collective over its holders.
+        """Create this rank's shard of a parameter group. Collective over the ranks that hold the group.
 
         Every group has its own communicator, as the plan completes groups in different orders on different ranks.
         """
@@ -164,7 +164,7 @@ class Pipeline(TrainEngine):
         return share
 
     def _foresee(self, mine: list[Batch]) -> None:
-        """Determine message sizes; validates the microbatches."""
+        """Compute message sizes of the micro-batches before the step; raises an error if one does not fit the model."""
         for batch in mine:
             self._portion.outlines(self._form(batch))
 
@@ -205,7 +205,7 @@ class Pipeline(TrainEngine):
         return Microbatch(batch.number, x, y, self._run(batch, training), specs)
 
     def _noting(self, here: list[Microbatch], assignment: Assignment) -> Callable[[int], None] | None:
-        """Callback that records activation bytes of a new kind of step; None for known ones."""
+        """Callback that records activation bytes, if shapes or counts of a step's micro-batches are new; else None."""
         kind = (*(one.x.shape for one in here), *(one.y.shape for one in here), *map(len, assignment))
         if not self._is_new(kind):
             return None

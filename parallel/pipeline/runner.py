@@ -36,7 +36,7 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class StageWork(Protocol):
-    """Computations of a stage; None stands for missing arrays, and for input and output at the ends of the model.
+    """Interface of a stage's computations; an array is None if missing, or at the model's input and loss.
 
     `forward` returns the output of a chunk (F), `backward` the gradient of its input (B, or BW if `whole`); `weights`
     computes its weight gradients (W) and `update` applies them (U). `output_spec` is that of a part's output.
@@ -51,11 +51,11 @@ class StageWork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """Action with the data that the plan implies for its stage; peer stage and tag are those of a message."""
+    """Pipeline action with what its execution needs: label, key of its data, peer stage and tag of a message."""
 
     action: Action
     label: str
-    key: tuple[str, int, int]  # kind of the data, receiving chunk, microbatch
+    key: tuple[str, int, int]  # kind of the data, receiving chunk, micro-batch
     peer: int = -1
     tag: int = 0
     part: int = -1  # of the model, whose output or output gradient a message carries
@@ -63,7 +63,7 @@ class BoundAction:
 
 
 def bind_actions(plan: PipelinePlan, stage: int, title: str = "") -> list[BoundAction]:
-    """Bind a stage's actions of a plan with messages; `title` is a prefix of their profiler labels."""
+    """Bound actions of one stage, from a plan with messages; `title` is a prefix of their profiler labels."""
     return [_bind_action(plan, action, f"{title}{action}") for action in plan.actions[stage]]
 
 
@@ -84,7 +84,7 @@ def _bind_action(plan: PipelinePlan, action: Action, label: str) -> BoundAction:
 
 
 class ScheduleRunner:
-    """Executor of one stage; `comm` is that of the stages of one pipeline, in order.
+    """Executor of one stage's actions; the ranks of `comm` are the stages of one pipeline, in order.
 
     With CuPy as `xp` messages pass through host memory. `sent` counts the messages of the last run by receiving stage.
     """
@@ -102,7 +102,7 @@ class ScheduleRunner:
         self._execute |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECEIVES, self._receive)
 
     def run(self, line: Sequence[BoundAction], work: StageWork) -> None:
-        """Execute the stage's actions of a simulated plan, while the other stages execute theirs."""
+        """Execute the stage's actions `line` of a simulated plan, while the other stages execute theirs."""
         self.sent.clear()
         for bound in line:
             self._execute[bound.action.kind](bound, work)
@@ -114,7 +114,7 @@ class ScheduleRunner:
         self._recorder.note("communication", "last sends", began, time.perf_counter())
 
     def progress(self) -> None:
-        """Progress messages and gradient sums during a long computation."""
+        """Drive MPI progress of messages and gradient sums; called during long computations."""
         if active_requests:
             progress()
         elif self._receiving or self._sending:
@@ -145,7 +145,7 @@ class ScheduleRunner:
         self._receiving[bound.key] = request, buffer
 
     def _taken(self, bound: BoundAction) -> Array:
-        """Input of a computation; None if it is missing or provided by the model."""
+        """Wait for a computation's input and return it; None if missing, or at the model's input and loss."""
         if bound.key not in self._receiving:
             return self._ready.pop(bound.key, None)
         request, buffer = self._receiving.pop(bound.key)
@@ -167,7 +167,7 @@ class ScheduleRunner:
 
 
 def progress_until(done: Callable[[], bool]) -> None:
-    """Make progress until `done`; sleeps between polls after `SPIN_SECONDS`, as stages may wait long."""
+    """Drive MPI progress until ``done()``; sleeps between polls after `SPIN_SECONDS`, as stages may wait long."""
     began = time.perf_counter()
     while not done():
         progress()

@@ -1,4 +1,4 @@
-"""Computations of a stage: forwards and backwards of its units on the microbatches of its pipeline."""
+"""Computations of a stage: forwards and backwards of its units on the micro-batches of its pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Compute = Callable[[Array], object]
 
 
 class StageChunk:
-    """Part of the model on this stage, and its gradient sink.
+    """Part of the model on this stage; also the sink for the gradients of its parameters.
 
     `number` is that of the part; `units` are by number in the model, ascending; `shares` are this rank's shards of its
     weights.
@@ -40,7 +40,7 @@ class StageChunk:
             part.gradients.begin_backward(turn, group.leaf(number, self.number))
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
-        """Accumulate a gradient.
+        """Accumulate the gradient of a parameter, which ``compute(array)`` writes.
 
         Raises ValueError if a shared parameter of a reproducible training gets two gradients in one backward: the order
         of additions would differ from that of a single rank (`parallel.pipeline.param_division`).
@@ -63,7 +63,7 @@ class StageChunk:
 
 
 class DeferredGradients:
-    """Gradient sink that defers gradients to W.
+    """Gradient sink that keeps the functions that compute weight gradients, for a later W action.
 
     `units` are those that the backward has left, in order, with the gradients of each.
     """
@@ -82,7 +82,7 @@ class DeferredGradients:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Microbatch of a pipeline, numbered in the step over all pipelines; `x` and `y` are in the model's dtypes."""
+    """Micro-batch of a pipeline, numbered in the step over all pipelines; `x` and `y` are in the model's dtypes."""
 
     number: int
     x: Array
@@ -92,7 +92,7 @@ class Microbatch:
 
 
 class StageEvaluator:
-    """Forwards only (`runner.StageWork`).
+    """Computations of a stage in an evaluation: forwards only (`runner.StageWork`).
 
     `progress` is called between units to progress messages; `measure` is a function of scores and targets. `losses` are
     those computed here, by number of the microbatch. After the first error, `problem`, nothing is computed.
@@ -128,7 +128,7 @@ class StageEvaluator:
         raise NotImplementedError
 
     def _through(self, chunk: StageChunk, microbatch: int, x: Array, keep: bool) -> tuple[MicrobatchPass, Array]:
-        """Forward of a chunk; returns its state and output."""
+        """Forward of a chunk on a micro-batch; returns its state (arrays for a backward if `keep`) and output."""
         one = self._microbatches[microbatch]
         x, y = one.x if chunk.first else x, one.y if chunk.last else None
         pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, self._loss)
@@ -146,7 +146,7 @@ class StageEvaluator:
         return pass_, output
 
     def _fitting(self, array: Array, part: int, microbatch: int) -> Array:
-        """The array if it has the shape and dtype of the part's outline, else None and an error."""
+        """The array if it has the shape and dtype of the part's outline; else None, and `problem` is set."""
         wanted = self.output_spec(part, microbatch)
         if array is None or (array.shape, array.dtype) == (wanted.shape, wanted.dtype):
             return array
@@ -157,7 +157,7 @@ class StageEvaluator:
 
 
 class StageTrainer(StageEvaluator):
-    """Forwards, backwards and weight gradients.
+    """Computations of a stage in training: forwards, backwards and weight gradients (`runner.StageWork`).
 
     `note` is called with the bytes alive after every forward.
     """

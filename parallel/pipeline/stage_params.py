@@ -29,7 +29,7 @@ REPLICAS = ("dp", "zero1")
 
 @dataclass(frozen=True)
 class Portion:
-    """Share of a rank in a pipelined model."""
+    """Share of a rank in a pipelined model: its stage and replica, parameter groups, and bytes in a step."""
 
     division: Division  # of the whole vector, among all ranks
     mesh: Mesh
@@ -40,7 +40,7 @@ class Portion:
 
     @classmethod
     def make(cls, division: Division, mesh: Mesh, plan: PipelinePlan, cuts: tuple[int, ...]) -> Portion:
-        """Share of the division's rank, from a plan without messages. Sets `uses` of the parameters (`divide`)."""
+        """Share of rank ``division.rank``, from a plan without messages; sets `uses` of all parameters (`divide`)."""
         groups = divide(division.flat, division.units, cuts, reproducible=division.reproducible)
         return cls(division, mesh, lower(plan), cuts, tuple(groups), replicas_of(mesh, division.ranks))
 
@@ -56,7 +56,7 @@ class Portion:
 
     @cached_property
     def holders(self) -> list[tuple[int, ...]]:
-        """Ranks that hold each group."""
+        """Ranks that hold each parameter group, by number of the group."""
         stages = [self.stage(rank) for rank in range(self.mesh.size)]
         owners = self.plan.placement.owners
         held = ({place.stage for part in group.parts for place in owners(part)} for group in self.groups)
@@ -64,7 +64,7 @@ class Portion:
 
     @cached_property
     def held(self) -> list[tuple[SharedParamGroup, Division]]:
-        """Groups of this rank, and the partition of each among its holders."""
+        """Parameter groups of this rank, and the partition of each among the ranks that hold it."""
         found = []
         for group, ranks in zip(self.groups, self.holders):
             if self.division.rank in ranks:
@@ -78,16 +78,16 @@ class Portion:
         return {chunk: part for (stage, chunk), part in self.plan.placement.part.items() if stage == here}
 
     def leaves(self, group: SharedParamGroup, assignment: Assignment) -> list[tuple[int, ...]]:
-        """Canonical leaves that each holder of a group adds."""
+        """Leaf numbers (`SharedParamGroup.leaf`) of the gradients that each rank holding a group contributes."""
         return [
             group.leaves(self.plan.placement, self.stage(rank), assignment[self.replica(rank)])
             for rank in self.holders[group.number]
         ]
 
     def expect(self, ledger: MemoryLedger, states: int, assignment: Assignment) -> None:
-        """Enter the memory of a step into the ledger, except activations; each group keeps its maximum.
+        """Enter the bytes of a step into the ledger, except activations; each group's maximum over all steps counts.
 
-        `states` is the number of the optimizer's state vectors, `assignment` the microbatches of every pipeline.
+        `states` is the number of the optimizer's state vectors, `assignment` the micro-batches of every pipeline.
         """
         ledger.expect(Counter(buffers=self.division.flat.length // BLOCK * 8))
         older = versions(truncate(self.plan, len(assignment[self.replica()])))[self.stage()] - 1
@@ -98,7 +98,7 @@ class Portion:
                 ledger.expect(kept, part=group.number)
 
     def activations(self, forms: Sequence[tuple[ArraySpec, ArraySpec]], loss: Any) -> tuple[Counter[str], int]:
-        """Peak bytes alive between forwards and backwards, and of temporaries, for inputs and targets by microbatch."""
+        """Peak bytes of activations, and of temporaries; `forms` are shapes of inputs and targets by micro-batch."""
         most = work = 0
         held: dict[tuple[int, int], int] = {}
         for action in self._line(len(forms)):
@@ -119,7 +119,7 @@ class Portion:
 
     @cached_property
     def outlines(self) -> Callable[[ArraySpec], list[OperatorOutline]]:
-        """Outline of every part of the model, for an input of a shape."""
+        """Cached function from the model's input spec to outlines of its parts: output, saved arrays, temporaries."""
         return cache(self._outlines)
 
     def _outlines(self, x: ArraySpec) -> list[OperatorOutline]:
@@ -137,7 +137,7 @@ class Portion:
         return truncate(self.plan, microbatches).actions[self.stage()]
 
     def _sums(self, group: SharedParamGroup, division: Division, assignment: Assignment) -> list[list[tuple[int, ...]]]:
-        """Leaves by holder for every gradient sum of a step, this rank's in order of arrival."""
+        """Leaf numbers by holder, for each gradient sum in a step of a group; this rank's are in order of arrival."""
         numbers = assignment[self.replica()]
         line = self._line(len(numbers))
         if self.plan.versions is not None:  # a sum for every update; no replicas
@@ -159,7 +159,7 @@ def intervals_of(line: Sequence[Action]) -> list[list[int]]:
 
 
 def replicas_of(mesh: Mesh, ranks: int) -> str:
-    """Axis along which stages have replicas; ``"dp"`` if there is none.
+    """Mesh axis along which stages have replicas; ``"dp"`` if there is none.
 
     Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """

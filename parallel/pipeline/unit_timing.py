@@ -1,4 +1,4 @@
-"""Measurement of each unit's forward and backward times, for the partition."""
+"""Measurement of each unit's forward and backward times, for cutting the model into stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES = 3
 def measure(
     units: Sequence[Operator], loss: Any, x: Array, y: Array, recipe: Precision, *, states: int, device: str = "cpu"
 ) -> list[LayerCost]:
-    """Cost of each unit for one microbatch (`x`, `y` in the model's dtypes), the loss included in the last.
+    """Measure the cost of each unit for one micro-batch (`x`, `y` in the model's dtypes); the last includes the loss.
 
     The parameters must be named; weights of one unit at a time are allocated. `states` is the number of the optimizer's
     state vectors.

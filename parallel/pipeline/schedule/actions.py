@@ -1,4 +1,4 @@
-"""Pipeline actions: one operation of a stage on one microbatch, as a value that prints, parses and fits a CSV cell.
+"""Pipeline actions: one operation of a stage on one micro-batch, as a value that prints, parses and fits a CSV cell.
 
 >>> print(F(2, 0), BW(2, 0), W(0, 3, chunk=1))
 2F0 2BW0 0.1W3
@@ -41,7 +41,7 @@ SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 
 
 class Action(NamedTuple):
-    """One operation of a stage (position along the pipeline) on a microbatch (for ``"U"``: the number of the update).
+    """One operation of a stage (position along the pipeline) on a micro-batch (for ``"U"``: the number of the update).
 
     `chunk` is the number of the part among those of the stage.
     """
@@ -68,11 +68,11 @@ def _action(kind: Kind, stage: int, microbatch: int, chunk: int = 0) -> Action:
 
 
 F, B, W, BW, U = (partial(_action, kind) for kind in ("F", "B", "W", "BW", "U"))
-"""Constructors: ``F(stage, microbatch, chunk=0)``; U has the number of the update in place of the microbatch."""
+"""Constructors: ``F(stage, microbatch, chunk=0)``; U has the number of the update in place of the micro-batch."""
 
 
 def halves(action: Action) -> list[Action]:
-    """Split BW into B and W; other actions are returned unchanged."""
+    """Split a full backward (BW) into [B, W]; another action is returned alone."""
     return [action._replace(kind="B"), action._replace(kind="W")] if action.kind == "BW" else [action]
 
 

@@ -11,7 +11,7 @@ from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 def peaks(plan: PipelinePlan, held: PerPart = 1) -> tuple[Number, ...]:
-    """Peak activations, by stage, if a microbatch in a part is alive from the begin of its F to the end of its W.
+    """Peak activation memory by stage; a micro-batch is alive in a part from the begin of its F to the end of its W.
 
     `held` is its size there, one number or one per part; 1 counts microbatches.
 
@@ -29,7 +29,7 @@ def peaks(plan: PipelinePlan, held: PerPart = 1) -> tuple[Number, ...]:
 
 
 def versions(plan: PipelinePlan) -> tuple[int, ...]:
-    """Most weight versions alive at once, by stage: the newest and those in use between F and W of a microbatch.
+    """Maximum number of weight versions alive, by stage: the newest and those in use between F and W of a micro-batch.
 
     1 for plans without updates.
 

@@ -1,4 +1,4 @@
-"""Static checks of a plan: each yields a text per fault."""
+"""Static checks of a plan: generators that yield one text per fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.pipeline.schedule.stage_placement import StagePlace
 
 
 def misplaced_actions(plan: PipelinePlan) -> Iterator[str]:
-    """Check that every action belongs to its stage, chunk and microbatch and occurs once."""
+    """Yield a text for every action with a wrong stage, chunk or micro-batch, and for duplicates."""
     if len(plan.actions) != plan.stages:
         yield f"expected actions of {plan.stages} stages, found those of {len(plan.actions)}"
         return
@@ -21,9 +21,9 @@ def misplaced_actions(plan: PipelinePlan) -> Iterator[str]:
             if action.stage != stage or action.place not in plan.placement.part:
                 yield f"{action} is in the line of stage {stage}, which has {plan.placement.chunks} chunks"
             elif action.kind != "U" and action.place not in plan.placement.route(action.microbatch):
-                yield f"{action}: not on the route of the microbatch"
+                yield f"{action}: not on the route of the micro-batch"
             elif action.kind != "U" and action.microbatch >= plan.microbatches:
-                yield f"{action}: expected one of {plan.microbatches} microbatches"
+                yield f"{action}: expected one of {plan.microbatches} micro-batches"
             elif action.kind in SENDS + RECEIVES and not _has_peer(action, plan):
                 yield f"{action}: no other stage to exchange with"
             elif not seen.isdisjoint(halves(action)):
@@ -47,7 +47,7 @@ def missing_actions(plan: PipelinePlan) -> Iterator[str]:
 
 
 def overtaking_messages(plan: PipelinePlan) -> Iterator[str]:
-    """Check that messages between two places are received in the order of their sends."""
+    """Yield a text if messages between two places are not received in the order of their sends."""
     sent: dict[tuple[str, StagePlace], list[int]] = defaultdict(list)
     received: dict[tuple[str, StagePlace], list[int]] = defaultdict(list)
     for line in plan.actions:
@@ -65,7 +65,7 @@ def overtaking_messages(plan: PipelinePlan) -> Iterator[str]:
 
 
 def invalid_versions(plan: PipelinePlan) -> Iterator[str]:
-    """Check that weight versions exist when they are used, and that updates are in order."""
+    """Yield a text for every use of a weight version before it exists, and for updates out of order."""
     if plan.versions is None:
         yield from (
             f"{action}: {plan.name} has no updates within a step"

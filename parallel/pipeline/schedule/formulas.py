@@ -11,15 +11,15 @@ from parallel.pipeline.schedule.stage_placement import Number
 
 
 class Formulas(NamedTuple):
-    """Costs of a schedule, as formulas.
+    """Idle time of a schedule and number of micro-batches alive, as formulas of p, m, n, v, s, g, F, B and W.
 
-    p is the number of stages, m of microbatches in a step, n of steps, v of parts that a microbatch passes on a stage,
-    s the number of the stage, g the length of a group of microbatches (`schedules.interleaved`); F, B and W are the
-    times of a stage for a microbatch; messages take no time.
+    p is the number of stages, m of micro-batches in a step, n of steps, v of parts that a micro-batch passes on a
+    stage, s the number of the stage, g the length of a group of micro-batches (`schedules.interleaved`); F, B and W
+    are the times of a stage for a micro-batch; messages take no time.
     """
 
     idle: str  # idle time of every stage, from the first computation of all stages to the last
-    keeps: str  # microbatches alive at once on stage s, counted by chunk
+    keeps: str  # micro-batches alive at once on stage s, counted by chunk
     holds: str = "True"  # condition under which the formulas are exact
     overlapping: bool = False  # True if `idle` is the idle time per step of steps that follow without a flush
 
@@ -41,7 +41,7 @@ FORMULAS: dict[str, Formulas] = {
 
 
 def evaluate(formula: str, **letters: Number) -> Number:
-    """Exact value of a formula; `letters` as in `Formulas`."""
+    """Exact value of a formula, for values of its variables `letters` (those of `Formulas`)."""
     names = {"__builtins__": {}, "min": min, **{letter: Fraction(value) for letter, value in letters.items()}}
     value: Number = eval(formula, names)  # the formulas are the constants above
     return value
@@ -50,10 +50,10 @@ def evaluate(formula: str, **letters: Number) -> Number:
 def deviations(
     name: str, timeline: Timeline, microbatches: int, forward: Number, backward: Number, weights: Number
 ) -> list[str]:
-    """Differences between a timeline and the formulas, as text; empty where the formulas do not apply.
+    """Differences between a simulated timeline and the formulas of schedule `name`, as texts; empty if not applicable.
 
     The timeline has messages that take no time and steps of `microbatches`; `forward`, `backward` and `weights` are the
-    times of a stage for a microbatch, over all its parts.
+    times of a stage for a micro-batch, over all its parts.
     """
     if name not in FORMULAS:
         return []
@@ -71,5 +71,5 @@ def deviations(
     for stage, kept in enumerate(peaks(plan)):
         expected = evaluate(formulas.keeps, s=stage, **letters)
         if kept != expected:
-            found.append(f"{name}: stage {stage} keeps {kept} microbatches, expected {formulas.keeps} = {expected}")
+            found.append(f"{name}: stage {stage} keeps {kept} micro-batches, expected {formulas.keeps} = {expected}")
     return found

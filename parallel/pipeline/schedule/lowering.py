@@ -3,7 +3,7 @@
 - The F of a place produces activations for the F of the next place on its route, its B (or BW) a gradient for the B of
   the previous place. If both are on one stage, there is no message.
 - ``SF`` and ``SB`` follow the action that produced their data; they start a message and do not wait.
-- ``RF`` and ``RB`` post a buffer and do not wait; the F, B or BW of the same stage, chunk and microbatch waits for the
+- ``RF`` and ``RB`` post a buffer and do not wait; the F, B or BW of the same stage, chunk and micro-batch waits for the
   message. They are posted early enough for the message to arrive during other computations.
 - Messages of one kind between two places are received in the order of their sends (checked by the simulator), so one
   tag per kind and receiving chunk suffices.
@@ -26,7 +26,7 @@ COMPUTED = ("F", "B", "BW")
 
 
 def lower(plan: PipelinePlan) -> PipelinePlan:
-    """Add messages to a plan that has none."""
+    """Plan with sends and receives added; ValueError if it has some."""
     present = next((action for line in plan.actions for action in line if action.kind in SENDS + RECEIVES), None)
     if present is not None:
         raise ValueError(f"plan: expected one without messages, found {present}")
@@ -43,7 +43,7 @@ def _lowered(line: tuple[Action, ...], plan: PipelinePlan) -> Iterator[Action]:
 
 
 def received(action: Action, plan: PipelinePlan) -> list[Action]:
-    """Receive that an action needs: a list of none or one."""
+    """Receive action for the input of a computation: a list of one, or empty if the input comes without a message."""
     return _message(action, plan.source, "RF", "RB")
 
 

@@ -1,4 +1,4 @@
-"""Pipeline plan: the actions of all stages in one step or in several. Plans of fewer microbatches or forwards only."""
+"""Pipeline plan: actions of all stages in one or several steps; also plans of fewer micro-batches or forwards only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel.pipeline.schedule.stage_placement import StagePlace, StagePlacemen
 class PipelinePlan:
     """Actions of all stages in order: without messages from `build`, with messages from `lowering.lower`.
 
-    `versions` are by stage and microbatch the number of updates (``U``) in the weights that its F, B and W use.
+    `versions` are by stage and micro-batch the number of updates (``U``) in the weights that its F, B and W use.
     """
 
     name: str  # of the schedule
@@ -29,15 +29,15 @@ class PipelinePlan:
         return self.placement.stages
 
     def source(self, action: Action) -> StagePlace | None:
-        """Place that provides the input of a forward or backward; None at the model's input and at the loss."""
+        """Stage and chunk that provide the input of a forward or backward; None at the model's input and the loss."""
         return (self.placement.before if action.kind in FORWARD else self.placement.after)[action.place]
 
     def target(self, action: Action) -> StagePlace | None:
-        """Place that receives the result of a forward or backward; None after the loss and before the model's input."""
+        """Stage and chunk that receive the result of a forward or backward; None at the loss and the model's input."""
         return (self.placement.after if action.kind in FORWARD else self.placement.before)[action.place]
 
     def peer(self, action: Action) -> StagePlace:
-        """Other end of a message, for a send or receive; ValueError if there is none, or it is on the same stage."""
+        """Stage and chunk at the other end of a send or receive; ValueError if none, or the stage is the same."""
         peer = self.target(action) if action.kind in SENDS else self.source(action)
         if peer is None or peer.stage == action.stage:
             raise ValueError(f"{action}: no other stage to exchange with")
@@ -53,11 +53,11 @@ class PipelinePlan:
 
 
 def build(name: str, stages: int, microbatches: int, *, virtual: int | None = None, steps: int = 1) -> PipelinePlan:
-    """Build the plan of a schedule, a key of `SCHEDULES`, without messages.
+    """Build the plan of schedule `name`, a key of `SCHEDULES`, without sends and receives.
 
     Parameters
     ----------
-    stages, microbatches : ranks along the pipeline; microbatches of a step
+    stages, microbatches : ranks along the pipeline; micro-batches of a step
     virtual : parts of the model on every stage, for schedules that leave it open (default 2)
     steps : number of steps in the plan; more than 1 only for schedules without a flush
     """
@@ -90,7 +90,7 @@ def _options(name: str, entry: ScheduleEntry, virtual: int | None, steps: int) -
 
 
 def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
-    """Plan with the first `microbatches` microbatches only; ValueError if it has fewer.
+    """Plan with the first `microbatches` micro-batches only; ValueError if it has fewer.
 
     A valid plan stays valid: nothing waits for the removed actions, and the order of the others is unchanged.
     """
@@ -104,7 +104,7 @@ def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
 
 
 def _first_microbatches(line: Iterable[Action], microbatches: int) -> Iterator[Action]:
-    """Actions of the first microbatches, without updates that have no gradients."""
+    """Actions of the first micro-batches, without updates that have no gradients."""
     gradients = False
     for action in line:
         if action.kind == "U":
@@ -117,9 +117,9 @@ def _first_microbatches(line: Iterable[Action], microbatches: int) -> Iterator[A
 
 
 def forward_only(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
-    """Plan of forwards only, for any number of microbatches, on the same placement and without messages.
+    """Plan of forwards only, for any number of micro-batches, on the same placement and without messages.
 
-    Groups of as many microbatches as there are stages pass through a part before the next part starts.
+    Groups of as many micro-batches as there are stages pass through a part before the next part starts.
     """
     placement = plan.placement
     lines: list[list[Action]] = [[] for _ in range(placement.stages)]

@@ -1,4 +1,4 @@
-"""Search for the schedule, number of microbatches and cuts with the shortest simulated step within a memory limit."""
+"""Search for the schedule, number of micro-batches and cuts with the shortest simulated step within a memory limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VIRTUAL = (2, 3, 4)
 
 
 class PipelineChoice(NamedTuple):
-    """One configuration and its simulated cost."""
+    """One configuration (schedule, micro-batches, chunks, cuts) with its simulated time and memory."""
 
     schedule: str
     microbatches: int
@@ -41,10 +41,10 @@ def search(
 
     Parameters
     ----------
-    layers : (samples of a microbatch) -> costs
+    layers : (samples of a micro-batch) -> costs
     stages, samples : ranks along the pipeline; samples of a step
     limit : bytes of parameters and activations that a stage may use
-    microbatches : numbers of microbatches to try; by default all divisors of `samples`
+    microbatches : numbers of micro-batches to try; by default all divisors of `samples`
 
     Raises
     ------
@@ -66,7 +66,7 @@ def search(
         for name, entry in SCHEDULES.items():
             try:
                 found += _choices(name, stages, number, costs, limit) if entry.version is None else ()
-            except ValueError as error:  # the schedule may not support this number of microbatches
+            except ValueError as error:  # the schedule may not support this number of micro-batches
                 impossible = error
     fitting = [choice for choice in found if limit is None or max(choice.nbytes) <= limit]
     if fitting:
@@ -81,7 +81,7 @@ def search(
 def _choices(
     name: str, stages: int, microbatches: int, layers: Sequence[LayerCost], limit: Number | None
 ) -> Iterator[PipelineChoice]:
-    """Choices of one schedule, for each number of chunks; cut by memory where the fastest cuts exceed the limit."""
+    """Configurations of schedule `name`, one per number of chunks; cut for speed, but within `limit` if possible."""
     for virtual in VIRTUAL if "virtual" in SCHEDULES[name].options else (None,):
         plan = build(name, stages, microbatches, virtual=virtual)
         parts = plan.placement.parts

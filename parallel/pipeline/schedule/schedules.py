@@ -3,12 +3,13 @@
 A schedule is a generator ``(stage, stages, microbatches, ...)`` of the actions of one stage: F and BW, or F, B and W,
 and U where stages update without a flush. Messages, times and arrays are added elsewhere: `pipeline_plan.build` makes a
 plan, `lowering` adds messages, `simulator` proves and times it. Every schedule works for any number of stages and
-microbatches; formulas that need a minimum of microbatches state it.
+micro-batches; formulas that need a minimum of micro-batches state it.
 
-In formulas p is the number of stages, m the number of microbatches, and t_F, t_B, t_W the times of a stage for F, B and
-W of a microbatch over all its chunks; t_BW = t_B + t_W. "Idle" is a stage's idle time between the first and the last
-computation of all stages; "idle between steps" is the idle time per step where the next step may begin without a flush.
-A microbatch's activations are alive from the begin of its F to the end of its W.
+In formulas p is the number of stages, m the number of micro-batches, and t_F, t_B, t_W the times of a stage for F, B
+and W of a micro-batch over all its chunks; t_BW = t_B + t_W. "Idle" is a stage's idle time between the first and the
+last computation of all stages; "idle between steps" is the idle time per step where the next step may begin without a
+flush.
+A micro-batch's activations are alive from the begin of its F to the end of its W.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Actions = Iterator[Action]
 
 
 def alternate(ahead: int, forwards: Iterable[Action], backwards: Iterable[Action]) -> Actions:
-    """Alternate forwards and backwards after the first `ahead` forwards; the remaining backwards come last."""
+    """Yield `ahead` forwards, then a forward and a backward in turn, then the remaining backwards."""
     forwards, backwards = list(forwards), iter(backwards)
     yield from forwards[:ahead]
     for forward in forwards[ahead:]:
@@ -36,7 +37,7 @@ def alternate(ahead: int, forwards: Iterable[Action], backwards: Iterable[Action
 
 
 def take_turns(count: int, *queues: Iterator[Action]) -> Actions:
-    """Take one action from each queue in turn, `count` times; empty queues are skipped."""
+    """Yield one action from each queue in turn, `count` times; empty queues are skipped."""
     for _ in range(count):
         for queue in queues:
             yield from [action for action in [next(queue, None)] if action is not None]
@@ -46,9 +47,9 @@ def take_turns(count: int, *queues: Iterator[Action]) -> Actions:
 
 
 def naive(stage: int, stages: int, microbatches: int) -> Actions:
-    """One microbatch at a time through all stages and back: the reference.
+    """Reference schedule: one micro-batch at a time through all stages and back.
 
-    Idle for (p-1)/p of a step; one microbatch alive.
+    Idle for (p-1)/p of a step; one micro-batch alive.
     """
     for m in range(microbatches):
         yield F(stage, m)
@@ -56,9 +57,9 @@ def naive(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> Actions:
-    """All forwards, then all backwards.
+    """GPipe: all forwards, then all backwards.
 
-    Idle for (p-1)(t_F + t_BW), a share of (p-1)/(m+p-1); m microbatches alive. Backwards run in the order of the
+    Idle for (p-1)(t_F + t_BW), a share of (p-1)/(m+p-1); m micro-batches alive. Backwards run in the order of the
     forwards (reversed in the paper, at the same cost).
 
     Huang et al., "GPipe", NeurIPS 2019, section 2.3.
@@ -68,9 +69,9 @@ def gpipe(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> Actions:
-    """1F1B: p-1-stage warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
+    """1F1B: ``stages - 1 - stage`` warm-up forwards, then a forward and a backward in turn, then remaining backwards.
 
-    Idle as long as GPipe, with at most p - stage microbatches alive.
+    Idle as long as GPipe, with at most p - stage micro-batches alive.
 
     Narayanan et al., "PipeDream", SOSP 2019, section 3.2; with a flush: Narayanan et al., "Efficient large-scale
     language model training on GPU clusters", SC 2021, section 2.2.
@@ -83,9 +84,9 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def interleaved(stage: int, stages: int, microbatches: int, virtual: int) -> Actions:
-    """1F1B with v chunks per stage: groups of p microbatches pass through all chunks, group by group.
+    """1F1B with v = `virtual` chunks per stage: groups of about `stages` micro-batches pass through all chunks in turn.
 
-    Idle for (p-1)(t_F + t_BW)/v if m >= p. Keeps 2(p-1 - stage) + (v-1)g + 1 microbatch chunks alive (if there are as
+    Idle for (p-1)(t_F + t_BW)/v if m >= p. Keeps 2(p-1 - stage) + (v-1)g + 1 micro-batch chunks alive (if there are as
     many), g being the group length; sends v times as much. The paper requires p to divide m, so that g = p; here groups
     are as equal as possible, and g <= 2p - 1.
 
@@ -107,7 +108,7 @@ def interleaved(stage: int, stages: int, microbatches: int, virtual: int) -> Act
 
 
 def pipedream(stage: int, stages: int, microbatches: int, steps: int) -> Actions:
-    """1F1B without a flush: an update after every backward; a backward uses the weights of its forward.
+    """PipeDream: 1F1B without a flush, an update after every backward; a backward uses the weights of its forward.
 
     Idle only while the pipeline fills and drains. A stage keeps p - stage versions of its weights.
 
@@ -120,14 +121,14 @@ def pipedream(stage: int, stages: int, microbatches: int, steps: int) -> Actions
 
 
 def version_of_pipedream(stage: int, stages: int, microbatch: int, microbatches: int) -> int:
-    """Weight version of a microbatch: all updates but those of the p-1-stage microbatches in flight."""
+    """Number of updates in a micro-batch's weights: all but those of the ``stages - 1 - stage`` in flight before it."""
     return max(0, microbatch - (stages - 1 - stage))
 
 
 def pipedream_2bw(stage: int, stages: int, microbatches: int, steps: int) -> Actions:
-    """1F1B without a flush, one update per step; a step uses the weights before the last update.
+    """PipeDream-2BW: 1F1B without a flush, one update per step; a step uses the weights before the last update.
 
-    Two versions of the weights suffice if m >= p-1 (the paper requires p); with fewer microbatches the weights of a
+    Two versions of the weights suffice if m >= p-1 (the paper requires p); with fewer micro-batches the weights of a
     step are ceil((p-1)/m) updates old.
 
     Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML 2021, section 3.1.
@@ -140,7 +141,7 @@ def pipedream_2bw(stage: int, stages: int, microbatches: int, steps: int) -> Act
 
 
 def version_of_pipedream_2bw(stage: int, stages: int, microbatch: int, microbatches: int) -> int:
-    """Weight version of a microbatch, equal on all stages: the preceding steps less those that may be in flight."""
+    """Number of updates in a micro-batch's weights, on any stage: steps before its own less those perhaps in flight."""
     return max(0, microbatch // microbatches - -(-(stages - 1) // microbatches))
 
 
@@ -148,7 +149,7 @@ def version_of_pipedream_2bw(stage: int, stages: int, microbatch: int, microbatc
 
 
 def zb_h1(stage: int, stages: int, microbatches: int) -> Actions:
-    """1F1B with W delayed by `stage` microbatches into idle time: every stage keeps p microbatches alive.
+    """ZB-H1: 1F1B with W delayed by `stage` micro-batches into idle time; every stage keeps `stages` of them alive.
 
     Idle for (p-1)(t_F + t_B - t_W) if m >= p and t_W <= min(t_F, t_B): a third of 1F1B's if all are equal.
 
@@ -158,7 +159,7 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def zb_h2(stage: int, stages: int, microbatches: int) -> Actions:
-    """ZB-H1 with twice as many microbatches in flight: every stage keeps 2p - 1 alive.
+    """ZB-H2: ZB-H1 with twice as many warm-up forwards; every stage keeps 2p - 1 micro-batches alive (p stages).
 
     Idle between steps for (p-1)(t_F + t_B - 2 t_W) if m >= 2p - 1 and t_W <= min(t_F, t_B): zero if all are equal.
 
@@ -168,7 +169,7 @@ def zb_h2(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def _delay_weights(stage: int, microbatches: int, ahead: int, late: int) -> Actions:
-    """1F1B with `ahead` warm-up forwards and, after every B, the W of the microbatch `late` positions before."""
+    """1F1B with `ahead` warm-up forwards and, after every B, the W of the micro-batch `late` positions before."""
     for action in alternate(ahead, *([kind(stage, m) for m in range(microbatches)] for kind in (F, B))):
         yield action
         if action.kind == "B" and action.microbatch >= late:
@@ -177,9 +178,9 @@ def _delay_weights(stage: int, microbatches: int, ahead: int, late: int) -> Acti
 
 
 def zb_v(stage: int, stages: int, microbatches: int) -> Actions:
-    """V-shaped placement: parts run down the stages and up again, so the first stage has the loss and starts backwards.
+    """ZB-V: parts of the model run down the stages and up again, so the first stage has the loss and starts backwards.
 
-    No idle time between steps if t_F = t_B = t_W and m >= 2p - 1; keeps p microbatches alive (as 2p halves), as 1F1B's
+    No idle time between steps if t_F = t_B = t_W and m >= 2p - 1; keeps p micro-batches alive (as 2p halves), as 1F1B's
     first stage does.
 
     Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 6.
@@ -202,10 +203,10 @@ def zb_v(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def dualpipe(stage: int, stages: int, microbatches: int) -> Actions:
-    """Bidirectional pipeline: microbatches enter at both ends and fill each other's bubbles; two parts per stage.
+    """DualPipe: micro-batches enter at both ends of the pipeline and fill each other's bubbles; two parts per stage.
 
-    The near chunk serves the microbatches that enter at the nearer end. Idle for (p/2-1)(t_F + t_B - t_W) if p and m
-    are even, m >= 2p and t_W <= t_B <= t_F. Keeps p + 1 microbatches alive. The paper's table has (p/2-1)(t_F&B + t_BW
+    The near chunk serves the micro-batches that enter at the nearer end. Idle for (p/2-1)(t_F + t_B - t_W) if p and m
+    are even, m >= 2p and t_W <= t_B <= t_F. Keeps p + 1 micro-batches alive. The paper's table has (p/2-1)(t_F&B + t_BW
     - 3 t_W) with an overlapped forward and backward as one block of t_F&B; here they are two actions.
 
     DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, and github.com/deepseek-ai/DualPipe.
@@ -239,10 +240,10 @@ def dualpipe(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def dualpipe_v(stage: int, stages: int, microbatches: int) -> Actions:
-    """DualPipe on 2p stages folded in the middle, so that every part of the model is on one stage only.
+    """DualPipe-V: DualPipe on 2p stages, folded in the middle onto p, so that a part of the model is on one stage only.
 
-    Of two stages with the same parts one serves the even and one the odd microbatches; merging them lets all
-    microbatches enter at the same end. Idle as DualPipe on 2p stages.
+    Of two stages with the same parts one serves the even and one the odd micro-batches; merging them lets all
+    micro-batches enter at the same end. Idle as DualPipe on 2p stages.
 
     Qi et al., "DualPipe could be better without the dual", 2025; github.com/deepseek-ai/DualPipe.
     """
@@ -254,7 +255,7 @@ def dualpipe_v(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def tabled(actions: Sequence[Sequence[Action]]) -> Callable[[int, int, int], Sequence[Action]]:
-    """Schedule from a table of actions, as read by `actions.from_csv`; ValueError for another number of stages."""
+    """Schedule function for a table of actions (see `actions.from_csv`); it raises ValueError for other `stages`."""
 
     def schedule(stage: int, stages: int, microbatches: int) -> Sequence[Action]:
         if stages != len(actions):
@@ -265,15 +266,15 @@ def tabled(actions: Sequence[Sequence[Action]]) -> Callable[[int, int, int], Seq
 
 
 class ScheduleEntry(NamedTuple):
-    """Entry of `SCHEDULES`.
+    """Entry of `SCHEDULES`: functions for a schedule's actions, placement of the model's parts, and weight versions.
 
     Attributes
     ----------
     actions : (stage, stages, microbatches, ...) -> actions of that stage. Has a parameter ``virtual`` if the number of
         chunks is free, and ``steps`` if the schedule has no flush.
     placement : (stages) or (stages, virtual) -> placement
-    version : (stage, stages, microbatch, microbatches of a step) -> number of updates in the weights that a microbatch
-        uses on a stage. None with one update per step.
+    version : (stage, stages, microbatch, microbatches of a step) -> number of updates in the weights that this
+        micro-batch uses on a stage. None with one update per step.
     """
 
     actions: Callable[..., Iterable[Action]]

@@ -27,7 +27,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Durations in any unit, one number or one per part; BW takes as long as B and W.
+    """Durations of F, B, W and messages in any unit, one number or one per part of the model; BW takes B + W.
 
     `message` is the time of a message with a part's activations, or their gradient.
     """
@@ -60,7 +60,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> Number:
-        """End of the last computation; the first one starts at 0."""
+        """End of the last computation of all stages; the first one starts at 0."""
         return max((line[-1].end for line in self.computed if line), default=0)
 
     @cached_property
@@ -74,13 +74,13 @@ class Timeline:
 
     @cached_property
     def bubble(self) -> Number:
-        """Idle share of the total time of all stages."""
+        """Idle fraction, from 0 to 1, of the total time of all stages."""
         whole = self.makespan * len(self.computed)
         return sum(self.idle) / (whole if isinstance(whole, float) else Fraction(whole)) if whole else 0
 
     @cached_property
     def period(self) -> Number:
-        """Longest time from a stage's first to its last computation: cost of a step without a flush."""
+        """Longest time from a stage's first to its last computation: step time if steps follow without a flush."""
         return max((line[-1].end - line[0].start for line in self.computed if line), default=0)
 
 
@@ -145,7 +145,7 @@ class _Simulation:
                 self._at[stage] += 1
 
     def _needs(self, action: Action) -> list[Action]:
-        """Actions that must be complete before this one; for a receive, its message has arrived."""
+        """Actions that must be complete before this one starts; a receive is complete when its message has arrived."""
         match action.kind:
             case "SF":
                 return [action._replace(kind="F")]
@@ -161,7 +161,7 @@ class _Simulation:
         return []
 
     def _do(self, action: Action, needs: list[Action]) -> Action | None:
-        """Execute an action; returns the receive whose message it completes, if any."""
+        """Execute an action in simulated time; returns the receive that can be completed by it, or None."""
         stage, now = action.stage, self._clock[action.stage]
         if action.kind in RECEIVES:
             self._posted[action] = now
@@ -190,7 +190,7 @@ class _Simulation:
         return receive
 
     def left_over(self) -> Iterator[str]:
-        """Faults of messages whose send or receive is missing."""
+        """Yield a text for every send without a receive, and every receive without a send."""
         for receive, (send, _) in self._started.items():
             if receive not in self._posted:
                 yield f"{send} is never received"

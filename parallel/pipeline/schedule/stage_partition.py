@@ -1,4 +1,4 @@
-"""Partition of a model into contiguous parts with the fastest slowest part, by dynamic programming."""
+"""Partition of a model into contiguous parts, such that the slowest is as fast as possible, by dynamic programming."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 class LayerCost(NamedTuple):
-    """Cost of a layer for one microbatch, measured or estimated: seconds of F, B and W, and bytes."""
+    """Cost of a layer for one micro-batch: seconds of forward, input and weight gradients, and bytes of memory."""
 
     forward: Number
     backward: Number
@@ -26,16 +26,16 @@ class LayerCost(NamedTuple):
 
 
 class MemoryLimit(NamedTuple):
-    """Bytes that a part may use, with this many microbatches alive at once (`activation_memory.peaks`)."""
+    """Memory limit: bytes that a part may use with `microbatches` alive at once (`activation_memory.peaks`)."""
 
     nbytes: Number
     microbatches: PerPart = 1
 
 
 def partition(layers: Sequence[LayerCost], parts: int, limit: MemoryLimit | None = None) -> list[range]:
-    """Cut the layers into non-empty contiguous parts.
+    """Cut the layers into contiguous parts so that the slowest part takes the least time, within a memory limit.
 
-    Minimises the time of the slowest part, which is the cost per microbatch in the steady state; then the sum of
+    Minimises the time of the slowest part, which is the cost per micro-batch in the steady state; then the sum of
     squares of the parts' times; of several solutions, the one with the longest first parts. Dynamic programming in
     parts * layers**2 steps (Narayanan et al., "PipeDream", SOSP 2019, section 3.1). ValueError if there are fewer
     layers than parts, or no cuts within the limit.
@@ -80,14 +80,14 @@ def _best(
     price: Callable[[int, int, int], Number | None],
     join: Callable[[Number, Number], Number],
 ) -> list[range] | None:
-    """Cuts of `count` layers with the least joined price; None if there are none.
+    """Cuts of `count` layers into parts with the least total price (combined by `join`); None if there are none.
 
     ``price(part, start, stop)`` is None where the part may not have those layers.
     """
 
     @cache
     def best(part: int, start: int) -> tuple[Number, list[range]] | None:
-        """Price and cuts of the parts from this one on; the longest first part wins a tie."""
+        """Least price and cuts of layers from `start` on into parts from `part` on; ties: longest first part."""
         if part == parts:
             return (0, []) if start == count else None
         found: list[tuple[Number, list[range]]] = []

@@ -1,7 +1,7 @@
-"""Placement of the model's parts on stages, and the routes of microbatches through them.
+"""Placement of the model's parts on stages, and the routes of micro-batches through them.
 
 A model is cut into parts, numbered from its input. A part lies at a place: a chunk of a stage. A route passes through
-one place of every part, forward in this order and backward in reverse; every microbatch takes one route. Consecutive
+one place of every part, forward in this order and backward in reverse; every micro-batch takes one route. Consecutive
 places on different stages exchange messages.
 """
 
@@ -19,7 +19,7 @@ PerPart: TypeAlias = Number | Sequence[Number]
 
 
 def spread(each: PerPart, parts: int) -> list[Number]:
-    """Expand to one number per part; ValueError for a sequence of another length."""
+    """List of one number per part, from one number for all or a sequence; ValueError for one of another length."""
     numbers = list(each) if isinstance(each, Sequence) else [each] * parts
     if len(numbers) != parts:
         raise ValueError(f"expected one number, or one for each of {parts} parts; found {len(numbers)}")
@@ -38,7 +38,7 @@ Route = tuple[StagePlace, ...]
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Routes through the stages, of equal length; microbatch i takes route i modulo their number.
+    """Placement of model parts on stages, as routes of equal length; micro-batch i takes route i modulo their number.
 
     Every place is on exactly one route. With two routes every part lies at two places, and its gradients must be summed
     over both.
@@ -64,12 +64,12 @@ class StagePlacement:
 
     @cached_property
     def before(self) -> dict[StagePlace, StagePlace | None]:
-        """Place that each place receives activations from; None at the model's input."""
+        """Map from each place (stage, chunk) to the one it receives activations from; None at the model's input."""
         return {place: source for route in self.routes for place, source in zip(route, (None, *route))}
 
     @cached_property
     def after(self) -> dict[StagePlace, StagePlace | None]:
-        """Place that each place sends activations to; None at the loss."""
+        """Map from each place (stage, chunk) to the one it sends activations to; None at the loss."""
         return {place: target for route in self.routes for place, target in zip(route, (*route[1:], None))}
 
     def route(self, microbatch: int) -> Route:
@@ -80,12 +80,12 @@ class StagePlacement:
 
 
 def loop(stages: int, chunks: int = 1) -> StagePlacement:
-    """Part k lies on stage k modulo `stages`, as chunk k // `stages`."""
+    """Placement in rounds: part k of the model is chunk k // `stages` of stage k modulo `stages`."""
     return StagePlacement((tuple(StagePlace(part % stages, part // stages) for part in range(stages * chunks)),))
 
 
 def vee(stages: int) -> StagePlacement:
-    """Down the stages and up again: stage s has part s as chunk 0 and part 2 stages - 1 - s as chunk 1.
+    """Placement down the stages and up again: stage s has part s as chunk 0, part 2 stages - 1 - s as chunk 1.
 
     The first stage has the model's input and the loss; there is no message at the turn.
     """
@@ -95,9 +95,9 @@ def vee(stages: int) -> StagePlacement:
 
 
 def opposed(stages: int) -> StagePlacement:
-    """Two opposite routes: stage s has part s as chunk 0 and part stages - 1 - s as chunk 1.
+    """Placement of two opposite routes: stage s has part s as chunk 0 and part stages - 1 - s as chunk 1.
 
-    Even microbatches pass from the first stage to the last through chunks 0, odd ones from the last to the first
+    Even micro-batches pass from the first stage to the last through chunks 0, odd ones from the last to the first
     through chunks 1. Every part lies on two stages (on both chunks of the middle one, if their number is odd).
     """
     down = tuple(StagePlace(stage, 0) for stage in range(stages))

@@ -14,8 +14,7 @@ MOST = 2000
 
 
 def table(timeline: Timeline, width: int = 0) -> str:
-    """Format a timeline with integer or fractional times as a table, wrapped after `width` columns of text (0: no
-    limit).
+    """Format a timeline (integer or fractional times) as a text table, wrapped after `width` characters (0: never).
 
     Raises ValueError if the table needs more than `MOST` columns.
 

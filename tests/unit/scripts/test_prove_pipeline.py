@@ -57,7 +57,7 @@ def test_a_planted_deadlock_is_found(module, monkeypatch):
     "says, told",
     [
         (Formulas("(p-1)*(F+B)", "m"), "planted: idle for 3, expected (p-1)*(F+B) = 2"),
-        (Formulas("(p-1)*(F+B+W)", "min(m, p)"), "planted: stage 0 keeps 3 microbatches, expected min(m, p) = 2"),
+        (Formulas("(p-1)*(F+B+W)", "min(m, p)"), "planted: stage 0 keeps 3 micro-batches, expected min(m, p) = 2"),
     ],
 )
 def test_a_formula_that_is_wrong_is_found(module, monkeypatch, says, told):

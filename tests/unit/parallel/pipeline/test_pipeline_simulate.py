@@ -116,7 +116,7 @@ def test_whatever_is_missing_is_named(name, kind):
     [
         ("0F0,0BW0,0F0", "0F0 occurs twice"),
         ("0F0,0BW0,0W0", "0W0 occurs twice"),
-        ("0F0,0B0,0W0,0F1,0B1,0W1", "0F1: expected one of 1 microbatches"),
+        ("0F0,0B0,0W0,0F1,0B1,0W1", "0F1: expected one of 1 micro-batches"),
         ("0F0,0.1BW0", "0.1BW0 is in the line of stage 0, which has 1 chunks"),
         ("0F0,0SF0,0BW0", "0SF0: no other stage to exchange with"),
         ("0F0,0BW0,0U0", "0U0: mine has no updates within a step"),
@@ -130,7 +130,7 @@ def test_what_is_out_of_place_is_named(text, told):
 def test_a_micro_batch_on_another_route_is_named():
     plan = build("dualpipe", 2, 4)
     wrong = plan.with_actions([[action._replace(chunk=1 - action.chunk) for action in line] for line in plan.actions])
-    assert "not on the route of the microbatch" in refusal(wrong)
+    assert "not on the route of the micro-batch" in refusal(wrong)
 
 
 def test_lines_of_too_few_stages_are_refused():
