@@ -1,4 +1,4 @@
-"""Calibration of layer inputs over all ranks' samples: moments, sizes, ranges."""
+"""Calibration: statistics of layer inputs over all ranks' samples (second moments, mean and largest sizes, ranges)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OperatorCallback = Callable[[Operator, Array, Array], object]
 
 
 class InputMoments:
-    """Accumulated moments of the input rows of a matrix product.
+    """Accumulated statistics of the input rows X of a matrix product: X^T X, and mean and largest |x|.
 
     `moments` is X^T X: float64, shape (inputs, inputs).
     """
@@ -42,7 +42,7 @@ class InputMoments:
             self._range.observe(rows)
 
     def allreduce(self, comm: Any) -> InputMoments:
-        """Moments of all ranks, the same on all; `comm` has mpi4py's interface."""
+        """Statistics over the rows of all ranks, the same on all; `comm` has mpi4py's interface."""
         total = InputMoments(len(self._total))
         total._range = self._range.allreduce(comm)
         comm.Allreduce(self.moments, total.moments)
@@ -52,12 +52,12 @@ class InputMoments:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Mean |x| of each input."""
+        """Mean |x| of each input feature."""
         return self._total / max(self.rows, 1)
 
     @property
     def largest(self) -> np.ndarray:
-        """Largest |x| of each input; 0 without rows."""
+        """Largest |x| of each input feature; 0 without rows."""
         if not self.rows:
             return np.zeros(len(self._total), np.float32)
         low, high = self._range.range()
@@ -66,7 +66,7 @@ class InputMoments:
 
 
 def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) -> list[Batch]:
-    """This rank's micro-batches of up to `samples` samples, evenly spaced over a data set.
+    """This rank's share of up to `samples` samples spaced evenly over a data set, in micro-batches of `micro_batch`.
 
     The micro-batches are the same for any number of ranks, which take them in turns.
     """
@@ -77,7 +77,7 @@ def dealt(data: Dataset, samples: int, micro_batch: int, rank: int, ranks: int) 
 
 
 class ObservedOperator(WrappedOperator):
-    """Wrapper that passes the operator, its inputs and outputs to a callback."""
+    """Wrapper of an operator that calls ``callback(operator, input, output)`` after each forward."""
 
     def __init__(self, inner: Operator, callback: OperatorCallback):
         super().__init__(inner)
@@ -90,12 +90,12 @@ class ObservedOperator(WrappedOperator):
 
 
 def watch(model: Operator, names: set[str], callback: OperatorCallback) -> Operator:
-    """Copy of the model that passes the named operators, their inputs and outputs to a callback."""
+    """Copy of the model that calls ``callback(operator, input, output)`` after each forward of the named operators."""
     return rebuilt(model, lambda operator: ObservedOperator(operator, callback) if operator.name in names else operator)
 
 
 def run_batches(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
-    """Run batches through a model with observers. Collective; ValueError on all ranks for samples that do not fit."""
+    """Run batches forward through a model (see `watch`). Collective; ValueError on all ranks for unfit samples."""
     collective_call(comm, lambda: [forward(model, batch) for batch in batches], UNFIT)
 
 
@@ -106,7 +106,7 @@ def forward(model: Operator, batch: Batch) -> Array:
 def calibrate(
     model: Operator, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> dict[str, InputMoments]:
-    """Input moments of every multiplying layer over all ranks' batches, by name. Collective.
+    """Input statistics of every layer with a matrix product, over all ranks' batches, by layer name. Collective.
 
     A rank may have no batches. ValueError on all ranks, if samples do not fit the model, or there are none.
     """

@@ -25,7 +25,7 @@ def evaluate(
     comm: Any,
     measure: Callable[[Array, Array], float] | None = None,
 ) -> Evaluation:
-    """Mean loss over all ranks' batches, independent of their distribution. Collective.
+    """Mean loss and `measure` over all ranks' batches, independent of their distribution. Collective.
 
     `batches` are this rank's, which may be none. `measure` maps scores and targets to a number that is summed over all
     batches, for example that of correct predictions. ValueError on all ranks if samples do not fit the model, or a loss
@@ -51,7 +51,7 @@ def evaluate(
 
 
 class LayerErrorRow(NamedTuple):
-    """Errors of a layer, relative to the norms of the exact values.
+    """Errors and size of a quantised layer; errors are relative to the norms of the exact values.
 
     `weights` is the error of its matrix, `outputs` that of its output with only this layer quantised, and `arriving`
     with all; NaN without a product or samples. `nbytes` and `bits` per weight count scales and divisors; `before` are
@@ -71,7 +71,7 @@ class LayerErrorRow(NamedTuple):
 def compare(
     model: Operator, made: Operator, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> list[LayerErrorRow]:
-    """Errors of a quantised model by layer (`layers` of the first model) on all ranks' samples. Collective."""
+    """Errors of quantised model `made`, by layer of the exact `model`, on all ranks' samples. Collective."""
     weights = weights_of(made)
     users = {user.name: layer.name for layer in layers for user in layer.users}
     rounded = {value.name: value for _, value in made.walk() if isinstance(value, Operator) and value.name in users}

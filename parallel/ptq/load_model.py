@@ -40,12 +40,12 @@ class TrainedModel:
 
     @property
     def measure(self) -> Any:
-        """Number of correct predictions, or None for regression."""
+        """Function that counts correct predictions, or None for regression."""
         return measure_of(self.task)
 
 
 def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
-    """Model of a checkpoint, or of the newest in a folder, on every rank. Collective.
+    """Load the model of a checkpoint, or of the newest one in a folder, on every rank. Collective.
 
     CheckpointError on all ranks if there is none or it is damaged; ValueError if a value is not finite.
     """
@@ -77,7 +77,7 @@ def _single_rank_settings(before: dict[str, Any]) -> Settings:
 
 
 def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
-    """Other data for the same model. Collective; ValueError on all ranks if they do not fit the model."""
+    """Task with data set `data` for a trained model. Collective; ValueError on all ranks if the data do not fit."""
     if data == trained.settings.data:
         return trained.task
     task, _, _ = collective_call(comm, lambda: prepare(replace(trained.settings, data=data), 1), "calibrate")
@@ -91,7 +91,7 @@ def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
 
 
 def save(path: Path, trained: TrainedModel, made: Operator) -> None:
-    """Write a quantised model: codes, other parameters, and the settings to rebuild it."""
+    """Write a quantised model to a safetensors file: codes, other parameters, and the settings to rebuild it."""
     arrays: dict[str, Any] = {parameter.name: parameter.data for parameter in made.parameters()}
     for name, weight in weights_of(made).items():
         arrays[name] = weight.quantized.codes

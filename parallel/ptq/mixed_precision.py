@@ -1,4 +1,4 @@
-"""Mixed precision: options per layer with their bytes and losses (measured or estimated), and the choice among them."""
+"""Mixed precision: choice of an option per layer, from the bytes and the (measured or estimated) losses of options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LossEstimate = Callable[[QuantizableLayer, FewBitWeight], float]
 
 
 def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS) -> list[QuantSpec]:
-    """Spec of linear codes in other widths, groups of half, once, twice and four times their size; else ValueError.
+    """Variants of a spec of linear codes: each width, with groups of half, once, twice and four times the size.
 
     >>> from quant import grouped
     >>> [(one.bits, one.granularity.size) for one in options_of(grouped(3, 1), [2, 4])]
@@ -46,7 +46,7 @@ def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS) -> list[QuantSpe
 
 @dataclass(frozen=True)
 class PrecisionMixture:
-    """Layers, their options `specs`, `weights` of every layer by every option, and the table of bytes and losses."""
+    """Quantisation options of all layers: `specs`, `weights` by layer and option, table of bytes and losses."""
 
     model: Operator
     layers: Sequence[QuantizableLayer]
@@ -58,7 +58,7 @@ class PrecisionMixture:
         return (list(self.specs).index(spec),) * len(self.layers)
 
     def budget(self, spec: QuantSpec, bits: float) -> float:
-        """Bytes of all layers at a mean width, scales included; linear between the widths of the options."""
+        """Bytes of all layers at a mean width of `bits`, scales included; interpolated between the options' widths."""
         widths = sorted({option.bits for option in self.specs})
         if not widths[0] <= bits <= widths[-1]:
             raise ValueError(f"mixed: expected {widths[0]} to {widths[-1]} bits on the average, found {bits:g}")
@@ -66,7 +66,7 @@ class PrecisionMixture:
         return float(np.interp(bits, widths, costs))
 
     def choose(self, search: str, budget: float, comm: Any) -> Choice:
-        """Options found by a search of `SEARCHES` within a budget, the same on all ranks. Collective."""
+        """Find an option per layer: least loss within `budget` bytes; `search` is a key of `SEARCHES`. Collective."""
         return collective_call(comm, lambda: SEARCHES[search](self.table, budget), search, root=0)
 
     def chosen(self, choice: Choice) -> Operator:
@@ -74,7 +74,7 @@ class PrecisionMixture:
         return packed(self.model, {layer.name: options[at] for layer, options, at in chosen})
 
     def bits(self, choice: Choice) -> float:
-        """Mean bits per weight, scales included."""
+        """Mean bits per weight of a choice, scales included."""
         return 8 * self.table.cost(choice) / max(sum(math.prod(layer.shape) for layer in self.layers), 1)
 
 
@@ -87,7 +87,7 @@ def mixture(
     estimate: LossEstimate,
     comm: Any,
 ) -> PrecisionMixture:
-    """Round every layer of `layers_of(model)` by every option of `specs`, and estimate losses. Collective.
+    """Quantise every layer of `layers_of(model)` by every option of `specs`, and estimate their losses. Collective.
 
     `moments` is the result of `calibrate`, `method` a key of `METHODS`, `estimate` a result of one of `SENSITIVITIES`.
     """
@@ -101,7 +101,7 @@ def mixture(
 def by_loss(
     model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> LossEstimate:
-    """Increase of the mean loss with a single layer quantised. Collective, and so is every estimate: a forward pass."""
+    """Loss estimate by measurement: increase of the mean loss with one layer quantised. Each call is collective too."""
     base = evaluate(model, loss, batches, comm).loss
     return lambda layer, weight: evaluate(packed(model, {layer.name: weight}), loss, batches, comm).loss - base
 
@@ -109,7 +109,7 @@ def by_loss(
 def by_fisher(
     model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> LossEstimate:
-    """Half the squared error of each weight times the mean of its squared gradients (second-order estimate).
+    """Second-order loss estimate: sum of half the squared error of each weight times its mean squared gradient.
 
     The mean is over samples: the empirical Fisher information, in place of the diagonal of the Hessian (Y. LeCun,
     J. Denker, S. Solla, "Optimal Brain Damage", 1990). Cost: a backward pass for every sample. Collective.

@@ -1,4 +1,4 @@
-"""Copies of models with quantised weights in place of parameters, and quantised inputs."""
+"""Copies of models with quantised weights in place of parameters, and with quantised operator inputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PackedWeight:
 
 
 class WrappedOperator(Operator):
-    """Wrapper of an operator that keeps parameters' names."""
+    """Base class of wrappers of an operator that keep its name and its parameters' names."""
 
     def __init__(self, inner: Operator):
         self.inner, self.name = inner, inner.name
@@ -75,7 +75,7 @@ class RoundedInput(WrappedOperator):
         self._product = product_of(inner)
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
-        """Saves nothing: inference only."""
+        """Product of quantised inputs and weights; saves nothing for a backward (inference only)."""
         codes, bias = self.inner.weight.quantized.codes, getattr(self.inner, "bias", None)  # type: ignore[attr-defined]
         q = quantize(inputs_of(self.inner, x), self.spec, **self.given)
         y = product(q, codes) if exact(self.spec, codes.spec) else q.dequantize() @ codes.dequantize().T
@@ -91,7 +91,7 @@ def product_of(operator: Operator) -> MatrixProduct:
 
 
 def inputs_of(operator: Operator, x: Array) -> Array:
-    """Rows multiplied by an operator's weights, divided if the weight has divisors."""
+    """Input of an operator as rows of its matrix product, (rows, inputs), divided by the weight's divisor if any."""
     rows = product_of(operator).rows(operator, x)
     weight = operator.weight  # type: ignore[attr-defined]
     divided = isinstance(weight, PackedWeight) and weight.quantized.divisor is not None
@@ -120,7 +120,7 @@ def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator
 
 
 def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:
-    """Copy of the model with the named weights quantised."""
+    """Copy of the model with the named parameters replaced by quantised weights."""
     replaced: dict[str, PackedWeight] = {}
 
     def change(operator: Operator) -> Operator:
@@ -135,7 +135,7 @@ def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:
 
 
 def rounding(model: Operator, spec: QuantSpec, parameters: dict[str, dict[str, Any]]) -> Operator:
-    """Copy of the model with the inputs of the named operators quantised."""
+    """Copy of the model that quantises operators' inputs; `parameters`: scales and zero points by operator name."""
 
     def change(operator: Operator) -> Operator:
         given = parameters.get(operator.name)
@@ -154,7 +154,7 @@ def weights_of(model: Operator) -> dict[str, PackedWeight]:
 
 
 def nbytes(model: Operator) -> int:
-    """Bytes of all weights: quantised ones with scales and divisors, others as float32."""
+    """Bytes of all weights of a model: quantised ones with scales and divisors, others as float32."""
     return 4 * sum(parameter.size for parameter in model.parameters()) + sum(
         weight.quantized.nbytes for weight in weights_of(model).values()
     )

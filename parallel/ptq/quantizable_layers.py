@@ -28,7 +28,7 @@ class MatrixProduct(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """Properties of an operator class: True if its parameter is W^T; its product, or None for weights looked up."""
+    """Kind of operator: `transposed` if its parameter is W^T; its matrix product, or None if W is looked up."""
 
     transposed: bool
     product: MatrixProduct | None
@@ -62,7 +62,7 @@ KINDS: dict[type[Operator], LayerKind] = {
 
 
 def kind_of(operator: Operator) -> LayerKind | None:
-    """Entry of an operator in `KINDS`, or None."""
+    """Entry of `KINDS` for an operator's class, or None if it is not quantisable."""
     return next((kind for known, kind in KINDS.items() if isinstance(operator, known)), None)
 
 
@@ -76,7 +76,7 @@ def from_matrix(matrix: Array, shape: tuple[int, ...], transposed: bool) -> Arra
 
 @dataclass
 class QuantizableLayer:
-    """Weight and the operators that use it (two for tied embeddings); `transposed` if the parameter is W^T."""
+    """Quantisable weight and the operators that use it (two if tied); `transposed` if the parameter is W^T."""
 
     parameter: Parameter
     transposed: bool
@@ -88,12 +88,12 @@ class QuantizableLayer:
 
     @property
     def multiplied(self) -> bool:
-        """True if inputs are multiplied by it; False if it is only looked up."""
+        """True if inputs are multiplied by the weight; False if its rows are only looked up."""
         return any(getattr(kind_of(user), "product", None) for user in self.users)
 
     @property
     def matrix(self) -> np.ndarray:
-        """W: float32, shape (outputs, inputs)."""
+        """Weight matrix W: float32, shape (outputs, inputs)."""
         return np.ascontiguousarray(to_matrix(self.parameter.data, self.transposed), np.float32)
 
     @property

@@ -25,7 +25,7 @@ def _floating_zeros(spec: QuantSpec) -> QuantSpec:
 
 
 class RoundingMethod(NamedTuple):
-    """Rounding method: a function (w, inputs, spec) of a matrix of shape (outputs, inputs), in float32.
+    """Rounding method: function (w, inputs, spec) -> quantised weight, for a float32 matrix w, shape (outputs, inputs).
 
     `divides`: the result has divisors. `blind`: it needs no input statistics, and so suits weights that are only looked
     up. `spec`: spec of the resulting codes, from the requested spec.
@@ -96,7 +96,7 @@ def quantise(
 
 
 def with_inputs(model: Operator, spec: QuantSpec, observer: str, batches: Sequence[Batch], comm: Any) -> Operator:
-    """Copy of a model with packed weights whose inputs are quantised too. Collective; as `quantise`."""
+    """Copy of a model with quantised weights that also quantises their inputs, calibrated on `batches`. Collective."""
     return rounding(model, spec, observed(model, spec, observer, batches, comm))
 
 
@@ -127,14 +127,14 @@ def check(
 
 
 def method_for(layer: QuantizableLayer, method: str) -> RoundingMethod:
-    """Method of a layer: round-to-nearest for weights that are only looked up."""
+    """Rounding method for a layer: `method`, or round-to-nearest if it needs inputs and the weight is looked up."""
     return METHODS[method if layer.multiplied or METHODS[method].blind else "rtn"]
 
 
 def rounded(
     jobs: Iterable[tuple[QuantizableLayer, QuantSpec]], moments: dict[str, InputMoments], method: str, comm: Any
 ) -> list[FewBitWeight]:
-    """Weights of layers by specs, the same on all ranks: each is rounded by one rank and broadcast. Collective.
+    """Quantise each job's layer by its spec: one rank rounds it and broadcasts; returns all weights. Collective.
 
     `moments` is the result of `calibrate`. ValueError on all ranks, if one of them fails; it names the layer.
     """
