@@ -82,7 +82,7 @@ class FusedExchange:
     ) -> Callable[[np.ndarray, np.ndarray], None] | None:
         """Function ``exchange(sendbuf, recvbuf)`` for arrays like `sent` and `received`; None if not supported.
 
-        None unless all of `source` is sent and all of `target` written, the memory that the program is bound to.
+        `source` and `target` are the memory that the program is bound to: all of it must be sent, and written.
         """
         ends = self._ends(source, target, sent, received)
         if ends is None:

@@ -240,7 +240,7 @@ class Receive:
         """Describe the receive as one array operation, (data in each slot, ufunc, mine_first); None if it is not one.
 
         The ufunc combines the data with all of `source`, which is its first operand if `mine_first`; None for a copy.
-        It must write all of `target`.
+        The operation must write all of `target`.
         """
         arrays: list[np.ndarray] = []
         ufunc, mine_first = None, False
