@@ -59,11 +59,11 @@ class SearchTable:
             raise ValueError("losses: expected finite numbers")
 
     def cost(self, choice: Choice) -> float:
-        """Total cost of a choice."""
+        """Total cost of a choice, the option index of every layer."""
         return float(self.costs[np.arange(len(self.costs)), choice].sum())
 
     def loss(self, choice: Choice) -> float:
-        """Total loss of a choice."""
+        """Total loss of a choice, the option index of every layer."""
         return float(self.losses[np.arange(len(self.costs)), choice].sum())
 
     def cheapest(self, budget: float) -> Choice:

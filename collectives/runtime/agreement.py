@@ -65,7 +65,7 @@ UNKNOWN = MemoryVisibility()
 
 
 def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) -> MemoryVisibility:
-    """Find out if the call has its send buffers in shared memory, and is in place, on all ranks. Collective."""
+    """Agree over all ranks if the call has its send buffers in shared memory, and if it is in place. Collective."""
     size = comm.Get_size()
     if node is None or size == 1:
         return UNKNOWN

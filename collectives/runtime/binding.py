@@ -200,7 +200,7 @@ def needs_staging(call: Call) -> bool:
 
 
 def longest() -> int:
-    """Longest message in bytes for which any blocking call uses eager (intermediate) buffers."""
+    """Message size in bytes up to which blocking calls use eager (intermediate) buffers."""
     return COMPILED if compiled_exchange.available() else SLOT
 
 
@@ -218,7 +218,7 @@ def call_mark(call: Call, choice: AlgorithmChoice) -> int:
 
 
 def program_key(call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None) -> Hashable:
-    """Cache key of a call's program; with `addresses` also of the buffers that the program is bound to."""
+    """Cache key of the program that a call can use; with `addresses` it contains those of the call's buffers."""
     source, target = call.source, call.target
     return (
         (call.collective, call.v_form, choice, call.lengths, call.unit, call.root, call.op, call.separate_output),

@@ -19,7 +19,7 @@ MESSAGE_WINDOW = 2
 
 
 class RoundShape(NamedTuple):
-    """Receive strategy for the messages that a round reduces: from the sender's memory, or through landing slots.
+    """Receive strategy for the messages that a round reduces: from the sender's memory, or through a temporary buffer.
 
     `in_place`: reduce from the sender's memory; otherwise receive into `landing` elements of landing memory first, in
     `slots` per message. `changing`: destinations of the results.

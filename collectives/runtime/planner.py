@@ -292,7 +292,7 @@ class Planner:
         return binding.fits_eager_buffers(call) and (short or self._is_single_exchange(call, choice, nbytes))
 
     def _is_single_exchange(self, call: Call, choice: AlgorithmChoice, nbytes: int) -> bool:
-        """True if this rank at most sends one message and receives one, both through shared memory and in one cell."""
+        """True if this rank sends and receives at most one message each, which fits one shared-memory mailbox cell."""
         if call.source is None or call.target is None or call.source is call.target:
             return False
         if self.node is None or choice.algorithm == NATIVE or nbytes > self.node.cells[BLOCKING_CHANNEL]:

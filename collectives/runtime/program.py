@@ -55,7 +55,7 @@ def _address(array: Any) -> int:
 
 
 class Program:
-    """A schedule bound to memory and a transport: `run` executes it at once, `start` and `advance` do not block.
+    """A schedule bound to memory and a transport: `run` executes it at once, `start` and `advance` without blocking.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ class Program:
             call()
 
     def finish(self) -> None:
-        """Run the remaining calls to the end."""
+        """Run the remaining calls to the end, blocking in every wait."""
         calls = self.calls[self.position :]
         self.position = self.first
         for call in calls:

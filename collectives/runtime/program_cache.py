@@ -274,14 +274,14 @@ class ProgramCache:
         return self._repeats >= COMPILE_AFTER and compiled_exchange.available()
 
     def add(self, key: Hashable, entry: Program | EagerBuffers) -> None:
-        """Add a program; free the oldest ones beyond the limits."""
+        """Add a program to the cache; free the oldest ones beyond `MAX_PROGRAMS` and `MAX_BYTES`."""
         self.bound[key] = entry
         self.nbytes += program_of(entry).nbytes
         while len(self.bound) > MAX_PROGRAMS or (self.nbytes > MAX_BYTES and len(self.bound) > 1):
             self.evict(next(iter(self.bound))).free()
 
     def evict(self, key: Hashable) -> Program:
-        """Remove a program and all calls that use it; the caller frees it."""
+        """Remove a program and all cached calls that use it, and return it; the caller frees it."""
         program = program_of(self.bound.pop(key))
         self.nbytes -= program.nbytes
         for known in [known for known, cached in self.ready.items() if cached.program is program]:

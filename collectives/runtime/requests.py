@@ -270,7 +270,7 @@ class Request:
         raise InvalidArgument(MPI.ERR_REQUEST, f"Cancel of {self!r}: collectives cannot be cancelled")
 
     def _deactivate_alone(self) -> bool:
-        """Make the request inactive if no other is active, and return True then: no other thread progresses it."""
+        """Make the request inactive and return True if no other is active: then no other thread progresses it."""
         _acquire()
         try:
             alone = self.active and len(active_requests) == 1

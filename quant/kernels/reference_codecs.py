@@ -74,7 +74,7 @@ unchecked = np.errstate(over="ignore", invalid="ignore")
 
 
 def array_namespace(x: Array) -> ModuleType:
-    """Module `numpy` or `cupy`, from which the array x is. TypeError for anything else."""
+    """Array module of x: `numpy` or `cupy`. TypeError for anything else."""
     if isinstance(x, np.ndarray | np.generic):
         return np
     cupy = sys.modules.get("cupy")
@@ -115,7 +115,7 @@ def _groups(rows: Array, tile: Tile) -> Array:
 
 
 def _scratch(rows: Array, size: int, dtype: Any = np.float32) -> Any:
-    """Function that returns a temporary array of a shape for a tile, each time in the same memory, so in cache."""
+    """Function (shape) -> temporary array for a tile, always in the same memory, so that this stays in the cache."""
     xp = array_namespace(rows)
     space = xp.empty(min(rows.size, TILE) if xp is np else rows.size, dtype)
 
@@ -391,7 +391,7 @@ def decode_table(codes: Array, size: int, scales: Array, levels: Array, out: Arr
 
 
 def _may_overflow(scales: Array, reach: np.float32, zeros: Array = 0.0) -> bool:
-    """True if scales times values up to `reach` + |zeros| may round to infinity; on a device always (no wait)."""
+    """True if scales times values up to `reach` + |zeros| may round to infinity; always True on a device."""
     return not isinstance(scales, np.ndarray) or not bool((abs(scales) * (reach + abs(zeros)) <= GREATEST).all())
 
 

@@ -131,7 +131,7 @@ class Percentile(Histogram):
 
 
 class _LeastLoss(Histogram):
-    """Base of observers that choose the range of least loss for `bits` bits, of `CANDIDATES` fractions of the whole."""
+    """Base of observers that try `CANDIDATES` fractions of the full range and take that with the least loss."""
 
     def __init__(self, bits: int = 8, symmetric: bool = True, bins: int = 2048):
         if not 2 <= bits <= 8:

@@ -37,7 +37,7 @@ def divided(r: Array, n: float) -> Array:
 
 
 def symmetric_scale(spec: QuantSpec, size: Array) -> Array:
-    """Scales of groups whose largest |r| is `size` (q_range peak: r with its sign; unsigned: largest r).
+    """Scales of groups whose largest magnitude is `size` (for q_range peak with sign; unsigned: largest element).
 
     The scale of MX formats is 2^(floor(log2 max) - emax), at which the largest elements may clip.
     """

@@ -58,7 +58,7 @@ def grouped(bits: int, size: int, scale: str = "fp16", **options: Any) -> QuantS
 
 
 def parse(text: str) -> QuantSpec:
-    """Spec of a preset's name, or of intB (B bits) with suffixes _gN (groups of N) or _row (scale per row), and _zero.
+    """Parse a spec: a preset's name, or intB (B bits) with suffixes _gN (groups of N) or _row (scale per row), _zero.
 
     ValueError for a name that is neither; _zero stands for zero points.
 
