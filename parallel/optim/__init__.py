@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules, loss scaling, gradient norm."""
+"""Optimizers, learning-rate schedules, mixed precision and loss scaling, gradient clipping."""

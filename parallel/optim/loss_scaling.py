@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: `MicrobatchPass` multiplies the loss, `ShardedOptimizer` divides the gradient and updates."""
+"""Dynamic loss scaling, used by `MicrobatchPass` (multiplies the loss) and `ShardedOptimizer` (divides gradients)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.runtime.validation import expect_mapping
 
 @dataclass
 class LossScale:
-    """Factor of the loss that keeps small gradients from underflow in float16, as far as they do not overflow.
+    """Dynamic loss scale for float16: grows after many finite gradients, shrinks after one that is not finite.
 
     Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. All ranks pass the same `finite`, and so
     have the same scale. ValueError for settings out of range.
@@ -66,7 +66,7 @@ class LossScale:
                 raise ValueError(f"{name}: expected {expected}, found {getattr(self, name)}")
 
     def update(self, finite: bool) -> None:
-        """Adapt to a step whose gradient was finite and applied, or not finite and skipped.
+        """Adapt the scale after a step; `finite`: the gradient was finite and applied, else the step was skipped.
 
         FloatingPointError after more than `patience` skipped steps in a row at the floor.
         """
@@ -85,11 +85,11 @@ class LossScale:
             self.value, self.good = min(self.value * self.growth, self.ceiling), 0
 
     def state(self) -> dict[str, Any]:
-        """All fields, for a checkpoint."""
+        """All fields by name, to save in a checkpoint."""
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a `state`; ValueError if it is none, and nothing is changed."""
+        """Restore fields that `state` returned; ValueError, with nothing changed, if they are invalid."""
         kinds = {field.name: (int,) if field.type == "int" else (int, float) for field in fields(self)}
         if set(expect_mapping(state, "loss scale")) != set(kinds):
             raise ValueError(f"state: expected {', '.join(sorted(kinds))}, found {', '.join(sorted(state))}")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions from the number of earlier updates to the rate of the next.
+"""Learning-rate schedules: functions of the number of updates made so far that return the next update's rate.
 
 >>> warm = LRSchedule("warm_up_cosine", rate=1.0, warm_up=2, steps=6)
 >>> [round(warm(step), 3) for step in range(7)]
@@ -21,18 +21,19 @@ def constant(step: int, *, rate: float) -> float:
 
 
 def linear_warm_up(step: int, *, rate: float, warm_up: int) -> float:
-    """`warm_up` equal increments to `rate`, the first at step 0; then constant (Goyal et al. 2017)."""
+    """Learning rate at `step`: `warm_up` equal increments up to `rate`, then constant (Goyal et al. 2017)."""
     return rate * min(1.0, (step + 1) / warm_up) if warm_up else rate
 
 
 def cosine(step: int, *, rate: float, steps: int, floor: float = 0.0) -> float:
-    """Half a cosine from `rate` at step 0 to `floor` at `steps`; then constant (Loshchilov and Hutter, "SGDR", ICLR
-    2017, equation 5)."""
+    """Learning rate at `step`: half a cosine from `rate` at step 0 to `floor` at `steps`, then constant.
+
+    Loshchilov and Hutter, "SGDR", ICLR 2017, equation 5."""
     return floor + 0.5 * (rate - floor) * (1.0 + math.cos(math.pi * min(step, steps) / steps)) if steps else floor
 
 
 def warm_up_cosine(step: int, *, rate: float, warm_up: int, steps: int, floor: float = 0.0) -> float:
-    """`linear_warm_up`, then `cosine` over the remaining steps."""
+    """Learning rate at `step`: `linear_warm_up`, then `cosine` over the remaining steps."""
     if step < warm_up:
         return linear_warm_up(step, rate=rate, warm_up=warm_up)
     return cosine(step - warm_up, rate=rate, steps=steps - warm_up, floor=floor)
@@ -45,7 +46,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 
 @dataclass(init=False)
 class LRSchedule:
-    """Learning-rate schedule that a checkpoint can describe: one of `SCHEDULES` with its settings.
+    """Learning-rate schedule, callable with a step: a function of `SCHEDULES` by name, and its settings.
 
     Parameters
     ----------
@@ -80,7 +81,7 @@ class LRSchedule:
         return hash((self.name, *sorted(self.settings.items())))
 
     def describe(self) -> dict[str, Any]:
-        """Keyword arguments of `LRSchedule`."""
+        """Name and settings, as keyword arguments that make an equal `LRSchedule`; for a checkpoint."""
         return {"name": self.name, **self.settings}
 
 
@@ -89,7 +90,7 @@ Rate = float | Callable[[int], float]
 
 
 def rate_at(rate: Rate, step: int) -> float:
-    """Rate of the update after `step` earlier ones; ValueError if the rate is negative or not finite."""
+    """Learning rate (`rate`, or ``rate(step)``) after `step` updates; ValueError if negative or not finite."""
     if step < 0:
         raise ValueError(f"step: expected the number of updates made before, found {step}")
     value = float(rate(step)) if callable(rate) else float(rate)
@@ -99,7 +100,7 @@ def rate_at(rate: Rate, step: int) -> float:
 
 
 def describe(rate: Rate) -> Any:
-    """Rate for a checkpoint: a number, the description of an `LRSchedule`, or the name of another function."""
+    """Description of a rate for a checkpoint: the number, `LRSchedule.describe()`, or another function's name."""
     if isinstance(rate, LRSchedule):
         return rate.describe()
     return getattr(rate, "__qualname__", type(rate).__qualname__) if callable(rate) else rate

@@ -1,4 +1,4 @@
-"""Span of the flat vector with its weights, gradient and optimizer state."""
+"""Span of the flat parameter vector with its weights, gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quant.types import Array
 
 
 class ElementRun(NamedTuple):
-    """Neighbouring elements of a span with or without decay: `start` to `stop`, relative to the span."""
+    """Elements `start` to `stop`, relative to a span, that all have weight decay or all have none."""
 
     start: int
     stop: int
@@ -24,7 +24,7 @@ class ElementRun(NamedTuple):
 
 @dataclass(eq=False)
 class OptimizerSpan:
-    """Span of the flat vector that this rank updates, with its weights, gradient and optimizer state.
+    """Span of the flat parameter vector that this rank updates, with its weights, gradient and optimizer state.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Optimizers on the spans of the flat vector that a rank owns. Imports no MPI.
+"""Optimizers (SGD, Adam, AdamW, LAMB) that update the spans of the flat vector that a rank owns. Imports no MPI.
 
 Spans are updated in portions that fit the cache. No element's update depends on where spans or portions begin, so every
 division of the vector gives the same bits; norms are float64 sums of squares per block, gathered from all ranks and
@@ -41,7 +41,7 @@ small call costs more than its memory traffic."""
 
 @dataclass(kw_only=True, eq=False)
 class Optimizer:
-    """Base class: learning rate (a number or a schedule), weight decay, and the loop over spans.
+    """Base class of optimizers: learning rate (a number or a schedule), weight decay, and the loop over spans.
 
     Decay applies to parameters that have ``decay=True``. ValueError for hyperparameters out of range.
     """
@@ -56,20 +56,20 @@ class Optimizer:
         _check("decay", self.decay, 0 <= self.decay < math.inf, "a number from 0 on")
 
     def states(self) -> tuple[str, ...]:
-        """Names of the state vectors."""
+        """Names of the optimizer's state vectors, such as ("m", "v"), each as long as the weights."""
         return ()
 
     def fresh(self, weights: Array) -> dict[str, Array]:
-        """State vectors before the first update: zeros like the weights."""
+        """Initial state vectors by name: zeros like the weights."""
         return {name: np.zeros_like(weights) for name in self.states()}
 
     def describe(self) -> dict[str, Any]:
-        """Name and hyperparameters, for a checkpoint."""
+        """Optimizer name and hyperparameters, for a checkpoint."""
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return {"name": NAMES.get(type(self), type(self).__name__), **settings, "rate": describe(self.rate)}
 
     def update(self, pieces: Sequence[OptimizerSpan], step: int, scale: float, gather: Gather | None = None) -> None:
-        """Make one step: update weights, state and stored weights of this rank's spans.
+        """Make one optimizer step: update weights, state and half-precision copies (`stored`) of this rank's spans.
 
         Parameters
         ----------
@@ -100,19 +100,19 @@ class Optimizer:
                     _store(piece, part)
 
     def _portion(self, piece: OptimizerSpan, part: slice, spare: Array, scalars: Scalars) -> None:
-        """Update weights and state of a few elements."""
+        """Update weights and state of the elements `part` of a span, a portion that fits the cache."""
         raise NotImplementedError
 
     def _scalars(self, step: int, scale: float, rate: float, run: ElementRun) -> Scalars:
-        """Arguments of the kernels: floats, as another type would have numba compile anew."""
+        """Scalar arguments of the update kernels for a run of elements; all floats, so that numba compiles once."""
         return tuple(map(float, (scale, rate, self.decay if run.decays else 0.0, *self._hyperparameters(step))))
 
     def _hyperparameters(self, step: int) -> Scalars:
-        """The scalars after scale, rate and decay."""
+        """Scalar kernel arguments that follow scale, rate and decay, such as beta1 and beta2."""
         return ()
 
     def _workspace(self, like: Array) -> Array:
-        """Two rows of a portion each, made once per kind of array."""
+        """Scratch array of shape (2, elements per kernel call), made once per array type and dtype."""
         key = type(like), like.dtype.str
         if key not in self._spare:
             self._spare[key] = np.empty_like(like, shape=(2, _portion_of(like)))
@@ -140,7 +140,7 @@ def _check(name: str, value: Any, good: bool, expected: str) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum and Nesterov's look-ahead (Sutskever et al., ICML 2013).
+    """Stochastic gradient descent, optionally with momentum or Nesterov momentum (Sutskever et al., ICML 2013).
 
     The velocity sums gradients, not steps, so a change of rate acts at once. Without momentum there is no state.
     """
@@ -170,7 +170,7 @@ class SGD(Optimizer):
 
 @dataclass(kw_only=True, eq=False)
 class Adam(Optimizer):
-    """Adaptive moments (Kingma and Ba, ICLR 2015, algorithm 1); decay is added to the gradient.
+    """Adam optimizer (Kingma and Ba, ICLR 2015, algorithm 1); weight decay is added to the gradient (L2).
 
     `beta1` and `beta2` are the decay of the moments, `eps` is added to the root of the second.
     """
@@ -209,7 +209,7 @@ class AdamW(Adam):
 
 @dataclass(kw_only=True, eq=False)
 class LAMB(Adam):
-    """Adam's direction, scaled to the norm of the tensor's weights (You et al., ICLR 2020, algorithm 2).
+    """LAMB optimizer: Adam's step, scaled to the norm of each tensor's weights (You et al., ICLR 2020, algorithm 2).
 
     With u = m^ / (sqrt(v^) + eps) + decay w, w -= rate |w| / |u| u. Where |w| or |u| is zero the factor is 1, so that a
     tensor can leave zero. Norms are over whole tensors.
@@ -245,7 +245,7 @@ class LAMB(Adam):
 
 
 def _trust(place: ParamSpan, of_weights: np.ndarray, of_directions: np.ndarray) -> float:
-    """|w| / |u| of a tensor from the block sums of all ranks."""
+    """LAMB's trust ratio |w| / |u| of a tensor (1 if either is 0), from sums of squares per block of all ranks."""
     blocks = slice(place.span.start // BLOCK, place.span.stop // BLOCK)
     weights, direction = (math.sqrt(total(sums[blocks])) for sums in (of_weights, of_directions))
     return weights / direction if weights and direction else 1.0
@@ -258,7 +258,7 @@ NAMES = {optimizer: name for name, optimizer in OPTIMIZERS.items()}
 
 
 def block_squares(vector: Array) -> np.ndarray:
-    """Sum of squares per block of 256 elements, on the host: float64, shape (len(vector) / 256,).
+    """Sums of squares of each block of 256 elements: a NumPy array, float64, of shape (len(vector) / 256,).
 
     `vector` has whole blocks of float32 or float64. Each block is added by the same tree, wherever it lies; inf or NaN
     where the block has one (or, in float64, where squares exceed 1e308).
@@ -275,12 +275,12 @@ def block_squares(vector: Array) -> np.ndarray:
 
 
 def total(sums: np.ndarray) -> float:
-    """Sum of block sums, always in the same order."""
+    """Sum of an array of block sums, always added in the same order."""
     return float(np.add.reduce(np.ascontiguousarray(sums, np.float64)))
 
 
 class GradClip(NamedTuple):
-    """Norm of a step's scaled gradient (inf or NaN: leave the step out), and the factor of `scale` that clips it.
+    """Global gradient norm of a step (if inf or NaN, skip the step), and the factor by which to clip the gradient.
 
     The factor is 1 for a norm up to the limit, and 0 if the norm is not finite.
     """
@@ -290,7 +290,7 @@ class GradClip(NamedTuple):
 
 
 def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> GradClip:
-    """Global gradient norm, and the factor that clips the gradient to `limit` (Pascanu et al., ICML 2013).
+    """Compute the global gradient norm and the factor that clips it to `limit` (Pascanu et al., ICML 2013).
 
     `squares` are the `block_squares` of the unscaled gradient of all ranks, `scale` is 1 / (global count x loss scale);
     without a `limit` nothing is clipped.

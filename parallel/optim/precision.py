@@ -1,4 +1,4 @@
-"""Mixed precision: dtypes of storage and computation, and their bytes.
+"""Mixed precision: table of dtypes for weights, gradients and optimizer state, and their bytes per parameter.
 
 >>> PRECISIONS["bf16"].bytes_per_parameter(states=2)
 {'weights': 2, 'gradients': 4, 'master': 4, 'optimizer': 8}
@@ -15,7 +15,7 @@ from parallel.optim.loss_scaling import LossScale
 
 
 class Precision(NamedTuple):
-    """Mixed-precision recipe (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
+    """Mixed-precision recipe: storage dtype, wide dtype, loss scaling (Micikevicius et al., ICLR 2018).
 
     `storage` is the dtype of weights and activations, `wide` that of summed gradients, optimizer state and master
     weights (if `storage` is narrower). `scaled` means dynamic loss scaling: small gradients underflow in float16, not
@@ -28,15 +28,15 @@ class Precision(NamedTuple):
 
     @property
     def master(self) -> bool:
-        """True if the optimizer keeps separate master weights."""
+        """True if the optimizer keeps separate master weights, of dtype `wide`."""
         return self.storage != self.wide
 
     def loss_scale(self) -> LossScale:
-        """A new loss scale: dynamic, or fixed at 1."""
+        """Create a loss scale: dynamic if `scaled`, else fixed at 1."""
         return LossScale() if self.scaled else LossScale(1.0, growth=1.0, backoff=1.0, ceiling=1.0)
 
     def bytes_per_parameter(self, states: int) -> dict[str, int]:
-        """Bytes per parameter by kind, for an optimizer with `states` state vectors, unsharded.
+        """Bytes per parameter by kind (weights, gradients...), unsharded, if the optimizer has `states` state vectors.
 
         18 in all for Adam with half storage, as gradients are kept in float32 only (16 with half gradients, 20 with
         both).

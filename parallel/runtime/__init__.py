@@ -1,1 +1,1 @@
-"""Services that all training code shares: vector memory, profiler, collective errors, signals, throughput."""
+"""Services shared by all training code: vector memory, profiler, collective errors, signals, throughput."""

@@ -1,4 +1,4 @@
-"""Collective errors: an error on one rank is raised on all, so that none waits in a collective."""
+"""Collective errors: an error on one rank is raised on all ranks, so that none hangs in a collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPECTED = (OSError, ValueError, ImportError, MemoryError)
 
 
 def describe(problem: BaseException) -> str:
-    """An exception's message, or its class without one, and its notes."""
+    """Text of an exception: its message (or class name if empty) and its notes."""
     notes = getattr(problem, "__notes__", ())
     return (str(problem) or type(problem).__name__) + "".join(f" ({note})" for note in notes)
 
@@ -22,7 +22,7 @@ def describe(problem: BaseException) -> str:
 def raise_on_all(
     comm: MPI.Intracomm, problem: BaseException | None, trouble: str, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise ``"{trouble}: {problem} (rank 3)"`` on all ranks if one of them has a problem. Collective."""
+    """Raise `kind` with the text ``"{trouble}: {problem} (rank 3)"`` on all ranks if any has a problem. Collective."""
     messages = comm.allgather(None if problem is None else describe(problem))
     ranks_of: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
@@ -43,7 +43,7 @@ def collective_call(
     kind: type[Exception] = ValueError,
     root: int | None = None,
 ) -> Result:
-    """Call a function without MPI on all ranks, or on `root` whose result all get; raise its error on all. Collective.
+    """Call `function` (no MPI in it) on all ranks, or on `root` with broadcast; raise its errors on all. Collective.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Consistency of models, settings and parameters between ranks."""
+"""Checks that models, settings and parameters are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from parallel.runtime.vector_memory import to_host
 
 
 class RankMismatch(ValueError):
-    """Ranks were given different models or settings."""
+    """Raised on all ranks if they were given different models or settings."""
 
 
 class ParameterMismatch(RuntimeError):
-    """Parameters that should be the same on all ranks are not."""
+    """Raised on all ranks if replicated parameters are not bitwise equal."""
 
 
 class StepFailed(RuntimeError):
-    """Some rank could not do its part of a step, so that no rank updated anything. Raised on all ranks."""
+    """Raised on all ranks if any rank failed in a training step; normally no rank has updated anything."""
 
     elsewhere = False
     """True if only another rank knows the cause."""
 
 
 def exits_on_all_ranks(kind: type[BaseException] | None) -> bool:
-    """True if the end of a ``with`` block may be collective: after no exception, or after one that all ranks raise."""
+    """True if a ``with`` block ends alike on all ranks (no exception, or one raised on all): exit may be collective."""
     return kind is None or issubclass(kind, (StepFailed, ParameterMismatch))
 
 
 def check_equal(comm: MPI.Intracomm, facts: Sequence[tuple[str, Any]]) -> None:
-    """Raise on all ranks if their facts, as (name, value), differ, naming the first difference. Collective."""
+    """Raise RankMismatch on all ranks if their (name, value) pairs differ, naming the first difference. Collective."""
     mine = [f"{name}: {value}" for name, value in facts]
     if len(set(comm.allgather(_digest("\n".join(mine).encode())))) == 1:
         return
@@ -53,7 +53,7 @@ NOTHING = "nothing was updated"
 
 
 def raise_step_failed(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
-    """Raise StepFailed on all ranks if one has a problem, with the effect `left` and each problem. Collective."""
+    """Raise StepFailed on all ranks if any has a `problem`; the text begins with `left`, the effect. Collective."""
     text = None if problem is None else f"{type(problem).__name__}: {describe(problem)}"
     texts = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
     if texts:
@@ -66,7 +66,7 @@ _MODULUS = 1 << 48
 
 @lru_cache
 def index_hash(numbers: Sequence[int]) -> int:
-    """Hash of a set of numbers: the sum of fifth powers, so that `combine_hashes` of parts gives that of their union.
+    """Hash of a set of numbers (sum of fifth powers); `combine_hashes` of disjoint sets gives that of their union.
 
     Ranks find missing or repeated numbers without exchanging them.
 
@@ -81,7 +81,7 @@ def combine_hashes(hashes: Iterable[int]) -> int:
 
 
 def compare_parameters(comm: MPI.Intracomm, flat: FlatParams, step: int, whole: MPI.Intracomm | None = None) -> None:
-    """Raise on all ranks if some parameter's bits differ, naming the first such tensor and the ranks. Collective.
+    """Raise ParameterMismatch on all ranks if a parameter is not bitwise equal on all, naming the first. Collective.
 
     Ranks are numbered as in `whole`, by default as in `comm` itself.
     """

@@ -1,4 +1,4 @@
-"""Profiler of training steps: seconds by kind and, optionally, all events for a trace."""
+"""Profiler of training steps: total seconds by kind of work and, optionally, a list of timed events for a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class ProfilerEvent(NamedTuple):
-    """Interval of `time.perf_counter` of kind "compute", "communication", or "flight" (a background exchange)."""
+    """Timed event, in seconds of `time.perf_counter`; kinds: "compute", "communication", "flight" (in background)."""
 
     name: str
     kind: str
@@ -19,7 +19,7 @@ class ProfilerEvent(NamedTuple):
 
 
 class Profiler:
-    """Sums of seconds by kind; with `trace` also a list of events.
+    """Profiler: total seconds by kind of work in `seconds`; with `trace`, also the single events in `events`.
 
     Examples
     --------

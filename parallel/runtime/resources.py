@@ -1,4 +1,4 @@
-"""Resources of a rank: BLAS threads, memory and peak FLOPs."""
+"""Hardware resources of a rank: cores, BLAS threads, memory and peak floating-point performance."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def _node(comm: MPI.Intracomm) -> Iterator[MPI.Comm]:
 
 
 def _cores(node: MPI.Comm) -> tuple[int, int]:
-    """Cores that this rank may run on, and all ranks of its node together. Collective over the node."""
+    """Return the numbers of cores that this rank, and that all ranks of its node, may use. Collective over the node."""
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return len(mine), len(frozenset().union(*node.allgather(frozenset(mine))))
 
 
 def cores_per_rank(comm: MPI.Intracomm) -> int:
-    """Cores of the node divided by its ranks; at least 1, at most the cores that this rank may run on. Collective."""
+    """Cores of the node divided by its number of ranks; from 1 to the cores that this rank may use. Collective."""
     with _node(comm) as node:
         mine, cores = _cores(node)
         return max(1, min(mine, cores // node.Get_size()))
 
 
 def _cores_at_once(comm: MPI.Intracomm, threads: int) -> float:
-    """Cores that this rank's threads have while all ranks of its node compute. Collective."""
+    """Number of cores that this rank's threads effectively get while all ranks of its node compute. Collective."""
     with _node(comm) as node:
         mine, cores = _cores(node)
         threads = min(threads, mine)
@@ -62,7 +62,7 @@ def node_memory() -> int:
 
 
 def check_memory(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
-    """Raise ValueError on all ranks if those of a node need more bytes, given by kind, than it has. Collective."""
+    """Raise ValueError on all ranks if a node's ranks need more memory than it has; `kinds`: bytes. Collective."""
     with _node(comm) as node:
         needed, ranks = node.allreduce(sum(kinds.values())), node.Get_size()
     there, problem = node_memory(), None
@@ -81,7 +81,7 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def format_bytes(count: float) -> str:
-    """Number of bytes as text.
+    """Format a number of bytes as text with a decimal unit.
 
     >>> format_bytes(23_500_000_000)
     '23.5 GB'
@@ -94,7 +94,7 @@ MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
 
 
 def peak_flops(comm: MPI.Intracomm, device: str = "cpu", seconds: float = 0.2, threads: int = 1) -> float:
-    """Multiplications and additions per second of all ranks, in products of float32 matrices. Collective.
+    """Measure peak FLOP/s (multiplications and additions) of all ranks together by float32 products. Collective.
 
     All ranks multiply at once for `seconds`; the fastest product of each counts. On the CPU, that with the least
     processor time: a core's speed does not depend on how many ranks share it, and a node has that speed times the

@@ -1,4 +1,4 @@
-"""Ctrl-C as a flag that all ranks share at the end of a step, instead of an exception on some of them."""
+"""Ctrl-C and SIGTERM as a flag, for a stop of all ranks after the same step, instead of an exception on some."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRACE = 1.0
 
 
 class InterruptFlag:
-    """Context manager that records the `number` of the first SIGINT or SIGTERM, 0 before.
+    """Context manager that catches SIGINT and SIGTERM and sets `seen` and `number`, the signal's (0 before).
 
     A signal more than `GRACE` seconds after the first one has its previous effect.
 

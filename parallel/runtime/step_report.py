@@ -1,4 +1,4 @@
-"""Reports of a step and of an evaluation."""
+"""Results of a training step and of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a step, equal on all ranks except for the times.
+    """Result of a training step: loss, gradient norm, rates, times; equal on all ranks except for the times.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all targets of all ranks; NaN if there are none. `measure` is None if nothing was measured."""
+    """Result of an evaluation: mean loss and metric (or None) over the `count` targets of all ranks; NaN if none."""
 
     loss: float
     measure: float | None

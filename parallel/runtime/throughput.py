@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 @dataclass(frozen=True)
 class Throughput:
-    """Samples per second, share of time in communication, and model FLOPs over the peak (None if unknown)."""
+    """Samples per second, share of time in communication, and model FLOPs utilisation (None if no peak is known)."""
 
     samples_per_s: float
     communication_share: float
@@ -18,7 +18,7 @@ class Throughput:
 
 
 class ThroughputMeter:
-    """Sums of samples, seconds and seconds in communication over steps.
+    """Meter of training throughput, fed by `add` with the samples, seconds and communication seconds of each step.
 
     The overall throughput leaves out the first step of a process, which allocates and compiles, if there are others.
     `peak` is the FLOPs per second of all ranks.
@@ -39,17 +39,17 @@ class ThroughputMeter:
 
     @property
     def window_seconds(self) -> float:
-        """Seconds of the steps since the last `recent`."""
+        """Seconds of the steps since the last call of `recent`."""
         return float(self._window[1])
 
     def recent(self) -> Throughput:
-        """Throughput of this rank since the last call."""
+        """Throughput since the last call, with this rank's share of communication."""
         samples, seconds, communication = self._window.tolist()
         self._window[:] = 0
         return self._throughput(samples, seconds, _ratio(communication, seconds))
 
     def overall(self, comm: MPI.Intracomm) -> Throughput:
-        """Throughput of all steps, with the share of communication over all ranks. Collective."""
+        """Throughput of all steps, with the mean share of communication of all ranks. Collective."""
         total = self._total if self._total[1] or self._first is None else self._first
         samples, seconds, communication = total.tolist()
         return self._throughput(samples, seconds, _ratio(comm.allreduce(communication), comm.allreduce(seconds)))

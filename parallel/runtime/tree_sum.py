@@ -1,4 +1,4 @@
-"""Order of gradient summation, equal for every layout: a binary tree over the micro-batches of a step.
+"""Reproducible gradient sum: a fixed order of additions, a binary tree over a step's micro-batches, for any layout.
 
 Micro-batches are numbered 0 to M-1. Node (k, i) is the sum over numbers from 2^k i up to 2^k (i+1), its left half plus
 its right half; numbers beyond M-1 are left out. A rank that has both halves of a node adds them, like a carry in binary
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 
 class TreeNode(NamedTuple):
-    """Node of the tree: ``1 << level`` numbers from ``place << level`` on."""
+    """Node of the summation tree: the sum of ``1 << level`` micro-batches from number ``place << level`` on."""
 
     level: int
     place: int
 
 
 class VectorPool:
-    """Pool of reusable vectors; `make` allocates one more."""
+    """Pool of reusable vectors; `make` allocates one more if none is idle."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make, self._idle = make, []  # type: ignore[var-annotated]
@@ -34,14 +34,14 @@ class VectorPool:
 
 
 class TreeSum:
-    """Sums of the known nodes, combined as far as possible."""
+    """Incremental tree sum: keeps the sums of nodes pushed so far, and adds siblings as soon as both are there."""
 
     def __init__(self, pool: VectorPool):
         self.pool = pool
         self.sums: dict[TreeNode, Any] = {}
 
     def push(self, node: TreeNode, vector: Any, ours: bool) -> None:
-        """Add the sum of one more node, and carry. With `ours` a vector of the pool is taken over, else only read."""
+        """Add the sum `vector` of a node, combining siblings; it becomes the pool's if `ours`, else it is only read."""
         while (other := self.sums.pop(sibling := TreeNode(node.level, node.place ^ 1), None)) is not None:
             other += vector  # left + right and right + left have the same bits
             if ours:
@@ -58,7 +58,7 @@ class TreeSum:
         self.sums = {}
 
     def total(self) -> Any:
-        """Sum of all nodes, a vector from the pool, or None without nodes. Leaves the tree empty."""
+        """Return the sum of all nodes, a vector of the pool (None without nodes), and empty the tree."""
         parts = [self.sums[node] for node in in_order(self.sums)]
         self.sums = {}
         while len(parts) > 1:  # missing nodes on the right are left out: the last one joins its left neighbour
@@ -73,7 +73,7 @@ def in_order(nodes: Iterable[TreeNode]) -> list[TreeNode]:
 
 
 class TreeSumForecast(NamedTuple):
-    """Nodes and vectors that a `TreeSum` uses, computed without vectors."""
+    """Final nodes and peak number of vectors of a `TreeSum`, predicted without vectors."""
 
     nodes: tuple[TreeNode, ...]  # after the last number, from left to right
     kept: int  # most vectors at once if pushed vectors are only read
@@ -82,7 +82,7 @@ class TreeSumForecast(NamedTuple):
 
 @lru_cache(maxsize=256)
 def tree_forecast(numbers: tuple[int, ...]) -> TreeSumForecast:
-    """Forecast for these micro-batches, pushed in this order.
+    """Predict nodes and vectors of a `TreeSum` to which the micro-batches `numbers` are pushed in this order.
 
     >>> tree_forecast((2, 3, 4))
     TreeSumForecast(nodes=(TreeNode(level=1, place=1), TreeNode(level=0, place=4)), kept=2, taken=2)

@@ -1,4 +1,4 @@
-"""Validation of checkpoint metadata."""
+"""Validation of values read from checkpoint metadata."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def expect_mapping(facts: Any, what: str) -> Mapping[str, Any]:
-    """Return `facts`; ValueError if it is no mapping."""
+    """Return `facts`; ValueError, beginning with the name `what`, if it is not a mapping."""
     if not isinstance(facts, Mapping):
         raise ValueError(f"{what}: expected values by name, found {facts!r}")
     return facts
 
 
 def expect_integer(facts: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """Return an integer of at least `least`; ValueError names it otherwise.
+    """Return ``facts[name]``; ValueError, with the name, if it is missing or not an integer of at least `least`.
 
     >>> expect_integer({"steps": 3}, "steps")
     3

@@ -1,4 +1,4 @@
-"""Allocator of vectors that counts bytes by kind, and reuse of freed memory by the C library's."""
+"""Allocator of vectors (private, shared or on a GPU) that counts bytes by kind; and a setting of glibc's malloc."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def namespace(device: str) -> ModuleType:
 
 
 class VectorAllocator:
-    """Allocator of zero vectors on a device; `allocated` has the bytes by kind."""
+    """Allocator of zero-filled vectors on a device ("cpu" or "cuda"); `allocated` counts the bytes by kind."""
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         self.comm, self.xp = comm, namespace(device)
         self.allocated: Counter[str] = Counter()
 
     def with_comm(self, comm: Communicator) -> VectorAllocator:
-        """Allocator of vectors shared with the ranks of another communicator, with the same byte counts."""
+        """Copy of this allocator whose shared vectors are those of `comm`; it adds to the same byte counts."""
         other = copy(self)
         other.comm = comm
         return other
@@ -46,13 +46,13 @@ class VectorAllocator:
         return self._count(kind, self.xp.zeros(size, dtype))
 
     def shared(self, kind: str, size: int, dtype: Any) -> Any:
-        """Vector in memory shared with the node's ranks if the device is the CPU, else private. Collective."""
+        """Allocate a vector in memory shared by the node's ranks (on a GPU: a private one). Collective."""
         if self.xp is not np:
             return self.private(kind, size, dtype)
         return self._count(kind, self.comm.zeros(size, dtype))
 
     def reserve(self, sizes: Sequence[int], dtypes: Sequence[Any]) -> None:
-        """Grow the shared heap once for several shared vectors, which avoids gaps between segments. Collective."""
+        """Grow the shared heap once for several later `shared` vectors, which avoids gaps. Collective."""
         if self.xp is np:
             nbytes = (size * np.dtype(dtype).itemsize for size, dtype in zip(sizes, dtypes, strict=True))
             self.comm.empty(sum(-(-length // LINE) * LINE for length in nbytes), np.uint8)  # freed at once
@@ -78,7 +78,7 @@ _LARGE = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Make the C library keep freed memory, for the whole process; True if supported (glibc's mallopt(3)).
+    """Make malloc keep freed memory for reuse in this process; return True if supported (glibc's mallopt(3)).
 
     Otherwise large arrays are mapped anew each time, at the cost of a fault per page: a product of 1024 x 256 and 256 x
     1024 elements takes a quarter longer. A training step allocates the same arrays repeatedly, so the peak of a step is

@@ -1,1 +1,1 @@
-"""Training program: from settings to the last step."""
+"""Training program: data, model and engine from settings; training loop, evaluation, checkpoints."""

@@ -1,4 +1,4 @@
-"""Records of a training for output: one per step, and test scores."""
+"""Records of a training run for output: one per step, and test scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel.runtime.step_report import Evaluation, StepReport
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of the training loop: samples over all ranks, and seconds with the wait for its data."""
+    """Record of one training step: report, epoch, samples of all ranks, seconds (including the wait for data)."""
 
     report: StepReport
     epoch: int
@@ -21,7 +21,7 @@ class StepRecord:
     seconds: float
 
     def line(self) -> dict[str, Any]:
-        """Fields for a file of metrics; `seconds` and `communication` differ from run to run."""
+        """Values by name for a line of the metrics file; `seconds` and `communication` differ from run to run."""
         report = self.report
         return {
             "step": report.step + 1,
@@ -38,7 +38,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalScore:
-    """Test score: mean loss and, by kind of task, accuracy or bits per byte."""
+    """Test score: mean loss and, depending on the task, accuracy or bits per byte (else None)."""
 
     loss: float
     accuracy: float | None
@@ -49,13 +49,13 @@ class EvalScore:
         return cls(found.loss, found.measure, found.loss / math.log(2) if task.kind == "bytes" else None)
 
     def line(self) -> dict[str, Any]:
-        """Fields for a file of metrics."""
+        """Values by name for a line of the metrics file, without those that are None."""
         fields = {"test_loss": self.loss, "test_accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}
         return {name: value for name, value in fields.items() if value is not None}
 
 
 def combine_evaluations(found: Sequence[Evaluation]) -> Evaluation:
-    """Mean over the targets of several evaluations.
+    """Combine evaluations of parts of a data set into one: means weighted by the number of targets.
 
     >>> combine_evaluations([Evaluation(1.0, 0.5, 2), Evaluation(4.0, 1.0, 1)])
     Evaluation(loss=2.0, measure=0.6666666666666666, count=3)

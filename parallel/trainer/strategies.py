@@ -1,4 +1,4 @@
-"""Table of training strategies: the engine of each layout, its checks and its decisions before a training."""
+"""Table of training strategies: for each layout, the engine class, checks of settings and automatic choices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TrainableEngine = Engine | Pipeline | ParameterServer | ReplicaEngine
 
 
 class TrainJob(NamedTuple):
-    """Arguments of an engine's constructor before the settings, in its order."""
+    """Model, loss, communicator and optimizer: the arguments of every engine's constructor before the settings."""
 
     model: Sequential
     loss: Any
@@ -40,14 +40,14 @@ class TrainJob(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """Complete settings, and remarks on decisions."""
+    """Result of `Strategy.resolve`: settings with all automatic choices made, and remarks on them for the user."""
 
     settings: Settings
     remarks: tuple[str, ...] = ()
 
 
 class Strategy(NamedTuple):
-    """Row of the table.
+    """Row of `STRATEGIES`: engine class, settings check, number of workers and properties of a kind of layout.
 
     `check` raises ValueError, which names the field, for settings that the engine cannot use on so many ranks.
     `workers` is the number of ranks, or pipelines, that share the samples of a step. `resolve` decides open fields
@@ -110,7 +110,7 @@ STRATEGIES |= {
 
 
 def strategy_of(settings: Settings) -> Strategy:
-    """Strategy of the settings' layout; ValueError if there is none, or if a field of other strategies is set.
+    """Strategy for `settings.layout`; ValueError if it is unknown, or if fields of other strategies only are set.
 
     >>> strategy_of(Settings(layout="zero3")).workers(Settings(), 4)
     4

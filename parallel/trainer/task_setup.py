@@ -1,4 +1,4 @@
-"""Data, model, loss, optimizer and sampler of a training, from its settings."""
+"""Construction of data, model, loss, optimizer and sampler from settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINAL_RATE = 0.1
 
 
 def prepare(settings: Settings, ranks: int) -> tuple[LearningTask, Sequential, Optimizer]:
-    """Data, model and optimizer; ValueError names a setting that is wrong or does not fit the others."""
+    """Load data, build model and optimizer; ValueError names a setting that is invalid or does not fit the others."""
     for name, table in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
         if getattr(settings, name) not in table:
             raise ValueError(f"{name}: expected one of {', '.join(table)}, found {getattr(settings, name)!r}")
@@ -66,7 +66,7 @@ def loss_of(task: LearningTask) -> Any:
 
 
 def measure_of(task: LearningTask) -> Any:
-    """Function that counts correct predictions, or None for regression."""
+    """Metric for `evaluate`: function that counts correct predictions, or None for regression."""
     return None if task.kind == "values" else SoftmaxCrossEntropy().correct
 
 
@@ -82,7 +82,7 @@ def sampler_of(settings: Settings, task: LearningTask, ranks: int) -> Sampler:
 
 
 def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, ArraySpec]:
-    """Specs of inputs and targets of so many samples, in the engine's dtypes."""
+    """Shapes and dtypes of the inputs and the targets of a batch of `samples`, as the engine stores them."""
     kinds = PRECISIONS[precision].storage, PRECISIONS[precision].wide
     x, y = (
         ArraySpec((samples, *array.shape[1:]), array.dtype if array.dtype.kind in "iub" else kind)
@@ -92,7 +92,7 @@ def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, 
 
 
 def flops(model: Sequential, task: LearningTask, precision: str) -> float:
-    """Multiplications and additions of matrix products for one sample, forward and backward (twice the forward's).
+    """FLOPs of matrix products per sample, forward and backward (counted as twice the forward pass).
 
     Recomputation does not count.
     """

@@ -1,4 +1,4 @@
-"""Training loop: data, model and engine of `Settings`.
+"""Training loop: builds data, model and engine from `Settings`, trains, evaluates, saves and resumes.
 
     for record in training.run():
         ...
@@ -41,7 +41,7 @@ PARTS_PER_EVALUATION = 16
 
 
 class _EvenSubset:
-    """Samples of a data set at even distances."""
+    """Subset of `count` samples of a data set at even distances."""
 
     def __init__(self, data: Dataset, count: int):
         self._data, self._count = data, count
@@ -54,7 +54,7 @@ class _EvenSubset:
 
 
 class TrainingPlan:
-    """Everything about a training that is known before its engine exists. The constructor is collective.
+    """Data, model, final settings and memory forecast of a training run, without an engine. Construction is collective.
 
     It raises ValueError on all ranks if the settings contradict each other or do not fit the ranks.
 
@@ -97,7 +97,7 @@ class TrainingPlan:
         self.remarks = (*remarks, *self._idle_workers(strategy.workers(self.resolved, ranks), sizes))
 
     def _idle_workers(self, workers: int, sizes: Sequence[tuple[int, ...]]) -> list[str]:
-        """Remark if a step has fewer micro-batches than there are ranks, or pipelines, that share them."""
+        """List of one remark if a step has fewer micro-batches than `workers` (ranks or pipelines), else empty."""
         parts = max(map(len, sizes), default=0)
         if not 0 < parts < workers:
             return []
@@ -107,7 +107,7 @@ class TrainingPlan:
 
 
 class Training(TrainingPlan):
-    """A training that can be iterated, saved and resumed. The constructor is collective.
+    """Training run with its engine: `run`, `score`, `save`, `resume`. Construction is collective.
 
     It raises ValueError as `TrainingPlan` does, and if the node has too little memory. `engine` is that of the strategy
     that `Settings.layout` names.
@@ -123,7 +123,7 @@ class Training(TrainingPlan):
 
     @property
     def is_reporter(self) -> bool:
-        """True on the rank that reports progress: rank 0, or the first live worker of a fault-tolerant training."""
+        """True on the rank that reports progress: rank 0, or the first live worker of a fault-tolerant run."""
         return self.engine.is_reporter
 
     @property
@@ -131,7 +131,7 @@ class Training(TrainingPlan):
         return self.engine.steps
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[StepRecord]:
-        """Train up to the last step. Collective; raises StepFailed and ParameterMismatch as `Engine.step` does.
+        """Train to the last step, yielding a record of each. Collective; raises as `Engine.step` does.
 
         Every rank calls `stop` in each step; after a true result anywhere that step is the last one on all ranks.
         """
@@ -159,12 +159,12 @@ class Training(TrainingPlan):
                 yield step, list(step.batches(self.task.train, self.engine.share(len(step.parts))))
 
     def _drawn(self, pool: WorkQueue) -> Iterator[tuple[StepBatches, Iterator[Batch]]]:
-        """Batches made when they are drawn: drawing in advance would assign work to ranks that are still busy."""
+        """Yield each step with an iterator that takes micro-batches from the shared queue only when they are needed."""
         for step in self.sampler.ahead():
             yield step, step.batches(self.task.train, pool.draw(len(step.parts)))
 
     def score(self, most: int | None = None, tell: Callable[[int, int], None] = lambda done, count: None) -> EvalScore:
-        """Score of the model on the test set, or on at most `most` samples spread over it. Collective.
+        """Evaluate the model on the test set, or on at most `most` samples spread evenly over it. Collective.
 
         Calls ``tell(samples done, samples)`` on all ranks after each part.
         """
@@ -200,7 +200,7 @@ class Training(TrainingPlan):
         return directory / checkpoint_files.name_of(self.done)
 
     def resume(self, found: Checkpoint) -> None:
-        """Continue from a checkpoint of any number of ranks, layout and precision. Collective.
+        """Load a checkpoint, written with any number of ranks, layout and precision, to continue from it. Collective.
 
         Raises CheckpointError on all ranks for another model, optimizer or data, before anything is changed.
         """
@@ -261,7 +261,7 @@ class Training(TrainingPlan):
 
 
 def settings_in(found: Checkpoint) -> dict[str, Any]:
-    """Settings of the training that wrote a checkpoint; CheckpointError if they are invalid."""
+    """Settings, as a dict, of the run that wrote a checkpoint; CheckpointError if they are invalid."""
     try:
         there = dict(expect_mapping(found.facts.get("settings"), "settings"))
         Settings(**{name: value for name, value in there.items() if name in NAMES})
@@ -271,7 +271,7 @@ def settings_in(found: Checkpoint) -> dict[str, Any]:
 
 
 def changed(found: Checkpoint, settings: Settings) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those of a checkpoint, as {name: (there, here)}."""
+    """Settings that differ from those of a checkpoint, as {name: (checkpoint's value, value in `settings`)}."""
     there, here = settings_in(found), asdict(settings)
     names = [name for name in here if name not in RUN_FIELDS and there.get(name) != here[name]]
     return {name: (there.get(name), here[name]) for name in names}

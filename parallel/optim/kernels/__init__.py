@@ -1,4 +1,4 @@
-"""Optimizer updates of plain vectors: `reference_updates` for NumPy and CuPy, `compiled_updates` with the same bits."""
+"""Optimizer updates of vectors: `reference_updates` for NumPy and CuPy; `compiled_updates`, bitwise equal, by numba."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel.optim.kernels import reference_updates
 
 
 def kernels(x: Any) -> ModuleType:
-    """Fastest module of updates for arrays like `x`: compiled for host arrays if numba is installed."""
+    """Module of update functions to use for arrays like `x`: compiled for host arrays if numba is installed."""
     return _host() if isinstance(x, np.ndarray) else reference_updates
 
 

@@ -1,4 +1,4 @@
-"""Updates of `reference_updates` in one pass over memory, compiled by numba for host arrays.
+"""Optimizer updates as in `reference_updates`, but in one pass over memory, compiled by numba for host arrays.
 
 Operations and roundings are those of the reference, without reordering or fusing: the bits are the same. Only LAMB's
 direction needs `spare`.
@@ -42,7 +42,7 @@ def momentum(weights, gradient, velocity, spare, scalars, nesterov):
 
 @loop
 def _adam(weights, gradient, m, v, scalars, coupled, keep):
-    """Body of adam and adamw: `coupled` decay is added to the gradient; weights are multiplied by `keep`, maybe 1."""
+    """Update of Adam (weight decay `coupled`, added to the gradient) or AdamW (weights first multiplied by `keep`)."""
     scale, rate, _, beta1, beta2, eps, correction1, correction2 = scalars
     real = weights.dtype.type
     gain1, gain2, root = real(1.0 - beta1), real(1.0 - beta2), real(1.0 / math.sqrt(correction2))

@@ -19,7 +19,7 @@ corrections 1 - beta^t. Not a named tuple: numba takes 1 us longer to unbox one,
 
 
 def sgd(weights: Array, gradient: Array, spare: Array, scalars: Scalars) -> None:
-    """w -= rate (g + decay w)."""
+    """Update weights by SGD without momentum: w -= rate (g + decay w)."""
     scale, rate, decay = scalars
     g = _gradient(weights, gradient, spare, scale, decay)
     np.multiply(g, rate, out=g)
@@ -27,7 +27,7 @@ def sgd(weights: Array, gradient: Array, spare: Array, scalars: Scalars) -> None
 
 
 def momentum(weights: Array, gradient: Array, velocity: Array, spare: Array, scalars: Scalars, nesterov: bool) -> None:
-    """u = beta u + g + decay w; w -= rate u, or with Nesterov's look-ahead rate (g + decay w + beta u)."""
+    """Update by SGD with momentum, u = beta u + g + decay w: w -= rate u, or (Nesterov) rate (g + decay w + beta u)."""
     scale, rate, decay, beta = scalars
     g, t = _gradient(weights, gradient, spare, scale, decay), spare[1, : len(weights)]
     np.multiply(velocity, beta, out=velocity)
@@ -42,7 +42,7 @@ def momentum(weights: Array, gradient: Array, velocity: Array, spare: Array, sca
 
 
 def adam(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    """g += decay w; then the two moments of g, and w -= rate m^ / (sqrt(v^) + eps)."""
+    """Update by Adam with L2 decay: moments m, v of g + decay w; w -= rate m^ / (sqrt(v^) + eps), bias-corrected."""
     scale, rate, decay, beta1, beta2, eps, correction1, correction2 = scalars
     g, t = _gradient(weights, gradient, spare, scale, decay), spare[1, : len(weights)]
     _moments(g, m, v, spare, beta1, beta2)
@@ -53,7 +53,7 @@ def adam(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scal
 
 
 def adamw(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    """w -= rate decay w; then `adam` without decay."""
+    """Update by AdamW: w -= rate decay w, then `adam` without decay."""
     scale, rate, decay, *others = scalars
     if decay:
         np.multiply(weights, 1.0 - rate * decay, out=weights)
@@ -61,7 +61,7 @@ def adamw(weights: Array, gradient: Array, m: Array, v: Array, spare: Array, sca
 
 
 def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    """The two moments of g: the first half of LAMB's step."""
+    """Update the moments m and v with gradient g: first part of LAMB's step."""
     scale, _, _, beta1, beta2, _, _, _ = scalars
     g = spare[0, : len(gradient)]
     np.multiply(gradient, scale, out=g)
@@ -69,7 +69,7 @@ def lamb_moments(gradient: Array, m: Array, v: Array, spare: Array, scalars: Sca
 
 
 def lamb_direction(weights: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> Array:
-    """LAMB's step before scaling, in the first row of `spare`: m^ / (sqrt(v^) + eps) + decay w."""
+    """Unscaled LAMB step m^ / (sqrt(v^) + eps) + decay w, written to the first row of `spare` and returned."""
     _, _, decay, _, _, eps, correction1, correction2 = scalars
     u, t = spare[0, : len(weights)], spare[1, : len(weights)]
     _denominator(v, eps, correction2, u)
@@ -82,14 +82,14 @@ def lamb_direction(weights: Array, m: Array, v: Array, spare: Array, scalars: Sc
 
 
 def lamb(weights: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    """w -= rate `lamb_direction`, with the tensor's own rate: the second half of LAMB's step."""
+    """Update weights by LAMB: w -= rate `lamb_direction`, with the tensor's own rate; last part of LAMB's step."""
     u = lamb_direction(weights, m, v, spare, scalars)
     np.multiply(u, scalars[1], out=u)
     np.subtract(weights, u, out=weights)
 
 
 def squares(x: Array, block: int, spare: Array, out: Array) -> None:
-    """Sum of squares of each block in float64, always added by the same tree: halves, quarters, ...
+    """Write the sum of squares of each block of x to `out`, in float64, added in a fixed order (pairwise tree).
 
     `x` has whole blocks of `block` elements, a power of two; `spare` is float64 of shape (at least len(x),), `out`
     float64 of shape (len(x) / block,).
@@ -105,7 +105,7 @@ def squares(x: Array, block: int, spare: Array, out: Array) -> None:
 
 
 def _gradient(weights: Array, gradient: Array, spare: Array, scale: float, decay: float) -> Array:
-    """scale gradient + decay w, in the first row of `spare`."""
+    """Gradient with L2 decay, scale * gradient + decay * w, written to the first row of `spare` and returned."""
     g, t = spare[0, : len(weights)], spare[1, : len(weights)]
     np.multiply(gradient, scale, out=g)
     if decay:
@@ -115,7 +115,7 @@ def _gradient(weights: Array, gradient: Array, spare: Array, scale: float, decay
 
 
 def _moments(g: Array, m: Array, v: Array, spare: Array, beta1: float, beta2: float) -> None:
-    """m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g g, both as steps towards the new value."""
+    """Update Adam's moments in place: m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g g."""
     t = spare[1, : len(g)]
     np.subtract(g, m, out=t)
     np.multiply(t, 1.0 - beta1, out=t)
@@ -127,7 +127,7 @@ def _moments(g: Array, m: Array, v: Array, spare: Array, beta1: float, beta2: fl
 
 
 def _denominator(v: Array, eps: float, correction2: float, out: Array) -> None:
-    """sqrt(v^) + eps."""
+    """Write Adam's denominator to `out`: sqrt(v / correction2) + eps."""
     np.sqrt(v, out=out)
     np.multiply(out, 1.0 / math.sqrt(correction2), out=out)
     np.add(out, eps, out=out)
