@@ -39,7 +39,7 @@ OWN = "dp-naive"  # layout of the single-rank engine
 class ReplicaEngine(BaseEngine):
     """Engine of decentralised training, with a replica on every rank of a communicator. Construction is collective.
 
-    A step consists of forward, backward and update with the rank's own microbatches, and of the style's exchange.
+    A step consists of forward, backward and update with the rank's own micro-batches, and of the style's exchange.
     Optimizer state is not exchanged. `evaluate`, `state`, `tensor_slices` and `close` are collective.
 
     Parameters

@@ -44,9 +44,10 @@ class EventOrder:
             self._rests[entry.source].append(entry.kind == MessageKind.REST)
 
     def put(self, envelope: Envelope) -> None:
-        """Add a received message to the queue; `ReplayMismatch` if the record ends before it, or RESTs differ.
+        """Add a received message to the queue; raises `ReplayMismatch` if it contradicts the record to replay.
 
-        Without RESTs between the same messages as in the record some ranks would wait forever.
+        That is, if the record has no more messages of its sender, or only one of message and record is a REST: without
+        RESTs between the same messages as in the record some ranks would wait forever.
         """
         kind, source = envelope.message.kind, envelope.source
         if self._script is not None and kind in ORDERED:

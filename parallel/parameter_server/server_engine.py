@@ -47,7 +47,7 @@ SERVER_DEFAULTS = Settings(layout="ps")
 class ParameterServer(BaseEngine):
     """Training engine whose first ranks are servers and whose other ranks are workers. Construction is collective.
 
-    Parts of a step are its microbatches. Every worker takes part in every step with as many parts as it can draw, and
+    Parts of a step are its micro-batches. Every worker takes part in every step with as many parts as it can draw, and
     `step` returns when this rank has no more to do. So ranks may be in different steps, within the limit of the
     consistency rule; `quiesce` synchronises them. All methods are collective, except `share`, `tensor_slices`, `load`,
     `refresh` and `close`.

@@ -87,7 +87,7 @@ class ServerLoop:
         return envelope is not None
 
     def _serve(self, enough: Callable[[], bool]) -> None:
-        """Handle messages until ``enough()``; after a failure until all other ranks have sent PROBLEM or are dead."""
+        """Handle messages until ``enough()``; after a failure until all other ranks have reported it or are dead."""
         try:
             while not enough():
                 if self._handle_next():
@@ -166,7 +166,7 @@ class ServerLoop:
         self._bus.send(envelope.source, answer)
 
     def _is_stale(self, envelope: Envelope) -> bool:
-        """True if a later DRAW or REST of the same worker has been handled; records the latest."""
+        """True if a later request (DRAW or REST) of the same worker has been handled; records the latest."""
         latest = max(envelope.message.ticket, self._latest.get(envelope.source, 0))
         self._latest[envelope.source] = latest
         return envelope.message.ticket < latest

@@ -61,7 +61,7 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
 
 
 def workers(settings: Settings, ranks: int) -> int:
-    """Number of pipelines, which share the samples of a step."""
+    """Number of replicas of the pipeline, which share the samples of a step."""
     mesh = mesh_of(settings, ranks)
     return mesh.size // mesh.sizes[AXIS]
 

@@ -95,7 +95,7 @@ class StageEvaluator:
     """Computations of a stage in an evaluation: forwards only (`runner.StageWork`).
 
     `progress` is called between units to progress messages; `measure` is a function of scores and targets. `losses` are
-    those computed here, by number of the microbatch. After the first error, `problem`, nothing is computed.
+    those computed here, by number of the micro-batch. After the first error, `problem`, nothing is computed.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class Portion:
         return truncate(self.plan, microbatches).actions[self.stage()]
 
     def _sums(self, group: SharedParamGroup, division: Division, assignment: Assignment) -> list[list[tuple[int, ...]]]:
-        """Leaf numbers by holder, for each gradient sum in a step of a group; this rank's are in order of arrival."""
+        """Leaf numbers by holder, for each gradient sum of a group in a step; this rank's are in order of arrival."""
         numbers = assignment[self.replica()]
         line = self._line(len(numbers))
         if self.plan.versions is not None:  # a sum for every update; no replicas

@@ -95,7 +95,7 @@ def watch(model: Operator, names: set[str], callback: OperatorCallback) -> Opera
 
 
 def run_batches(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
-    """Run batches forward through a model (see `watch`). Collective; ValueError on all ranks for unfit samples."""
+    """Run batches forward through a model (see `watch`). Collective; ValueError on all ranks if they do not fit."""
     collective_call(comm, lambda: [forward(model, batch) for batch in batches], UNFIT)
 
 
@@ -126,7 +126,7 @@ def calibrate(
 def observed(
     model: Operator, spec: QuantSpec, observer: str, batches: Sequence[Batch], comm: Any
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Scale and zero point of the inputs of every operator with a packed weight, by name. Collective.
+    """Scale and zero point of the inputs of every operator with a quantised weight, by operator name. Collective.
 
     `spec` is that of the inputs: linear codes, one scale for all. A batch's `number` is its index among those of all
     ranks. ValueError as in `calibrate`.

@@ -141,7 +141,7 @@ def pipedream_2bw(stage: int, stages: int, microbatches: int, steps: int) -> Act
 
 
 def version_of_pipedream_2bw(stage: int, stages: int, microbatch: int, microbatches: int) -> int:
-    """Number of updates in a micro-batch's weights, on any stage: steps before its own less those perhaps in flight."""
+    """Number of updates in a micro-batch's weights, on any stage: earlier steps less those that may be in flight."""
     return max(0, microbatch // microbatches - -(-(stages - 1) // microbatches))
 
 

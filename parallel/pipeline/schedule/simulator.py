@@ -161,7 +161,7 @@ class _Simulation:
         return []
 
     def _do(self, action: Action, needs: list[Action]) -> Action | None:
-        """Execute an action in simulated time; returns the receive that can be completed by it, or None."""
+        """Execute an action in simulated time; returns the receive whose message it completes, if any."""
         stage, now = action.stage, self._clock[action.stage]
         if action.kind in RECEIVES:
             self._posted[action] = now

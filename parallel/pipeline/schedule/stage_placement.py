@@ -19,7 +19,7 @@ PerPart: TypeAlias = Number | Sequence[Number]
 
 
 def spread(each: PerPart, parts: int) -> list[Number]:
-    """List of one number per part, from one number for all or a sequence; ValueError for one of another length."""
+    """List of one number per part, from one number for all parts or a sequence; ValueError for a wrong length."""
     numbers = list(each) if isinstance(each, Sequence) else [each] * parts
     if len(numbers) != parts:
         raise ValueError(f"expected one number, or one for each of {parts} parts; found {len(numbers)}")
