@@ -1,4 +1,4 @@
-"""Training step of all synchronous engines: exchange step headers, forward, backward, sum gradients, update."""
+"""Training step of all synchronous engines: synchronise, forward, backward, sum of gradients, update."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class TrainEngine(BaseEngine):
                 raise consistency_check.ParameterMismatch(text) from problem
 
     def _update(self, count: int) -> tuple[float | None, bool]:
-        """Update the weights; return (gradient norm, False if the norm is not finite and the update was skipped)."""
+        """Update weights by gradients of `count` targets; return (gradient norm, False if not finite: no update)."""
         norm, factor, finite = self._sharded.norm(count, self.steps)
         if finite:
             self._sharded.update(self.updates, factor)
@@ -224,7 +224,7 @@ class TrainEngine(BaseEngine):
         return self._sharded.tensor_slices()
 
     def refresh(self) -> None:
-        """Make values take effect that were written into `tensor_slices`, as when loading a checkpoint. Collective."""
+        """Apply values written into the arrays of `tensor_slices`, as after loading a checkpoint. Collective."""
         self._sharded.refresh()
 
     def state(self) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Engine(TrainEngine):
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """As `TrainEngine`, then compression residuals, averaged so that any number of ranks can resume. Collective."""
+        """Yield slices as `TrainEngine`, then compression residuals, averaged over all ranks. Collective."""
         yield from super().tensor_slices()
         for reducer in self._compressed():
             reducer.average_residual()

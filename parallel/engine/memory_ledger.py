@@ -1,4 +1,4 @@
-"""Memory ledger: predicted and allocated bytes by kind on one rank.
+"""Memory ledger: predicted and allocated bytes on one rank, by kind (parameters, gradients, activations, ...).
 
 The formulas use shapes alone and do not share code with the allocations, so that tests compare the two. An engine
 enters each kind of step (`MemoryLedger.expect`); its forecast enters the same steps before there is an engine.
@@ -68,7 +68,7 @@ class MemoryLedger:
 
 
 def predict(plan: PartitionSpec, layout: str, states: int, assignment: Assignment) -> Counter[str]:
-    """Predicted bytes by kind, except activations, for a layout and an optimizer with `states` vectors per parameter.
+    """Predicted bytes by kind, except activations, for a layout and an optimizer with `states` state vectors.
 
     The assignment of micro-batches counts in reproducible training only.
     """
@@ -146,7 +146,7 @@ FORMULAS: dict[str, Callable[[PartitionSpec, Assignment], tuple[Counter[str], in
 
 
 def on_paper(parameters: float, ranks: int, stage: int) -> float:
-    """Theoretical bytes per rank of weights, gradients and Adam state in ZeRO stage 0 to 3 (Rajbhandari et al. 2020).
+    """Bytes per rank in theory, mixed-precision Adam with ZeRO stage 0 to 3 (Rajbhandari et al. 2020, figure 1).
 
     Adam takes 16 bytes per parameter: half weights and gradients, and float32 master weights and moments.
 

@@ -44,7 +44,7 @@ def guarded(method: Callable[..., Result]) -> Callable[..., Result | None]:
 
 
 class MicrobatchPass:
-    """State and methods of one micro-batch's forward and backward pass; all are no-ops without a micro-batch.
+    """Forward and backward pass of one micro-batch, unit by unit; all methods are no-ops without a micro-batch.
 
     `x` and `y` are inputs and targets, or the outputs of the units before, or None. `saved` are the values of the
     units' forward passes, each released by its backward; `total` is the sum of losses, `measured` that of

@@ -223,7 +223,7 @@ def _refuse_unused(settings: Settings, given: set[str]) -> None:
 
 
 def _over(values: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge: `values`, and those of `below` that they neither set nor exclude (`steps` excludes `epochs`)."""
+    """Merge settings: `values`, and those of `below` that they neither set nor exclude (`steps` excludes `epochs`)."""
     dropped = {name for some in ALTERNATIVES for name in some if any(one in values for one in some)}
     return {name: value for name, value in below.items() if name not in dropped} | dict(values)
 

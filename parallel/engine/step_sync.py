@@ -48,7 +48,7 @@ class StepSync:
     def begin(
         self, mine: Sequence[Batch], stop: bool, problem: Exception | None
     ) -> tuple[list[tuple[int, ...]], int, bool]:
-        """Synchronise: (micro-batch numbers of each team, number of targets of all ranks, True if any rank set `stop`).
+        """Synchronise: (micro-batch numbers per team of ranks, targets of all ranks, True if any rank set `stop`).
 
         Raises
         ------

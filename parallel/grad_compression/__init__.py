@@ -31,9 +31,9 @@ class Compressor(Protocol):
     feedback: bool  # True if the residual must be added to the next step's gradient
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: Any, step: int) -> Motion:
-        """Write the approximate sum of all ranks' `x` to `out` (may be `x`), this rank's compression error to `lost`.
+        """Sum all ranks' `x` approximately into `out` (may be `x`), this rank's error into `lost`; yield requests.
 
-        The residuals of all ranks add up to the error of the sum. `lost` may be None without `feedback`.
+        The errors of all ranks add up to that of the sum. `lost` may be None without `feedback`.
         """
 
     def state(self) -> dict[str, np.ndarray]:

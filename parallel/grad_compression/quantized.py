@@ -21,7 +21,7 @@ SCALES = 2.0**-149, float(np.finfo(np.float32).max)
 
 
 class CodecCompressor:
-    """Compressor by a codec: allreduce of `count` elements as encoded reduce-scatter and allgather, in segments.
+    """Compressor by a codec: two-shot allreduce (encoded reduce-scatter and allgather) of `count` elements.
 
     With several ranks on several nodes, the ranks of a node are summed first, as they share its link.
     """

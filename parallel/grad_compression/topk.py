@@ -15,7 +15,7 @@ from collectives.compressed import Motion
 
 
 class TopK:
-    """Compressor that sums each rank's k = `share` * `count` (at least 1) largest elements: allgather of 8 k bytes."""
+    """Compressor that sums each rank's k = `share` * `count` elements of largest magnitude: allgather of 8 k bytes."""
 
     feedback = True
 

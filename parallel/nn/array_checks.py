@@ -36,7 +36,7 @@ def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
 
 
 def type_after(unit: Operator, x: Array) -> np.dtype | None:
-    """Dtype required of a unit's result: that of its input `x`, or for integer `x` of its parameters; None for any."""
+    """Dtype required of a unit's result: that of its input `x`, or for integer `x` its parameters'; None: any."""
     integers = x.dtype.kind in "iub"
     dtype: np.dtype | None = next((p.dtype for p in unit.parameters()), None) if integers else x.dtype
     return dtype

@@ -16,7 +16,7 @@ class Sequential(Operator):
         self.items = list(items)
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield (number as text, item): parameter names have "3.weight", without the attribute name."""
+        """Yield (number as text, item), so that parameter names are "3.weight" rather than "items.3.weight"."""
         yield from ((str(number), item) for number, item in enumerate(self.items))
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:

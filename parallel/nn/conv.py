@@ -28,7 +28,7 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 class Conv2d(Operator):
-    """Two-dimensional convolution (cross-correlation) with bias.
+    """Two-dimensional convolution (cross-correlation), with an optional bias.
 
     Parameters
     ----------

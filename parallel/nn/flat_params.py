@@ -81,7 +81,7 @@ class FlatParams:
         return self.span.size
 
     def part(self, places: Iterable[ParamSpan]) -> FlatParams:
-        """Layout of only some neighbouring parameters, with their spans of the whole vector unchanged."""
+        """`FlatParams` of some neighbouring parameters only, whose spans remain positions in the whole vector."""
         part = object.__new__(FlatParams)
         part._hold(places)
         return part

@@ -27,7 +27,7 @@ class GradientMismatch(AssertionError):
 
 
 def check(operator: Operator, x: np.ndarray) -> float:
-    """Check an operator's gradients at input `x` by finite differences, its purity and outline; return the error.
+    """Check gradients (by finite differences at input `x`), purity and outline of an operator; return the error.
 
     Gradients of sum(y r), with r random, are compared with central differences along random directions and by single
     elements. `forward` must be repeatable, neither pass may write into x, dy or saved values, `outline` must predict

@@ -13,7 +13,7 @@ from quant.types import Array
 
 
 class Loss(Protocol):
-    """Interface of losses: the sum of losses over a micro-batch, and its gradient. No parameters, no name."""
+    """Interface of losses: sum of losses over a micro-batch, its gradient, number of targets. No parameters."""
 
     def forward(self, y: Array, targets: Array) -> tuple[float, Any]:
         """Return (sum of losses over the micro-batch, values that `backward` needs)."""

@@ -43,7 +43,7 @@ def collective_call(
     kind: type[Exception] = ValueError,
     root: int | None = None,
 ) -> Result:
-    """Call `function` (no MPI in it) on all ranks, or on `root` with broadcast; raise its errors on all. Collective.
+    """Call non-MPI `function` on all ranks, or on `root` and broadcast the result; raise errors on all. Collective.
 
     Examples
     --------

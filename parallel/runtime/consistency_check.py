@@ -32,7 +32,7 @@ class StepFailed(RuntimeError):
 
 
 def exits_on_all_ranks(kind: type[BaseException] | None) -> bool:
-    """True if a ``with`` block ends alike on all ranks (no exception, or one raised on all): exit may be collective."""
+    """True if exception class `kind` (or None) ends a ``with`` block on all ranks, so its exit may be collective."""
     return kind is None or issubclass(kind, (StepFailed, ParameterMismatch))
 
 
@@ -53,7 +53,7 @@ NOTHING = "nothing was updated"
 
 
 def raise_step_failed(comm: MPI.Intracomm, problem: BaseException | None, left: str = NOTHING) -> None:
-    """Raise StepFailed on all ranks if any has a `problem`; the text begins with `left`, the effect. Collective."""
+    """Raise StepFailed on all ranks if any has a `problem`; its message is `left` and the problems. Collective."""
     text = None if problem is None else f"{type(problem).__name__}: {describe(problem)}"
     texts = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(text)) if text is not None]
     if texts:

@@ -62,7 +62,7 @@ def node_memory() -> int:
 
 
 def check_memory(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
-    """Raise ValueError on all ranks if a node's ranks need more memory than it has; `kinds`: bytes. Collective."""
+    """Raise ValueError on all ranks if bytes by kind, summed over a node's ranks, exceed its memory. Collective."""
     with _node(comm) as node:
         needed, ranks = node.allreduce(sum(kinds.values())), node.Get_size()
     there, problem = node_memory(), None

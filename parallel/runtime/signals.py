@@ -12,7 +12,7 @@ GRACE = 1.0
 
 
 class InterruptFlag:
-    """Context manager that catches SIGINT and SIGTERM and sets `seen` and `number`, the signal's (0 before).
+    """Context manager that catches SIGINT and SIGTERM: `seen` is then True, `number` the first signal's (else 0).
 
     A signal more than `GRACE` seconds after the first one has its previous effect.
 

@@ -41,7 +41,7 @@ class TreeSum:
         self.sums: dict[TreeNode, Any] = {}
 
     def push(self, node: TreeNode, vector: Any, ours: bool) -> None:
-        """Add the sum `vector` of a node, combining siblings; it becomes the pool's if `ours`, else it is only read."""
+        """Add a node's sum `vector` and combine siblings; take the vector over if `ours` (the pool's), else read it."""
         while (other := self.sums.pop(sibling := TreeNode(node.level, node.place ^ 1), None)) is not None:
             other += vector  # left + right and right + left have the same bits
             if ours:

@@ -37,7 +37,7 @@ class VectorAllocator:
         self.allocated: Counter[str] = Counter()
 
     def with_comm(self, comm: Communicator) -> VectorAllocator:
-        """Copy of this allocator whose shared vectors are those of `comm`; it adds to the same byte counts."""
+        """Copy of this allocator that shares vectors between the ranks of `comm`, and adds to the same byte counts."""
         other = copy(self)
         other.comm = comm
         return other

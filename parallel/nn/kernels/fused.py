@@ -33,7 +33,7 @@ def _one_kernel(chain: Callable[..., None], name: str) -> Callable[..., None]:
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """Fuse an elementwise float32/float64 function into one GPU kernel, for arrays of any storage dtype."""
+    """Fuse an elementwise float32/float64 function into one GPU kernel, for CuPy arrays of any dtype in `TYPES`."""
 
     def chain(y: Array, *arguments: Any) -> None:
         y[...] = compute(*map(widen, arguments))

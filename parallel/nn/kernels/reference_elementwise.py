@@ -19,7 +19,7 @@ RUN = 1 << 14
 
 
 def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """Decorate an elementwise float32/float64 function: it then takes any storage dtype, and `out` (may be an input).
+    """Decorate an elementwise float32/float64 function: add other storage dtypes and an `out` (may be an input).
 
     Arguments that are floats come last."""
 
@@ -178,7 +178,7 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
 
 
 def keep(samples: Array, elements: int, rate: float, key: tuple[int, int]) -> Array:
-    """Random dropout mask, bool of shape (len(samples), elements): False with probability `rate`.
+    """Dropout mask for samples of these numbers: bool, shape (len(samples), elements), False with probability `rate`.
 
     Element e < 2^34 of the sample with number s (int64) depends only on s, e, `rate`, rounded to a multiple of 2^-32,
     and `key`.

@@ -20,9 +20,10 @@ from quant.types import Array
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Matrix product over the last two axes, in the dtype of `a`; half types are widened (float16 not on a GPU).
+    """Matrix product over the last two axes, rounded to the dtype of `a`; half types are multiplied in float32.
 
     `a` has shape (..., n, k), `b` (..., k, m), `out` (..., n, m): of the dtype of `a`, or wide for unrounded sums.
+    float16 on a GPU is not widened.
     """
     xp = array_namespace(a)
     if a.dtype not in HALVES or (a.dtype == FLOAT16 and xp is not np):
