@@ -178,8 +178,11 @@ class QuantizedArray:
         return self._decode(out, dtype, add=False)
 
     def add_to(self, out: Array) -> Array:
-        """Add the decoded values to `out` in place, in float32, and return `out`."""
-        return self._decode(out, None, add=True)
+        """Add the decoded values to `out` in place, in float32 or the wider of the two dtypes, and return `out`."""
+        if out.shape != self.shape or np.result_type(out.dtype, np.float32) == np.float32:
+            return self._decode(out, None, add=True)
+        out[...] = (out + self.dequantize()).astype(out.dtype, copy=False)
+        return out
 
     def _decode(self, out: Array, dtype: Any, add: bool) -> Array:
         xp, spec, blocks = array_namespace(self.buffer), self.spec, self.layout.blocks

@@ -139,7 +139,8 @@ class WorkerTrainer:
         outcomes = self._work(step, stop)
         last = self.client.last == step
         self.client.tick(step + 1, len(batches), last)
-        return RankStep(*joined(outcomes), last)
+        loss, count, norm = joined(outcomes)
+        return RankStep(loss, count, None if self._context.rule.synchronous else norm, last)  # else servers know it
 
     def quiesce(self, steps: int) -> None:
         """Wait until all workers have made `steps` steps; redoes micro-batches of dead workers meanwhile."""

@@ -274,7 +274,7 @@ class ScheduleEntry(NamedTuple):
         chunks is free, and ``steps`` if the schedule has no flush.
     placement : (stages) or (stages, virtual) -> placement
     version : (stage, stages, microbatch, microbatches of a step) -> number of updates in the weights that this
-        micro-batch uses on a stage. None with one update per step.
+        micro-batch uses on a stage. None without updates within a plan.
     """
 
     actions: Callable[..., Iterable[Action]]

@@ -117,6 +117,12 @@ def test_out(name):
     ones = np.ones((64, 6), F).T
     q.add_to(ones)
     np.testing.assert_array_equal(ones, back + F(1))
+    wide, counts = np.full(x.shape, 1e9 + 1), np.full(x.shape, 1 << 30)
+    assert q.add_to(wide) is wide and same(wide, 1e9 + 1 + back.astype(np.float64))
+    assert same(q.add_to(counts), ((1 << 30) + back.astype(np.float64)).astype(np.int64))
+    for out in (np.zeros((64, 6)), np.zeros((64, 6), F)):
+        with pytest.raises(ValueError, match=r"out: expected shape \(6, 64\), found \(64, 6\)"):
+            q.add_to(out)
     with pytest.raises(ValueError, match=r"out: expected shape \(6, 64\), found \(64, 6\)"):
         q.dequantize(out=np.zeros((64, 6), F))
 
