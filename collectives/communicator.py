@@ -47,7 +47,7 @@ def _uncached(*_: Any) -> CallKey:
 
 
 def _adopting(name: str) -> Callable[..., Any]:
-    """Method that calls mpi4py's method `name` and wraps the communicator that it returns in a `Communicator`."""
+    """Method that calls mpi4py's method `name` and wraps its result in a `Communicator`, unless it is MPI.COMM_NULL."""
 
     @wraps(getattr(MPI.Intracomm, name))
     def create(self: Communicator, *arguments: Any, **keywords: Any) -> Any:
@@ -276,7 +276,7 @@ class Communicator(CollectiveMethods):
     # -------------------------------------------------------------------------------- shared-memory arrays
 
     def empty(self, shape: Any, dtype: Any = float) -> np.ndarray:
-        """Allocate an array in memory that the ranks of the node share. Collective.
+        """Allocate an array of this rank's own in memory that the ranks of its node share. Collective.
 
         Collectives on it copy less, as peers read it directly. The memory is freed with the last array on it (``del``).
         Ordinary memory on systems without shared memory.
@@ -353,10 +353,10 @@ class Communicator(CollectiveMethods):
         return self._adopt(with_progress_thread(create) if active_requests and self._threads else create())
 
     def close(self) -> None:
-        """Release the resources of Chorus; the MPI communicator remains usable. Collective.
+        """Release Chorus's resources once no operation is active; the MPI communicator remains usable. Collective.
 
         Also the end of ``with Communicator(comm) as ours: ...``, except after an exception, which may have occurred on
-        this rank alone. Later collectives raise. Resources are released after the last active operation.
+        this rank alone. Later collectives raise.
         """
         if self._planner is None:
             return

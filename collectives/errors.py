@@ -81,4 +81,4 @@ def mismatch(rank: int, peer: int, expected: int, found: int) -> Mismatch:
 
 
 class RanksDisagree(InvalidInput, RuntimeError):
-    """Call refused since an earlier one was aborted (Ctrl-C, or an operation raised): its messages may still arrive."""
+    """Call or request refused after an abort (by Ctrl-C, or an operation that raised): messages may still arrive."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Wait(NamedTuple):
-    """Completion of messages: `wait` blocks until complete, `test` makes progress and returns True if complete."""
+    """Completion of pending work: `wait` blocks until complete, `test` makes progress and returns True if complete."""
 
     wait: Callable[[], object]
     test: Callable[[], bool]

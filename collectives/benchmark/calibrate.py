@@ -49,7 +49,7 @@ class CalibratedCosts(NamedTuple):
 
 
 def lengths(largest: int) -> list[int]:
-    """Message lengths to time, in bytes, for a benchmark with arrays of up to `largest` bytes.
+    """Message lengths to time, in bytes: from 8 up to the first length that is at least `largest`.
 
     >>> lengths(40_000)
     [8, 1024, 8192, 32768, 65536]
@@ -68,15 +68,15 @@ def calibrate(
 ) -> CalibratedCosts:
     """Measure costs of messages within and between nodes, and of copies. Collective; equal result on all ranks.
 
-    All pairs of a kind run at once. `memory` and `mode` may decide the transport of messages. `largest` is the longest
-    message in bytes, `seconds` the time per length, probe and sweep; `tick` is called after every length.
+    All pairs of a kind run at once. `memory` and `mode` may decide the transport of messages. Messages have the lengths
+    of `lengths(largest)`; `seconds` is the time per length, probe and sweep; `tick` is called after every length.
     """
     rank, nodes = plain.Get_rank(), comm.nodes or (0,) * plain.Get_size()
     node, at = nodes[rank], lengths(largest)
     place = nodes[:rank].count(node)
 
     def curves(pair: tuple[int, int]) -> tuple[EdgeCost, EdgeCost]:
-        """Least costs of a message and of its reduction over all pairs; the two ranks of a pair pass equal `pair`."""
+        """Least costs of a message and of its reduction over all pairs. Collective; equal `pair` on a pair's ranks."""
         color = sorted(set(plain.allgather(pair))).index(pair)
         two, mine = comm.Split(color, rank), MPI.Intracomm(plain.Split(color, rank))
         sweeps = []  # several, so that a disturbance of the machine affects one of them only
@@ -120,7 +120,7 @@ def _probe(
 
 
 def _copies(plain: MPI.Intracomm, at: Sequence[int]) -> PiecewiseCost:
-    """Measure the cost of copies of `at` bytes within a rank, all ranks copying at once; the slowest rank counts."""
+    """Measure the cost of copying arrays of each length in `at` (bytes), on all ranks at once; the slowest counts."""
     found = []
     for length in at:
         source, target = np.ones(length, np.uint8), np.ones(length, np.uint8)

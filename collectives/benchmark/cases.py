@@ -38,7 +38,7 @@ def even_form(collective: str) -> str:
 
 
 def largest_modulus(size: int, dtype: np.dtype[Any]) -> int:
-    """Largest period of the test pattern for which its sum over `size` ranks is exact in `dtype`."""
+    """Largest period, 1 to `MODULUS`, of the test pattern for which its sum over `size` ranks is exact in `dtype`."""
     return max(1, min(MODULUS, EXACT.get(dtype.name, 2**20) // size - (SHIFTS - 1) + 1))
 
 
@@ -109,7 +109,8 @@ def elements(case: BenchmarkCase, nbytes: int, itemsize: int, size: int) -> int:
 class CaseBuffers:
     """Send and receive arrays of one rank for one benchmark case, their test data, and the arguments of the call.
 
-    Collectives that do not reduce get float16 and bfloat16 as uint16, since MPI may lack these types.
+    `n` counts the elements of all blocks together. Creation is collective for symmetric memory. Collectives that do not
+    reduce get float16 and bfloat16 as uint16, since MPI may lack these types.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Quantised collectives of many simulated ranks in one process: each rank's real code, messages as copies.
 
-ranks = [TwoShot(comm, count, codec) for comm in played(64)]
-play([made.allreduce(x, out) for made, x, out in ...])
+allreduces = [TwoShotAllreduce(comm, count, codec) for comm in simulated_comms(64)]
+run_in_lockstep([allreduce.allreduce(x, out) for allreduce, x, out in ...])
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpi4py import MPI
 from collectives.compressed import Motion
 
 Move = Callable[[dict[int, Any]], None]
-"""Moves the messages of all ranks, by rank."""
+"""Function that performs a collective on the messages of all ranks, given by rank."""
 
 
 class InProcessRequest:
@@ -96,13 +96,13 @@ class InProcessComm:
         return self.Alltoallv_init(mine, received)
 
 
-def played(size: int) -> list[Any]:
+def simulated_comms(size: int) -> list[Any]:
     calls: dict[int, dict[int, InProcessRequest]] = defaultdict(dict)
     return [InProcessComm(size, rank, calls) for rank in range(size)]
 
 
-def play(motions: Sequence[Motion]) -> None:
-    """Run the generators of all ranks to their ends, one step each in turn; all must make the same calls in order."""
+def run_in_lockstep(motions: Sequence[Motion]) -> None:
+    """Run one collective generator per simulated rank to the end, in lockstep; RuntimeError if a rank misses a call."""
     while True:
         turns = [next(motion, None) for motion in motions]
         if all(requests is None for requests in turns):

@@ -32,7 +32,7 @@ class RaceOptions(NamedTuple):
 def enter(
     plain: MPI.Intracomm, comm: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: CaseBuffers, mode: str
 ) -> Contestant | str:
-    """Prepare an implementation for timing by two trial calls; return it, or the reason why it cannot be timed.
+    """Make two trial calls; return a contestant to time, or the reason why it cannot be timed. Collective.
 
     Ours may refuse (on all ranks); its result is checked in the race. The native one must also be right, as some
     libraries accept a persistent collective and then perform it wrongly. RuntimeError if our call failed on some ranks
@@ -69,7 +69,7 @@ Key = TypeVar("Key")
 def race_entries(
     plain: MPI.Intracomm, entries: Mapping[Key, Contestant | str], limits: Mapping[str, Any]
 ) -> tuple[dict[Key, Timing], dict[Key, str]]:
-    """Time the contestants in `entries` and close them; return their timings, and the entries that are error texts."""
+    """Time and close the contestants in `entries`; return their timings, and the entries that are texts. Collective."""
     running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
     timings = race(plain, list(running.values()), **limits) if running else []
     for contestant in running.values():
@@ -91,7 +91,7 @@ def measure(
 
     `plain` and `comm` are the MPI's communicator and ours, over the same ranks. `nbytes`, the size of the whole array,
     is rounded up to whole elements, or to equal blocks where needed. Returns a row per algorithm, memory and mode that
-    took part, equal on all ranks, and the reason for each that did not.
+    took part, and a reason per algorithm that did not in one of them; equal on all ranks. Collective.
     """
     case, kind, size = CASES[collective], DTYPES[dtype], plain.Get_size()
     n = elements(case, nbytes, kind.itemsize, size)

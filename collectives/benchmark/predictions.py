@@ -47,7 +47,7 @@ class PredictionRow(NamedTuple):
     volume: int  # bytes that the busiest rank sends or receives, whichever is more
     seconds: float
     bound: float  # seconds that no algorithm can beat
-    played: bool  # simulated, rather than calculated by formula
+    simulated: bool  # rather than calculated by formula
 
 
 def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> ChunkLayout:
@@ -57,8 +57,8 @@ def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int 
     return ChunkLayout.packed(even(everywhere, blocks * segments))
 
 
-def playable(collective: str, name: str, size: int, nodes: int = 1) -> bool:
-    """True if simulating all ranks of an algorithm takes no more than a few seconds."""
+def is_quick_to_simulate(collective: str, name: str, size: int, nodes: int = 1) -> bool:
+    """True if an algorithm on `size` ranks of `nodes` nodes can be simulated in a few seconds, by estimate."""
     rounds = catalog.evaluate(catalog.find(collective, name).rounds, size, 1, nodes)
     if catalog.blocks(collective, name, size) > max(size, CHUNKS):
         return False
@@ -72,16 +72,16 @@ def _simulator(collective: str, name: str, size: int, per_node: int) -> VectorSi
     return VectorSimulator(catalog.rounds_of_all(collective, name, size, 0, 1, nodes))
 
 
-def played(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
+def simulated_seconds(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
     simulator = _simulator(collective, name, size, model.per_node)
     return float(simulator.price(layout_of(collective, name, size, nbytes), 1, model.of(size)).max())
 
 
 def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> float:
-    """Predicted seconds of an algorithm by its cost formula in the catalogue, with the costs of `model`.
+    """Predicted seconds of an algorithm by its cost formula; across nodes scaled to a simulation of a few nodes.
 
-    Savings of messages within nodes, and the cost of a shared card, come from a simulation of a few nodes, for alpha
-    and beta separately: each factor of the formula is scaled by the ratio of simulation to formula.
+    The simulation accounts for cheaper messages within nodes, and for the cost of a shared card. alpha and beta are
+    scaled separately, each by the ratio of simulation to formula.
     """
     entry = catalog.find(collective, name)
     if size <= model.per_node:
@@ -96,14 +96,14 @@ def by_formula(collective: str, name: str, size: int, nbytes: int, model: CostPr
 
 @lru_cache(maxsize=256)
 def _weight(collective: str, name: str, model: CostPrediction) -> float:
-    """Ratio of an algorithm's simulated time on a few nodes to the time by its cost formula."""
+    """Ratio of an algorithm's simulated time on a few nodes to the time by its cost formula; 1.0 if that is zero."""
     size, nbytes = max(SAMPLE, 4 * model.per_node), 1 << 20
     expected = catalog.find(collective, name).seconds(size, nbytes, *model.network, 0.0)
-    return played(collective, name, size, nbytes, model) / float(expected) if expected else 1.0
+    return simulated_seconds(collective, name, size, nbytes, model) / float(expected) if expected else 1.0
 
 
 def bound(collective: str, size: int, nbytes: int, model: CostPrediction) -> float:
-    """Lower bound in seconds for any algorithm: the largest of its bounds on latency, bandwidth and reduction."""
+    """Lower bound in seconds for any algorithm of a collective: the largest by latency, bandwidth or reduction."""
     if size == 1:
         return 0.0
     least, nodes = catalog.BOUNDS[collective], size // model.per_node
@@ -119,8 +119,8 @@ def bound(collective: str, size: int, nbytes: int, model: CostPrediction) -> flo
 
 def row(collective: str, name: str, size: int, nbytes: int, model: CostPrediction) -> PredictionRow:
     entry, nodes = catalog.find(collective, name), -(-size // model.per_node)
-    able = playable(collective, name, size, nodes)
-    seconds = (played if able else by_formula)(collective, name, size, nbytes, model)
+    simulated = is_quick_to_simulate(collective, name, size, nodes)
+    seconds = (simulated_seconds if simulated else by_formula)(collective, name, size, nbytes, model)
     rounds, volume = (catalog.evaluate(formula, size, 1, nodes) for formula in (entry.rounds, entry.volume))
     least = bound(collective, size, nbytes, model)
-    return PredictionRow(name, size, nbytes, int(rounds), round(volume * nbytes), seconds, least, able)
+    return PredictionRow(name, size, nbytes, int(rounds), round(volume * nbytes), seconds, least, simulated)

@@ -39,7 +39,7 @@ MOST_COLUMNS = 3
 
 @contextmanager
 def page(path: Path, width: float, height: float, title: str, note: str = "") -> Iterator[Figure]:
-    """Context manager that yields an empty figure and saves it to `path` on exit."""
+    """Context manager that yields an empty figure; saves it to `path` on exit without exception."""
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(width, height), layout="constrained")
         yield figure
@@ -59,7 +59,7 @@ def _size_axis(axis: Axes, sizes: list[int]) -> None:
 
 
 def _series(rows: list[Row]) -> dict[str, list[Row]]:
-    """Group rows by line of the plot: the algorithm, and other options that differ between rows."""
+    """Group rows into lines of the plot, by label: the algorithm, and dtype, memory and mode where rows differ."""
     varying = [name for name in ("dtype", "memory", "mode") if len({row.get(name) for row in rows}) > 1]
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["bytes"]):
@@ -103,7 +103,10 @@ def _race(times: Axes, ratios: Axes, collective: str, rows: list[Row]) -> None:
 
 
 def plot_race(path: Path, report: Report) -> None:
-    """Plot a benchmark report to a file: per collective, time against size, and below it the ratio to native."""
+    """Plot a benchmark report to a file: per collective, time against size, and below it the ratio to native.
+
+    No-op without rows of one byte or more.
+    """
     collectives = list(dict.fromkeys(row["collective"] for row in report["rows"] if row["bytes"]))
     if not collectives:
         return
@@ -131,7 +134,7 @@ def _scale(axis: Axes, rows: list[Any], along: str) -> None:
         color, marker = SEVERAL[i % len(SEVERAL)], MARKERS[i % len(MARKERS)]
         axis.plot(at, times, color=color, lw=1.5, label=name)
         for x, y, row in zip(at, times, line, strict=True):
-            axis.plot(x, y, marker, color=color, mfc=color if row.played else "white", ms=5)
+            axis.plot(x, y, marker, color=color, mfc=color if row.simulated else "white", ms=5)
     bounds = {getattr(row, along): row.bound * 1e6 for row in rows}
     axis.plot(list(bounds), list(bounds.values()), "--", color=NATIVE, lw=1.3, label="lower bound", zorder=1)
     axis.set_yscale("log")

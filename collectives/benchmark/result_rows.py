@@ -62,7 +62,7 @@ def make_report(ranks: int, rows: list[Row], **extra: Any) -> Report:
 
 
 def merge(reports: list[Report]) -> Report:
-    """Merge reports of repeated launches into one of medians; its ratio is the median of the launches' ratios.
+    """Merge reports of repeated launches: medians of times and ratios, sums of iterations and of wrong elements.
 
     ValueError if the launches differ in MPI library, ranks or machine.
     """

@@ -50,7 +50,10 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def median_seconds(call: Callable[[], object], seconds: float, agree: Callable[[bool], Any] = bool) -> float:
-    """Median seconds of a call, from ten calls or more over `seconds`; `agree` lets all ranks stop at the same call."""
+    """Median seconds of a call repeated for `seconds`, at least ten times; `agree` lets ranks stop at the same call.
+
+    `agree`, such as `comm.bcast`, turns this rank's wish to go on into that of all. The first two calls do not count.
+    """
     times: list[float] = []
     until = perf_counter() + seconds
     while len(times) < 10 or agree(perf_counter() < until):
@@ -149,7 +152,7 @@ def contest(
     choices: Iterable[AlgorithmChoice],
     limits: dict[str, Any],
 ) -> tuple[int, dict[AlgorithmChoice, float], dict[AlgorithmChoice, str]]:
-    """Time the choices; return (bytes, seconds of each choice with correct results, errors of the others)."""
+    """Time the choices; return (bytes, seconds of each correct choice, errors of the others). Collective."""
     collective, form, dtype, nbytes = setting
     case, kind = CASES[collective], DTYPES[dtype]
     count = elements(case, nbytes, kind.itemsize, plain.Get_size())

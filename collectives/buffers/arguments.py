@@ -87,7 +87,7 @@ def blocks(spec: Any, size: int, name: str, writable: bool = False) -> Buffer:
 
 
 def _dense_array(array: np.ndarray, size: int, writable: bool) -> Buffer | None:
-    """Fast path of `vector` and `blocks`: a contiguous array of a known dtype; None if it is anything else."""
+    """Fast path of `vector` and `blocks`: Buffer of a valid contiguous array whose dtype is in the cache; else None."""
     element = dense_elements.get(array.dtype)
     if element is None:
         return None
@@ -192,7 +192,10 @@ def _equal_blocks(spec: Any, size: int, name: str, writable: bool) -> Buffer:
 
 
 def _split_spec(spec: Any, name: str, pair: Any) -> tuple[Any, Any, Any, Any]:
-    """Split an argument into (array, count(s), displacement(s), datatype); None for missing parts."""
+    """Split an argument into (array, count(s), displacement(s), datatype); None for missing parts.
+
+    `pair` is the type, or types, of a pair (count, displacement); other sequences are counts.
+    """
     if not isinstance(spec, (list, tuple)):
         return spec, None, None, None
     if len(spec) == 2:
@@ -270,7 +273,7 @@ def _buffer(
 
 
 def _is_number(values: Any) -> bool:
-    """True for one number (also a 0-d array), False for a sequence."""
+    """True for one integer (also a 0-d array), False for a sequence or a float."""
     try:
         len(values)
     except TypeError:

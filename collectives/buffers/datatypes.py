@@ -82,7 +82,7 @@ def kind(dtype: np.dtype[Any]) -> str:
 
 
 def element_of(datatype: MPI.Datatype, name: str = "datatype") -> ElementType:
-    """Element type of any MPI datatype.
+    """Element type of a predefined or derived MPI datatype; error if it is null or missing in this MPI.
 
     >>> element_of(MPI.FLOAT).dtype
     dtype('float32')
@@ -138,7 +138,7 @@ def _of_derived(datatype: MPI.Datatype, name: str) -> ElementType:
 
 
 def element_of_code(code: object, name: str) -> ElementType:
-    """Element type of a typecode or a buffer's format string: 'f', 'i8', 'Zd'."""
+    """Element type of a typecode or a buffer's format string: 'f', 'i8', 'Zd'; UnknownDatatype if it names none."""
     element = _elements_by_code.get(code) if isinstance(code, str) else None
     if element is not None:
         return element
@@ -151,7 +151,7 @@ def element_of_code(code: object, name: str) -> ElementType:
 
 
 def element_of_format(form: str, name: str) -> ElementType:
-    """Element type of a buffer-protocol format string."""
+    """Element type of a buffer-protocol format string; InvalidType if in foreign byte order."""
     native, foreign = "<>" if np.little_endian else "><"
     if form[:1] == foreign:
         raise InvalidType(MPI.ERR_TYPE, f"{name}: elements {form!r} are not in native byte order; convert a copy")
@@ -159,7 +159,7 @@ def element_of_format(form: str, name: str) -> ElementType:
 
 
 def element_of_dtype(dtype: np.dtype[Any], name: str) -> ElementType:
-    """Element type of a NumPy dtype."""
+    """Element type of a numeric, bool or one-character NumPy dtype, or of one laid out like an MPI pair; else error."""
     element = _elements_by_dtype.get(dtype)
     if element is not None:
         return element

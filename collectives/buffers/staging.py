@@ -58,11 +58,14 @@ class Staging:
     storing: Calls
 
     def load(self) -> None:
-        """Copy the user's memory to `host`; on a device in the order of the array's CUDA stream."""
+        """Copy the user's memory to `host`, on a device in stream order; no-op if the collective only writes to it."""
         _run(self.loading)
 
     def store(self) -> None:
-        """Copy `host` to the user's memory, on a device in stream order; gaps between elements stay unchanged."""
+        """Copy `host` to the user's memory, on a device in stream order; no-op if the collective only reads from it.
+
+        Gaps between elements stay unchanged.
+        """
         _run(self.storing)
 
     def free(self) -> None:
@@ -258,7 +261,7 @@ class DeviceMemory:
                     self._stream.wait_event(other.record())
 
     def _stream_of(self, array: Any) -> Any:
-        """CUDA stream given by the array's `__cuda_array_interface__`, or else CuPy's current stream."""
+        """CUDA stream of the array's `__cuda_array_interface__`; else CuPy's current one, made to wait for DLPack's."""
         current = self._cuda.get_current_stream()
         interface = cuda_interface(array)
         if interface is None:
@@ -275,7 +278,7 @@ class DeviceMemory:
             self._event.record(self._stream)
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
-        """Factory of context managers in which any thread uses the stream that is current in this thread now."""
+        """Factory of contexts in which any thread uses this device and the CuPy stream that is current here and now."""
         with self._device:
             stream = self._cuda.get_current_stream()
 
@@ -287,7 +290,7 @@ class DeviceMemory:
         return captured
 
     def working(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Wrap a function so that CuPy's work in it runs on this device and stream."""
+        """Wrapper that runs CuPy's work in `call` on this device and `follow`'s latest stream, and returns None."""
 
         def run() -> None:
             with self._device, self._stream:
@@ -300,7 +303,7 @@ class DeviceMemory:
             return self.namespace.empty(count, dtype)
 
     def view(self, address: int, count: int, dtype: np.dtype[Any]) -> Any:
-        """Array over device memory; the caller keeps the memory alive."""
+        """One-dimensional CuPy array over device memory; the caller keeps the memory alive."""
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return self.empty(0, dtype)

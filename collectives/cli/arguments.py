@@ -66,7 +66,9 @@ def specs(text: str) -> dict[str, QuantSpec]:
 
 
 def shareable(spec: QuantSpec) -> bool:
-    """True if the spec's codes can be summed with scales shared by all ranks: symmetric integers of 2 bits or more.
+    """True if the spec's codes can be summed with shared scales: signed symmetric integers of 2 bits or more.
+
+    Its scales are per tensor or per group.
 
     >>> shareable(parse("int8")), shareable(parse("nf4")), shareable(parse("int8_g32_zero"))
     (True, False, False)

@@ -73,7 +73,7 @@ def _sum(encoded: Any, x: np.ndarray, out: np.ndarray) -> None:
 
 
 def race(comm: Communicator, nbytes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time and check all implementations on vectors of `nbytes`; return a row for each, the same on all ranks."""
+    """Time all implementations on vectors of `nbytes` and measure their errors; return a row for each. Collective."""
     count = nbytes // 4
     x = np.random.default_rng(comm.Get_rank()).standard_normal(count, np.float32)
     out, total = np.empty_like(x), np.empty_like(x)

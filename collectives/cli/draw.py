@@ -106,7 +106,7 @@ def _ground(axis: Axes, size: int, rounds: int, nodes: Nodes | None) -> None:
 
 
 def _messages(axis: Axes, messages: dict[Arrow, str], crowd: int) -> None:
-    """Draw arrows with their labels; with the sender's rank too, where several arrive at once."""
+    """Draw arrows with their labels, and the sender's rank where several arrive at once (`crowd` at most)."""
     arriving: dict[tuple[int, int], list[Arrow]] = defaultdict(list)
     for arrow in sorted(messages, key=attrgetter("source")):
         arriving[arrow.target, arrow.arrives].append(arrow)

@@ -19,9 +19,10 @@ while IFS= read -r line; do last=$line; done
 
 
 class ExitNotice:
-    """Context manager that, if `enabled`, has a message printed if this process is killed within it.
+    """Context manager: if this process is killed within it, the text last set by `set_text` is printed.
 
     The output is `stream`, else standard error, which a launcher that is killed itself may no longer forward.
+    No-op if not `enabled`, or without a shell.
     """
 
     def __init__(self, enabled: bool = True, stream: TextIO | None = None):

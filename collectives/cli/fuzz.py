@@ -47,7 +47,7 @@ class Job(NamedTuple):
     control: bool = False
 
     def run(self, seeds: list[int], only: Iterable[Step] = ()) -> tuple[int, Fault | None]:
-        """Run seeds in one launch up to the first fault; return the number of calls on all ranks, and the fault.
+        """Run seeds in one launch up to the first fault; return all ranks' number of calls, and the fault or None.
 
         `only`: for one seed, the only steps to run; all, if there are none.
         """
@@ -76,7 +76,8 @@ class Job(NamedTuple):
     def shrink(self, seed: int, seconds: float) -> tuple[list[Step], Fault | None]:
         """Search, for about `seconds`, for a short part of a seed's steps that still fails; return it and its fault.
 
-        Parts are left out, first large ones, then smaller ones, as long as what remains fails.
+        Parts are left out, first large ones, then smaller ones, as long as what remains fails. All steps and None if no
+        shorter part fails.
         """
         until = time.monotonic() + seconds
         steps = sequence(seed, self.threads, self.calls)

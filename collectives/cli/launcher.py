@@ -180,7 +180,10 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
 
 
 def say(text: str = "") -> None:
-    """Print one line on rank 0, above a progress bar if there is one."""
+    """Print a text on rank 0, or where `print_when` chooses, above a progress bar if there is one.
+
+    To standard output; to standard error if both are terminals.
+    """
     if _prints():
         # A launcher forwards output and errors over two pipes and interleaves them: on a terminal, use one only.
         stream = sys.stderr if on_terminal(1) and on_terminal(2) else sys.stdout

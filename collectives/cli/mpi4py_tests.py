@@ -38,7 +38,7 @@ KINDS = ("excluded", "skipped", "passed", "failed")
 def collected(launch: Launch) -> tuple[dict[str, Outcome], bool]:
     """Read a launch's result files: outcomes of tests begun on all ranks, and True if all ranks ended all tests.
 
-    A test in which a rank ended or stood has failed.
+    A test in which a rank ended or stood has failed. Ranks that began no test do not count for the first.
     """
     ranks = [{line["test"]: line for line in launch.lines(rank)} for rank in range(launch.ranks)]
     begun = {rank: lines for rank, lines in enumerate(ranks) if lines}  # others were ended before the first test

@@ -86,7 +86,7 @@ def table(rows: list[PredictionRow]) -> list[str]:
         lines.append(
             f"{row.algorithm + (' *' if row is best else ''):<22}{row.rounds:>10}{row.volume:>16}"
             f"{format_time(row.seconds):>12}{to_best:>9}{format_time(row.bound):>12}{to_bound:>9}  "
-            f"{'clock' if row.played else 'formula'}"
+            f"{'clock' if row.simulated else 'formula'}"
         )
     return [*lines, "* the best"]
 

@@ -74,7 +74,7 @@ def settings(args: argparse.Namespace) -> Iterator[TunerSetting]:
 
 
 def tune(args: argparse.Namespace, table: TimingTable) -> tuple[TimingTable, Counter[str], int]:
-    """Measure all rows, writing each when done; return the table, wins by algorithm, and number of wrong results."""
+    """Measure all rows, saving each in the file; return the table, wins by algorithm, and number of wrong results."""
     plain = MPI.COMM_WORLD
     rank, size = plain.Get_rank(), plain.Get_size()
     with Communicator(plain, tuning=False) as comm:

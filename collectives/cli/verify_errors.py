@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.benchmark.in_process import play, played
+from collectives.benchmark.in_process import run_in_lockstep, simulated_comms
 from collectives.benchmark.size_arguments import parse_size
 from collectives.cli.arguments import rank_counts, shareable, specs
 from collectives.cli.launcher import ProgramParser
@@ -64,24 +64,25 @@ def once(codec: Codec, x: np.ndarray) -> float:
     return relative(out, x)
 
 
-def played_sum(sums: Sequence[Any], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Run one allreduce of noise on simulated ranks; return the results of all ranks, and the exact sum."""
-    terms = np.array([noise(rank, count) for rank in range(len(sums))])
+def simulated_sum(allreduces: Sequence[Any], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sum noise by `allreduces`, one object per simulated rank; return the results of all ranks, and the exact sum."""
+    terms = np.array([noise(rank, count) for rank in range(len(allreduces))])
     total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
-    play([each.allreduce(x, x) for each, x in zip(sums, terms)])
+    run_in_lockstep([each.allreduce(x, x) for each, x in zip(allreduces, terms)])
     return terms, total
 
 
 def error(way: type[FlatAllreduce], ranks: int, codec: Callable[[int], Codec], count: int) -> float:
     """Relative error of a simulated allreduce by class `way`, on the worst rank; `codec(rank)` makes a codec."""
-    found, total = played_sum([way(comm, count, codec(comm.Get_rank())) for comm in played(ranks)], count)
+    made = [way(comm, count, codec(comm.Get_rank())) for comm in simulated_comms(ranks)]
+    found, total = simulated_sum(made, count)
     return float(np.max([relative(one, total) for one in found]))
 
 
 def in_steps(ranks: int, bits: int, group: int, count: int) -> float:
     """Root-mean-square error of a simulated shared-scale integer allreduce, in quantisation steps."""
-    made = [SharedScale(comm, count, bits, group) for comm in played(ranks)]
-    found, total = played_sum(made, count)
+    made = [SharedScale(comm, count, bits, group) for comm in simulated_comms(ranks)]
+    found, total = simulated_sum(made, count)
     peaks = np.max([np.abs(noise(rank, count)) for rank in range(ranks)], axis=0)
     steps = np.maximum.reduceat(peaks, np.arange(0, count, group)) / made[0].largest
     return float(np.sqrt(np.mean(np.square((found[0] - total) / np.repeat(steps, group)[:count]))))

@@ -91,8 +91,8 @@ class DrawnCall:
         getattr(self, f"_{step.method.lower()}", self._arrays)()
         self.refill()
 
-    def _room(self, count: int, is_input: bool) -> np.ndarray:
-        """Allocate `count` elements of the data type, with guard elements before and after."""
+    def _allocate(self, count: int, is_input: bool) -> np.ndarray:
+        """Allocate `count` elements of the datatype between guard elements; return the elements without the guards."""
         count = count * self.extent
         shared = "shared" in self.step.flags and not (self.native or self.dtype.names or self.step.method in ROOTED)
         length = count + 2 * GUARD
@@ -101,7 +101,7 @@ class DrawnCall:
         return whole[GUARD : GUARD + count]
 
     def refill(self) -> None:
-        """Fill all arrays anew: inputs with random values, others with a value that no call produces."""
+        """Fill all arrays anew: inputs with random values, others with a constant."""
         for whole, is_input in self._wholes:
             if not is_input:
                 whole[...] = np.zeros(1, self.dtype) if self.dtype.names else np.asarray(77).astype(self.dtype)
@@ -115,7 +115,7 @@ class DrawnCall:
         self._before = [(array, array.copy()) for array in self._ignored]
 
     def result(self) -> list[bytes]:
-        """Bytes of all arrays after the call; parts that MPI leaves undefined are only checked to be unchanged."""
+        """Bytes of each array with its guards; parts that MPI leaves undefined are restored and checked for changes."""
         kept = [True if self.native else bool((array == before).all()) for array, before in self._before]
         for array, before in self._before:
             array[...] = before
@@ -166,10 +166,10 @@ class DrawnCall:
             lengths = (self._lengths[self.rank] if sends else self._lengths[:, self.rank]).tolist()
         if kind == "unequal":
             displs, count = self._displs(lengths)
-            return self._spelled_v(self._room(count, is_input), lengths, displs)
+            return self._spelled_v(self._allocate(count, is_input), lengths, displs)
         n = self.step.n
         count = {"vector": n, "blocks": n * self.size, "own": lengths[self.rank], "total": sum(lengths)}[kind]
-        return self._spelled(self._room(count, is_input), n if kind == "blocks" else count)
+        return self._spelled(self._allocate(count, is_input), n if kind == "blocks" else count)
 
     def _arrays(self) -> None:
         """Make send and receive arguments, for all methods of `KINDS`; other methods have functions below."""
@@ -200,8 +200,8 @@ class DrawnCall:
     def _reduce_scatter_block(self) -> None:
         n, total = self.step.n, self.step.n * self.size
         plain = not self.derived and "type given" not in self.step.flags and self.dtype.names is None
-        send = None if self.in_place else self._room(total, True)
-        recv = self._room(total if self.in_place else n, self.in_place)
+        send = None if self.in_place else self._allocate(total, True)
+        recv = self._allocate(total if self.in_place else n, self.in_place)
         if send is None:
             self._ignored.append(recv[n * self.extent :])
         spelled = [array if plain else [array, self.datatype] for array in (send, recv) if array is not None]

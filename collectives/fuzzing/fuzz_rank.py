@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.fuzzing.sequences import CREATING, Step, sequence
-from collectives.fuzzing.step_runner import FUNCTIONS, Player
+from collectives.fuzzing.step_runner import FUNCTIONS, StepRunner
 
 LIBRARY = MPI.Get_library_version()
 
@@ -46,7 +46,7 @@ def run(
     begins: Callable[[Step], object] = lambda step: None,
     control: bool = False,
 ) -> tuple[int, str]:
-    """Run one seed's steps on mpi4py's communicators and on ours; return our number of calls, and the first fault.
+    """Run one seed's steps on mpi4py's communicators and on ours; return the calls made on ours, and the first fault.
 
     Collective over `world`. The threads run one after the other on the MPI's own communicators, and together on ours.
     `begins` is called with each step as it begins, in its thread. `control` puts the MPI's own in the place of ours.
@@ -61,29 +61,29 @@ def run(
     wanted = {}
     for part in parts:
         plain = world.Dup()
-        player = Player(plain, seed, begins)
-        player.run(part)
-        wanted.update(player.results)
+        runner = StepRunner(plain, seed, begins)
+        runner.run(part)
+        wanted.update(runner.results)
         plain.Free()
     bases = [world.Dup() for _ in parts]
     ours = bases if control else [Communicator(base) for base in bases]
-    players = [Player(comm, seed, begins) for comm in ours]
+    runners = [StepRunner(comm, seed, begins) for comm in ours]
     faults: list[str] = []
 
-    def play(player: Player, part: list[Step]) -> None:
+    def perform(runner: StepRunner, part: list[Step]) -> None:
         try:
-            player.run(part)
+            runner.run(part)
         except BaseException:
-            faults.append(f"at {player.now}\n{traceback.format_exc()}")
+            faults.append(f"at {runner.now}\n{traceback.format_exc()}")
 
-    others = [threading.Thread(target=play, args=both, daemon=True) for both in zip(players[1:], parts[1:])]
+    others = [threading.Thread(target=perform, args=both, daemon=True) for both in zip(runners[1:], parts[1:])]
     for thread in others:
         thread.start()
-    play(players[0], parts[0])
+    perform(runners[0], parts[0])
     while not faults and (others := [thread for thread in others if thread.is_alive()]):
         others[0].join(0.05)
     if not faults:
-        found = {place: result for player in players for place, result in player.results.items()}
+        found = {place: result for runner in runners for place, result in runner.results.items()}
         for step in steps:
             one, other = wanted.get((step.thread, step.number)), found.get((step.thread, step.number))
             if one != other:
@@ -94,7 +94,7 @@ def run(
                 comm.close()
         for base in bases:
             base.Free()
-    return sum(player.calls for player in players), "\n".join(faults)
+    return sum(runner.calls for runner in runners), "\n".join(faults)
 
 
 def difference(wanted: list[bytes] | None, found: list[bytes] | None) -> str:

@@ -36,7 +36,7 @@ def add(left: Any, inout: Any, _: MPI.Datatype) -> None:
 FUNCTIONS = {"affine": (compose, False), "add": (add, True)}
 
 
-class Player:
+class StepRunner:
     """Runner of one thread's steps, with its communicators, operations, pending calls and recorded results.
 
     Steps may be left out: a step that needs a missing object does without it, in the same way on all ranks. `base` is a
@@ -93,7 +93,7 @@ class Player:
         return self.ops[place][1]
 
     def _chosen(self, step: Step) -> dict[str, Any]:
-        """Keyword arguments `algorithm` and `segments` of a call on our communicators; empty on mpi4py's."""
+        """Keyword arguments `algorithm` and `segments`, where the step's flags include them; none for mpi4py."""
         if self.native or "algorithm" not in step.flags or step.method == "Barrier":
             return {}
         name = step.method.lower()
@@ -146,7 +146,7 @@ class Player:
         self.results.setdefault((call.step.thread, call.step.number), []).extend(call.result())
 
     def _wait(self, calls: list[DrawnCall], pick: int, ends: bool = True) -> None:
-        """Complete the calls with a variant of Wait or Test chosen by `pick`, and record the results."""
+        """Complete the calls by a variant of Wait or Test that `pick` chooses; record results; `ends` frees types."""
         requests = [call.request for call in calls]
         way = pick % 6 if all(isinstance(request, MPI.Request) for request in requests) else pick % 3
         if way == 0:
@@ -256,7 +256,7 @@ class Player:
             raise AssertionError(f"{step}: {total}")
 
     def _free(self, step: Step, _: Any) -> None:
-        """Free the last one or three communicators, in a random order on each rank, even with calls pending on them."""
+        """Free the last one or three communicators but the base, in random order per rank, even with calls pending."""
         gone = self.comms[1:][-1 if step.kind == "free" else -3 :]
         self._release(lambda call: any(call.comm is comm for comm in gone))
         if step.pick % 2:
@@ -270,7 +270,7 @@ class Player:
     _free_out_of_order = _free
 
     def _free_ops(self, *unused: Any) -> None:
-        """Free all user-defined operations, after completing the calls that use them."""
+        """Free all user-defined operations, after completing pending calls, and freeing kept ones, that use them."""
         if any(call.step.op in FUNCTIONS for call in self.pending):
             self._complete(Step(0, 0, "free op"), None)
         self._release(lambda call: call.step.op in FUNCTIONS)

@@ -5,7 +5,7 @@ import pytest
 from collectives.algorithms import catalog
 from collectives.analysis.cost_functions import LinearCost
 from collectives.benchmark import predictions
-from collectives.benchmark.predictions import CostPrediction, by_formula, played, row
+from collectives.benchmark.predictions import CostPrediction, by_formula, row, simulated_seconds
 from collectives.cli import simulate
 
 PLAIN = CostPrediction(1, LinearCost(1.5e-6, 1e-10), LinearCost(2e-5, 8e-10), 5e-11)
@@ -19,7 +19,7 @@ def test_nothing_beats_the_bound(collective, name, within):
     for size in (1, 2, 5, 16, 32):
         for nbytes in (0, 32, 1 << 20):
             found = row(collective, name, size, nbytes, within)
-            assert found.played
+            assert found.simulated
             assert found.seconds >= found.bound * (1 - 1e-9), (size, nbytes)
 
 
@@ -27,21 +27,21 @@ def test_nothing_beats_the_bound(collective, name, within):
 def test_formula_and_clock_agree_where_all_edges_are_alike(collective, name):
     if catalog.find(collective, name).placed:
         pytest.skip("its formulas count nodes")
-    by_clock = played(collective, name, 32, 1 << 20, PLAIN)
+    by_clock = simulated_seconds(collective, name, 32, 1 << 20, PLAIN)
     assert by_formula(collective, name, 32, 1 << 20, PLAIN) == pytest.approx(by_clock)
 
 
 @pytest.mark.parametrize("entry", [("allreduce", "ring"), ("alltoall", "pairwise"), ("gather", "linear")])
 def test_formulas_take_shared_cards_from_a_sample(entry):
     """On nodes the formula alone would be far off for an alltoall: all ranks of a node use the card at once."""
-    by_clock = played(*entry, 256, 1 << 20, NODES)
+    by_clock = simulated_seconds(*entry, 256, 1 << 20, NODES)
     assert by_formula(*entry, 256, 1 << 20, NODES) == pytest.approx(by_clock, rel=0.2)
 
 
 def test_log_rounds_are_played_and_rings_are_not():
-    assert predictions.playable("allreduce", "rabenseifner", 65536)
-    assert not predictions.playable("allreduce", "ring", 65536)
-    assert not predictions.playable("alltoall", "bruck", 65536)
+    assert predictions.is_quick_to_simulate("allreduce", "rabenseifner", 65536)
+    assert not predictions.is_quick_to_simulate("allreduce", "ring", 65536)
+    assert not predictions.is_quick_to_simulate("alltoall", "bruck", 65536)
 
 
 def test_the_table(capsys):

@@ -1,4 +1,4 @@
-"""Errors of encoded sums of 2 to 64 ranks, played in one process: as the laws have them."""
+"""Errors of encoded sums of 2 to 64 ranks, simulated in one process: as the laws have them."""
 
 import math
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from collectives.benchmark.in_process import play, played
+from collectives.benchmark.in_process import run_in_lockstep, simulated_comms
 from collectives.cli import verify_errors
 from collectives.compressed import EncodedAlltoall, QuantCodec, RingAllreduce, SegmentedAllreduce, TwoShotAllreduce
 from quant import grouped, parse
@@ -49,8 +49,8 @@ def test_any_length_on_any_number_of_ranks(kind, count):
         codec = QuantCodec(parse("int8_g32"))
         terms = [verify_errors.noise(rank, count) for rank in range(ranks)]
         total, lost = sum(terms), [np.empty(count, np.float32) for _ in range(ranks)]
-        made = [kind(comm, count, codec) for comm in played(ranks)]
-        play([each.allreduce(x, x, gone) for each, x, gone in zip(made, terms, lost)])
+        made = [kind(comm, count, codec) for comm in simulated_comms(ranks)]
+        run_in_lockstep([each.allreduce(x, x, gone) for each, x, gone in zip(made, terms, lost)])
         assert len({x.tobytes() for x in terms}) == 1
         np.testing.assert_allclose(terms[0] + sum(lost), total, atol=1e-4)
 
@@ -60,7 +60,7 @@ def test_two_abreast_are_the_same_sum():
     found = []
     for make in (TwoShotAllreduce, lambda *arguments: SegmentedAllreduce(*arguments, segments=7)):
         terms = [verify_errors.noise(rank, count) for rank in range(ranks)]
-        play([make(comm, count, codec).allreduce(x, x) for comm, x in zip(played(ranks), terms)])
+        run_in_lockstep([make(comm, count, codec).allreduce(x, x) for comm, x in zip(simulated_comms(ranks), terms)])
         found.append(terms[0].tobytes())
     assert found[0] == found[1]
 
@@ -69,8 +69,8 @@ def test_what_goes_to_others_is_encoded_once():
     codec, count, ranks = QuantCodec(parse("int8_g128")), 1024, 9
     terms = [verify_errors.noise(rank, count * ranks) for rank in range(ranks)]
     found = [np.empty_like(x) for x in terms]
-    made = [EncodedAlltoall(comm, count, count, codec) for comm in played(ranks)]
-    play([each.alltoall(x, out) for each, x, out in zip(made, terms, found)])
+    made = [EncodedAlltoall(comm, count, count, codec) for comm in simulated_comms(ranks)]
+    run_in_lockstep([each.alltoall(x, out) for each, x, out in zip(made, terms, found)])
     sent = np.array(terms).reshape(ranks, ranks, count).swapaxes(0, 1)
     come = np.array(found).reshape(ranks, ranks, count)
     for rank in range(ranks):
@@ -81,9 +81,9 @@ def test_what_goes_to_others_is_encoded_once():
 
 
 def test_ranks_that_do_not_call_alike_are_found():
-    x, comm = verify_errors.noise(0, 256), played(2)[0]
+    x, comm = verify_errors.noise(0, 256), simulated_comms(2)[0]
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for messages"):
-        play([TwoShotAllreduce(comm, 256, QuantCodec(parse("int8_g128"))).allreduce(x, x), iter(())])
+        run_in_lockstep([TwoShotAllreduce(comm, 256, QuantCodec(parse("int8_g128"))).allreduce(x, x), iter(())])
 
 
 def test_the_command_line(capsys):
