@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 
 class Metrics:
-    """Metrics of a training run: lines in memory and, if `path` is given, in a JSON-lines file.
+    """Metrics of a training run: lines in memory and, if given, in the JSON-lines file `path`, continued after `step`.
 
-    Lines after `step`, a summary and an incomplete line of an earlier run are dropped; at step 0 all are.
+    Of an earlier run's file, lines after `step`, a summary and an incomplete line are dropped; at step 0 all are.
 
     Attributes
     ----------

@@ -46,9 +46,10 @@ def simulated(timeline: Timeline, title: str) -> TimelineBand:
 
 
 def measured(path: Path) -> TimelineBand:
-    """Timeline of the last pipeline step in a trace file of `chorus train`, from its spans named as actions (``2F0``).
+    """Timeline of a pipeline step in a trace file of `chorus train`: the last span of each computation (``2F0``).
 
-    Of several ranks with the same stage the first is taken. ValueError if the file has no step of a pipeline.
+    It has no messages. Of several ranks with the same stage the first is taken. ValueError if the file has no step of a
+    pipeline.
     """
     try:
         entries = json.loads(path.read_text())["traceEvents"]
@@ -71,7 +72,7 @@ def measured(path: Path) -> TimelineBand:
 
 
 def _action(entry: dict[str, Any]) -> Action | None:
-    """Pipeline action that a trace entry is named after, or None if its name is no action."""
+    """Pipeline action whose span a trace entry is, by its name; None for sends, receives and other entries."""
     with suppress(ValueError):
         action = parse(entry.get("name", ""))
         return action if entry.get("ph") == "X" and action.kind in NAMES else None

@@ -149,13 +149,13 @@ class TorchTraining:
         return loss
 
     def step(self, x: Array, y: Array) -> float:
-        """Train on this rank's batch with one optimizer step; returns the mean loss of this rank's samples."""
+        """Train one step, with gradients averaged over ranks; returns the mean loss over this rank's targets `y`."""
         loss = self._backward(x, y)
         self.optimizer.step()
         return float(loss.item())
 
     def gradients(self, x: Array, y: Array) -> dict[str, Array]:
-        """Gradient of the mean loss over all ranks, by Chorus parameter name; the weights are unchanged."""
+        """Mean over ranks of the gradients of their mean losses, by Chorus parameter name; weights are unchanged."""
         self._backward(x, y)
         pairs: Any = self.model.pairs
         return {ours.name: np.array((theirs.grad.T if flip else theirs.grad).numpy()) for ours, theirs, flip in pairs}

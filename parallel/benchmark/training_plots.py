@@ -153,7 +153,10 @@ def plot_pareto(
     title: str,
     note: str,
 ) -> None:
-    """Plot loss and accuracy against bits per weight: `uniform` as points, `mixed` (search results) as a curve."""
+    """Plot loss, and accuracy if known, by bits per weight: `uniform` as points, `mixed` (found by search) as a curve.
+
+    `whole` is the float32 model, a horizontal line.
+    """
     kinds = ["loss"] + ["accuracy"] * (whole.accuracy is not None)
     with picture(path, (5 * len(kinds), 4.1), len(kinds), title, note) as axes:
         for axis, kind in zip(axes, kinds):

@@ -59,9 +59,10 @@ def choose_data(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def begin(options: argparse.Namespace) -> tuple[Communicator, LearningTask, Iterator[Batch]]:
-    """Communicator, data set, and iterator over this rank's micro-batch of each step; smaller batches are skipped.
+    """Set BLAS threads; return communicator, data, and endless iterator of this rank's micro-batch of each step.
 
-    ValueError if the data have no classes or bytes, or fewer samples than a step.
+    Steps with fewer than `micro_batch` samples per rank are skipped. Collective. ValueError if the data have no classes
+    or bytes, or fewer samples than a step.
     """
     keep_freed_memory()
     limit_threads(options.threads)
@@ -77,7 +78,7 @@ def begin(options: argparse.Namespace) -> tuple[Communicator, LearningTask, Iter
 
 
 class TrainingTurn(NamedTuple):
-    """Results of one turn: value of each step, averaged over ranks, and seconds per step on the slowest rank."""
+    """Results of one turn: mean over ranks of the step function's result, by step; seconds per step (slowest rank)."""
 
     values: list[float]
     seconds: float
@@ -86,7 +87,10 @@ class TrainingTurn(NamedTuple):
 def run_race(
     steps: dict[str, Callable[[Batch], float]], source: Iterable[Batch], lengths: Sequence[int]
 ) -> dict[str, list[TrainingTurn]]:
-    """Run step functions in turns of `lengths` steps on the same batches; returns turns by name. Collective."""
+    """Run each step function on the same batches, ``lengths[i]`` in turn i; returns its turns by name. Collective.
+
+    Another function begins each turn.
+    """
     names, source = list(steps), iter(source)
     turns: dict[str, list[TrainingTurn]] = {name: [] for name in names}
     with launcher.progress(len(lengths), "race", "turn") as bar:

@@ -49,14 +49,14 @@ class WeightVersions:
             part.context.flat.bind(older[at] if older else part.weights.vector)
 
     def over(self) -> None:
-        """Finish the next micro-batch's backward; frees versions that are no longer needed."""
+        """Count one more micro-batch whose backward is done; frees versions that no later one needs."""
         self._over += 1
         for version in set(self._older) - set(self._wanted[self._over :]):
             for pool, vector in zip(self._pools, self._older.pop(version)):
                 pool.give(vector)
 
     def next(self) -> None:
-        """Begin a new version; first copies the newest if micro-batches in flight need it."""
+        """Begin a new version, to be updated in place; first copies the newest if a later backward needs it."""
         if self.newest in self._wanted[self._over :]:
             older = self._older[self.newest] = [pool.take() for pool in self._pools]
             for vector, part in zip(older, self._parts):
@@ -98,7 +98,7 @@ class WeightStashing(StageTrainer):
         return dx
 
     def update(self, chunk: int, number: int) -> None:
-        """Begin the next weight version and apply update `number` to it, unless something has failed."""
+        """Begin the next weight version; apply update `number` to it if there was no error and no missing gradient."""
         for _, part in self._chunks[chunk].shares:
             part.gradients.finish()
         self._versions.next()
@@ -137,7 +137,7 @@ class AsynchronousPipeline(Pipeline):
 
     @staticmethod
     def _build(schedule: str, stages: int, microbatches: int, virtual: int | None) -> PipelinePlan:
-        """Plan of a training step: several steps of the schedule, of `stages` micro-batches each if these divide it."""
+        """Plan of a training step: schedule steps of `stages` micro-batches each, or one of all if not divisible."""
         each = microbatches if microbatches % stages else stages
         return build(schedule, stages, each, virtual=virtual, steps=microbatches // each)
 

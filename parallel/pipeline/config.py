@@ -32,7 +32,7 @@ Take = Callable[[int], tuple[Array, Array]]
 
 
 def schedule_of(settings: Settings) -> str:
-    """Name of the schedule in ``settings.layout``, by default ``1f1b``; a CSV file is added to the table `SCHEDULES`.
+    """Schedule name in ``settings.layout``, or ``auto``; default ``1f1b``. Reads a CSV file into `SCHEDULES`, once.
 
     Raises ValueError if the schedule is unknown or the file is not a table of actions, OSError if it cannot be read.
     """
@@ -47,7 +47,7 @@ def schedule_of(settings: Settings) -> str:
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:
-    """Mesh of the settings, by default ``pp`` (`stages` or all ranks) x ``dp``; ValueError if not of size `ranks`."""
+    """Mesh of the settings, by default ``pp`` (`stages` or all ranks) x ``dp``; ValueError if invalid for `ranks`."""
     if settings.mesh is None:
         stages = settings.stages or ranks
         if ranks % stages:
@@ -104,10 +104,10 @@ def cuts_of(text: str | None) -> tuple[int, ...] | None:
 def resolve(
     settings: Settings, comm: Communicator, model: Operator, loss: Any, optimizer: Optimizer, take: Take
 ) -> Settings:
-    """Settings with cuts, and with ``auto`` also schedule, micro-batches and chunks, found by measurement. Collective.
+    """Fill in cuts, if open, and with ``auto`` also schedule, micro-batches and chunks, by measurement. Collective.
 
-    Times are measured on rank 0, so that all ranks cut alike. Raises ValueError on all ranks, if the model has too few
-    units or the memory limit is too low.
+    Settings that have cuts are returned unchanged. Times are measured on rank 0, so that all ranks cut alike. Raises
+    ValueError on all ranks, if the model has too few units or the memory limit is too low.
     """
     ranks, recipe = comm.Get_size(), PRECISIONS[settings.precision]
     mesh, units = mesh_of(settings, ranks), units_of(model)

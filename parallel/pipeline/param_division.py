@@ -66,7 +66,7 @@ def cuts_for(cuts: Sequence[int] | None, units: int, parts: int) -> tuple[int, .
 def divide(
     flat: FlatParams, units: Sequence[Operator], cuts: Sequence[int], *, reproducible: bool
 ) -> list[SharedParamGroup]:
-    """Divide a parameter vector into groups by the model parts that use them; sets each parameter's uses in one part.
+    """Divide a parameter vector into groups by the parts that use them; sets `Parameter.uses` to the most in one part.
 
     Raises ValueError if `reproducible` and a parameter with several parts has more than two uses: the order would
     matter.

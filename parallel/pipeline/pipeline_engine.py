@@ -205,7 +205,10 @@ class Pipeline(TrainEngine):
         return Microbatch(batch.number, x, y, self._run(batch, training), specs)
 
     def _noting(self, here: list[Microbatch], assignment: Assignment) -> Callable[[int], None] | None:
-        """Callback that records activation bytes, if shapes or counts of a step's micro-batches are new; else None."""
+        """Add a forecast to the ledger if micro-batch shapes or counts are new; returns a callback then, else None.
+
+        The callback records the bytes of activations.
+        """
         kind = (*(one.x.shape for one in here), *(one.y.shape for one in here), *map(len, assignment))
         if not self._is_new(kind):
             return None

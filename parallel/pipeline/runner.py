@@ -55,7 +55,7 @@ class BoundAction:
 
     action: Action
     label: str
-    key: tuple[str, int, int]  # kind of the data, receiving chunk, micro-batch
+    key: tuple[str, int, int]  # kind of the data, chunk of this action, micro-batch
     peer: int = -1
     tag: int = 0
     part: int = -1  # of the model, whose output or output gradient a message carries
@@ -102,7 +102,10 @@ class ScheduleRunner:
         self._execute |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECEIVES, self._receive)
 
     def run(self, line: Sequence[BoundAction], work: StageWork) -> None:
-        """Execute the stage's actions `line` of a simulated plan, while the other stages execute theirs."""
+        """Execute this stage's actions `line` until its sends complete, while other stages do theirs.
+
+        The plan must have passed `simulate`.
+        """
         self.sent.clear()
         for bound in line:
             self._execute[bound.action.kind](bound, work)

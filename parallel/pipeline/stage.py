@@ -128,7 +128,10 @@ class StageEvaluator:
         raise NotImplementedError
 
     def _through(self, chunk: StageChunk, microbatch: int, x: Array, keep: bool) -> tuple[MicrobatchPass, Array]:
-        """Forward of a chunk on a micro-batch; returns its state (arrays for a backward if `keep`) and output."""
+        """Forward of a chunk on a micro-batch; returns the pass (arrays for a backward if `keep`) and output or None.
+
+        The output is None on the last part of the model and after an error.
+        """
         one = self._microbatches[microbatch]
         x, y = one.x if chunk.first else x, one.y if chunk.last else None
         pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, self._loss)

@@ -85,7 +85,7 @@ class Portion:
         ]
 
     def expect(self, ledger: MemoryLedger, states: int, assignment: Assignment) -> None:
-        """Enter the bytes of a step into the ledger, except activations; each group's maximum over all steps counts.
+        """Enter predicted bytes of a step, except activations, in the ledger; each group's maximum over steps counts.
 
         `states` is the number of the optimizer's state vectors, `assignment` the micro-batches of every pipeline.
         """
@@ -98,7 +98,7 @@ class Portion:
                 ledger.expect(kept, part=group.number)
 
     def activations(self, forms: Sequence[tuple[ArraySpec, ArraySpec]], loss: Any) -> tuple[Counter[str], int]:
-        """Peak bytes of activations, and of temporaries; `forms` are shapes of inputs and targets by micro-batch."""
+        """Predicted peak bytes of activations, and of temporaries; `forms` are specs of (x, y) by micro-batch."""
         most = work = 0
         held: dict[tuple[int, int], int] = {}
         for action in self._line(len(forms)):

@@ -19,10 +19,10 @@ TIMES = 3
 def measure(
     units: Sequence[Operator], loss: Any, x: Array, y: Array, recipe: Precision, *, states: int, device: str = "cpu"
 ) -> list[LayerCost]:
-    """Measure the cost of each unit for one micro-batch (`x`, `y` in the model's dtypes); the last includes the loss.
+    """Measure seconds and bytes of each unit for one micro-batch; those of the last include the loss.
 
-    The parameters must be named; weights of one unit at a time are allocated. `states` is the number of the optimizer's
-    state vectors.
+    `x` and `y` are in the model's dtypes, `states` is the number of the optimizer's state vectors. The parameters must
+    be named, and lose their values: weights of one unit at a time are allocated.
     """
     xp = namespace(device)
     x, y, layers = xp.asarray(x), xp.asarray(y), []

@@ -21,7 +21,7 @@ class StepRecord:
     seconds: float
 
     def line(self) -> dict[str, Any]:
-        """Values by name for a line of the metrics file; `seconds` and `communication` differ from run to run."""
+        """Values by name for a line of the metrics file; `step` counts from 1, and times differ from run to run."""
         report = self.report
         return {
             "step": report.step + 1,
@@ -38,7 +38,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalScore:
-    """Test score: mean loss and, depending on the task, accuracy or bits per byte (else None)."""
+    """Test score: mean loss, accuracy (None for regression), and bits per byte (None unless the data are text)."""
 
     loss: float
     accuracy: float | None

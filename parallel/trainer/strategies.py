@@ -110,7 +110,7 @@ STRATEGIES |= {
 
 
 def strategy_of(settings: Settings) -> Strategy:
-    """Strategy for `settings.layout`; ValueError if it is unknown, or if fields of other strategies only are set.
+    """Strategy for `settings.layout`; ValueError if unknown, or if a field of other layouts is not at its default.
 
     >>> strategy_of(Settings(layout="zero3")).workers(Settings(), 4)
     4

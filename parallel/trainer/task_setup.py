@@ -92,7 +92,7 @@ def specs(task: LearningTask, precision: str, samples: int) -> tuple[ArraySpec, 
 
 
 def flops(model: Sequential, task: LearningTask, precision: str) -> float:
-    """FLOPs of matrix products per sample, forward and backward (counted as twice the forward pass).
+    """FLOPs of matrix products to train on one sample: three times the forward pass, as a backward counts as two.
 
     Recomputation does not count.
     """

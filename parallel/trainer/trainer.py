@@ -63,12 +63,12 @@ class TrainingPlan:
     Attributes
     ----------
     task, sampler, flops_per_sample
-    settings, resolved : as given, and with the fields that a layout leaves open decided (partition, compression)
+    settings, resolved : as given (but for `fault_tolerant`), and with the fields that a layout leaves open decided
     fault_tolerant : True if MPI and strategy continue after the death of a rank. Then only methods documented as
         collective may be called on all ranks, and nothing may wait for `MPI_Finalize`.
     steps : number of steps, those before a restart included
     parameters : number of parameters of the model
-    forecast : memory of this rank after all steps, computed from the settings alone
+    forecast : predicted peak memory of this rank, from the settings alone
     remarks : decisions that a user should see
     """
 
@@ -109,8 +109,8 @@ class TrainingPlan:
 class Training(TrainingPlan):
     """Training run with its engine: `run`, `score`, `save`, `resume`. Construction is collective.
 
-    It raises ValueError as `TrainingPlan` does, and if the node has too little memory. `engine` is that of the strategy
-    that `Settings.layout` names.
+    It raises ValueError as `TrainingPlan` does, and if the node has too little memory (on the CPU). `engine` is that of
+    the strategy that `Settings.layout` names.
     """
 
     def __init__(self, settings: Settings, comm: Communicator):
@@ -131,9 +131,10 @@ class Training(TrainingPlan):
         return self.engine.steps
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[StepRecord]:
-        """Train to the last step, yielding a record of each. Collective; raises as `Engine.step` does.
+        """Train to the last step or a true `stop()`, yielding each step's record. Collective; raises as `Engine.step`.
 
-        Every rank calls `stop` in each step; after a true result anywhere that step is the last one on all ranks.
+        Every rank calls `stop` in each step; after a true result anywhere that step, or with parameter servers and
+        decentralised styles a later one, is the last on all ranks.
         """
         pool = self._pool
         batches: Iterator[Any] = prefetch(self._ahead()) if pool is None else self._drawn(pool)
@@ -183,7 +184,10 @@ class Training(TrainingPlan):
         return EvalScore.of(combine_evaluations(found), self.task)
 
     def save(self, directory: Path, *, keep: int = 3) -> Path:
-        """Write a checkpoint of the current step and return its folder. Collective; raises CheckpointError."""
+        """Write a checkpoint of the current step, remove all but the `keep` newest, and return its folder. Collective.
+
+        Raises CheckpointError.
+        """
         facts = {
             "settings": asdict(self.settings),
             "engine": self.engine.state(),
@@ -200,9 +204,11 @@ class Training(TrainingPlan):
         return directory / checkpoint_files.name_of(self.done)
 
     def resume(self, found: Checkpoint) -> None:
-        """Load a checkpoint, written with any number of ranks, layout and precision, to continue from it. Collective.
+        """Load a checkpoint, written with any number of ranks and layout, to continue from it. Collective.
 
-        Raises CheckpointError on all ranks for another model, optimizer or data, before anything is changed.
+        Raises CheckpointError on all ranks for another model, optimizer, number of samples, batch size or seed, and if
+        it has more steps than this training, before anything is changed. The precision may be another, but not fp64 on
+        one side only.
         """
         for name in ("engine", "sampler"):
             if name not in found.facts:
@@ -271,7 +277,7 @@ def settings_in(found: Checkpoint) -> dict[str, Any]:
 
 
 def changed(found: Checkpoint, settings: Settings) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those of a checkpoint, as {name: (checkpoint's value, value in `settings`)}."""
+    """Settings, except `RUN_FIELDS`, that differ from a checkpoint's, as {name: (checkpoint's value, value here)}."""
     there, here = settings_in(found), asdict(settings)
     names = [name for name in here if name not in RUN_FIELDS and there.get(name) != here[name]]
     return {name: (there.get(name), here[name]) for name in names}

@@ -11,9 +11,10 @@ from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 def peaks(plan: PipelinePlan, held: PerPart = 1) -> tuple[Number, ...]:
-    """Peak activation memory by stage; a micro-batch is alive in a part from the begin of its F to the end of its W.
+    """Peak activation memory by stage: micro-batches alive at once, counted per chunk, times their size `held`.
 
-    `held` is its size there, one number or one per part; 1 counts micro-batches.
+    A micro-batch is alive in a part from the begin of its F to the end of its W (or BW). `held` is its size there, one
+    number or one per part.
 
     >>> from parallel.pipeline.schedule.pipeline_plan import build
     >>> peaks(build("gpipe", stages=3, microbatches=5)), peaks(build("1f1b", stages=3, microbatches=5))

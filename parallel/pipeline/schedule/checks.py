@@ -11,7 +11,7 @@ from parallel.pipeline.schedule.stage_placement import StagePlace
 
 
 def misplaced_actions(plan: PipelinePlan) -> Iterator[str]:
-    """Yield a text for every action with a wrong stage, chunk or micro-batch, and for duplicates."""
+    """Yield a text for every action with a wrong stage, chunk, micro-batch or message peer, and for duplicates."""
     if len(plan.actions) != plan.stages:
         yield f"expected actions of {plan.stages} stages, found those of {len(plan.actions)}"
         return
@@ -65,7 +65,7 @@ def overtaking_messages(plan: PipelinePlan) -> Iterator[str]:
 
 
 def invalid_versions(plan: PipelinePlan) -> Iterator[str]:
-    """Yield a text for every use of a weight version before it exists, and for updates out of order."""
+    """Yield a text for every F before its weight version exists, and for every U out of order or without versions."""
     if plan.versions is None:
         yield from (
             f"{action}: {plan.name} has no updates within a step"

@@ -50,7 +50,7 @@ def evaluate(formula: str, **letters: Number) -> Number:
 def deviations(
     name: str, timeline: Timeline, microbatches: int, forward: Number, backward: Number, weights: Number
 ) -> list[str]:
-    """Differences between a simulated timeline and the formulas of schedule `name`, as texts; empty if not applicable.
+    """Differences of a simulated timeline from the formulas of schedule `name`, as texts; empty if these do not apply.
 
     The timeline has messages that take no time and steps of `microbatches`; `forward`, `backward` and `weights` are the
     times of a stage for a micro-batch, over all its parts.

@@ -37,7 +37,9 @@ def search(
     *,
     microbatches: Iterable[int] | None = None,
 ) -> list[PipelineChoice]:
-    """Find all configurations of synchronous schedules within the memory limit, fastest first (then least peak memory).
+    """Configurations of synchronous schedules within the memory limit, fastest first (messages take no time).
+
+    Equally fast ones are in order of peak memory.
 
     Parameters
     ----------

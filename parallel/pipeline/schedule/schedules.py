@@ -255,7 +255,10 @@ def dualpipe_v(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def tabled(actions: Sequence[Sequence[Action]]) -> Callable[[int, int, int], Sequence[Action]]:
-    """Schedule function for a table of actions (see `actions.from_csv`); it raises ValueError for other `stages`."""
+    """Schedule function for a table of actions (see `actions.from_csv`); ignores `microbatches`.
+
+    It raises ValueError for other `stages` than the table has.
+    """
 
     def schedule(stage: int, stages: int, microbatches: int) -> Sequence[Action]:
         if stages != len(actions):

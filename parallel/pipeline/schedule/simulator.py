@@ -22,7 +22,7 @@ from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 class PlanError(ValueError):
-    """Invalid plan; the message lists the faults and the position of every stage."""
+    """Invalid plan; the message lists up to four faults and, if it could be simulated, the position of every stage."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ActionTimes:
 
 
 class PipelineEvent(NamedTuple):
-    """Action of a plan with its simulated start and end."""
+    """Action of a plan with its start and end, simulated or measured."""
 
     action: Action
     start: Number
