@@ -102,7 +102,7 @@ class QuantizedArray:
         return part, self.buffer[part.start : part.start + part.nbytes].view(part.dtype)
 
     def part(self, name: str) -> Array:
-        """Part of the buffer as stored: `scale0`, `scale1` ..., `zeros` or `codes`; else KeyError."""
+        """View of a part of the buffer as stored: `scale0`, `scale1` ..., `zeros` or `codes`; else KeyError."""
         return self._part(name)[1]
 
     def items(self, name: str) -> Array:
@@ -123,7 +123,7 @@ class QuantizedArray:
             raw[...] = items.reshape(-1)
 
     def scales(self) -> Array:
-        """Scale of each group, all levels multiplied: float32, shape (rows, groups); 1 for kmeans."""
+        """Scale of each group, all levels multiplied: float32, shape (rows, groups per row); 1 for kmeans."""
         levels = self.spec.scales.levels
         if self.spec.code == "kmeans":
             return array_namespace(self.buffer).ones(self._group_shape, np.float32)
@@ -134,9 +134,9 @@ class QuantizedArray:
         return outer.reshape(self._group_shape)
 
     def levels(self) -> Array:
-        """Table of the value of every code before scaling: float32, (2^bits,), or for kmeans (rows, groups, 2^bits).
+        """Table of the value of every code before scaling: float32, shape (2^bits,). ValueError for linear codes.
 
-        ValueError for linear codes.
+        For kmeans a table per group: shape (rows, groups per row, 2^bits).
         """
         if self.spec.code == "kmeans":
             numbers = _aligned(numbers_of(self.items("scale0"), self.spec.scales.format))
@@ -146,7 +146,7 @@ class QuantizedArray:
         return array_namespace(self.buffer).asarray(values(self.spec.code))
 
     def zeros(self) -> Array | None:
-        """Zero points: float32, shape (rows, groups); None for symmetric codes."""
+        """Zero point of each group: float32, shape (rows, groups per row); None for symmetric codes."""
         if self.spec.symmetric:
             return None
         items = self.items("zeros")
@@ -178,7 +178,7 @@ class QuantizedArray:
         return self._decode(out, dtype, add=False)
 
     def add_to(self, out: Array) -> Array:
-        """Add the decoded values to `out` in place, in float32 or the wider of the two dtypes, and return `out`."""
+        """Add the decoded values to `out` in place, in float32 or in a wider dtype of `out`, and return `out`."""
         if out.shape != self.shape or np.result_type(out.dtype, np.float32) == np.float32:
             return self._decode(out, None, add=True)
         out[...] = (out + self.dequantize()).astype(out.dtype, copy=False)
@@ -270,7 +270,7 @@ def _aligned(numbers: Array) -> Array:
 
 
 def _has_rows(out: Array, spec: QuantSpec) -> bool:
-    """True if `out`, reshaped, is the matrix of group rows: float32, C-contiguous, with its axes in this order."""
+    """True if rows can be decoded into `out` directly: float32, C-contiguous, its axes in the order of `to_rows`."""
     kind = spec.granularity
     in_order = (
         isinstance(kind, PerTensor)

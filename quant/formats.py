@@ -72,7 +72,7 @@ TABLES = {"nf4": np.array([float(level) for level in _NF4.split()], np.float32)}
 
 @cache
 def values(code: str) -> np.ndarray:
-    """Table of the value of every code of a format such as e4m3 or nf4: float32; it may have NaN and infinities."""
+    """Table of the value of every code of a format of at most 8 bits, NaN and infinities included: float32, cached."""
     if code in TABLES:
         return TABLES[code]
     kind = MINIFLOATS[code]

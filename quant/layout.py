@@ -33,7 +33,7 @@ class BufferPart(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of an item, or uint8 for packed items."""
+        """Dtype as stored: float32, uint16 (bits of fp16 or bf16), or uint8 for all others, packed or not."""
         return STORED.get(self.bits, np.dtype(np.uint8))
 
 

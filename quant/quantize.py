@@ -139,7 +139,7 @@ def _key(spec: QuantSpec, seed: int | None) -> tuple[int, int] | None:
 
 
 def _fused(rows: Array, out: QuantizedArray) -> bool:
-    """Quantise by a fused kernel (symmetric linear specs only); False if there is none for the spec or it gives up."""
+    """Quantise `rows` into `out` by a fused kernel; False if there is none for the case, or a scale is not finite."""
     spec, form = out.spec, out.spec.scales.format
     usual = spec.linear and spec.symmetric and spec.signed and not spec.scales.parent
     if not usual or form not in ("fp32", "fp16", "bf16") or spec.rounding == "stochastic":
@@ -152,7 +152,7 @@ def _fused(rows: Array, out: QuantizedArray) -> bool:
 
 
 def _range(rows: Array, spec: QuantSpec, size: int) -> tuple[Array, Array]:
-    """(low, high) of each group: smallest and largest element; for symmetric specs, high determines the scale."""
+    """(smallest, largest) element of each group; for signed symmetric specs both are max|r| (peak: with sign)."""
     if spec.symmetric and spec.signed:
         size_of_group = (kernels.peak if spec.q_range == "peak" else kernels.absmax)(rows, size)
         return size_of_group, size_of_group

@@ -75,7 +75,7 @@ class SearchTable:
 
 
 def dynamic(table: SearchTable, budget: float, cells: int = CELLS) -> Choice:
-    """Choice of least loss within the budget, by dynamic programming over layers and costs.
+    """Choice of least loss within the budget (nearly least for costs that are rounded), by dynamic programming.
 
     best(l, c) = min over options of best(l - 1, c - cost) + loss. Whole costs are counted exactly, in units of their
     greatest common divisor, if the budget has at most `cells` units: then the result is optimal. Otherwise a unit is

@@ -31,16 +31,16 @@ class Compressor(Protocol):
     feedback: bool  # True if the residual must be added to the next step's gradient
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: Any, step: int) -> Motion:
-        """Sum all ranks' `x` approximately into `out` (may be `x`), this rank's error into `lost`; yield requests.
+        """Sum all ranks' `x` approximately into `out` (may be `x`), put this rank's residual in `lost`; yield requests.
 
-        The errors of all ranks add up to that of the sum. `lost` may be None without `feedback`.
+        The residuals of all ranks add up to the exact sum less `out`. `lost` may be None without `feedback`.
         """
 
     def state(self) -> dict[str, np.ndarray]:
         """Arrays to save in a checkpoint, by name, equal on all ranks: writable views."""
 
     def close(self) -> None:
-        """Free all resources. Collective."""
+        """Free the communicators and requests that it owns, if any. Collective."""
 
 
 NONE = "none"
@@ -100,12 +100,12 @@ COMPRESSORS: dict[str, CompressorEntry] = {
 
 
 def parse(text: str) -> CompressorFactory:
-    """Compressor factory for the value of ``--compress``: ``name`` or ``name:number``, such as ``topk:0.01``.
+    """Compressor factory for a value of ``--compress``, ``name`` or ``name:number``, other than "auto" and "none".
 
     Raises
     ------
     ValueError
-        If the name is unknown, or the number is invalid or not expected.
+        If the name is unknown, "auto" or "none", or the number is invalid or not expected.
 
     Examples
     --------

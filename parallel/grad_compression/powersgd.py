@@ -18,7 +18,7 @@ from parallel.nn.kernels import key_of
 
 
 class _Matrix(NamedTuple):
-    """Gradient matrix at offset `start` of the bucket, and its two factors, views of the vectors that are summed."""
+    """Place of a gradient matrix in the bucket, and its two factors, views of the vectors that are summed."""
 
     name: str
     start: int
@@ -33,7 +33,7 @@ class _Matrix(NamedTuple):
 
 
 class PowerSGD:
-    """PowerSGD compressor of a bucket: one allreduce of all left factors, one of all right ones, of `rank` columns.
+    """PowerSGD compressor: per step an allreduce of all left factors, then of all right ones, of `rank` columns each.
 
     A tensor is a matrix of its first axis by all others. It is summed uncompressed, with the left factors, if two
     factors are not smaller. `seed` determines the first right factors.

@@ -24,7 +24,7 @@ class TopK:
         self._gathered = comm.empty((comm.Get_size(), 2, self._k), np.int32)  # indices, then the bits of the values
 
     def exchange(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray, step: int) -> Motion:
-        """As `Compressor.exchange`; NaN and infinite elements count as the largest, so that they are always sent."""
+        """As `Compressor.exchange`; NaN and infinite elements count as the largest, so up to k of them are sent."""
         mine = self._gathered[self._comm.Get_rank()]
         chosen = np.argpartition(np.abs(x), len(x) - self._k)[len(x) - self._k :] if self._k else mine[0]
         chosen.sort()

@@ -42,7 +42,7 @@ class InputMoments:
             self._range.observe(rows)
 
     def allreduce(self, comm: Any) -> InputMoments:
-        """Statistics over the rows of all ranks, the same on all; `comm` has mpi4py's interface."""
+        """New statistics of the rows of all ranks, the same on all. Collective; `comm` has mpi4py's interface."""
         total = InputMoments(len(self._total))
         total._range = self._range.allreduce(comm)
         comm.Allreduce(self.moments, total.moments)
@@ -90,12 +90,12 @@ class ObservedOperator(WrappedOperator):
 
 
 def watch(model: Operator, names: set[str], callback: OperatorCallback) -> Operator:
-    """Copy of the model that calls ``callback(operator, input, output)`` after each forward of the named operators."""
+    """Copy of the model, sharing its parameters, that calls `callback` after each forward of the operators named."""
     return rebuilt(model, lambda operator: ObservedOperator(operator, callback) if operator.name in names else operator)
 
 
 def run_batches(model: Operator, batches: Iterable[Batch], comm: Any) -> None:
-    """Run batches forward through a model (see `watch`). Collective; ValueError on all ranks if they do not fit."""
+    """Run this rank's batches forward, for `watch`; no outputs. Collective; ValueError on all ranks if one fails."""
     collective_call(comm, lambda: [forward(model, batch) for batch in batches], UNFIT)
 
 
@@ -126,10 +126,10 @@ def calibrate(
 def observed(
     model: Operator, spec: QuantSpec, observer: str, batches: Sequence[Batch], comm: Any
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Scale and zero point of the inputs of every operator with a quantised weight, by operator name. Collective.
+    """Scale and zero point (arguments of `quantize`) of the inputs of every product with a packed weight. Collective.
 
-    `spec` is that of the inputs: linear codes, one scale for all. A batch's `number` is its index among those of all
-    ranks. ValueError as in `calibrate`.
+    By operator name, from the batches of all ranks. `spec` is that of the inputs: linear codes, one scale for all. A
+    batch's `number` is its index among those of all ranks. ValueError as in `calibrate`.
     """
     observers = {
         value.name: OBSERVERS[observer](spec)

@@ -25,7 +25,7 @@ def evaluate(
     comm: Any,
     measure: Callable[[Array, Array], float] | None = None,
 ) -> Evaluation:
-    """Mean loss and `measure` over all ranks' batches, independent of their distribution. Collective.
+    """Loss and `measure` per target over all ranks' batches, independent of their distribution. Collective.
 
     `batches` are this rank's, which may be none. `measure` maps scores and targets to a number that is summed over all
     batches, for example that of correct predictions. ValueError on all ranks if samples do not fit the model, or a loss
@@ -71,7 +71,7 @@ class LayerErrorRow(NamedTuple):
 def compare(
     model: Operator, made: Operator, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> list[LayerErrorRow]:
-    """Errors of quantised model `made`, by layer of the exact `model`, on all ranks' samples. Collective."""
+    """Errors and sizes of quantised model `made`, per layer of the exact `model`, on all ranks' samples. Collective."""
     weights = weights_of(made)
     users = {user.name: layer.name for layer in layers for user in layer.users}
     rounded = {value.name: value for _, value in made.walk() if isinstance(value, Operator) and value.name in users}

@@ -1,4 +1,4 @@
-"""Trained models from checkpoints of any layout, or from files of quantised models."""
+"""Trained models from checkpoints of any layout; writing and reading files of quantised models."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def from_checkpoint(comm: Any, path: Path) -> TrainedModel:
 
 
 def _single_rank_settings(before: dict[str, Any]) -> Settings:
-    """Settings of the same model and data on one rank, without training options."""
+    """A checkpoint's settings, changed to one rank in fp32: no compression, recomputation or memory pool."""
     return complete({"layout": "dp", "precision": "fp32", "compress": NONE, "recompute": False, "pool": False}, before)
 
 
@@ -91,7 +91,7 @@ def task_for(comm: Any, trained: TrainedModel, data: str) -> LearningTask:
 
 
 def save(path: Path, trained: TrainedModel, made: Operator) -> None:
-    """Write a quantised model to a safetensors file: codes, other parameters, and the settings to rebuild it."""
+    """Write quantised model `made` to a safetensors file: codes, other parameters, and the settings of `trained`."""
     arrays: dict[str, Any] = {parameter.name: parameter.data for parameter in made.parameters()}
     for name, weight in weights_of(made).items():
         arrays[name] = weight.quantized.codes
@@ -107,7 +107,10 @@ def save(path: Path, trained: TrainedModel, made: Operator) -> None:
 
 
 def load(path: Path) -> TrainedModel:
-    """Read a model written by `save`. ValueError if it is no such file, or its arrays do not fit its settings."""
+    """Read a model written by `save`. ValueError if it is another file or lacks an array; FileNotFoundError if none.
+
+    Only arrays that are not quantised are checked for their shape.
+    """
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
     about = safetensors_file.about(path)

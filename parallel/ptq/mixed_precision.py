@@ -29,7 +29,7 @@ LossEstimate = Callable[[QuantizableLayer, FewBitWeight], float]
 
 
 def options_of(spec: QuantSpec, widths: Sequence[int] = WIDTHS) -> list[QuantSpec]:
-    """Variants of a spec of linear codes: each width, with groups of half, once, twice and four times the size.
+    """Variants of a spec of linear codes: each width, with groups of half, 1, 2 and 4 times the size if it has groups.
 
     >>> from quant import grouped
     >>> [(one.bits, one.granularity.size) for one in options_of(grouped(3, 1), [2, 4])]
@@ -58,7 +58,7 @@ class PrecisionMixture:
         return (list(self.specs).index(spec),) * len(self.layers)
 
     def budget(self, spec: QuantSpec, bits: float) -> float:
-        """Bytes of all layers at a mean width of `bits`, scales included; interpolated between the options' widths."""
+        """Bytes of all layers, with scales, for `bits`-bit codes on average: interpolated between widths of `spec`."""
         widths = sorted({option.bits for option in self.specs})
         if not widths[0] <= bits <= widths[-1]:
             raise ValueError(f"mixed: expected {widths[0]} to {widths[-1]} bits on the average, found {bits:g}")
@@ -101,7 +101,7 @@ def mixture(
 def by_loss(
     model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> LossEstimate:
-    """Loss estimate by measurement: increase of the mean loss with one layer quantised. Each call is collective too."""
+    """Function that measures the increase of the mean loss with one layer quantised. Collective, as are its calls."""
     base = evaluate(model, loss, batches, comm).loss
     return lambda layer, weight: evaluate(packed(model, {layer.name: weight}), loss, batches, comm).loss - base
 
@@ -109,7 +109,7 @@ def by_loss(
 def by_fisher(
     model: Operator, loss: Any, layers: Sequence[QuantizableLayer], batches: Sequence[Batch], comm: Any
 ) -> LossEstimate:
-    """Second-order loss estimate: sum of half the squared error of each weight times its mean squared gradient.
+    """Function that estimates a loss increase: half the sum of squared weight errors times mean squared gradients.
 
     The mean is over samples: the empirical Fisher information, in place of the diagonal of the Hessian (Y. LeCun,
     J. Denker, S. Solla, "Optimal Brain Damage", 1990). Cost: a backward pass for every sample. Collective.

@@ -99,9 +99,10 @@ def inputs_of(operator: Operator, x: Array) -> Array:
 
 
 def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator:
-    """Copy of an operator tree in which `change` maps each copied operator, leaves first.
+    """Copy of an operator tree, sharing its parameters, with each copied operator replaced by `change`, leaves first.
 
-    `change` may modify the copy. Shared operators are changed once; the inside of a `WrappedOperator` is not changed.
+    `change` may modify its argument. Operators used twice are changed once; the inside of a `WrappedOperator` is not
+    changed.
     """
     made: dict[int, Operator] = {}
 
@@ -120,7 +121,7 @@ def rebuilt(model: Operator, change: Callable[[Operator], Operator]) -> Operator
 
 
 def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:
-    """Copy of the model with the named parameters replaced by quantised weights."""
+    """Copy of the model with layer weights replaced by `weights`, by parameter name; other parameters are shared."""
     replaced: dict[str, PackedWeight] = {}
 
     def change(operator: Operator) -> Operator:
@@ -135,7 +136,7 @@ def packed(model: Operator, weights: dict[str, FewBitWeight]) -> Operator:
 
 
 def rounding(model: Operator, spec: QuantSpec, parameters: dict[str, dict[str, Any]]) -> Operator:
-    """Copy of the model that quantises operators' inputs; `parameters`: scales and zero points by operator name."""
+    """Copy of the model that quantises the inputs of operators named in `parameters`, with these scales and zeros."""
 
     def change(operator: Operator) -> Operator:
         given = parameters.get(operator.name)
@@ -154,7 +155,7 @@ def weights_of(model: Operator) -> dict[str, PackedWeight]:
 
 
 def nbytes(model: Operator) -> int:
-    """Bytes of all weights of a model: quantised ones with scales and divisors, others as float32."""
+    """Bytes of all parameters of a model: quantised ones with scales and divisors, others as float32."""
     return 4 * sum(parameter.size for parameter in model.parameters()) + sum(
         weight.quantized.nbytes for weight in weights_of(model).values()
     )

@@ -103,7 +103,7 @@ class QuantizableLayer:
 
 
 def layers_of(model: Operator) -> list[QuantizableLayer]:
-    """Quantisable layers of a model with named parameters, in order of first use."""
+    """Layers of a model whose weights can be quantised and are not yet, in tree order; parameters must have names."""
     found: dict[int, QuantizableLayer] = {}
     for _, operator in model.walk():
         if isinstance(operator, Operator) and (kind := kind_of(operator)) and isinstance(operator.weight, Parameter):  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ def _safetensors() -> ModuleType:
 
 
 def save(path: str | Path, arrays: Mapping[str, QuantizedArray | np.ndarray], about: Any = None) -> None:
-    """Write quantised and plain arrays by name, replacing an old file; `about` is metadata as JSON.
+    """Write quantised and plain arrays by name, replacing an old file; `about`: metadata, any value that JSON can hold.
 
     ImportError without the package safetensors.
 

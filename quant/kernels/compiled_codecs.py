@@ -279,7 +279,7 @@ def _bfloat(scale, keep):
 
 @cache
 def _fused_quantizer(form, nibbles, rounding, inverse, peak):
-    """Compile a one-pass quantiser: largest elements, scales and codes of a batch of groups while it is in cache."""
+    """One-pass quantiser, without stochastic rounding, compiled at first call; returns False if a scale overflows."""
     half, brain = form == "fp16", form == "bf16"
     infinite_bits = 0x7C00 if half else (0x7F80 if brain else 0x7F800000)
     sign = 31 if form == "fp32" else 15
@@ -339,7 +339,7 @@ def quantize_linear(rows, size, rule, code, scales, out):
 
 @cache
 def _overflow_check(shifted):
-    """Compile a test of all groups: True if |scale| (`reach` + |zero point|) rounds to infinity or is NaN."""
+    """Test, compiled at first call: True if |scale| (`reach` + |zero point|) of any group rounds to infinity or NaN."""
 
     def may_overflow(scales, zeros, reach):
         most = I(0)
@@ -465,7 +465,7 @@ def _above(t, limit):
 
 @cache
 def _table_encoder(multiply, sixteen):
-    """Compile an encoder that finds each element's level: by 15 vector comparisons for 16 levels, else by bisection."""
+    """Encoder of elements by a table, compiled at its first call: 15 comparisons for 16 levels, else bisection."""
 
     def encode(rows, size, by, limits, out):
         count, length = rows.shape

@@ -1,6 +1,7 @@
-"""Kernels for CuPy arrays, one pass over memory, bitwise equal to the reference.
+"""CuPy kernels that encode and decode linear codes and encode small floats, bitwise equal to the reference.
 
-Every operation is rounded by itself: `__fmul_rn` and its like are never fused. Short groups fall back to the reference.
+One pass over memory; the reference packs and unpacks codes below 8 bits, and takes over if groups are short. Every
+operation is rounded by itself: `__fmul_rn` and its like are never fused.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class KernelCache(FunctionCache):
 
 
 def compiler(*modules: ModuleType, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator that compiles a function at its first call, with `numba.njit(**options)`, and caches the code on disk.
+    """Decorator: compile at the first call per signature, with `numba.njit(**options)`, or load from the cache on disk.
 
     `modules` are those whose constants and functions are compiled into it, besides the function's own.
     """

@@ -279,9 +279,9 @@ def encode_linear(
 def encode_float(
     rows: Array, size: int, by: Array, multiply: bool, code: str, key: tuple[int, int] | None, out: Array
 ) -> None:
-    """Write codes of the small floats nearest to r / S to `out`, a byte each; ties to even, large values saturate.
+    """Write codes of small floats to `out`, a byte each: r / S to the nearest, or with `key` rounded stochastically.
 
-    `code` is a key of `MINIFLOATS`; other parameters as for `encode_linear`.
+    Ties go to even, large values saturate. `code` is a key of `MINIFLOATS`; other parameters as for `encode_linear`.
     """
     xp = array_namespace(rows)
     cut, _ = _cut(rows, size)
@@ -291,7 +291,7 @@ def encode_float(
 
 
 def minifloat_bits(t: Array, code: str, drawn: Array | None = None) -> Array:
-    """Bits (int32) of float32 values rounded to a small float: to nearest even, or stochastically by `drawn` in [0, 1).
+    """Bits (int32) of float32 values rounded to small floats, saturating: nearest even, or by random `drawn` in [0, 1).
 
     In units of the last place of its exponent, a number is an integer n. Exponents follow each other so that the bits
     are (exponent 2^mantissa) + n, even if n carries into the next exponent.
@@ -328,7 +328,7 @@ def encode_table(rows: Array, size: int, by: Array, multiply: bool, thresholds: 
 
 
 def quantize_linear(rows: Array, size: int, rule: ScaleRule, code: LinearCode, scales: Array, out: Array) -> bool:
-    """Write scales and codes in one pass; False if there is no such kernel, or a scale overflows its format.
+    """Write scales and codes in one pass, return True; False without such a kernel, or if a stored scale is not finite.
 
     The reference has none: the result is that of `absmax`, `quant.scaling.scales` and `encode_linear`. Elements need
     not be finite; rounding is not stochastic. `scales` has shape (rows * groups,): float32, or uint16 for halves.

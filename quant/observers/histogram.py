@@ -59,7 +59,7 @@ class Histogram(Ranges):
         return np.arange(-half, half + 1) * self.width
 
     def observe(self, x: Array) -> None:
-        """Count the elements of a batch of any shape. ValueError for NaN and infinity."""
+        """Count the elements of a batch of any shape. ValueError for NaN, infinity, or an empty batch."""
         low, high = (float(bound[0]) for bound in batch_range(x, PerTensor()))
         exponent = max(self.exponent, self._needed(low, high))
         self.counts, self.exponent = self._counts_at(exponent), exponent
@@ -92,7 +92,7 @@ class Histogram(Ranges):
         return np.bincount(places + half, self.counts, len(self.counts)).astype(np.int64)
 
     def allreduce(self, comm: Any) -> Histogram:
-        """New histogram of the elements of all ranks, the same on all ranks; `comm` has mpi4py's interface."""
+        """New histogram of all ranks' elements, the same on all. Collective; ValueError if numbers of bins differ."""
         mine = np.array([len(self.counts), self.exponent, -self.low, self.high])
         bins, exponents, lows, highs = allgather(comm, mine).T
         if any(bins != len(self.counts)):

@@ -23,14 +23,14 @@ class Ranges:
     granularity: Granularity = TENSOR
 
     def begin(self, batch: int) -> None:
-        """Set the global index of the next batch, for observers that depend on order."""
+        """Set the global index of the next batch: no effect except in observers that depend on order (`Ema`)."""
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """(lowest, highest) value that codes are to cover: float32, one of each per tensor or channel."""
         raise NotImplementedError
 
     def parameters(self, spec: QuantSpec) -> dict[str, np.ndarray]:
-        """Keyword arguments `scales` and `zeros` for `quantize`, from the range. ValueError if nothing was observed.
+        """Arguments `scales`, and `zeros` if asymmetric, for `quantize` by `spec`. ValueError if nothing was observed.
 
         >>> from quant import INT8, quantize
         >>> observer = MinMax()
@@ -66,7 +66,7 @@ class MinMax(Ranges):
         self.low, self.high = np.empty((2, 0), np.float32)  # no channels before the first batch
 
     def observe(self, x: Array) -> None:
-        """Extend the range by a batch. ValueError for NaN, infinity, or a changed number of channels."""
+        """Extend the range by a batch. ValueError for NaN, infinity, no elements, or a changed number of channels."""
         low, high = batch_range(x, self.granularity)
         if not len(self.low):
             self.low, self.high = low, high
@@ -116,7 +116,7 @@ class Ema(Ranges):
         self._batch = batch
 
     def observe(self, x: Array) -> None:
-        """Record the range of a batch, or of a part of the batch set by `begin`. ValueError for NaN and infinity."""
+        """Record the range of the next batch, or part of that set by `begin`. ValueError if empty or not finite."""
         low, high = batch_range(x, TENSOR)
         number = len(self.batches) if self._batch is None else self._batch
         self.batches = self._padded(number + 1)
@@ -145,7 +145,7 @@ class Ema(Ranges):
 
 
 def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:
-    """(lowest, highest) element of a batch, per tensor or channel: float32 on the host. ValueError if not finite."""
+    """(lowest, highest) element of a batch, per tensor or channel: float32, host. ValueError if empty or not finite."""
     blocks = blocking(granularity, tuple(x.shape))
     if not blocks.elements:
         raise ValueError("a batch without elements has no range")
@@ -159,7 +159,7 @@ def batch_range(x: Array, granularity: Granularity) -> tuple[np.ndarray, np.ndar
 
 
 def allgather(comm: Any, vector: np.ndarray) -> np.ndarray:
-    """Vectors of all ranks as rows: shape (ranks, length)."""
+    """Vectors of all ranks, of equal lengths, as rows: shape (ranks, length). Collective."""
     rows = np.empty((comm.Get_size(), len(vector)), vector.dtype)
     comm.Allgather(vector, rows)
     return rows

@@ -1,7 +1,7 @@
 """Post-training quantisation of weight matrices, calibrated on their inputs.
 
 A weight matrix has shape (outputs, inputs), so groups along the last axis are groups of inputs. Samples enter only
-through their second moments X^T X, which add up over ranks.
+through statistics of inputs that ranks can combine: X^T X, mean |x|, largest |x|.
 """
 
 from quant.ptq.awq import awq

@@ -24,7 +24,8 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
 
     `w` has shape (outputs, inputs), `moments` is X^T X of shape (inputs, inputs) or a multiple of it, to whose diagonal
     the share `damping` of its mean is added. Scales have one level and are `PerTensor()`, `PerChannel(0)` or
-    `PerGroup(size)`, those of a group chosen when its first input is rounded; ValueError for other specs.
+    `PerGroup(size)`, those of a group chosen when its first input is rounded; ValueError for other specs. Weights of
+    inputs that are always 0 become 0, and the result's spec has rounding nearest_even.
     """
     rows, columns = w.shape
     if moments.shape != (columns, columns):
@@ -58,7 +59,7 @@ def gptq(w: np.ndarray, moments: np.ndarray, spec: QuantSpec, damping: float = 0
 
 
 def _inverse_root(moments: np.ndarray, damping: float, w: np.ndarray) -> np.ndarray:
-    """Upper triangular U with U^T U the inverse of the damped moments; zeroes weights of inputs that are always 0."""
+    """Upper triangular U with U^T U the inverse of the damped moments; zeroes in `w` the weights of inputs always 0."""
     h = np.array(moments, np.float64)
     never = np.diag(h) == 0
     w[:, never] = 0

@@ -22,7 +22,7 @@ def thresholds(levels: Array) -> Array:
 
 
 def kmeans_exact(values: np.ndarray, k: int) -> np.ndarray:
-    """Optimal k levels (least sum of squared distances): float64, ascending; with fewer values the last repeats.
+    """Optimal k levels (least sum of squared distances): float64, ascending; of fewer distinct values the last repeats.
 
     The best clusters of sorted values are intervals. With D[j][i] the least cost of the first i values in j intervals,
     the best start of the last interval does not move left as i grows, so D[j] follows from D[j-1] by divide and conquer
@@ -111,7 +111,7 @@ def fit(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def fit_into(rows: Array, out: Any) -> None:
-    """Fit levels to every group of the rows; write levels and codes to `out`. ValueError for NaN and infinity."""
+    """Fit levels to every group of rows; put levels and codes in QuantizedArray `out`. ValueError for NaN, infinity."""
     xp, spec, blocks = array_namespace(rows), out.spec, out.layout.blocks
     if not bool(xp.isfinite(rows).all()):
         raise ValueError("x holds NaN or infinity, of which no mean can be taken")

@@ -29,7 +29,7 @@ class StoredScales(NamedTuple):
 
 
 def divided(r: Array, n: float) -> Array:
-    """r / n in float32; results that underflow become the smallest positive number, not 0."""
+    """r / n in float32; results that underflow become the smallest number of their sign, not 0."""
     xp = array_namespace(r)
     quotient = r / np.float32(n)
     lost = (quotient == 0) & (r != 0)
@@ -60,7 +60,7 @@ def steps(spec: QuantSpec) -> float:
 
 
 def _two_to(exponent: Array) -> Array:
-    """2^exponent as float32, from 2^-127 to 2^127."""
+    """2^exponent as float32; exponents beyond -127 and 127 are clipped."""
     xp = array_namespace(exponent)
     bounded = xp.minimum(xp.maximum(exponent, -127), 127)
     return xp.where(bounded == -127, 0x00400000, (bounded + 127) << 23).astype(xp.int32).view(xp.float32)
@@ -123,7 +123,10 @@ def spread(of_groups: Array, blocks: GroupBlocking) -> Array:
 
 
 def round_to(scale: Array, form: str, keep: bool = True) -> tuple[Array, Array]:
-    """Round scales to a format: (items as stored, float32 values); with `keep`, no nonzero scale becomes 0."""
+    """Round scales to a format: (items as stored, float32 values). ValueError if one is too large for a float format.
+
+    With `keep`, no nonzero scale becomes 0.
+    """
     xp = array_namespace(scale)
     if form == "fp32":
         return scale, scale
