@@ -28,7 +28,7 @@ from parallel.parameter_server.key_assignment import buckets_of, keys_of
 from parallel.parameter_server.message_bus import MessageBus
 from parallel.parameter_server.replication_chain import ReplicationChainLost, ReplicationChains
 from parallel.parameter_server.server_host import ServerHost, open_order
-from parallel.parameter_server.server_loop import ServerFailed
+from parallel.parameter_server.server_loop import TrainingFailed
 from parallel.parameter_server.server_memory import of_shard, of_worker
 from parallel.parameter_server.server_settings import ServerContext, refuse_servers
 from parallel.parameter_server.worker_trainer import WorkerTrainer
@@ -268,8 +268,8 @@ class ParameterServer(BaseEngine):
             yield
         except Exception as error:
             self._failed = True
-            problem = None if isinstance(error, ServerFailed) and not str(error) else error
-            if self.worker is not None and not isinstance(error, ServerFailed):
+            problem = None if isinstance(error, TrainingFailed) and not str(error) else error
+            if self.worker is not None and not isinstance(error, TrainingFailed):
                 self.worker.give_up()
             self._bus.flush()
             if self.settings.fault_tolerant:

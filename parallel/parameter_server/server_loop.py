@@ -16,7 +16,7 @@ from parallel.parameter_server.shard_store import AsyncStore, SyncStore
 from parallel.parameter_server.work_assignment import PartResult, WorkAssignment, WorkPart
 
 
-class ServerFailed(RuntimeError):
+class TrainingFailed(RuntimeError):
     """The training has failed on all ranks; the text is the reason, or empty if another rank failed."""
 
 
@@ -62,14 +62,14 @@ class ServerLoop:
         self._squared = steps  # steps whose sums of squares this server has sent
 
     def until_made(self, steps: int) -> bool:
-        """Serve until all workers have made `steps` steps; True if the training ends there. Raises `ServerFailed`."""
+        """Serve until all workers have made `steps` steps; True if the training ends there. Raises `TrainingFailed`."""
         self._serve(lambda: self._reach >= steps)
         if len(self._gone) == len(self._workers):
-            raise ServerFailed("all workers are dead")
+            raise TrainingFailed("all workers are dead")
         return self._last == steps
 
     def until_quiescent(self) -> None:
-        """Serve until all workers wait in `quiesce` and nothing is in flight. Raises `ServerFailed`."""
+        """Serve until all workers wait in `quiesce` and nothing is in flight. Raises `TrainingFailed`."""
         self._awaited_rests += 1
         self._serve(lambda: self.rests >= self._awaited_rests)
 
@@ -93,11 +93,11 @@ class ServerLoop:
                 if self._handle_next():
                     continue
                 if len(self._over) == len(self._peers):
-                    raise ServerFailed(self.problem or "")
+                    raise TrainingFailed(self.problem or "")
                 if self.problem is None and self._over.issuperset(self._workers):
-                    raise ServerFailed("all workers are dead")
+                    raise TrainingFailed("all workers are dead")
                 self._bus.idle()
-        except ServerFailed:
+        except TrainingFailed:
             raise
         except Exception as error:
             if self.problem is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from parallel.parameter_server.consistency import ConsistencyRule
 from parallel.parameter_server.key_assignment import ServerKey
 from parallel.parameter_server.messages import Envelope, Mail, MessageKind, ServerMessage
-from parallel.parameter_server.server_loop import ServerFailed
+from parallel.parameter_server.server_loop import TrainingFailed
 from parallel.parameter_server.work_assignment import PartResult, WorkPart
 from quant.types import Array
 
@@ -174,7 +174,7 @@ class WorkerClient:
                 self._over.add(envelope.source)
 
     def poll(self) -> bool:
-        """Handle one message; returns False if there is none. Raises `ServerFailed` if another rank has failed."""
+        """Handle one message; returns False if there is none. Raises `TrainingFailed` if another rank has failed."""
         envelope = self._bus.poll()
         if envelope is None:
             return False
@@ -198,7 +198,7 @@ class WorkerClient:
             case MessageKind.PROBLEM:
                 self._over.add(source)
                 self.give_up()
-                raise ServerFailed
+                raise TrainingFailed
             case kind:
                 raise AssertionError(f"a worker received {kind.name} from rank {source}")
         return True

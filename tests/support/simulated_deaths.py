@@ -16,7 +16,7 @@ from parallel.parameter_server.key_assignment import ServerKey
 from parallel.parameter_server.messages import Envelope, MessageHandle, MessageKind, ServerMessage
 from parallel.parameter_server.replication_chain import ReplicationChainLost
 from parallel.parameter_server.retry import RetryQueue
-from parallel.parameter_server.server_loop import ServerFailed, ServerLoop
+from parallel.parameter_server.server_loop import ServerLoop, TrainingFailed
 from parallel.parameter_server.server_replicas import ServerReplicas
 from parallel.parameter_server.shard_store import AsyncStore, ShardState, SyncStore
 from parallel.parameter_server.work_assignment import PartResult
@@ -83,7 +83,7 @@ class World:
         unexpected = [
             problem
             for problem in self.problems.values()
-            if not isinstance(problem, (ReplicationChainLost, ServerFailed))
+            if not isinstance(problem, (ReplicationChainLost, TrainingFailed))
         ]
         if unexpected:
             raise unexpected[0]
