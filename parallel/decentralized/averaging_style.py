@@ -13,7 +13,7 @@ from quant.types import Array
 
 
 class ReplicaSums(NamedTuple):
-    """Sum of losses and number of targets over the ranks that exchanged replicas in a step."""
+    """Sum of losses and number of targets of a step, over the ranks that averaged together, or of this rank only."""
 
     loss: float
     targets: int
@@ -34,14 +34,14 @@ class AveragingStyle:
         self.last = math.inf
 
     def reach(self, step: int) -> int:
-        """Number of steps until all ranks know a value that one rank sends with the exchange of `step`."""
+        """Number of steps after `step` until all ranks know a value that one rank sends with the exchange of `step`."""
         raise NotImplementedError
 
     def request_stop(self, step: int) -> None:
         self.last = min(self.last, step + self.reach(step))
 
     def mix(self, step: int, sums: ReplicaSums) -> ReplicaSums:
-        """Exchange weights after this rank's update of a step; returns loss sums over the ranks that exchanged."""
+        """Exchange weights, if due, after an update; returns `sums`, or with an allreduce the total of its ranks."""
         raise NotImplementedError
 
     def drain(self) -> None:
@@ -64,7 +64,7 @@ class AveragingStyle:
         """Free MPI resources; memory is freed by its allocator."""
 
     def abandon(self) -> None:
-        """Free resources after a failure, without synchronising with other ranks. Not collective."""
+        """Cancel receives after a failure, instead of `close`; nothing else is freed. Not collective."""
 
     def average_all(self, sums: ReplicaSums) -> ReplicaSums:
         self.drain()
@@ -74,7 +74,7 @@ class AveragingStyle:
         return sums
 
     def exchange_status(self, comm: MPI.Intracomm, sums: ReplicaSums, weight: float = 1.0) -> tuple[float, ReplicaSums]:
-        """All-gather weight, `last` and loss sums over `comm`; returns the sums, sets `last` to the minimum."""
+        """All-gather over `comm`; returns the totals of `weight` and `sums`, and sets `last` to the ranks' minimum."""
         gathered = np.empty((comm.Get_size(), 4))
         comm.Allgather(np.array([weight, self.last, *sums]), gathered)
         self.last = float(gathered[:, 1].min())

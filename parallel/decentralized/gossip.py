@@ -43,7 +43,7 @@ def peers(rank: int, size: int, step: int) -> tuple[int, int]:
 
 
 def reach(size: int, tau: int) -> int:
-    """Number of steps until gossip with messages up to `tau` steps late has carried a value from one rank to all.
+    """Maximum number of steps from the first send of a value until all ranks have it; messages are up to `tau` late.
 
     On time every distance follows at once; late messages take up to one round and `tau` steps per distance.
 

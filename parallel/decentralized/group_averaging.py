@@ -32,7 +32,7 @@ def default_size(size: int) -> int:
 
 
 def grid(size: int, most: int) -> tuple[int, ...]:
-    """Shape of the grid of ranks: axes of `most` places, then one for the remainder; more than size / 2 places in all.
+    """Shape of the grid of ranks: axes of `most` places, the last perhaps shorter; more than size / 2 places in all.
 
     >>> grid(8, 2), grid(12, 4), grid(7, 2)
     ((2, 2, 2), (4, 3), (2, 2))
@@ -80,9 +80,9 @@ def share(rank: int, size: int, most: int, step: int) -> float:
 
 
 class GroupAveraging(AveragingStyle):
-    """Averaging of weights in groups of up to `most` ranks after each step, and over all ranks every `tau` steps.
+    """Averaging of weights after each step: over all ranks every `tau` steps, else in groups of up to `most` places.
 
-    A group of S ranks moves about 2 (S-1)/S n bytes per rank, for n bytes of weights.
+    A place has one or two ranks. A group of S ranks moves about 2 (S-1)/S n bytes per rank, for n bytes of weights.
     """
 
     def __init__(self, context: RunContext, vector: Array, most: int, tau: int):

@@ -40,7 +40,8 @@ class ReplicaEngine(BaseEngine):
     """Engine of decentralised training, with a replica on every rank of a communicator. Construction is collective.
 
     A step consists of forward, backward and update with the rank's own micro-batches, and of the style's exchange.
-    Optimizer state is not exchanged. `evaluate`, `state`, `tensor_slices` and `close` are collective.
+    Optimizer state is not exchanged. `evaluate`, `consensus`, `state`, `tensor_slices`, `refresh` and `close` are
+    collective.
 
     Parameters
     ----------
@@ -101,8 +102,8 @@ class ReplicaEngine(BaseEngine):
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
         """Update the replica with this rank's micro-batches, if any, and exchange weights; returns the step's report.
 
-        Loss, count and norm of the report are this rank's own; after an exchange, loss and count cover the ranks that
-        exchanged. A request to stop is reported on all ranks after the same step, some steps later.
+        Loss, count and norm of the report are this rank's own; after an average, loss and count cover the ranks that
+        averaged. A request to stop is reported on all ranks after the same step, some steps later.
 
         Raises
         ------
@@ -134,7 +135,10 @@ class ReplicaEngine(BaseEngine):
         )
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Evaluate the mean of all replicas on all ranks' batches, as `Engine.evaluate`; the replicas are unchanged."""
+        """Evaluate the mean of all replicas on all ranks' batches, as `Engine.evaluate`; the replicas are unchanged.
+
+        But messages in flight (sgp with `tau`) are received first, so the training differs from one without evaluation.
+        """
         self._raise_failures()
         found, problem = Evaluation(0.0, 0.0, 0), None
         with self._averaged():
@@ -228,7 +232,7 @@ def _numbered(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def _cause(problem: Exception | None) -> Exception | None:
-    """Exception behind an engine's `StepFailed`, as a RuntimeError with its type in the message; None for None."""
+    """RuntimeError that names an exception's type and text, or of a `StepFailed` those of its cause; None for None."""
     if problem is None:
         return None
     cause = problem.__cause__ if isinstance(problem, StepFailed) and problem.__cause__ else problem

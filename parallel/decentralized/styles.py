@@ -20,7 +20,7 @@ class StyleEntry(NamedTuple):
     """Decentralised averaging style: constructor, buffer bytes, and supported options, precisions and devices.
 
     `options` are the supported fields of `STYLE_FIELDS`: `tau` is the number of steps between averages (local), between
-    global averages (group), or that a message may be late (sgp); `group` the number of ranks in a group.
+    global averages (group), or that a message may be late (sgp); `group` the most places (one or two ranks) in a group.
     """
 
     make: Callable[[RunContext, Array, Settings], AveragingStyle]

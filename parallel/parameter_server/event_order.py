@@ -21,7 +21,7 @@ FORMAT = "chorus order 1"  # in the first line of a record file
 
 
 class EventEntry(NamedTuple):
-    """Recorded message: kind, sender, key; `number` is the micro-batch that a DRAW (request for work) got, else -1."""
+    """Recorded message: kind, sender, key; `number` is the micro-batch given to a DRAW, -1 for none and other kinds."""
 
     kind: int
     source: int
@@ -44,10 +44,9 @@ class EventOrder:
             self._rests[entry.source].append(entry.kind == MessageKind.REST)
 
     def put(self, envelope: Envelope) -> None:
-        """Add a received message to the queue; raises `ReplayMismatch` if it contradicts the record to replay.
+        """Add a received message; `ReplayMismatch` if its sender's messages outnumber the record or differ in RESTs.
 
-        That is, if the record has no more messages of its sender, or only one of message and record is a REST: without
-        RESTs between the same messages as in the record some ranks would wait forever.
+        Without RESTs between the same messages as in the record some ranks would wait forever. The rest is not checked.
         """
         kind, source = envelope.message.kind, envelope.source
         if self._script is not None and kind in ORDERED:
@@ -58,14 +57,17 @@ class EventOrder:
         self._waiting.append(envelope)
 
     def take(self, allowed: Callable[[Envelope], bool]) -> Envelope | None:
-        """Remove and return the next message to handle; None if it has not arrived or `allowed` rejects it."""
+        """Remove and return the first waiting message that is allowed and, in a replay, next in the script; else None.
+
+        Kinds outside `ORDERED` are returned regardless of both.
+        """
         for at, envelope in enumerate(self._waiting):
             if envelope.message.kind not in ORDERED or (self._is_next(envelope) and allowed(envelope)):
                 return self._waiting.pop(at)
         return None
 
     def _is_next(self, envelope: Envelope) -> bool:
-        """True without a script, or if this is its next message: those of one sender, kind and key arrive in order."""
+        """True if a message has the kind, sender and key of the script's next entry, or if there is no script."""
         found = envelope.message.kind, envelope.source, envelope.message.key
         return self._script is None or self._script[self._handled][:3] == found
 
@@ -93,7 +95,7 @@ class EventOrder:
 
 
 def create(path: Path, facts: Mapping[str, Any]) -> TextIO:
-    """Open a new record file and write `facts` to it: settings, as JSON values, that must be equal in a replay."""
+    """Create or overwrite a record file that begins with `facts`: settings (JSON values) to be equal in a replay."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w", encoding="utf-8")
     file.write(json.dumps({"format": FORMAT, **facts}) + "\n")

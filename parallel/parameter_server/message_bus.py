@@ -1,7 +1,7 @@
 """Message bus between servers and workers: non-blocking sends and receives of headers and vectors.
 
 A message is a header of fixed length and the vectors that it announces. Receives for headers are always posted; the
-receiver provides the buffers of the vectors. Nothing blocks, and progress is made in `poll` only.
+receiver provides the buffers of the vectors. `send` and `poll` never block.
 
 Under an MPI that survives failures the death of a peer arrives as a LOST message, the last one from that peer.
 """
@@ -74,7 +74,7 @@ class MessageBus(Mail):
         MPI.Prequest.Startall(self._requests)
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> SentMessage:
-        """Start sending a header and contiguous vectors of the lengths given in it; empty vectors are left out."""
+        """Start sending a header and contiguous vectors of the lengths given in it; no-op if `peer` is dead."""
         header, vectors = self._wire.pack(message), tuple(vector for vector in vectors if len(vector))
         parts = [(header, HEADER), *((vector.view(np.uint8), VECTOR) for vector in vectors)]
         requests: list[MPI.Request] = []
@@ -120,7 +120,7 @@ class MessageBus(Mail):
         self._comm.Free()
 
     def leave(self) -> None:
-        """Complete this rank's sends and stop, without synchronising: peers may be dead."""
+        """Complete this rank's sends and free nothing, instead of `close`. Not collective, as peers may be dead."""
         self.flush()
         UNFINISHED.append(self)
 

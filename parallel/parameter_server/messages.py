@@ -9,7 +9,7 @@
 | READ | worker | request a key as it is; with `number`, a vector of its state for a checkpoint | COPY |
 | REST | worker to all servers | the worker waits for all others | RESTED, once all wait |
 | SQUARES | server to all servers | block sums of squares of its shard's gradient of step `clock` | |
-| PROBLEM | any to all | the training has failed; last message of the sender | |
+| PROBLEM | server to all, worker to all servers | the training has failed; last message of the sender | |
 | AGAIN | first server to workers | a part must be redone: stop waiting and draw | |
 | HELD | server to its predecessor in a chain | the tail has all messages up to number `at` | |
 | GONE | head of a chain to its members | worker `sender` is dead | |
@@ -85,10 +85,10 @@ class Envelope(NamedTuple):
 
 
 class MessageHandle:
-    """Completion handle of a message; this base class is the handle of a message that was not sent."""
+    """Completion handle of a message; this base class, always done, is for messages that were dropped or copied."""
 
     def done(self) -> bool:
-        """True if the message's vectors may be changed; always so for a message that was not sent."""
+        """True if the message's vectors may be changed; always so for a message that was dropped or copied."""
         return True
 
 
@@ -107,4 +107,4 @@ class Mail:
         raise NotImplementedError
 
     def abandon(self, *kinds: MessageKind) -> None:
-        """Forget open requests of these kinds, so that they are not resent; no-op on a bus that never resends."""
+        """Forget open requests of these kinds: no resending, answers are dropped; no-op on a bus that never resends."""

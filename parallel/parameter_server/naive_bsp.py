@@ -19,9 +19,10 @@ def train(
     gradient: Callable[[Array, int, int], Array],
     update: Callable[[Array, int, Array], None],
 ) -> None:
-    """Run ``len(parts)`` steps of ``parts[step]`` micro-batches; `weights` are the server's, overwritten on workers.
+    """Run ``len(parts)`` steps of ``parts[step]`` micro-batches; updates the server's `weights` and overwrites others.
 
-    ``gradient(weights, step, part)`` is called on workers, ``update(weights, step, gradient)`` on the server.
+    ``gradient(weights, step, part)`` is called on workers, ``update(weights, step, sum of gradients)`` on the server.
+    Collective. Workers end with the weights before the last update.
     """
     rank, workers = comm.Get_rank(), comm.Get_size() - 1
     for step, count in enumerate(parts):

@@ -50,12 +50,12 @@ class ReplicationChains(list[tuple[int, ...]]):
         super().__init__(ring[first : first + replicas] for first in range(len(servers)))
 
     def of(self, rank: int) -> list[int]:
-        """Shards whose chains contain a server, its own first."""
+        """Shards whose chains contain a server, by its position in them: its own first, before any server has died."""
         mine = [shard for shard in range(len(self)) if rank in self[shard]]
         return sorted(mine, key=lambda shard: self[shard].index(rank))
 
     def lose(self, rank: int) -> list[int]:
-        """Remove a dead server from all chains; returns their shards. `ReplicationChainLost` if one becomes empty."""
+        """Remove a dead server from its chains; returns their shards. `ReplicationChainLost` if one becomes empty."""
         concerned = self.of(rank)
         for shard in concerned:
             self[shard] = tuple(member for member in self[shard] if member != rank)
@@ -134,7 +134,10 @@ class ChainMember:
         return row[place - 1], row[place + 1]
 
     def _number(self) -> None:
-        """If this is the head, number and accept waiting requests; senders may know of a death before the new head."""
+        """If this is the head, number and accept waiting requests, except those of dead ranks.
+
+        They wait if their sender knows before this member that it is the head.
+        """
         while self.is_head and self._unnumbered:
             envelope = self._unnumbered.popleft()
             sender = envelope.source if envelope.message.sender < 0 else envelope.message.sender

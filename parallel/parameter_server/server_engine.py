@@ -126,7 +126,10 @@ class ParameterServer(BaseEngine):
         return self._role.loop.store.updates if isinstance(self._role, ServerHost) else self._role.client.updates
 
     def share(self, micro_batches: int) -> range:
-        """Numbers of this rank's micro-batches in an evaluation; in a training step workers request them instead."""
+        """Micro-batches that this rank evaluates, by number: none on servers, all if fault-tolerant, else a share.
+
+        In a training step workers request micro-batches instead.
+        """
         if self.server is not None:
             return range(0)
         if self.settings.fault_tolerant:
@@ -135,7 +138,7 @@ class ParameterServer(BaseEngine):
         return contiguous(micro_batches, self._context.plan.rank - len(servers), len(workers))
 
     def step(self, batches: Sequence[Batch], *, stop: bool = False) -> StepReport:
-        """Take part in the next step; the report is of the whole step on rank 0, of own micro-batches on others.
+        """Take part in the next step; the report is of the whole step on rank 0, of own micro-batches on workers.
 
         `batches` are all micro-batches of the step, by number, equal on all workers; not used on servers. `stop`
         requests the end; all ranks end after the same step, whose report has `stop` set.
@@ -169,7 +172,10 @@ class ParameterServer(BaseEngine):
         self._order.flush()
 
     def evaluate(self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None = None) -> Evaluation:
-        """Mean loss and `measure` without training, as `Engine.evaluate`; calls `quiesce`. Servers have no batches."""
+        """Mean loss and `measure` over all workers' batches, as `Engine.evaluate`; calls `quiesce`.
+
+        Servers have no batches. If fault-tolerant, each worker uses its own batches only, and servers return NaN.
+        """
         self.quiesce()
         sums: list[tuple[float, int, float]] = []
         problem: Exception | None = None
@@ -188,7 +194,7 @@ class ParameterServer(BaseEngine):
         return Evaluation(math.fsum(losses) / divisor, math.fsum(measured) / divisor if measure else None, sum(counts))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Slices of the weights and optimizer state that this server stores, for checkpoints; none on workers."""
+        """Slices of this server's weights and optimizer state, replicas included, for checkpoints; none on workers."""
         if isinstance(self._role, ServerHost):
             own = [state.key.span for state in self._role.loop.store.key_states.values()]
             yield from tensor_slices([state.piece for state in self._role.key_states()], own)
@@ -238,7 +244,7 @@ class ParameterServer(BaseEngine):
         self._role.load(state["steps"], state["updates"])
 
     def close(self) -> None:
-        """Free all resources; messages in flight are lost unless all ranks are quiescent."""
+        """Free all resources but a bus with messages in flight. A server in chains waits until no rank needs it."""
         if self._is_closed:
             return
         self._is_closed = True

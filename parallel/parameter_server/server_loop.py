@@ -21,7 +21,7 @@ class TrainingFailed(RuntimeError):
 
 
 class ServerLoop:
-    """Server of shard `here`: handles requests of `workers`, which are numbered by their position, on a `store`."""
+    """Server of shard `here`, or its replica: handles requests on a `store`; worker i is the rank ``workers[i]``."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ServerLoop:
         bus.accept = self._receive_buffers
 
     def begin(self, steps: int) -> None:
-        """Reset to a state in which all workers have made `steps` steps."""
+        """Reset clocks and work assignment as if all workers had made `steps` steps; weights and statistics stay."""
         self.clocks = [steps] * len(self._workers)
         self.work = WorkAssignment(len(self._workers), steps)  # used on the first server only
         self.norms: dict[int, float | None] = {}  # gradient norm by step, with synchronous updates
@@ -62,19 +62,25 @@ class ServerLoop:
         self._squared = steps  # steps whose sums of squares this server has sent
 
     def until_made(self, steps: int) -> bool:
-        """Serve until all workers have made `steps` steps; True if the training ends there. Raises `TrainingFailed`."""
+        """Serve until all living workers' first `steps` steps are in the weights; True if the training ends there.
+
+        Raises `TrainingFailed` if any rank fails or all workers are dead.
+        """
         self._serve(lambda: self._reach >= steps)
         if len(self._gone) == len(self._workers):
             raise TrainingFailed("all workers are dead")
         return self._last == steps
 
     def until_quiescent(self) -> None:
-        """Serve until all workers wait in `quiesce` and nothing is in flight. Raises `TrainingFailed`."""
+        """Serve until all living workers wait in `quiesce` and all their updates are made.
+
+        Raises `TrainingFailed` if the training fails on any rank, or all workers are dead.
+        """
         self._awaited_rests += 1
         self._serve(lambda: self.rests >= self._awaited_rests)
 
     def catch_up(self) -> None:
-        """Handle all received messages that are allowed; used by replicas."""
+        """Handle all received messages that are allowed, without waiting for more; called by `ServerReplicas`."""
         while self._handle_next():
             pass
 
@@ -87,7 +93,10 @@ class ServerLoop:
         return envelope is not None
 
     def _serve(self, enough: Callable[[], bool]) -> None:
-        """Handle messages until ``enough()``; after a failure until all other ranks have reported it or are dead."""
+        """Handle messages until ``enough()``; raises `TrainingFailed` if any rank fails or all workers are dead.
+
+        After a failure, first drops messages until all other ranks have reported it or are dead.
+        """
         try:
             while not enough():
                 if self._handle_next():
@@ -142,7 +151,7 @@ class ServerLoop:
 
     @property
     def _reach(self) -> int:
-        """Number of steps whose gradients from all workers are in the weights."""
+        """Number of steps that all living workers have finished and whose gradients are all in the weights."""
         return min(self.store.applied, *self.clocks)
 
     def _draw(self, envelope: Envelope) -> None:
@@ -271,7 +280,7 @@ class ServerLoop:
             self._advance()
 
     def _advance(self) -> None:
-        """Update the number of applied steps; if synchronous, exchange sums of squares, then update the weights."""
+        """Count applied steps; if synchronous, send squares once a step is complete, and update once all are here."""
         store = self.store
         if not isinstance(store, SyncStore):
             store.applied = min(self.clocks)

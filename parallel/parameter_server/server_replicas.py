@@ -102,7 +102,7 @@ class ServerReplicas:
 
 
 class ShardMail(Mail):
-    """Message bus of one shard's server: messages arrive in the chain's order, and only the tail sends."""
+    """Message bus of one shard's server: messages arrive in the chain's order; only the tail sends, PROBLEM apart."""
 
     def __init__(self, replicas: ServerReplicas, shard: int):
         self._replicas, self.shard = replicas, shard
@@ -110,7 +110,7 @@ class ShardMail(Mail):
         self._last_sent: dict[int, tuple[ServerMessage, tuple[Any, ...]]] = {}
 
     def send(self, peer: int, message: ServerMessage, *vectors: Any) -> MessageHandle:
-        """If this is the chain's tail, answer a worker or send to the head of another shard's chain; else drop it."""
+        """As the chain's tail send to a worker or the head of another shard's chain; else only PROBLEM is sent."""
         ranks, is_problem = self._replicas.ranks, message.kind is MessageKind.PROBLEM
         if peer in ranks and not is_problem:
             shard = ranks.index(peer)

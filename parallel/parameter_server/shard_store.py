@@ -114,7 +114,7 @@ class AsyncStore(ShardStore):
         return new
 
     def quiesce(self) -> None:
-        """Declare all gradients of the steps so far applied; later pushes of them are duplicates."""
+        """Add the updates since the last call to `updates`; later pushes for the steps so far are duplicates."""
         counts = {len(parts) for parts in self._applied_parts.values()}
         assert len(counts) <= 1, f"numbers of updates differ: {counts}"
         self.updates += sum(counts)
@@ -150,16 +150,19 @@ class SyncStore(ShardStore):
         return all(len(numbers) == parts for numbers in self._numbers.values())
 
     def squares(self) -> Array:
-        """Block sums of squares of the step's gradient, float64, in order of spans; empty without micro-batches."""
+        """Complete this server's gradient sums; returns their block sums of squares, float64, in order of spans.
+
+        Empty without micro-batches. To be called once per step, before `finish`.
+        """
         totals = {number: counter.total() for number, counter in self._counters.items()}
         self._totals = {number: total for number, total in totals.items() if total is not None}
         ordered = sorted(self._totals, key=lambda number: self.key_states[number].key.span)
         return np.concatenate([np.zeros(0), *(block_squares(self._totals[number]) for number in ordered)])
 
     def finish(self, squares: Array) -> float | None:
-        """Make the update, from the block sums of squares of all servers; returns the norm of the gradient.
+        """Update the weights, given all servers' block sums of squares; returns the gradient norm or None.
 
-        It is None without targets. Nothing is updated if it is not finite.
+        The norm is of the gradient per target, None without targets. Then, or if it is not finite, nothing is updated.
         """
         norm, count = None, sum(self._counts.values())
         if count:

@@ -18,7 +18,7 @@ class WorkPart(NamedTuple):
 
 
 class PartResult(NamedTuple):
-    """Result of a micro-batch: sum of losses, number of targets, gradient norm per target, and the worker's number."""
+    """Result of a micro-batch: sum of losses, targets, gradient norm per target (0 if synchronous), worker's number."""
 
     loss: float
     targets: int
@@ -27,7 +27,11 @@ class PartResult(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """Result of a step on one rank: mean loss, targets and mean gradient norm; `last` if the training ends with it."""
+    """Result of a step on one rank: mean loss, targets and gradient norm; `last` if the training ends with it.
+
+    On rank 0 of all workers, on a worker of its own micro-batches, on other servers of none. If asynchronous, the norm
+    is a mean over micro-batches, else that of the step, None on workers.
+    """
 
     loss: float
     targets: int
@@ -84,7 +88,7 @@ class WorkAssignment:
             insort(self.returned, part)
 
     def forget(self, clock: int) -> None:
-        """Drop the records of steps before `clock`, except the results of step ``clock - 1``."""
+        """Drop all results except those of step ``clock - 1``; a `draw` for a step before `clock` then returns None."""
         self._next, self._done = {}, {clock - 1: self._done.get(clock - 1, {})}
         self._start = clock
 

@@ -56,7 +56,10 @@ class WorkerClient:
         bus.accept = self._receive_buffers
 
     def draw(self, clock: int, parts: int, done: tuple[WorkPart, PartResult] | None, stop: bool) -> WorkPart | None:
-        """Request the next micro-batch of step `clock`; None if none is left. `done` is the one finished before."""
+        """Request and await a micro-batch of step `clock`, or an earlier one to be redone; None if none is left.
+
+        Reports the micro-batch `done` before, with its result, and sets `last`.
+        """
         message = ServerMessage(MessageKind.DRAW, clock=clock, parts=parts, stop=stop or self.stop_requested)
         if done is not None:
             part, outcome = done
@@ -70,7 +73,7 @@ class WorkerClient:
         return WorkPart(answer.clock, answer.number) if answer.number >= 0 else None
 
     def read(self, clock: int, order: Iterable[int], rows: Array | None) -> Array:
-        """Start pulling keys too old for step `clock` (`rows` of an embedding table); returns the receiving vector."""
+        """Start pulling keys too old for step `clock`, tables' `rows` always; returns the receiving vector."""
         self._clock = clock
         self._others.append(self.vector)
         self.vector = self._others.pop(0)
@@ -91,7 +94,7 @@ class WorkerClient:
     def push(
         self, number: int, part: WorkPart, parts: int, targets: int, factor: float, gradient: Array, rows: Any
     ) -> None:
-        """Start sending the gradient of a key, constant until `acknowledged`; if asynchronous, prefetch its weights.
+        """Start sending a key's gradient, unchanged until `acknowledged`; if asynchronous, prefetch the key's weights.
 
         Of a table, `rows` are those with a non-zero gradient.
         """
@@ -116,7 +119,7 @@ class WorkerClient:
             self._bus.send(server, ServerMessage(MessageKind.TICK, clock=steps, parts=parts, stop=last))
 
     def quiesce(self) -> None:
-        """Wait until all workers call this and nothing is in flight. Raises `Requeued` if a micro-batch must be redone.
+        """Wait until all living workers call this and all updates are made; `Requeued` if a micro-batch must be redone.
 
         The first server decides; the workers pass its decision on to the others.
         """
@@ -137,7 +140,7 @@ class WorkerClient:
         return self.vector
 
     def copies(self, count: int, dtype: Any) -> list[Array]:
-        """Read all state that a checkpoint keeps, as full vectors: weights, then `count` optimizer states."""
+        """Read full vectors from the servers for a checkpoint: weights, then `count` optimizer states, in `dtype`."""
         self._whole = [np.zeros(len(self.vector), dtype) for _ in range(1 + count)]
         self._copy(range(1 + count))
         whole, self._whole = self._whole, []
@@ -209,7 +212,7 @@ class WorkerClient:
                 self._bus.idle()
 
     def _arrives_fresh(self, number: int) -> bool:
-        """Wait for the pull of a key, if any; returns True if the key is as fresh as the rule requires."""
+        """Wait for a key's pull, if any; True if the key is as fresh as the rule requires. May raise `Requeued`."""
         self._until(lambda: number not in self._pulling or self._requeued)
         self._check_requeued()
         return self._fresh(number)

@@ -32,9 +32,9 @@ from quant.types import Array
 
 
 class ServerGradients:
-    """Gradient sink that pushes each bucket to servers once the backward has left its units, or at the end if clipped.
+    """Gradient sink that pushes a bucket to servers once the backward has left its units; at the end if clipped here.
 
-    If `separate`, every part is an update of its own, whose norm is limited to `clip` here.
+    If `separate`, every part is an update of its own, whose norm is limited to `clip` here; else servers clip.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ServerGradients:
         self._worker.poll()
 
     def end_backward(self) -> float:
-        """Push the remaining buckets; returns the gradient norm per target (0 unless `separate`)."""
+        """Push the remaining buckets; returns the gradient norm per target before clipping (0 unless `separate`)."""
         late = [bucket for bucket in self._buckets if bucket.number not in self._squares]
         for bucket in late:
             self._complete(bucket)
@@ -143,7 +143,7 @@ class WorkerTrainer:
         return RankStep(loss, count, None if self._context.rule.synchronous else norm, last)  # else servers know it
 
     def quiesce(self, steps: int) -> None:
-        """Wait until all workers have made `steps` steps; redoes micro-batches of dead workers meanwhile."""
+        """Wait until all living workers have made `steps` steps; redoes micro-batches of dead ones meanwhile."""
         while True:
             try:
                 self.client.quiesce()
@@ -156,7 +156,7 @@ class WorkerTrainer:
     def evaluate(
         self, batches: Sequence[Batch], measure: Callable[[Array, Array], float] | None
     ) -> tuple[list[tuple[float, int, float]], Exception | None]:
-        """Loss, number of targets and measure of each micro-batch, without training; and the first error."""
+        """Sum of losses, targets and measure of each micro-batch, without training; and the first error, if any."""
         found, problem = [], None
         self._context.flat.bind(self.client.copy())
         for batch in (batch_of(some, at) for at, some in enumerate(batches)):
