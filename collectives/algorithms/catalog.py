@@ -67,7 +67,10 @@ class Algorithm(NamedTuple):
         return self.ordered and (not self.placed or contiguous(nodes))
 
     def seconds(self, size: int, nbytes: int, alpha: float, beta: float, gamma: float, segments: int = 1) -> float:
-        """Predicted seconds: alpha per message, beta per byte, gamma per reduced byte; `segments` only if it `cuts`."""
+        """Predicted seconds as if on one node: alpha per message, beta per byte, gamma per reduced byte.
+
+        `nbytes` is n of the formulas; `segments` is ignored unless the algorithm `cuts`.
+        """
         if size == 1:
             return 0.0
         rounds, moved, added = (

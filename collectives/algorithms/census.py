@@ -23,7 +23,7 @@ from collectives.schedule.steps import Copy, Recv, RecvReduce, Reduce, Round, Ro
 
 
 class _CensusRound(NamedTuple):
-    """One census round: number of ranks in the partial sum before it; True if the sender's own term is sent too."""
+    """One census round: number of ranks in the partial sum before it; True if the sender adds its own term."""
 
     counted: int
     own: bool

@@ -1,6 +1,6 @@
-"""Direct: all pairs exchange in one round. Most messages, fewest rounds; best where latency is low.
+"""Direct: each rank exchanges with all its peers in one round, or two (reduce, allreduce); best where latency is low.
 
-(The "linear" and "spread-out" algorithms of MPI libraries; reads in rank order, so all keep it.)
+(The "linear" and "spread-out" algorithms of MPI libraries; reductions combine in rank order.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def allgather(rank: int, size: int) -> Rounds:
 
 
 def reduce_scatter(rank: int, size: int) -> Rounds:
-    """Each rank sends every other rank its block in one round, and combines the received blocks in rank order.
+    """Each rank sends every other rank the receiver's block in one round, and combines what it receives in rank order.
 
     Cost: (p-1) alpha + (p-1)/p n (beta + gamma). Keeps rank order.
     """

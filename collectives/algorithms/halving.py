@@ -1,7 +1,8 @@
 """Recursive halving and doubling: partners exchange halves, then halves of halves, until each rank owns one block.
 
-The ranks beyond the largest power of two P send their vector to a neighbour first and receive the result at the end.
-The vector is cut in P blocks; reduce-scatter on 4 ranks, blocks that each still sums::
+If p exceeds the largest power of two P, one rank of each of the first p - P pairs of neighbours is left over: it sends
+its data to the other first and receives its result at the end, if it needs one. The vector is cut in P blocks;
+reduce-scatter on 4 ranks, blocks that each still sums::
 
     start       0123    0123    0123    0123
     distance 2  01      01      23      23
@@ -22,7 +23,7 @@ from collectives.schedule.transforms import reverse
 
 
 class _Halving(NamedTuple):
-    """One halving step of a rank: partner's index in the subset, range of blocks that it keeps, range that it gives."""
+    """One halving step of a rank: the partner's index in the subset, and ranges of blocks that it keeps and sends."""
 
     partner: int
     kept: tuple[int, int]

@@ -102,7 +102,7 @@ def _merged(schedules: Iterable[Rounds]) -> Rounds:
 
 
 def _between(rank: int, layout: NodeLayout, rounds: Callable[[int, int], Rounds]) -> Rounds:
-    """Rounds of `rank` in collectives between nodes on the rails it serves; `rounds(node, nodes)` generates one."""
+    """Rounds of `rank` in collectives between nodes, merged over its rails; `rounds(node, nodes)` is for one."""
     node, place = layout.node[rank], layout.place[rank]
     return _merged(
         on(partial(layout.server, rail), rounds(node, len(layout.members)), layout.between(rail))

@@ -65,12 +65,15 @@ class _LeaderGroups(NamedTuple):
         return self.root if self.layout.node[self.root] == node else self.layout.members[node][0]
 
     def among(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """Rounds of a collective among the leaders, in which ranks are nodes; `chunks` maps its chunks; others wait."""
+        """Rounds of this rank in a collective among the leaders, empty if it is no leader; rooted at the root's leader.
+
+        `generate` gets node numbers as ranks; `chunks` maps its chunks to those of the whole.
+        """
         rounds = generate(self.node, len(self.layout.members), self.layout.node[self.root])
         return on(self.leader, rounds, chunks) if self.leader(self.node) == self.rank else ([] for _ in rounds)
 
     def within(self, generate: RootedRounds, chunks: Callable[[Chunks], Chunks]) -> Rounds:
-        """Rounds of a collective in every node, rooted at its leader, equally many in all; `chunks` maps its chunks."""
+        """Rounds of this rank in a collective of its node, rooted at its leader; all nodes have equally many."""
         place, count = self.layout.place, len(self.members)
         rounds = generate(place[self.rank], count, place[self.leader(self.node)])
         return chain(on(self.members, rounds, chunks), repeat([], ceil_log(self.layout.widest) - ceil_log(count)))

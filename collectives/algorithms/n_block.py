@@ -43,7 +43,7 @@ def _first_block(place: int, skips: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def _receive_schedule(place: int, size: int) -> tuple[int, ...]:
-    """Block that rank root + `place` receives in each of the q rounds of a cycle, q more every cycle; none if negative.
+    """Block that rank root + `place` receives in each of the q rounds of cycle 0; cycle c adds c q; none if negative.
 
     The place p + r is reached from 0 by skips, always the largest that leads to a place not too far yet; every such
     way ends in a skip that no other way has used, and its number is the block. (Traff 2024, algorithm 5.)
@@ -77,8 +77,8 @@ def _receive_schedule(place: int, size: int) -> tuple[int, ...]:
 def _received_block(place: int, size: int, blocks: int, time: int) -> int | None:
     """Block that rank root + `place` receives in round `time` of a broadcast of `blocks` blocks, or None.
 
-    Rounds are numbered so that the last cycle is complete; a cycle uses every skip once. Numbers beyond the last block
-    stand for the last block, received only once.
+    Rounds are numbered from -(blocks - 1) mod q, so that the last cycle is complete; a cycle uses every skip once.
+    Numbers beyond the last block stand for the last block, received only once.
     """
     skips, schedule = _skips(size), _receive_schedule(place, size)
     lap, last = len(skips) - 2, blocks - 1

@@ -1,7 +1,8 @@
 """Recursive doubling: partners at distance 1, 2, 4 ... exchange all data that they hold.
 
-The ranks beyond the largest power of two send their vector to a neighbour first and receive the result at the end.
-Exchanging groups are adjacent in rank order, so the algorithm suits non-commutative operations.
+If p exceeds the largest power of two P, the odd ranks of the first p - P pairs send their vector to the even ones first
+and receive the result at the end. Exchanging groups are adjacent in rank order, so the algorithm suits non-commutative
+operations.
 
 Allreduce on 5 ranks, a letter per rank::
 

@@ -52,7 +52,7 @@ def allreduce(rank: int, size: int) -> Rounds:
 
 
 def broadcast(rank: int, size: int, root: int) -> Rounds:
-    """The root scatters its vector down a tree, then an allgather around the ring, which skips the root.
+    """The root scatters its vector down a tree, then an allgather around the ring, in which the root only sends.
 
     Cost: (q + p-1) alpha + 2(p-1)/p n beta, q = ceil(log2 p). (Chan et al. 2007, section 5.2.)
     """

@@ -14,7 +14,7 @@ from collectives.schedule.steps import Chunks, Copy, Recv, RecvReduce, Reduce, S
 
 
 class ScheduleError(Exception):
-    """Fault in a schedule; the message names rank, round and step."""
+    """Error for a schedule that deadlocks or is wrong; the message names rank, round and step where there are any."""
 
 
 class ScheduleLocation(NamedTuple):
@@ -86,7 +86,7 @@ def causal_order(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield ("begin" or "end", rank, round) of all rounds in causal order: a round ends after its partners began.
 
-    ScheduleError if ranks wait for one another in a circle.
+    If ranks wait for one another in a circle, ScheduleError after all rounds that can be reached.
     """
     needs: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for receive, send in partners.items():

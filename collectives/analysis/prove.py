@@ -56,7 +56,8 @@ def prove(
     Raises
     ------
     ScheduleError
-        At the first deadlock, hazard, or wrong value, named with rank, round and step.
+        At the first unmatched message, deadlock, hazard, or wrong value. Names rank, round and step; for results
+        rank and chunk.
     """
     size = len(schedules)
     meaning = semantics.MEANINGS[collective]

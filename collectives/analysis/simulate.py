@@ -1,6 +1,6 @@
 """Simulated completion times of schedules, message by message.
 
-A message costs alpha + bytes * beta on its edge, combining costs bytes * gamma.
+The costs of messages and of combining are those of the network, see `cost_functions`; copies cost nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def price(schedules: Sequence[Schedule], layout: ChunkLayout, itemsize: int, net
     """Simulate the schedules of all ranks, each with one send port and one receive port; return completion times.
 
     A message starts when both its ranks have reached its round and its two ports are free; of several that could, the
-    one that is listed first. What a round combines is combined when its messages have arrived. ScheduleError if the
-    ranks come to a standstill.
+    one that is listed first. What a round combines is combined when its messages have arrived; copies cost nothing.
+    ScheduleError if a message has no partner, or the ranks deadlock.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class _ScheduleRun:
                 self.clock[rank] += self.network.combine(self.weigh(chunks), both)
 
     def deliver(self) -> None:
-        """Simulate the first message of the queue; put it back with a later start if its ports are busy."""
+        """Simulate the first message of the queue, or requeue it if a port is busy; advance ranks whose round ends."""
         earliest, place, rank, send = heappop(self.ready)
         receive = self.meets[send]
         start = max(earliest, self.out[rank], self.into[receive.rank])
@@ -130,7 +130,7 @@ class _ScheduleRun:
 def _sharers(
     partners: Mapping[ScheduleLocation, ScheduleLocation], nodes: Sequence[int] | None
 ) -> dict[ScheduleLocation, int]:
-    """For each inter-node message, the number of concurrent messages on its network card (the busier of both ends)."""
+    """Map each inter-node send to the number of shares (`ClusteredNetwork.cards`) of its busier network card."""
     if nodes is None:
         return {}
     crossing = [(s, r) for r, s in partners.items() if nodes[s.rank] != nodes[r.rank]]

@@ -206,7 +206,7 @@ def _crowded(source: Integers, target: Integers) -> Integers:
 
 
 def _sharers(leaves: Integers, comes: Integers, source: Integers, target: Integers) -> Integers:
-    """Number of concurrent messages on each message's busier network card; `leaves`, `comes`: nodes of its ends."""
+    """Shares of each message's busier network card, or 1 within a node; `leaves`, `comes`: nodes of the two ranks."""
     crossing = leaves != comes
     most = int(max(leaves.max(initial=0), comes.max(initial=0), source.max(initial=0), target.max(initial=0))) + 1
 

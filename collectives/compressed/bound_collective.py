@@ -37,10 +37,10 @@ def staggered(motions: Iterable[Motion], in_flight: int = 2) -> Motion:
 
 
 class BoundCollective:
-    """Base of collectives that are created once for vectors of one length, used many times, and closed."""
+    """Base of collectives bound to one vector length, used many times, and closed; `with` closes only on success."""
 
     def close(self) -> None:
-        """Free MPI requests and communicators. Collective."""
+        """Free the MPI requests and communicators that this object created. Collective."""
 
     def __enter__(self) -> Self:
         return self

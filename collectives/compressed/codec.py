@@ -55,7 +55,7 @@ def encode_part(codec: Codec, part: np.ndarray, wire: np.ndarray, lost: np.ndarr
 
 
 class QuantCodec:
-    """Codec that quantises with `quant`; a group with a non-finite element is decoded as NaN.
+    """Codec that quantises with `quant`; groups with a non-finite element become NaN (ValueError if scales have none).
 
     Parameters
     ----------

@@ -68,7 +68,9 @@ def _slowest(comm: Communicator, seconds: list[float]) -> list[float]:
 
 
 def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
-    """Ranks per core on the most crowded node, at least 1, from each rank's node and the cores it may use.
+    """Ranks per core on the most crowded node, at least 1; `nodes`, `cores`: of each rank, its node and usable cores.
+
+    A node's cores are the union of those that its ranks may use.
 
     >>> crowding([0, 0, 0, 1], [{0, 1}, {0, 1}, {0, 1}, {0}])
     1.5
@@ -80,7 +82,7 @@ def crowding(nodes: Sequence[int], cores: Sequence[set[int]]) -> float:
 
 
 def fitted(comm: Communicator) -> LinearCost:
-    """Cost of an allreduce by bytes, fitted to times measured at two lengths. Collective; moves about 12 MiB."""
+    """Cost of an uncompressed allreduce by bytes, fitted to times at two lengths. Collective; moves about 12 MiB."""
     seconds = []
     for length in LENGTHS:
         x = comm.zeros(length, np.float32)
@@ -94,10 +96,10 @@ def fitted(comm: Communicator) -> LinearCost:
 def forecast(
     comm: Communicator, count: int, codec: Codec, wire: LinearCost | None = None, feedback: bool = False
 ) -> CompressionForecast:
-    """Predict the time of an allreduce of `count` float32 elements, plain and compressed (two-shot). Collective.
+    """Predict times of allreduces of `count` float32 elements, plain and compressed, from measurements. Collective.
 
-    With several nodes of several ranks, one rank of each node compresses the node's sum (`HierarchicalAllreduce`); sums
-    within nodes are measured, and part of the messages.
+    Two-shot; on a `crowded` communicator one rank of each node compresses the node's sum (`HierarchicalAllreduce`), and
+    the sums within nodes are measured and count as messages.
 
     The codec's kernels are timed on noise, and slower where ranks share cores. `wire` is a result of `fitted`. With
     `feedback` the kernels include error feedback: decoding the encoded vector, and a subtraction.
@@ -125,7 +127,7 @@ def forecast(
 
 
 def _within_nodes(comm: Communicator) -> LinearCost:
-    """Fitted cost of an allreduce within one node, the slowest one. Collective."""
+    """Fitted cost of an allreduce within a node, with the largest alpha and beta of all nodes. Collective."""
     with comm.Split(comm.nodes[comm.Get_rank()], comm.Get_rank()) as node:  # type: ignore[index]
         found = fitted(node)
     return LinearCost(*_slowest(comm, list(found)))

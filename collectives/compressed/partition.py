@@ -37,7 +37,7 @@ class VectorPartition(NamedTuple):
 
     @classmethod
     def even(cls, count: int, ranks: int, block: int, nbytes: Callable[[int], int]) -> VectorPartition:
-        """Partition of `count` elements into whole blocks of `block` elements, as equal as possible."""
+        """Partition of `count` elements in `ranks` parts, as equal as possible, cut only at multiples of `block`."""
         ends = [min(end * block, count) for end in accumulate(even(-(-count // block), ranks))]
         return cls.of([end - start for start, end in zip([0, *ends], ends)], nbytes)
 

@@ -22,7 +22,7 @@ class SegmentedAllreduce(BoundCollective):
     """Two-shot allreduce by segments: one is encoded or decoded while another's messages are in flight.
 
     Groups that share a scale are not cut: with codes rounded to the nearest the digits are those of one segment.
-    `segments` are by default as many as give messages of `SEGMENT` bytes.
+    By default as many `segments` as give messages of at least `SEGMENT` bytes, at most `MOST`.
     """
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, segments: int | None = None) -> None:
@@ -52,12 +52,12 @@ class SegmentedAllreduce(BoundCollective):
 
 
 def crowded(comm: Communicator) -> bool:
-    """True if there are several nodes, one of them with several ranks: reducing within nodes first then sends least."""
+    """True if there are several nodes and any has several ranks: reducing within nodes first then sends least."""
     return 1 < len(set(comm.nodes or ())) < comm.Get_size()
 
 
 class HierarchicalAllreduce(BoundCollective):
-    """Allreduce with exact sums within nodes, a compressed allreduce of their leaders, and a broadcast within nodes."""
+    """Allreduce: plain reduce within nodes, compressed allreduce among node leaders, plain broadcast within nodes."""
 
     def __init__(self, comm: Communicator, count: int, codec: Codec) -> None:
         required_codec(codec)
@@ -69,7 +69,10 @@ class HierarchicalAllreduce(BoundCollective):
         self._sum = self._node.empty(count, np.float32)
 
     def allreduce(self, x: np.ndarray, out: np.ndarray, lost: np.ndarray | None = None) -> Motion:
-        """Sum all ranks' x into `out`, which may be x; `lost` is 0 except on leaders; yield requests to wait for."""
+        """Sum all ranks' x into `out`, which may be x; yield requests to wait for.
+
+        `lost` receives the encoding error of the node's sum on its leader, and 0 on other ranks.
+        """
         yield [self._node.Ireduce(x, self._sum, MPI.SUM, 0)]
         if lost is not None:
             lost[...] = 0

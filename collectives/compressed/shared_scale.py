@@ -1,4 +1,4 @@
-"""Allreduce of integers with a shared scale, whose sums are exact."""
+"""Allreduce of float32 vectors quantised to integers with a scale shared by all ranks, whose sums are exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collectives.compressed.bound_collective import BoundCollective, Motion
 
 
 class SharedScale(BoundCollective):
-    """Allreduce of integers: each group is quantised with a scale common to all ranks, from its largest element.
+    """Allreduce of float32 vectors as integers: each group has one scale on all ranks, given by its largest element.
 
     Sums of integers are exact, so the result does not depend on their order. Each term is encoded once, the sum never.
     Messages consist of `integer`, a dtype as wide as the largest sum needs.

@@ -126,9 +126,10 @@ class TwoShotAllreduce(FlatAllreduce):
 
 
 class RingAllreduce(FlatAllreduce):
-    """Ring allreduce: part c starts at rank c+1, gains a term and is encoded again at every hop, and ends at rank c.
+    """Ring reduce-scatter, encoding the growing sum of part c anew at every hop from rank c+1 to c, then an allgather.
 
-    2 (p-1) messages of a p-th of the encoded vector. A sum is encoded once at every rank on its path.
+    Messages of a p-th of the encoded vector: p-1 in the reduce-scatter; those of the allgather depend on its algorithm.
+    A sum is encoded once at every rank on its path.
     """
 
     def __init__(self, comm: Communicator, count: int, codec: Codec, lengths: Sequence[int] | None = None):
@@ -153,7 +154,7 @@ class RingAllreduce(FlatAllreduce):
             self.parts.of_vector(lost, self.rank)[...] = 0
 
     def _hop(self, sent: np.ndarray, right: int, arriving: np.ndarray, left: int) -> Request:
-        """Start sending `sent` to `right` and receiving `arriving` from `left`, by an otherwise empty all-to-all."""
+        """Start a sparse all-to-all: send `sent` to `right`, receive `arriving` from `left`. Return its request."""
         nothing = [0] * self.size
         to, from_ = nothing.copy(), nothing.copy()
         to[right], from_[left] = len(sent), len(arriving)

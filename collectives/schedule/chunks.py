@@ -10,9 +10,9 @@ from collectives.schedule.steps import Chunks
 
 
 def even(elements: int, parts: int, grain: int = 1) -> tuple[int, ...]:
-    """Lengths of `parts` nearly equal pieces of `elements`, in multiples of `grain`, the longer ones first.
+    """Lengths of `parts` nearly equal pieces of `elements` elements, all but the last in multiples of `grain`.
 
-    All pieces but the last non-empty one are multiples of `grain` elements, so that large pieces start on cache lines.
+    Longer pieces come first; the last takes the remainder of the grain as well. So large pieces start on cache lines.
     With fewer than `parts * grain` elements the grain is ignored.
 
     >>> even(10, 4), even(2, 4)
@@ -66,7 +66,7 @@ def joined(places: Iterable[MemorySpan]) -> list[MemorySpan]:
 
 
 def aligned(*columns: Iterable[MemorySpan]) -> Iterator[tuple[MemorySpan, ...]]:
-    """Split lists of spans of equal total length into pieces of equal length; yield rows with one piece per list."""
+    """Cut lists of spans of equal total length at the same places; yield rows of equally long pieces, one per list."""
     stacks = [joined(column)[::-1] for column in columns]
     while stacks[0]:
         length = min(stack[-1].stop - stack[-1].start for stack in stacks)

@@ -35,7 +35,7 @@ class Recv(NamedTuple):
 
 
 class RecvReduce(NamedTuple):
-    """Receive one message from `peer` and combine it with the chunks.
+    """Receive one message from `peer` and combine it into the chunks.
 
     `side` is the side of the incoming operand: ``"left"`` gives ``incoming op mine``, ``"right"`` gives
     ``mine op incoming``. The two differ only for operations that do not commute.

@@ -58,7 +58,7 @@ class CallTraits(NamedTuple):
     native: bool = False  #: the MPI's own collective may be taken, if it was measured to be the fastest
     form: str = BLOCKING
     v_form: bool = False  #: blocks may have any length
-    shared: bool = False  #: all buffers are in shared memory; the model decides, as tables measure ordinary memory
+    shared: bool = False  #: all buffers are in shared memory; tables measure ordinary memory
     in_place: bool = False  #: the shared buffers are used in place on all ranks
 
 
@@ -85,7 +85,11 @@ class Selector:
         return choice
 
     def decide(self, traits: CallTraits) -> Selection:
-        """Fastest algorithm, by measured times or else the model, that can do the call with equal bits on all ranks."""
+        """Fastest suitable algorithm for a call, by measured times where any apply, else by the model.
+
+        The model decides calls on large shared buffers, unless ranks forward data. All but native algorithms give equal
+        bits on all ranks.
+        """
         if traits.local_counts:
             traits = traits._replace(nbytes=TYPICAL_BLOCK * self.size)
         elif traits.shared and traits.nbytes >= RENDEZVOUS_BYTES and not forwards_data(traits.collective, self.size):
@@ -93,7 +97,7 @@ class Selector:
         return self._from_table(traits) or self._from_model(traits, self.costs)
 
     def _from_table(self, traits: CallTraits) -> Selection | None:
-        """Fastest suitable algorithm in the best matching rows of the timing table; None if there is none."""
+        """Fastest suitable algorithm in the best rows of the timing table that have one; None if none has."""
         if self.table is None:
             return None
         series = self.table.rows(traits.collective, traits.form, traits.v_form, self.size, self.nodes)
@@ -121,7 +125,7 @@ class Selector:
         return entry.alike and _fits(entry, traits.ordered, self.nodes)
 
     def _from_model(self, traits: CallTraits, costs: Costs) -> Selection:
-        """Fastest suitable algorithm and segment count by the cost model.
+        """Fastest suitable algorithm and segment count by the cost model; with local counts, by `_fewest_rounds`.
 
         The catalogue's formulas count where all edges cost the same. Elsewhere algorithms that use the topology are
         simulated, and all others are priced as if every message took the slower wire.
@@ -199,7 +203,7 @@ def size_class(nbytes: int) -> int:
 
 
 def check(collective: str, algorithm: str, ordered: bool = False, nodes: Nodes | None = None) -> None:
-    """Raise InvalidArgument for an algorithm that is unknown or, if `ordered`, does not keep rank order."""
+    """Raise InvalidArgument if an algorithm is not in the catalogue or, with `ordered`, does not keep rank order."""
     try:
         entry = catalog.find(collective, algorithm)
     except ValueError as error:
@@ -215,7 +219,7 @@ def _fits(entry: catalog.Algorithm, ordered: bool, nodes: Nodes | None) -> bool:
 
 
 def _fewest_rounds(able: dict[str, catalog.Algorithm], size: int) -> str:
-    """Name of the algorithm with the fewest rounds among those of least volume; exchanging counts doubles rounds."""
+    """Name of the algorithm with the fewest rounds among those of least volume; rounds count twice unless `private`."""
     volumes = {name: catalog.evaluate(entry.volume, size) for name, entry in able.items()}
     least = min(volumes.values())
     rounds = {
@@ -227,7 +231,7 @@ def _fewest_rounds(able: dict[str, catalog.Algorithm], size: int) -> str:
 
 
 def sample(nodes: Nodes, most: int) -> Nodes:
-    """Placement of at most `most` ranks of a cluster: whole nodes if not too large, and at least two nodes."""
+    """Placement of at most `most` ranks of a cluster: its first nodes, at least two, each cut to `most` / 2 ranks."""
     if len(nodes) <= most:
         return nodes
     per_node = min(max(map(nodes.count, set(nodes))), most // 2)
@@ -286,7 +290,7 @@ def predict(
     Parameters
     ----------
     collective, algorithm : str
-        Names as in `algorithms`.
+        Names as in `algorithms`, except ``"native"``, which raises ValueError.
     size, nbytes, segments : int
         Ranks; bytes of the whole vector, or of all blocks together; segments that the data is cut into, by default 1.
     nodes : tuple of int, optional

@@ -29,7 +29,7 @@ FORMAT, VERSION = "chorus tuning", 1
 
 
 class TableError(ValueError):
-    """Error for a file without a usable timing table; the message names the file and the reason."""
+    """Error for a file without a usable timing table; the message gives the reason and, from `read`, the file."""
 
 
 class DamagedTable(TableError):
@@ -60,7 +60,7 @@ def default_path() -> Path:
 
 
 def to_json(table: TimingTable) -> dict[str, Any]:
-    """Content of a timing table's file, as JSON objects."""
+    """Content of a timing table's file, as JSON objects, with the MPI and machine of this process."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -81,7 +81,7 @@ def to_json(table: TimingTable) -> dict[str, Any]:
 
 
 def from_json(content: Any) -> TimingTable:
-    """Table from the content of a file; raises TableError if it is of another version, machine or MPI."""
+    """Table from a file's parsed JSON; TableError if it is of another format, version, machine or MPI, or damaged."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise TableError("is no table of Chorus")
     if content.get("version") != VERSION:

@@ -74,7 +74,8 @@ class TimingTable(NamedTuple):
         """Yield the measured rows that apply to a call, best first, each with True if they are of exactly its form.
 
         The same form comes before blocking calls, and a v-form before equal blocks. Rows that are not exact compare
-        our algorithms only: their native times do not hold for the call.
+        our algorithms only: their native times do not hold for the call. Rows for another number of ranks apply up to
+        `MAX_RANKS_RATIO`, if there are none for this one.
         """
         names = [f"{collective}v", collective] if v_form else [collective]
         for measured_form in dict.fromkeys((form, BLOCKING)):
@@ -126,7 +127,7 @@ def _placement_class(placement: str) -> str:
 
 
 def interpolate(rows: Rows, nbytes: int) -> dict[AlgorithmChoice, float]:
-    """Seconds of each algorithm at a size, interpolated on log-log scales; {} if too far outside the measured sizes."""
+    """Seconds of each choice at a size: log-log between measured sizes, nearest row just outside, {} far outside."""
     sizes = list(rows)
     at = bisect_left(sizes, nbytes)
     if at < len(sizes) and sizes[at] == nbytes:
