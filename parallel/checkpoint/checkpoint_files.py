@@ -50,7 +50,7 @@ TAG = 1
 
 
 def latest(comm: MPI.Intracomm, directory: Path) -> Path | None:
-    """Path of the newest checkpoint in a directory, as rank 0 sees it, or None if there is none. Collective."""
+    """Path of the checkpoint of the highest step in a directory, by names on rank 0, or None. Collective."""
     found = collective_call(comm, lambda: all_in(directory), f"cannot look into {directory}", CheckpointError, 0)
     return found[-1] if found else None
 
@@ -67,7 +67,7 @@ def save(
     *,
     keep: int = 3,
 ) -> Path:
-    """Write a checkpoint atomically, remove old ones, and return the path of the new one. Collective.
+    """Write a checkpoint atomically, remove all but the `keep` of the highest steps, return the new path. Collective.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def save(
     facts : mapping
         Other state, equal on all ranks; becomes JSON.
     keep : int
-        Number of checkpoints to keep, with this one; older ones are removed afterwards.
+        Number of checkpoints to keep, those of the highest steps; others are removed afterwards.
 
     Raises
     ------
@@ -237,10 +237,9 @@ class Checkpoint:
             self._file_of |= {f"{family}/{name}": file for name in entries}
 
     def fit(self, slices: Iterable[TensorSlice]) -> None:
-        """Check that the slices of all ranks have the names, shapes and dtypes in the checkpoint, else CheckpointError.
-        Collective.
+        """Check that all ranks' slices have exactly the checkpoint's names, shapes and dtypes, else CheckpointError.
 
-        Tensors of the family `OPTIONAL` may be missing on either side.
+        Collective. Tensors of the family `OPTIONAL` may be missing on either side.
         """
         wanted: dict[str, ArraySpec] = {}
         for piece in slices:

@@ -55,7 +55,7 @@ class SafetensorsWriter:
         self._write(len(text).to_bytes(8, "little") + text)
 
     def add(self, values: np.ndarray) -> None:
-        """Write the next tensor of `entries`; `values` has its dtype and number of elements, in any shape."""
+        """Write the next tensor of `entries`; `values` must have its dtype and number of elements (not checked)."""
         self._write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
     @property

@@ -33,11 +33,11 @@ REQUIRED = {"step": int, "facts": dict, "files": dict}
 
 
 class CheckpointError(RuntimeError):
-    """Error on all ranks: a checkpoint could not be written, or cannot be used."""
+    """Error: a checkpoint could not be written, or cannot be used. Collective calls raise it on all ranks."""
 
 
 class NotRemoved(CheckpointError):
-    """Error on all ranks: the new checkpoint was written, but older ones could not be removed."""
+    """Error: the new checkpoint was written, but older ones could not be removed."""
 
 
 def name_of(step: int) -> str:
@@ -94,7 +94,7 @@ def _clear_unfinished(directory: Path) -> None:
 
 
 def remove_old(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the `keep` newest: rename, then delete. Links and other folders stay."""
+    """Remove all checkpoints but the `keep` of the highest steps: rename, then delete. Links and other folders stay."""
     for old in [path for path in all_in(directory) if _is_ours(path) and _has_state(path)][:-keep]:
         hidden = _hidden(old)
         with _locked(old, without=True), contextlib.suppress(FileNotFoundError):  # another process removes it too

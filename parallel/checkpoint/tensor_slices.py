@@ -32,7 +32,7 @@ class TensorSlice(NamedTuple):
     array : 1-D array
         View of the rank's memory, float32 or float64: assigning to its elements changes the state.
     mine : bool
-        True if this rank writes it to checkpoints. Every element is in one such slice, on one rank.
+        True if checkpoints take it from this rank. Every element is in one such slice, on one rank.
     """
 
     name: str
@@ -43,7 +43,7 @@ class TensorSlice(NamedTuple):
 
 
 def tensor_slices(pieces: Sequence[OptimizerSpan], mine: Sequence[Span]) -> Iterator[TensorSlice]:
-    """Slices of weights and optimizer state in this rank's spans; it writes those inside `mine` to checkpoints."""
+    """Slices of weights and optimizer state in this rank's `pieces`; checkpoints take those inside the spans `mine`."""
     for piece in pieces:
         vectors = {"model": piece.weights, **{f"optimizer/{name}": view for name, view in piece.state.items()}}
         for place in piece.places:

@@ -34,7 +34,7 @@ LAST = 20  # steps whose losses make the final loss
 
 
 def history(comm: Communicator, settings: Settings) -> dict[str, Any]:
-    """Train; returns the loss of each step, distances of replicas by step, and the test score. Collective."""
+    """Train; returns losses by step, distances of replicas every `EVERY` steps, and test score, by name. Collective."""
     sums, distances = [], {}
     with Training(settings, comm) as training:
         engine: Any = training.engine

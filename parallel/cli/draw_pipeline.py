@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
-    """Build the plan of schedule `name` (or of a .csv file) from the options; ValueError if that is impossible."""
+    """Build the plan of schedule `name` (a .csv file joins `SCHEDULES`) from the options; ValueError if impossible."""
     defaults = 4, 8
     if name.endswith(".csv"):
         try:

@@ -92,7 +92,7 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def run(args: argparse.Namespace, mpiexec: str, victim: int | None = None, moment: float = 0.0) -> KilledRun:
-    """Train in a subprocess, kill rank `victim`, if given, `moment` s after the first step; returns the result."""
+    """Train in a subprocess; kill `victim`, if given and alive, `moment` s after step 1; returns the result."""
     with tempfile.TemporaryDirectory() as folder:
         metrics, output = Path(folder) / "metrics.json", Path(folder) / "output"
         with output.open("wb") as file:

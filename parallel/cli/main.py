@@ -121,7 +121,7 @@ def check_ranks(size: int, least: int) -> None:
 
 
 def start(words: list[str]) -> None:
-    """Run the subcommand that the words name; if it needs ranks and has no launcher yet, under a new mpiexec."""
+    """Run the subcommand in `words` and exit; with -n, or a default number of ranks, under a new mpiexec."""
     ranks, words = take_ranks(words)
     name, rest = find(words)
     program, rank = PROGRAMS[name], rank_of_launcher()

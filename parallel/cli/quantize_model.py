@@ -50,7 +50,7 @@ STEPS = 4  # budgets between two widths of the curve
 OF_MIXED = ("search", "sensitivity", "widths", "pareto")
 OF_CHECKPOINT = ("spec", "method", "activations", "observer", "calibrate", "samples", "mixed", "report", "output")
 NEEDED = {"checkpoint": OF_CHECKPOINT + OF_MIXED, "mixed": OF_MIXED, "activations": ("observer",)}
-"""Options without effect unless another one is given."""
+"""Options that are refused unless the option before the colon is given."""
 
 
 def parser() -> launcher.LauncherParser:
@@ -186,7 +186,7 @@ def draw_pareto(job: QuantizeJob, mixed: PrecisionMixture) -> None:
 
 
 def search_widths(job: QuantizeJob) -> tuple[Operator, list[QuantSpec]]:
-    """Choose a bit width for each layer; returns the quantised model and the spec of each layer. Collective."""
+    """Choose each layer's bit width, print (and plot) results; returns quantised model, spec by layer. Collective."""
     args, mixed = job.args, mixture_of(job)
     choice = mixed.choose(args.search, mixed.budget(job.spec, args.mixed), job.comm)
     if args.mixed in args.widths:
@@ -233,7 +233,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Quantise a trained model (--checkpoint), or test an already quantised one (--load)."""
+    """Quantise a trained model (--checkpoint), or test an already quantised one (--load); exit status 2 on errors."""
     made = parser()
     args = made.parse_args(argv)
     if problem := argument_error(made, args):

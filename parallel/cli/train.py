@@ -43,7 +43,7 @@ LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just endin
 
 
 def resumed(comm: Communicator, args: argparse.Namespace) -> Checkpoint | None:
-    """Verified checkpoint that --resume names, or None without --resume; CheckpointError if unusable. Collective."""
+    """Verified checkpoint to resume, or None; CheckpointError if damaged or if --checkpoint has newer. Collective."""
     present = collective_call(comm, lambda: all_in(args.checkpoint) if args.checkpoint else [], "--checkpoint", root=0)
     if args.resume is None:
         if present:
@@ -72,7 +72,7 @@ def intact_text(comm: Communicator, present: list[Path], damaged: Path) -> str:
 
 
 def begin(comm: Communicator, args: argparse.Namespace) -> Training:
-    """Set up a new or resumed training from the options, and print its description. Collective; errors on all ranks."""
+    """Set up a new or resumed training, lock or check its output files, print a description. Collective, errors too."""
     found = resumed(comm, args)
     given = {name: getattr(args, name, None) for name in settings.NAMES}
     given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
@@ -93,7 +93,7 @@ def begin(comm: Communicator, args: argparse.Namespace) -> Training:
 
 
 def limit_threads(comm: Communicator, args: argparse.Namespace, chosen: settings.Settings) -> None:
-    """Set the number of BLAS threads (--threads, or a default) and store it in `args.threads`. Collective."""
+    """Set `args.threads`, if None, and with it the number of BLAS threads; also `keep_freed_memory`. Collective."""
     keep_freed_memory()
     threads = args.threads = args.threads or (1 if chosen.reproducible else resources.cores_per_rank(comm))
     collective_call(comm, lambda: resources.limit_threads(threads), "--threads")
@@ -113,7 +113,7 @@ def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -
 
 
 def lock_checkpoints(folder: Path) -> None:
-    """Lock a checkpoint folder until this process ends; OSError if not writable, or locked by another training."""
+    """Create and lock a checkpoint folder until this process ends; OSError if not writable, or locked by another."""
     check_folder(folder)
     descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_SECONDS
     while True:
@@ -131,7 +131,7 @@ FILE_CHECKS = {"checkpoint": lock_checkpoints, "json": check_writable, "plot": c
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; exit status 1 after an error, 128 + signal number after a signal."""
+    """Train; exit status 2 if the training cannot begin, 1 if it fails, 128 + signal number after a signal."""
     parser = launcher.LauncherParser(__doc__, usage="%(prog)s [options]")
     add_settings(parser)
     add_files(parser)

@@ -49,7 +49,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxr
 
 
 def train(comm: Communicator, args: argparse.Namespace, training: Training) -> int:
-    """Run a training to its end, with console output and all files; returns the exit status. Collective."""
+    """Run a training to its end or a signal, with console output and all files; returns the exit status. Collective."""
     run = TrainingRun(comm, args, training)
     return run.steps() or run.finish()
 
@@ -124,7 +124,7 @@ class TrainingRun:
         self._test_text = ""
 
     def steps(self) -> int:
-        """Run all training steps; returns 0, or 128 + signal number if interrupted by a signal. Collective."""
+        """Train to the last step, with tests and checkpoints; returns 0, or 128 + number after a signal. Collective."""
         args, training, checkpoints = self._args, self._training, self._checkpoints
         tenth = max(1, training.steps // INTERVALS)
         test_every = args.test_every or (training.sampler.steps_per_epoch if training.settings.steps is None else tenth)
@@ -157,7 +157,7 @@ class TrainingRun:
             return 128 + number if number else 0
 
     def _record(self, record: StepRecord, test_every: int) -> None:
-        """Add a step to throughput meter and metrics file; every `test_every` steps also test the model."""
+        """Add a step to meter and metrics file; every `test_every` steps, except the last, also test the model."""
         training, metrics = self._training, self._metrics
         self._meter.add(record.samples, record.seconds, record.report.communication)
         done, line = training.done, record.line()
@@ -189,7 +189,7 @@ class TrainingRun:
         }
 
     def finish(self) -> int:
-        """Test the trained model, write metrics, plot and trace; returns the exit status. Collective."""
+        """Test the trained model, write metrics, plot and trace; returns 0; OutputError if a file fails. Collective."""
         args, training, comm, metrics = self._args, self._training, self._comm, self._metrics
         checkpoints = self._checkpoints
         with launcher.progress(len(training.task.test), "test", "sample") as bar:

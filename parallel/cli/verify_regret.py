@@ -67,10 +67,9 @@ def best(data: ArrayDataset, steepest: float) -> np.ndarray:
 
 
 def train(comm: Communicator, data: ArrayDataset, staleness: int, sigma: float, steps: int) -> tuple[np.ndarray, float]:
-    """Train with a staleness bound; rank 0 gets the loss of every gradient and the largest norm of the weights.
+    """Train with a staleness bound; returns (loss of every gradient, largest norm of the weights) on rank 0.
 
-    On the first rank, return the loss of every gradient at the weights that it was computed from, and the largest norm
-    of the weights.
+    Losses are those at the weights that a gradient was computed from. Other ranks get an empty array and 0. Collective.
     """
     workers = comm.Get_size() - 1
 
@@ -92,7 +91,7 @@ def train(comm: Communicator, data: ArrayDataset, staleness: int, sigma: float, 
 
 
 def main() -> int:
-    """Train with each staleness bound and print regrets; exit status 1 if one exceeds its bound."""
+    """Train with each staleness bound, print regrets; exit status 1 if a regret or the weights exceed their bound."""
     parser = launcher.LauncherParser(__doc__)
     add = parser.add_argument
     add("--staleness", type=numbers, default=[0, 1, 3, 8], metavar="S,...", help="default 0,1,3,8")

@@ -53,7 +53,7 @@ def children(parent: int) -> set[int]:
 
 
 def watch(launcher: int, rank: int, count: int, grace: float) -> None:
-    """Watchdog loop: terminate the process `launcher` when one of its `count` child processes, the ranks, dies."""
+    """Watchdog loop: terminate process `launcher` if one of its `count` children dies; `rank` is our rank's pid."""
     ranks: set[int] = set()
     since = None
     while not select.select([0], [], [], PERIOD)[0]:

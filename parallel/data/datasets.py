@@ -19,7 +19,7 @@ import numpy as np
 from parallel.data.sampler import Dataset
 
 HELD_OUT = 10
-"""One in so many samples (documents, characters) belongs to the test set."""
+"""One in so many samples of .npz files, documents of pydoc, or bytes of text files is for the test."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ArrayDataset:
 class TokenWindows:
     """Data set of windows of `length` bytes of a text, `stride` apart; targets are the inputs shifted by one byte.
 
-    Stride 0 stands for `length`: each byte but the first is a target once per epoch.
+    Stride 0 stands for `length`: each byte is a target once per epoch, but the first and a rest below `length`.
     """
 
     text: np.ndarray
@@ -143,7 +143,7 @@ def copy(seed: int = 0, length: int = 64) -> LearningTask:
 
 
 def pydoc(seed: int = 0, length: int = 128) -> LearningTask:
-    """Text of the Python standard library's documentation, as bytes; a tenth of the modules and topics is the test set.
+    """Bytes of the Python standard library's documentation; about a tenth of modules and topics is the test set.
 
     Repeated paragraphs are kept once, so only short phrases occur in both texts.
     """

@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(some: Any, at: int, xp: ModuleType = np) -> Batch:
-    """Convert (number, x, y, samples) to a `Batch` with arrays of `xp`; `at` is its index for error messages."""
+    """Convert (number, x, y, samples) to a `Batch`, x and y as arrays of `xp`; `at` is its index for error messages."""
     parts = tuple(some) if isinstance(some, tuple | list) else ()
     if len(parts) != len(Batch._fields):
         found = f"a {type(some).__name__} of {len(parts)}" if isinstance(some, tuple | list) else type(some).__name__
@@ -203,7 +203,7 @@ class Sampler:
     def load(self, position: dict[str, int]) -> None:
         """Restore a position from a checkpoint; the micro-batch size may be another, as it does not affect the order.
 
-        ValueError for a position of another count, global batch or seed, or none; the sampler is unchanged.
+        ValueError if count, global batch, seed or shuffle is another, or it is no position; the sampler is unchanged.
         """
         try:
             known = expect_mapping(position, "position")

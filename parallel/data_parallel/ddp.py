@@ -21,7 +21,7 @@ from parallel.nn.operator import Parameter
 from quant.types import Array
 
 MOST_REQUESTS = 24
-"""Buckets that have a request each: a communicator has shared memory for 31 persistent ones."""
+"""Most buckets (plus one) with a persistent request each: a communicator has shared memory for 31 of these."""
 
 
 class NaiveDDP:
@@ -108,7 +108,7 @@ class NaiveDDP:
             self._complete(self.reducers[number])
 
     def bind(self) -> None:
-        """Create the layout's persistent requests, so that starting an exchange is not collective. Collective."""
+        """Create `OverlappedDDP`'s persistent requests before its first step; no-op in other layouts. Collective."""
 
     def finish(self) -> None:
         self.finalize()
@@ -134,7 +134,7 @@ class NaiveDDP:
 
 
 class BucketedDDP(NaiveDDP):
-    """Gradient sink with several buckets: a blocking allreduce of each as soon as it is complete."""
+    """Gradient sink with several buckets, each all-reduced (blocking) when the step's last backward completes it."""
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:
@@ -149,7 +149,7 @@ class BucketedDDP(NaiveDDP):
 
 
 class OverlappedDDP(BucketedDDP):
-    """Gradient sink with a non-blocking allreduce per bucket, overlapped with backward, which drives progress."""
+    """Gradient sink with a non-blocking allreduce per bucket; the step's last backward overlaps and drives it."""
 
     def __init__(self, context: RunContext):
         super().__init__(context)

@@ -76,7 +76,7 @@ class ShardedParams:
         self._path, self._at = path, -1
 
     def unshard(self) -> None:
-        """Wait for the weights of the next unit on the path, bind its parameters, and prefetch the unit after it."""
+        """Gather the weights of the path's next unit, unless prefetched, bind them, and prefetch the unit after it."""
         self._at += 1
         here = self._needs(self._at)
         for number in here:
@@ -93,7 +93,7 @@ class ShardedParams:
                 self._fetch(number)
 
     def reshard(self) -> None:
-        """Release the current unit's gathered weights: its parameters have no data until they are gathered again."""
+        """Unbind the current unit's parameters until `unshard`; gathered weights stay in a buffer until its reuse."""
         for number in self._needs(self._at):
             for place in self._buckets[number].places:
                 place.parameter.data = None

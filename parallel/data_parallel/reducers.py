@@ -23,7 +23,7 @@ from parallel.runtime.tree_sum import TreeNode, TreeSum, VectorPool, tree_foreca
 from quant.types import Array
 
 Assignment = Sequence[tuple[int, ...]]
-"""The micro-batches of every rank."""
+"""Numbers of the micro-batches of each rank, by rank."""
 
 
 class StepScale(NamedTuple):
@@ -154,7 +154,7 @@ class CanonicalReducer(PlainReducer):
         self._comm.Allgatherv(MPI.IN_PLACE, [self.vector, self.bucket.counts])
 
     def _exchange(self, alltoallv: Callable[[Any, Any], Any]) -> list[Any]:
-        """Send each rank its part of this rank's partial sums, one all-to-all per tree node; returns their results."""
+        """Send each rank its part of this rank's tree nodes, an all-to-all for each; returns results of `alltoallv`."""
         size, ranks = self.bucket.own.size, len(self._nodes)
         length = size * sum(map(len, self._nodes))
         if len(self._arriving) < length:
@@ -238,7 +238,7 @@ class ShardedCanonicalReducer(ShardedPlainReducer):
         self._assignment = assignment
 
     def exchange(self, turn: int) -> None:
-        """Exchange the gradients of every rank's `turn`-th micro-batch: receive this rank's part of each."""
+        """Exchange the gradients of every rank's `turn`-th micro-batch: receive this rank's part of each and add it."""
         leaves = [numbers[turn] if turn < len(numbers) else None for numbers in self._assignment]
         self.bucket.end_backward()
         size, here = self._own.size, leaves[self._rank] is not None

@@ -97,7 +97,7 @@ class ShardedOptimizer:
             yield OptimizerSpan(span, weights, gradient, state, flat.places, None if master is None else stored)
 
     def norm(self, count: int, step: int) -> tuple[float, float, bool]:
-        """Gradient norm (global), factor to multiply gradients with in `update`, and True if it is finite. Collective.
+        """Adapt the loss scale; return (global gradient norm, factor for `update`, True if finite). Collective.
 
         Raises
         ------

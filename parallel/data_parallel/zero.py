@@ -116,7 +116,7 @@ class Zero2:
 
 
 class Zero3(Zero2):
-    """ZeRO stage 3 gradient sink: as stage 2, with one bucket per unit, for weights gathered on use."""
+    """ZeRO stage 3 gradient sink: as stage 2, but all parameters of a bucket are of one unit, or shared by the same."""
 
     @staticmethod
     def cut(plan: PartitionSpec) -> Sequence[Sequence[ParamSpan]]:

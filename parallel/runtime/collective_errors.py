@@ -43,7 +43,9 @@ def collective_call(
     kind: type[Exception] = ValueError,
     root: int | None = None,
 ) -> Result:
-    """Call non-MPI `function` on all ranks, or on `root` and broadcast the result; raise errors on all. Collective.
+    """Call non-MPI `function` on all ranks, or on `root` and broadcast the result; errors become `kind` on all ranks.
+
+    Collective. Only errors of `EXPECTED` do; any other is raised on its own rank alone.
 
     Examples
     --------

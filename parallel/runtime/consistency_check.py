@@ -25,10 +25,10 @@ class ParameterMismatch(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """Raised on all ranks if any rank failed in a training step; normally no rank has updated anything."""
+    """Raised on all ranks if a step or evaluation failed on any; "nothing was updated" is in its text where true."""
 
     elsewhere = False
-    """True if only another rank knows the cause."""
+    """Set by the parameter server: True if only another rank knows the cause."""
 
 
 def exits_on_all_ranks(kind: type[BaseException] | None) -> bool:

@@ -24,20 +24,20 @@ def _node(comm: MPI.Intracomm) -> Iterator[MPI.Comm]:
 
 
 def _cores(node: MPI.Comm) -> tuple[int, int]:
-    """Return the numbers of cores that this rank, and that all ranks of its node, may use. Collective over the node."""
+    """Return the number of cores that this rank may use, and that all ranks of `node` together may use. Collective."""
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return len(mine), len(frozenset().union(*node.allgather(frozenset(mine))))
 
 
 def cores_per_rank(comm: MPI.Intracomm) -> int:
-    """Cores of the node divided by its number of ranks; from 1 to the cores that this rank may use. Collective."""
+    """Cores that `comm`'s ranks on this node may use together, per rank; from 1 to those of this rank. Collective."""
     with _node(comm) as node:
         mine, cores = _cores(node)
         return max(1, min(mine, cores // node.Get_size()))
 
 
 def _cores_at_once(comm: MPI.Intracomm, threads: int) -> float:
-    """Number of cores that this rank's threads effectively get while all ranks of its node compute. Collective."""
+    """Mean number of cores for this rank's `threads` while all ranks of `comm` on its node compute. Collective."""
     with _node(comm) as node:
         mine, cores = _cores(node)
         threads = min(threads, mine)
@@ -54,7 +54,7 @@ def limit_threads(threads: int) -> None:
 
 
 def node_memory() -> int:
-    """Bytes of physical memory of this node; 0 if unknown."""
+    """Bytes of physical memory of this node, not the limit of a container or job; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -62,7 +62,7 @@ def node_memory() -> int:
 
 
 def check_memory(comm: MPI.Intracomm, kinds: Mapping[str, int]) -> None:
-    """Raise ValueError on all ranks if bytes by kind, summed over a node's ranks, exceed its memory. Collective."""
+    """Raise ValueError on all ranks if bytes in `kinds`, summed over a node's ranks, exceed its memory. Collective."""
     with _node(comm) as node:
         needed, ranks = node.allreduce(sum(kinds.values())), node.Get_size()
     there, problem = node_memory(), None

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepReport:
-    """Result of a training step: loss, gradient norm, rates, times; equal on all ranks except for the times.
+    """Result of a training step: loss, gradient norm, rates, times. On synchronous engines only times differ by rank.
+
+    Parameter servers and decentralised replicas report loss, count and norm of fewer ranks: see their `step`.
 
     Attributes
     ----------
@@ -16,7 +18,7 @@ class StepReport:
     norm : norm of the mean loss's gradient before clipping; inf after an overflow, None without targets
     skipped : True if nothing was updated: no targets, or an overflow, which lowers the loss scale
     scale, rate : loss scale and learning rate of this step
-    stop : True if some rank requested to stop
+    stop : True if this step is the last one, as some rank requested to stop
     seconds, communication : time of the step, and this rank's part of it in communication, waiting included
     """
 

@@ -18,7 +18,7 @@ class Throughput:
 
 
 class ThroughputMeter:
-    """Meter of training throughput, fed by `add` with the samples, seconds and communication seconds of each step.
+    """Meter of training throughput; `add` takes a step's samples (of all ranks), seconds and communication seconds.
 
     The overall throughput leaves out the first step of a process, which allocates and compiles, if there are others.
     `peak` is the FLOPs per second of all ranks.
@@ -43,13 +43,13 @@ class ThroughputMeter:
         return float(self._window[1])
 
     def recent(self) -> Throughput:
-        """Throughput since the last call, with this rank's share of communication."""
+        """Throughput since the last call of `recent`, with this rank's share of communication."""
         samples, seconds, communication = self._window.tolist()
         self._window[:] = 0
         return self._throughput(samples, seconds, _ratio(communication, seconds))
 
     def overall(self, comm: MPI.Intracomm) -> Throughput:
-        """Throughput of all steps, with the mean share of communication of all ranks. Collective."""
+        """Throughput of all steps but the first, with the share of communication over all ranks. Collective."""
         total = self._total if self._total[1] or self._first is None else self._first
         samples, seconds, communication = total.tolist()
         return self._throughput(samples, seconds, _ratio(comm.allreduce(communication), comm.allreduce(seconds)))

@@ -21,7 +21,7 @@ class TreeNode(NamedTuple):
 
 
 class VectorPool:
-    """Pool of reusable vectors; `make` allocates one more if none is idle."""
+    """Pool of reusable vectors, with arbitrary contents; `make` allocates one more if none is idle."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make, self._idle = make, []  # type: ignore[var-annotated]
@@ -58,7 +58,7 @@ class TreeSum:
         self.sums = {}
 
     def total(self) -> Any:
-        """Return the sum of all nodes, a vector of the pool (None without nodes), and empty the tree."""
+        """Empty the tree and return the sum of its nodes (None if it has none), a vector to give back to the pool."""
         parts = [self.sums[node] for node in in_order(self.sums)]
         self.sums = {}
         while len(parts) > 1:  # missing nodes on the right are left out: the last one joins its left neighbour

@@ -30,14 +30,14 @@ def namespace(device: str) -> ModuleType:
 
 
 class VectorAllocator:
-    """Allocator of zero-filled vectors on a device ("cpu" or "cuda"); `allocated` counts the bytes by kind."""
+    """Allocator of zero-filled vectors on a device ("cpu" or "cuda"); `allocated` has bytes by kind, freed or not."""
 
     def __init__(self, comm: Communicator, device: str = "cpu"):
         self.comm, self.xp = comm, namespace(device)
         self.allocated: Counter[str] = Counter()
 
     def with_comm(self, comm: Communicator) -> VectorAllocator:
-        """Copy of this allocator that shares vectors between the ranks of `comm`, and adds to the same byte counts."""
+        """Copy of this allocator whose `shared` uses `comm`; both add to the same byte counts."""
         other = copy(self)
         other.comm = comm
         return other
@@ -46,7 +46,7 @@ class VectorAllocator:
         return self._count(kind, self.xp.zeros(size, dtype))
 
     def shared(self, kind: str, size: int, dtype: Any) -> Any:
-        """Allocate a vector in memory shared by the node's ranks (on a GPU: a private one). Collective."""
+        """Allocate a vector of this rank, in memory that the node's ranks can read (on a GPU: private). Collective."""
         if self.xp is not np:
             return self.private(kind, size, dtype)
         return self._count(kind, self.comm.zeros(size, dtype))
