@@ -123,20 +123,21 @@ class TrainEngine(BaseEngine):
     # ------------------------------------------------------------------------------------------ training
 
     def step(self, batches: Iterable[Batch], *, stop: bool = False) -> StepReport:
-        """Run one training step: forward, backward and one update from the micro-batches of all ranks. Collective.
+        """Run one training step: forward, backward, at most one update from the micro-batches of all ranks. Collective.
 
-        `batches`, or tuples like them, are this rank's, perhaps none; `share` gives their numbers. With `stop` on any
-        rank this step is the last one, for example after Ctrl-C; the reports of all ranks have it.
+        `batches`, or tuples like them, are this rank's, perhaps none; `share` gives their numbers. If no rank has a
+        target, nothing is updated. With `stop` on any rank, as after Ctrl-C, the reports of all ranks have it.
 
         Raises
         ------
         ValueError
             On all ranks, if the numbers of their micro-batches are not those from 0 on, each once.
         StepFailed
-            On all ranks, if one has raised an exception or found a loss or gradient that is not finite; nothing was
-            updated then. In fp16 such a gradient skips the step, unless the loss scale cannot go lower.
+            On all ranks, if one has raised an exception or found a loss or gradient that is not finite; the message
+            begins with what was updated, normally nothing. In fp16 such a gradient skips the step, unless too many
+            steps in a row were skipped at the lowest loss scale.
         ParameterMismatch
-            On all ranks, if parameters that should be the same are not.
+            On all ranks, after the update, if parameters that should be the same are not (`settings.check_every`).
         """
         return self._step(lambda scale: self._assigned(batches, stop, scale))
 
@@ -181,7 +182,7 @@ class TrainEngine(BaseEngine):
         return norm, finite
 
     def evaluate(self, batches: Sequence[Batch], measure: Measure | None = None) -> Evaluation:
-        """Mean loss, and mean of the metric `measure(scores, targets)`, over all ranks' batches, without training.
+        """Evaluate without training: mean over all ranks' targets of loss and `measure(scores, targets)`. Collective.
 
         `measure` is summed over all batches, such as the number of correct predictions; this rank may have no batches.
         """
@@ -241,7 +242,7 @@ class TrainEngine(BaseEngine):
         self.steps, self.updates = steps, updates
 
     def close(self) -> None:
-        """Free the engine's MPI requests and memory; it cannot be used afterwards."""
+        """Free the engine's MPI requests and memory, parameter values too; it cannot be used afterwards. Collective."""
         for part in self._parts:
             part.close()
 

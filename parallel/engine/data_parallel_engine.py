@@ -56,7 +56,7 @@ class Engine(TrainEngine):
     ValueError, RankMismatch
         If an argument is invalid; on all ranks, if models or settings differ (it names the first difference).
 
-    All methods are collective, except `share`, `state`, `load`, and `tensor_slices` without compression.
+    All methods are collective, except `forecast`, `share`, `state`, `load`, and `tensor_slices` without compression.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Engine(TrainEngine):
         return self._step(lambda scale: self._drawn(batches, stop, scale))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Yield slices as `TrainEngine`, then compression residuals, averaged over all ranks. Collective."""
+        """Yield slices as `TrainEngine`, then compression residuals, averaged over all ranks in place. Collective."""
         yield from super().tensor_slices()
         for reducer in self._compressed():
             reducer.average_residual()
@@ -188,7 +188,7 @@ class Engine(TrainEngine):
         return PassResult(losses, problem)
 
     def _drawn(self, batches: Iterable[Batch], stop: bool, scale: float) -> tuple[int, bool, PassResult]:
-        """Run passes of micro-batches taken one by one from a shared queue; then exchange which rank had which.
+        """Run passes of micro-batches drawn one by one from a shared queue, then synchronise; results as `_assigned`.
 
         A rank that has failed draws no more, and the others get the rest; its error is exchanged at the end.
         """

@@ -1,7 +1,7 @@
 """Memory ledger: predicted and allocated bytes on one rank, by kind (parameters, gradients, activations, ...).
 
-The formulas use shapes alone and do not share code with the allocations, so that tests compare the two. An engine
-enters each kind of step (`MemoryLedger.expect`); its forecast enters the same steps before there is an engine.
+The formulas use shapes alone; tests compare them with the allocations. An engine enters each kind of step
+(`MemoryLedger.expect`); its forecast enters the same steps before there is an engine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MemoryLedger:
 
 
 def predict(plan: PartitionSpec, layout: str, states: int, assignment: Assignment) -> Counter[str]:
-    """Predicted bytes by kind, except activations, for a layout and an optimizer with `states` state vectors.
+    """Predicted bytes by kind on the plan's rank, without activations, if the optimizer has `states` state vectors.
 
     The assignment of micro-batches counts in reproducible training only.
     """
@@ -84,7 +84,7 @@ def predict_part(plan: PartitionSpec, layout: str, states: int, assignment: Assi
 
 
 def predict_activations(plan: PartitionSpec, loss: Any, x: ArraySpec, y: ArraySpec) -> tuple[Counter[str], int]:
-    """Predicted bytes of activations saved between forward and backward of a micro-batch; peak bytes of temporaries."""
+    """Predict (bytes of activations saved from forward to backward, peak bytes of temporaries) of one micro-batch."""
     model = Sequential(plan.units).outline(x)
     end = loss.outline(model.y, y)
     kept = nbytes_of((model.y, y, model.saved, end.saved))

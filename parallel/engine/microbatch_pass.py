@@ -44,11 +44,11 @@ def guarded(method: Callable[..., Result]) -> Callable[..., Result | None]:
 
 
 class MicrobatchPass:
-    """Forward and backward pass of one micro-batch, unit by unit; all methods are no-ops without a micro-batch.
+    """Forward and backward pass of one micro-batch, unit by unit; without data, or after an error, it computes nothing.
 
     `x` and `y` are inputs and targets, or the outputs of the units before, or None. `saved` are the values of the
     units' forward passes, each released by its backward; `total` is the sum of losses, `measured` that of
-    a measure. After the first error, `problem`, nothing is computed.
+    a measure. The first error is caught and kept in `problem`.
     """
 
     def __init__(self, x: Array, y: Array, run: PassMode, loss: Any):
@@ -78,7 +78,7 @@ class MicrobatchPass:
         return y
 
     def take(self, dy: Array) -> None:
-        """Set the gradient of the output, received from the next pipeline stage."""
+        """Set the gradient of the output, received from the next pipeline stage; ignored after an error."""
         self._dy = None if self.problem else dy
 
     def give_back(self) -> Array:

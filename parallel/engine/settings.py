@@ -22,7 +22,8 @@ class Settings:
     """Configuration of a training run, which every engine takes: ``Engine(model, loss, comm, optimizer, settings)``.
 
     Built from keywords, from a mapping (`complete`, which adds recipes) or from the command line of ``chorus train``.
-    None leaves a value open. Engines ignore fields of other layouts; `parallel.trainer.strategies` refuses them.
+    None leaves a value open. Engines ignore fields of other layouts (`parallel.trainer.strategies` refuses them), and
+    those that describe their arguments: data, model and optimizer.
 
     Attributes
     ----------
@@ -57,7 +58,7 @@ class Settings:
     slow : parameter server, for experiments: ``RANK:FACTOR,...`` slows workers down
     delay : parameter server, for experiments: seconds added to each work part
     record, replay : parameter server: file prefix to write the order of events to, or to read it from
-    fault_tolerant : the MPI survives the death of a rank, and a strategy that can go on does
+    fault_tolerant : go on after the death of a rank, if the layout can and the MPI survives it
     tau, group : decentralized styles: steps between averages (sgp: staleness), and ranks per group
 
     Raises
@@ -125,7 +126,7 @@ class Settings:
                 raise ValueError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name):g}")
 
     def micro(self, ranks: int) -> int:
-        """Samples per micro-batch on `ranks` ranks, from `micro_batch`, `accumulate` or `microbatches`, or by default.
+        """Samples per micro-batch if `ranks` ranks, or pipelines, share the step (as set, or by default).
 
         >>> Settings(batch=64).micro(4), Settings(batch=64, accumulate=3).micro(4)
         (16, 6)
@@ -182,6 +183,7 @@ DEFAULTS = Settings()
 def complete(given: Mapping[str, Any], previous: Mapping[str, Any] | None = None) -> Settings:
     """Settings from `given` values (None: not given), else `previous` (a checkpoint's), else defaults for the model.
 
+    `RUN_FIELDS`, and for another layout `LAYOUT_FIELDS`, are not taken from `previous`; unknown names are ignored.
     Raises ValueError if a value is out of range, or given without use: `momentum` without sgd, `length` without a text.
 
     >>> complete({"data": "pydoc", "steps": None}).model

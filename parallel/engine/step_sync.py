@@ -48,7 +48,9 @@ class StepSync:
     def begin(
         self, mine: Sequence[Batch], stop: bool, problem: Exception | None
     ) -> tuple[list[tuple[int, ...]], int, bool]:
-        """Synchronise: (micro-batch numbers per team of ranks, targets of all ranks, True if any rank set `stop`).
+        """Synchronise: (micro-batches per team of ranks, targets of all ranks, True if any set `stop`). Collective.
+
+        In reproducible training the micro-batches have their numbers; otherwise only how many they are is correct.
 
         Raises
         ------
@@ -96,7 +98,10 @@ class StepSync:
     def losses(
         self, losses: Losses, problem: Exception | None, step: int, left: str = consistency_check.NOTHING
     ) -> float:
-        """Sum of the losses of all ranks; raises StepFailed on all ranks if any has an error or a non-finite loss."""
+        """Sum of the losses of all ranks; raises StepFailed on all ranks if any has an error or a non-finite loss.
+
+        `left`, the beginning of the message, says what was updated.
+        """
         odd = [number for number, loss in losses if not math.isfinite(loss)]
         if problem is None and odd:
             numbers = ", ".join(map(str, odd))

@@ -30,7 +30,7 @@ def expect_last(operator: Any, x: Any, size: int) -> None:
 
 
 def expect_range(operator: Any, numbers: Any, limit: int, what: str) -> None:
-    """Raise a ValueError unless all elements of the array `numbers` are below `limit`; `what` names them."""
+    """Raise a ValueError if any of the array `numbers`, called `what`, is `limit` or more; negative ones pass."""
     if numbers.size and (largest := int(numbers.max())) >= limit:
         raise ValueError(f"{label(operator)}: {what} {largest} is not below {limit}")
 
@@ -43,14 +43,14 @@ def type_after(unit: Operator, x: Array) -> np.dtype | None:
 
 
 def expect_type(operator: Any, what: str, found: Any, dtype: np.dtype | None) -> None:
-    """Raise a TypeError if the array `found` has not this dtype; integer arrays, and None for any, are accepted."""
+    """Raise a TypeError if the array `found` is of another dtype, unless it is integer or bool or `dtype` is None."""
     if dtype is None or found.dtype == dtype or found.dtype.kind in "iub":
         return
     raise TypeError(f"{label(operator)}: expected a {what} of {dtype}, found one of {found.dtype}")
 
 
 def named(error: Exception, loss: Any = None) -> Exception:
-    """Add a note to an exception that names the innermost operator (or loss) whose method raised it; return it."""
+    """Add a note that names the innermost operator (or `loss`) that raised `error`, if its text does not; return it."""
     place, trace = "", error.__traceback__
     while trace is not None:
         inner = trace.tb_frame.f_locals.get("self")

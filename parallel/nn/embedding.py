@@ -34,7 +34,7 @@ class Embedding(Operator):
         grads(self.weight, lambda out: kernels.embedding_gradient(upper, tokens, out))
 
     def outline(self, x: ArraySpec) -> OperatorOutline:
-        """Outline; the result has the dtype of the table (float32 before it has values)."""
+        """Outline; the result has the dtype of the table's parameter."""
         y = ArraySpec((*x.shape, self.width), self.weight.dtype)
         return OperatorOutline(y, x, 0, y.nbytes + widened(y))
 

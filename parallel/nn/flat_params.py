@@ -51,7 +51,7 @@ class ParamSpan(NamedTuple):
 
 
 class FlatParams:
-    """Layout of a model's parameters in one flat vector (positions only, no values); names the parameters.
+    """Layout of a model's parameters in one flat vector (positions only, no values). Construction calls `name_all`.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class FlatParams:
 
     @property
     def length(self) -> int:
-        """Number of elements of the flat vector, with padding."""
+        """Number of elements of these parameters in the flat vector, with padding."""
         return self.span.size
 
     def part(self, places: Iterable[ParamSpan]) -> FlatParams:
@@ -91,18 +91,18 @@ class FlatParams:
         return slice(span.start - self.span.start, span.stop - self.span.start)
 
     def bind(self, vector: Any, places: Iterable[ParamSpan] | None = None, start: int | None = None) -> None:
-        """Set parameters' `data` to views of `vector`, which holds the flat vector's elements from `start` on."""
+        """Set `data` of parameters (default: all) to views of `vector`, the flat vector's elements from `start` on."""
         start = self.span.start if start is None else start
         for parameter, span in self.places if places is None else places:
             parameter.data = self.view(vector, parameter, span.start - start)
 
     @staticmethod
     def view(vector: Any, parameter: Parameter, start: int) -> Any:
-        """View of the elements of `vector` from `start` on, in the parameter's shape."""
+        """View of as many elements of `vector` as the parameter has, from index `start` on, in its shape."""
         return vector[start : start + parameter.size].reshape(parameter.shape)
 
     def initialise(self, vector: Any, seed: int, span: Span | None = None) -> None:
-        """Write the parameters' initial values for a span (default: all) into `vector`, of the span's length."""
+        """Write the initial values of a span (default: all), 0 in padding, into `vector`, of the span's length."""
         span = self.span if span is None else span
         vector[...] = 0
         for place in self.places:
@@ -126,11 +126,11 @@ def shards(span: Span, ranks: int) -> tuple[Span, ...]:
 def buckets(
     places: Sequence[ParamSpan], nbytes: int, first: int, itemsize: int = 4
 ) -> tuple[tuple[ParamSpan, ...], ...]:
-    """Group neighbouring parameters into gradient buckets of `nbytes`, last first, as a backward pass completes them.
+    """Group parameters, last first as in a backward pass, into gradient buckets of `nbytes` or more (first: `first`).
 
     A bucket is closed when it has `nbytes` (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2), the first one
-    when it has `first` bytes: a small one lets communication begin early. A smaller remainder joins the last bucket, as
-    each exchange has a fixed cost.
+    when it has `first` bytes: a small one lets communication begin early. A remainder below
+    `first` bytes joins the last bucket, as each exchange has a fixed cost.
     """
     done: list[tuple[ParamSpan, ...]] = []
     open_: list[ParamSpan] = []

@@ -27,7 +27,7 @@ class GradientMismatch(AssertionError):
 
 
 def check(operator: Operator, x: np.ndarray) -> float:
-    """Check gradients (by finite differences at input `x`), purity and outline of an operator; return the error.
+    """Check an operator's gradients (finite differences at `x`), purity, outline: raise, or return the largest error.
 
     Gradients of sum(y r), with r random, are compared with central differences along random directions and by single
     elements. `forward` must be repeatable, neither pass may write into x, dy or saved values, `outline` must predict
@@ -70,7 +70,10 @@ def check(operator: Operator, x: np.ndarray) -> float:
 
 
 def check_loss(loss: Loss, y: np.ndarray, targets: np.ndarray) -> float:
-    """Check a loss's gradient with respect to y by finite differences; return the largest relative difference."""
+    """Check a loss's gradient with respect to y (finite differences) and outline: raise, or return the largest error.
+
+    Raises GradientMismatch, and measures errors, as `check`.
+    """
     y = np.array(y)
     sum_, saved = loss.forward(y, targets)
     if not isinstance(sum_, float):
@@ -132,7 +135,7 @@ def _compare(
     random: np.random.Generator,
     elements: int = ELEMENTS,
 ) -> float:
-    """Compare `gradient` with finite differences of `value()` by `point`, restored after; return the largest error."""
+    """Compare `gradient` with finite differences of `value()` by `point` (restored): raise, or return largest error."""
     if not point.size:
         return 0.0
     worst, original = 0.0, point.copy()

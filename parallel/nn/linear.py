@@ -50,7 +50,7 @@ class Linear(Operator):
         return y.reshape(*x.shape[:-1], self.outputs), x
 
     def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
-        """Forward pass, fused with the operator `after` if that is an activation: bias and activation in one pass."""
+        """Forward pass, fused with `after` if that is an `Activation` and there is a bias: both in one pass."""
         own = type(self).forward is Linear.forward  # not overridden
         if self.bias is None or not isinstance(after, Activation) or not own:
             return super().onward(x, run, after)

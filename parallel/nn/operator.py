@@ -46,7 +46,7 @@ class Parameter:
     uses : int
         Occurrences in the model's tree, normally gradients per backward pass; 2 for tied embeddings.
     dtype : dtype
-        Storage dtype of the current or last values; float32 before the first.
+        Storage dtype of the current or last values; before the first, float32 or as an engine has set it.
     """
 
     shape: tuple[int, ...]
@@ -159,7 +159,7 @@ class OperatorOutline(NamedTuple):
 
 
 class Operator:
-    """Base class of layers. Parameters and operators in attributes, or in lists that are attributes, belong to it.
+    """Base class of layers. Parameters and operators in attributes, or in list or tuple attributes, belong to it.
 
     Subclasses implement `forward`, `backward` and `outline`. Arrays have the storage dtype (float32, float64, or a half
     type); operators compute wider where needed.
@@ -172,15 +172,15 @@ class Operator:
         raise NotImplementedError
 
     def onward(self, x: Array, run: PassMode, after: Operator | None) -> tuple[Array, tuple[Any, ...]]:
-        """Forward pass, perhaps fused with the next operator `after`: (y, tuple of one or, if fused, two saved values).
+        """Forward pass, which subclasses may fuse with the next operator `after`: (y, tuple of saved values).
 
-        Saved values equal those of separate passes.
+        If fused, y is the result of `after`, and there are two saved values, equal to those of separate passes.
         """
         y, saved = self.forward(x, run)
         return y, (saved,)
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
-        """Return the gradient dx of the input, from dy of the result; pass parameters' gradients to `grads`.
+        """Return dx, the input's gradient (None: not needed), from dy; pass the parameters' gradients to `grads`.
 
         Must not modify dy or saved values: `grads` may compute from them later.
         """
@@ -191,7 +191,10 @@ class Operator:
         raise NotImplementedError
 
     def members(self) -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield (name, value) of the parameters and operators held directly, in order of attributes."""
+        """Yield (name, value) of parameters and operators in attributes, and in list or tuple attributes (`items.0`).
+
+        In the order of attributes; dicts and nested lists are not searched.
+        """
         for name, value in vars(self).items():
             if isinstance(value, Parameter | Operator):
                 yield name, value
@@ -201,7 +204,7 @@ class Operator:
                         yield f"{name}.{number}", item
 
     def walk(self, path: str = "") -> Iterator[tuple[str, Parameter | Operator]]:
-        """Yield (path, value) of all parameters and operators of the tree, at any depth; shared ones repeatedly."""
+        """Yield (path, value) of all parameters and operators below this one, at any depth; shared ones repeatedly."""
         for name, value in self.members():
             here = f"{path}.{name}" if path else name
             yield here, value
@@ -251,7 +254,7 @@ def _expect_in_tree(model: Operator) -> None:
 
 
 def _nested(value: Any, depth: int = 0) -> Iterator[Parameter | Operator]:
-    """Yield operators and parameters inside `value` if it is a dict, a set or a nested container."""
+    """Yield operators and parameters inside `value` that `members` misses: in dicts, sets or nested containers."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ():
         if isinstance(item, Parameter | Operator):
             if depth or not isinstance(value, list | tuple):
@@ -274,5 +277,5 @@ def arrays_of(saved: Any) -> dict[int, Any]:
 
 
 def nbytes_of(saved: Any) -> int:
-    """Total bytes of all distinct arrays (or specs) in nested tuples."""
+    """Total bytes of all distinct arrays (or specs) in nested tuples; a view counts as the whole array it views."""
     return sum(value.nbytes for value in arrays_of(saved).values())

@@ -14,7 +14,7 @@ from quant.types import Array
 
 
 class ElementRun(NamedTuple):
-    """Elements `start` to `stop`, relative to a span, that all have weight decay or all have none."""
+    """Elements `start` to `stop`, relative to a span, all with or all without decay; `place` is their first tensor."""
 
     start: int
     stop: int
@@ -32,7 +32,7 @@ class OptimizerSpan:
     weights : array, shape (span.size,), float32 or float64
         The weights, or the master that half-precision weights are rounded from.
     gradient : array like weights
-        Sum over samples, not divided; only read. Zero in the padding between tensors.
+        Sum over samples, times the loss scale, not divided; only read. Zero in the padding between tensors.
     state : dict of arrays like weights
         From `Optimizer.fresh`.
     places : iterable of ParamSpan

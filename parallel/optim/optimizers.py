@@ -292,8 +292,8 @@ class GradClip(NamedTuple):
 def clip_factor(squares: np.ndarray, scale: float, limit: float | None) -> GradClip:
     """Compute the global gradient norm and the factor that clips it to `limit` (Pascanu et al., ICML 2013).
 
-    `squares` are the `block_squares` of the unscaled gradient of all ranks, `scale` is 1 / (global count x loss scale);
-    without a `limit` nothing is clipped.
+    `squares` are the `block_squares` of all ranks, of the gradient before it is multiplied by `scale`, which is
+    1 / (global count x loss scale); without a `limit` nothing is clipped.
 
     >>> clip_factor(np.array([9.0, 16.0]), 1.0, 2.5)
     GradClip(norm=5.0, factor=0.5)

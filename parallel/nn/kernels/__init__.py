@@ -1,6 +1,6 @@
 """Compute kernels of operators, dispatched to the fastest version for the arrays: numba, fused CuPy, or reference.
 
-`reference_*` modules define the results. `compiled_kernels` (numba) has the same names, for C-contiguous host arrays of
+`reference_*` modules define the results. `compiled_kernels` (numba) has most of them, for C-contiguous host arrays of
 float32 (indices and flags: int64, uint8, bool); `fused` has elementwise chains as single CuPy kernels.
 """
 

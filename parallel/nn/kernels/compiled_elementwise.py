@@ -16,11 +16,11 @@ from parallel.nn.kernels.scalar import ONE, ZERO, F, logistic, normal
 from quant.kernels.jit import compiler
 
 loop = compiler(scalar, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-"""Decorator of a loop in which sums may be reordered and products and sums fused."""
+"""Decorator that compiles a loop at its first call; sums may be reordered, and products and sums fused."""
 
 
 def mapped(function: Callable[..., None]) -> Callable[..., np.ndarray]:
-    """Decorate a loop over 1-D arrays: compile it to an elementwise kernel of arrays of any one shape, with `out`."""
+    """Compile a loop over 1-D arrays to an elementwise kernel; unequal shapes or dtypes go to the reference."""
     compiled, plain = loop(function), getattr(reference_kernels, function.__name__)
 
     @wraps(plain)
@@ -119,7 +119,7 @@ def biased(function: Callable[..., None]) -> Callable[..., np.ndarray]:
 
 
 def _adds(z, bias):
-    """True if the compiled kernels apply: float32, and `bias` has the length of the last axis of `z`."""
+    """True if the compiled kernels apply: float32, not empty, and `bias` has the length of the last axis of `z`."""
     return z.size and z.dtype == bias.dtype == F and bias.shape == z.shape[-1:]
 
 

@@ -148,7 +148,7 @@ def _number(ordered):
 
 @loop
 def _largest(row, count, scale):
-    """Maximum of the first `count` elements of a row, times `scale`; arbitrary if any is NaN."""
+    """Maximum of `scale` times the first `count` elements of a row; arbitrary if any is NaN."""
     top = np.int32(-0x7FFFFFFF)
     for j in range(count):
         top = max(top, _ordered(row[j] * scale))

@@ -21,7 +21,7 @@ HALVES = (BFLOAT16, FLOAT16)
 
 
 def array_namespace(x: Array) -> ModuleType:
-    """Module of an array: NumPy, or CuPy for CuPy arrays; TypeError for anything else."""
+    """Module of an array: NumPy for NumPy arrays and scalars, CuPy for any other; TypeError if that is not imported."""
     if isinstance(x, np.ndarray | np.generic):
         return np
     cupy = sys.modules.get("cupy")
@@ -36,7 +36,7 @@ def wide(dtype: np.dtype) -> np.dtype:
 
 
 def widen(x: Array) -> Array:
-    """Cast `x` to its compute dtype: float32 if it is float16 or bfloat16; otherwise return `x` itself."""
+    """Cast `x` (half type, integers or bools) to float32; return `x` itself if it is float32 or float64."""
     if x.dtype == BFLOAT16:
         xp = array_namespace(x)
         bits = x.view(xp.uint16).astype(xp.uint32)
@@ -46,7 +46,7 @@ def widen(x: Array) -> Array:
 
 
 def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
-    """Round float32/float64 `x` to `dtype` (nearest even), or into `out`; `x` itself if it has that dtype already."""
+    """Round float32/float64 `x` (nearest even) to `dtype`, or into `out`, to its dtype. May return `x` itself."""
     dtype = dtype if out is None else out.dtype
     if dtype == BFLOAT16 and x.dtype == FLOAT32:
         x = _to_bfloat16(x)

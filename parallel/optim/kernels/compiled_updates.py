@@ -1,7 +1,7 @@
 """Optimizer updates as in `reference_updates`, but in one pass over memory, compiled by numba for host arrays.
 
 Operations and roundings are those of the reference, without reordering or fusing: the bits are the same. Only LAMB's
-direction needs `spare`.
+direction and `squares` need `spare`.
 """
 # Numba infers other types than Python annotations could express.
 

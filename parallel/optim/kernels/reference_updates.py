@@ -82,7 +82,7 @@ def lamb_direction(weights: Array, m: Array, v: Array, spare: Array, scalars: Sc
 
 
 def lamb(weights: Array, m: Array, v: Array, spare: Array, scalars: Scalars) -> None:
-    """Update weights by LAMB: w -= rate `lamb_direction`, in which the rate includes the tensor's trust ratio."""
+    """Update weights by LAMB, after `lamb_moments`: w -= rate `lamb_direction`; the rate includes the trust ratio."""
     u = lamb_direction(weights, m, v, spare, scalars)
     np.multiply(u, scalars[1], out=u)
     np.subtract(weights, u, out=weights)
