@@ -216,7 +216,7 @@ class Communicator(CollectiveMethods):
             self.__dict__[method_name(declaration.name, form)] = reporting(declaration.name, form)
 
     def _counts(self, sendbuf: Any, recvbuf: Any, recvcounts: Any) -> Any:
-        """Receive counts of a reduce-scatter: as given, else the size of every rank's recvbuf (collective)."""
+        """Receive counts of a reduce-scatter: as given, else the elements of every rank's recvbuf (collective)."""
         if recvcounts is not None:
             return recvcounts
         planner = self._open_planner()

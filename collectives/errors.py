@@ -45,7 +45,7 @@ class InvalidBuffer(InvalidArgument, BufferError):
 
 
 class UnknownDatatype(InvalidType, KeyError):
-    """Unsupported element type: an unknown typecode, an object or structured dtype."""
+    """Unsupported element type: an unknown typecode, an object dtype, or a structured one unlike MPI's pair types."""
 
     __str__ = InvalidInput.__str__  # KeyError would quote it
 
@@ -59,7 +59,7 @@ class NotCopied(InvalidType, ValueError):
 
 
 class OutOfMemory(InvalidInput, MemoryError):
-    """Allocation failed on one rank; nothing is allocated on any rank."""
+    """Allocation that failed on one rank or more: raised on all ranks, with nothing allocated on any."""
 
 
 class Mismatch(InvalidInput, ValueError):

@@ -166,7 +166,7 @@ class CaseBuffers:
         self.args = (*arrays, *(value for value, wanted in options if wanted))
 
     def advance(self) -> None:
-        """Give every element of the input a new value, as a program does between two calls."""
+        """Change every element of the input, as a program does between two calls; if in place, in the buffer too."""
         shift = (self._shift + 1) % SHIFTS
         if self._gives is not None:
             if shift:

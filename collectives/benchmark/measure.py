@@ -32,7 +32,7 @@ class RaceOptions(NamedTuple):
 def enter(
     plain: MPI.Intracomm, comm: MPI.Intracomm, name: str, keywords: dict[str, Any], buffers: CaseBuffers, mode: str
 ) -> Contestant | str:
-    """Make two trial calls; return a contestant to time, or the reason why it cannot be timed. Collective.
+    """Try implementation `name` twice; return a contestant to time, or the reason why it cannot be timed. Collective.
 
     Ours may refuse (on all ranks); its result is checked in the race. The native one must also be right, as some
     libraries accept a persistent collective and then perform it wrongly. RuntimeError if our call failed on some ranks
@@ -69,7 +69,7 @@ Key = TypeVar("Key")
 def race_entries(
     plain: MPI.Intracomm, entries: Mapping[Key, Contestant | str], limits: Mapping[str, Any]
 ) -> tuple[dict[Key, Timing], dict[Key, str]]:
-    """Time and close the contestants in `entries`; return their timings, and the entries that are texts. Collective."""
+    """Time and close the contestants in `entries`; return timings, and reasons for all others, by key. Collective."""
     running = {key: entry for key, entry in entries.items() if isinstance(entry, Contestant)}
     timings = race(plain, list(running.values()), **limits) if running else []
     for contestant in running.values():
@@ -87,7 +87,7 @@ def measure(
     dtype: str = "float32",
     options: RaceOptions = RaceOptions(),  # noqa: B008
 ) -> tuple[list[Row], dict[str, str]]:
-    """Time algorithms at one size, in each memory and mode, against the MPI's own; return rows, and errors by name.
+    """Time algorithms at one size, in each memory and mode, by default also the MPI's own; return rows, and errors.
 
     `plain` and `comm` are the MPI's communicator and ours, over the same ranks. `nbytes`, the size of the whole array,
     is rounded up to whole elements, or to equal blocks where needed. Returns a row per algorithm, memory and mode that

@@ -26,7 +26,7 @@ InPlace = type(MPI.IN_PLACE)
 
 
 def memory_of(obj: Any, datatype: object, name: str, writable: bool) -> MemoryView:
-    """Describe the memory of an array or buffer `obj`; its elements are of `datatype`, or inferred if that is None."""
+    """Describe contiguous memory, on host or device; elements are of `datatype`, or inferred if that is None."""
     if obj is None or obj is MPI.BOTTOM:
         if datatype is None:
             raise UnknownDatatype(MPI.ERR_TYPE, f"{name}: MPI.BOTTOM or None as the array needs an explicit datatype")

@@ -261,7 +261,7 @@ class DeviceMemory:
                     self._stream.wait_event(other.record())
 
     def _stream_of(self, array: Any) -> Any:
-        """CUDA stream of the array's `__cuda_array_interface__`; else CuPy's current one, made to wait for DLPack's."""
+        """CUDA stream of `__cuda_array_interface__`, else CuPy's current one, made to wait for a DLPack array."""
         current = self._cuda.get_current_stream()
         interface = cuda_interface(array)
         if interface is None:

@@ -94,7 +94,7 @@ def at_most(entry: Algorithm, formula: str) -> str:
 
 
 def source(entry: Algorithm) -> str:
-    """Literature of an algorithm: the last parenthesis with a year in its docstring or in that of its module."""
+    """Literature of an algorithm: the last parenthesis with a year in its docstring, else its module's, else empty."""
     for described in (entry.generate, inspect.getmodule(entry.generate)):
         text = " ".join((inspect.getdoc(described) or "").split())
         found = re.findall(r"\(([^()]*\b(?:19|20)\d\d\b[^()]*)\)", text)

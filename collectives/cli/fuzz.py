@@ -97,7 +97,7 @@ class Job(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the seeds on all numbers of ranks; return 1 after a fault, else 0."""
+    """Run the seeds on all numbers of ranks, up to `MOST_FAULTS` faults; return 1 after a fault, else 0."""
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--ranks", type=rank_counts, default=[1, 2, 3, 4], metavar="LIST", help="numbers of ranks (default 1,2,3,4)")

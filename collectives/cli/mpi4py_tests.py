@@ -25,7 +25,7 @@ from collectives.conformance.test_files import EXCLUDED, EXCLUDED_ARRAYS, FAKE_G
 
 
 class Outcome(NamedTuple):
-    """Outcome of one test on all ranks: passed, failed, skipped or excluded; the text of the first rank that failed."""
+    """Outcome of one test on all ranks: passed, failed, skipped or excluded; the text of the first rank that had it."""
 
     kind: str
     text: str = ""

@@ -31,7 +31,7 @@ SEGMENTS = (1, 2, 3)
 
 
 def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
-    """Roots to prove: 0 if the collective has none; all up to 16 ranks, above about six; three if `nodes` are given."""
+    """Roots to prove: 0 if the collective has none; all up to 16 ranks, else up to six; three if `nodes` are given."""
     if not semantics.MEANINGS[collective].rooted:
         return [0]
     if nodes is not None:

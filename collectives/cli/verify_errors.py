@@ -65,7 +65,7 @@ def once(codec: Codec, x: np.ndarray) -> float:
 
 
 def simulated_sum(allreduces: Sequence[Any], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sum noise by `allreduces`, one object per simulated rank; return the results of all ranks, and the exact sum."""
+    """Sum noise by `allreduces`, one allreduce object per rank; return the results of all ranks, and the exact sum."""
     terms = np.array([noise(rank, count) for rank in range(len(allreduces))])
     total = np.asarray(np.sum(terms, axis=0, dtype=np.float64))
     run_in_lockstep([each.allreduce(x, x) for each, x in zip(allreduces, terms)])

@@ -55,7 +55,7 @@ def reason(name: str) -> str | None:
 
 
 def fetched() -> Path:
-    """Folder of mpi4py's tests, downloaded with pip the first time and stored in the user's cache directory."""
+    """Folder of mpi4py's tests, downloaded by pip the first time into the user's cache; RuntimeError if that fails."""
     release = version("mpi4py")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus"
     tests = cache / f"mpi4py-{release}" / "test"

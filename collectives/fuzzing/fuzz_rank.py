@@ -46,7 +46,7 @@ def run(
     begins: Callable[[Step], object] = lambda step: None,
     control: bool = False,
 ) -> tuple[int, str]:
-    """Run one seed's steps on mpi4py's communicators and on ours; return the calls made on ours, and the first fault.
+    """Run one seed's steps on mpi4py's communicators and ours; return the number of calls on ours, and the first fault.
 
     Collective over `world`. The threads run one after the other on the MPI's own communicators, and together on ours.
     `begins` is called with each step as it begins, in its thread. `control` puts the MPI's own in the place of ours.

@@ -179,7 +179,7 @@ class StepRunner:
             calls = calls[several:]
 
     def _restart(self, step: Step, _: Any) -> None:
-        """Restart all kept persistent requests, and then wait for all of them."""
+        """Restart all kept persistent requests, then wait for all; mpi4py's communicators repeat blocking calls."""
         for call in self.kept:
             self.calls += 1
             call.refill()
