@@ -48,14 +48,14 @@ class WeightVersions:
         for at, part in enumerate(self._parts):
             part.context.flat.bind(older[at] if older else part.weights.vector)
 
-    def over(self) -> None:
+    def end_backward(self) -> None:
         """Count one more micro-batch whose backward is done; frees versions that no later one needs."""
         self._over += 1
         for version in set(self._older) - set(self._wanted[self._over :]):
             for pool, vector in zip(self._pools, self._older.pop(version)):
                 pool.give(vector)
 
-    def next(self) -> None:
+    def begin_version(self) -> None:
         """Begin a new version, to be updated in place; first copies the newest if a later backward needs it."""
         if self.newest in self._wanted[self._over :]:
             older = self._older[self.newest] = [pool.take() for pool in self._pools]
@@ -94,14 +94,14 @@ class WeightStashing(StageTrainer):
         if dy is None and not self._chunks[chunk].last:
             self._missing.add(microbatch)
         dx = super().backward(chunk, microbatch, dy, whole)
-        self._versions.over()
+        self._versions.end_backward()
         return dx
 
     def update(self, chunk: int, number: int) -> None:
         """Begin the next weight version; apply update `number` to it if there was no error and no missing gradient."""
         for _, part in self._chunks[chunk].shares:
             part.gradients.finish()
-        self._versions.next()
+        self._versions.begin_version()
         try:
             if self.problem is None and not self._missing:
                 self._apply(self._intervals[number])

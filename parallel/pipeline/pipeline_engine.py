@@ -52,7 +52,7 @@ class Pipeline(TrainEngine):
     ----------
     mesh, cuts, ledger
     plan : with messages
-    sent : messages of the last step or evaluation, by receiving stage
+    sent : number of messages of this rank in the last step or evaluation, by receiving stage
 
     Raises
     ------

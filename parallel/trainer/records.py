@@ -13,7 +13,7 @@ from parallel.runtime.step_report import Evaluation, StepReport
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record of one training step: report, epoch, samples of all ranks, seconds (including the wait for data)."""
+    """Record of one training step: report, epoch (from 0), samples of all ranks, seconds with the wait for data."""
 
     report: StepReport
     epoch: int

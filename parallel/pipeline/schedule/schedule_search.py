@@ -83,7 +83,10 @@ def search(
 def _choices(
     name: str, stages: int, microbatches: int, layers: Sequence[LayerCost], limit: Number | None
 ) -> Iterator[PipelineChoice]:
-    """Configurations of schedule `name`, one per number of chunks; cut for speed, but within `limit` if possible."""
+    """Configurations of schedule `name`, one per number of chunks; some may exceed `limit`.
+
+    The fastest cuts are tried first; if they exceed it, the fastest that give each chunk of a stage an equal share.
+    """
     for virtual in VIRTUAL if "virtual" in SCHEDULES[name].options else (None,):
         plan = build(name, stages, microbatches, virtual=virtual)
         parts = plan.placement.parts
