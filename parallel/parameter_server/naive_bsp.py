@@ -19,7 +19,7 @@ def train(
     gradient: Callable[[Array, int, int], Array],
     update: Callable[[Array, int, Array], None],
 ) -> None:
-    """Run ``len(parts)`` steps of ``parts[step]`` micro-batches; updates the server's `weights` and overwrites others.
+    """Run ``len(parts)`` steps of ``parts[step]`` micro-batches. `weights` change on the server; workers copy them.
 
     ``gradient(weights, step, part)`` is called on workers, ``update(weights, step, sum of gradients)`` on the server.
     Collective. Workers end with the weights before the last update.

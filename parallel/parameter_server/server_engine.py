@@ -49,8 +49,8 @@ class ParameterServer(BaseEngine):
 
     Parts of a step are its micro-batches. Every worker takes part in every step with as many parts as it can draw, and
     `step` returns when this rank has no more to do. So ranks may be in different steps, within the limit of the
-    consistency rule; `quiesce` synchronises them. All methods are collective, except `share`, `tensor_slices`, `load`,
-    `refresh` and `close`.
+    consistency rule; `quiesce` synchronises them. All methods are collective, except `share`, `tensor_slices`, `load`
+    and `refresh`.
 
     Parameters
     ----------
@@ -63,8 +63,9 @@ class ParameterServer(BaseEngine):
     Attributes
     ----------
     steps, updates : steps of this rank; updates of every weight, valid after `quiesce`
-    server : on rank 0, ``server.work.outcome(step)`` has the results of all parts of a step, until `quiesce`
-    worker, keys
+    server : None on workers; on rank 0 ``server.work.outcome(step)`` has all parts' results until the next `quiesce`
+    worker : None on servers
+    keys : of all servers
     flat, ledger : as of `Engine`
     traffic : bytes of vectors by ``("sent" or "received", kind of message, other rank)``
 
@@ -162,7 +163,7 @@ class ParameterServer(BaseEngine):
         return StepReport(step, loss, count, norm, not count, 1.0, rate, last, seconds, communication)
 
     def quiesce(self) -> None:
-        """Wait until all ranks have made the same number of steps and nothing is in flight. Raises `StepFailed`."""
+        """Wait until all living ranks call this, after the same step, and nothing is in flight. Raises `StepFailed`."""
         if self._is_quiescent:
             return
         with self._shared_errors(), self._recorder("communication", "quiesce"):

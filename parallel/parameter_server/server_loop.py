@@ -72,10 +72,7 @@ class ServerLoop:
         return self._last == steps
 
     def until_quiescent(self) -> None:
-        """Serve until all living workers wait in `quiesce` and all their updates are made.
-
-        Raises `TrainingFailed` if the training fails on any rank, or all workers are dead.
-        """
+        """Serve until all living workers wait in `quiesce` and updates are made; `TrainingFailed` if any rank fails."""
         self._awaited_rests += 1
         self._serve(lambda: self.rests >= self._awaited_rests)
 

@@ -143,7 +143,7 @@ class WorkerTrainer:
         return RankStep(loss, count, None if self._context.rule.synchronous else norm, last)  # else servers know it
 
     def quiesce(self, steps: int) -> None:
-        """Wait until all living workers have made `steps` steps; redoes micro-batches of dead ones meanwhile."""
+        """Wait until all living workers call this, after `steps` steps; redoes micro-batches of dead ones meanwhile."""
         while True:
             try:
                 self.client.quiesce()
